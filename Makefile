@@ -1,0 +1,48 @@
+# Every target sets up .venv by itself. PYTHON picks the interpreter (>= 3.10).
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+SETUP := .venv/.installed
+
+.PHONY: demo test slow lint fix bench bench-quick build clean
+
+demo: $(SETUP)
+	$(BIN)/python examples/quickstart.py
+
+test: $(SETUP)
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope
+
+slow: $(SETUP)
+	$(BIN)/python -m pytest -q -n 2 -m slow
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+fix: $(SETUP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(SETUP)
+	$(BIN)/hf-speculate bench all
+
+bench-quick: $(SETUP)
+	$(BIN)/hf-speculate bench generate --quick
+
+build: $(SETUP)
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation
+	$(BIN)/check-wheel-contents dist/*.whl
+
+# torch comes first: any other requirement would pull in a CUDA build of several gigabytes.
+$(SETUP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $(SETUP)
+
+clean:
+	rm -rf .venv dist build .pytest_cache .ruff_cache

@@ -1,0 +1,273 @@
+"""The decoding loop: draft a tree, score it in one target forward, choose a path, keep it, tell the drafter.
+
+Streaming, statistics and text are consumers of the generator `decode`, not parts of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .cache import TreeCache
+from .drafter import Drafter, DraftRequest, DraftSession, DraftState
+from .errors import DrafterError, SpeculateError
+from .scoring import Scorer, has_length_dependent_rope, rope_depth_limit
+from .sequences import Sequences
+from .stats import SpeculationStats
+from .stopping import Stopping
+from .tree import DraftTree
+from .verification import Sampler, Verdict, score_only, verify
+
+
+def decode(run: Decoding) -> Iterator[Verdict]:
+    """Generates until every row is finished; yields what each round emitted, the prefill's token first.
+
+    However it ends (exhausted, closed, interrupted, an error in a drafter, criterion or consumer), the cache then holds
+    the prompt and the delivered tokens but the last, and the RNG is where plain `generate` would have left it.
+    """
+    try:
+        yield run.prefill()
+        with run.target._optimize_model_for_decode():
+            while not all(run.sequences.finished):
+                tree = run.draft()
+                output = run.score(tree)
+                verdict = run.verify(output.logits, tree)
+                run.cache.keep(verdict.paths)
+                run.observe(verdict, output.hidden_states)
+                yield verdict
+    finally:
+        run.close()
+
+
+@dataclass(kw_only=True)
+class Decoding:
+    """One request on its way: what `decode` needs, and the verbs of its loop.
+
+    Attributes:
+        target: the model.
+        drafter: what drafts for it.
+        request: what the drafter's session is told.
+        scorer: the target's forward over trees (owns the cache).
+        prefill_forward: runs the prompt, `hidden_states` layers given, and returns the model's output.
+        sampler, stopping, sequences, stats: see there.
+        prompt_positions: position id of each row's last prompt token.
+        stream_each_step: all rows advance together because a consumer wants [B] tokens a step.
+    """
+
+    target: PreTrainedModel
+    drafter: Drafter
+    request: DraftRequest
+    scorer: Scorer
+    prefill_forward: Callable[..., object]
+    sampler: Sampler
+    stopping: Stopping
+    sequences: Sequences
+    stats: SpeculationStats
+    prompt_positions: Sequence[int]
+    stream_each_step: bool = False
+
+    session: DraftSession | None = field(default=None, init=False)
+    num_delivered: int | None = field(default=None, init=False)
+    _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
+
+    @property
+    def cache(self) -> TreeCache:
+        return self.scorer.cache
+
+    @cached_property
+    def _has_length_dependent_rope(self) -> bool:
+        return has_length_dependent_rope(self.target.config)
+
+    @cached_property
+    def lockstep(self) -> bool:
+        """Whether all rows must emit the same number of tokens a round (see design: processors and criteria)."""
+        return self.sequences.batch_size == 1 or bool(self.lockstep_reason)
+
+    @cached_property
+    def lockstep_reason(self) -> str:
+        if self.sequences.batch_size == 1:
+            return ""
+        if self.sampler.required_tier == "walk":
+            return "a logits processor that is not known to be row-wise"
+        if not self.stopping.row_wise:
+            return "a stopping criterion that is not known to be row-wise"
+        if self._has_length_dependent_rope:
+            return "RoPE that depends on the longest position"
+        return "a streamer" if self.stream_each_step else ""
+
+    def prefill(self) -> Verdict:
+        """Runs the prompt and chooses the first token of every row."""
+        if self.lockstep_reason:
+            self.stats.fallbacks[f"rows in lock-step: {self.lockstep_reason}"] += 1
+        with self._timed("prefill_seconds"):
+            self.session = self._ask_drafter(lambda: self.drafter.start(self.request))
+            output = self.prefill_forward(**self._taps)
+            self.cache.commit_appended()
+            self._prompt_lengths = self.cache.lengths
+            prompt = self.sequences.prompt
+            roots = prompt[:, -1] if prompt.shape[1] else prompt.new_zeros(prompt.shape[0])
+            verdict = self._verify(output.logits[:, -1:], DraftTree.root_only(roots.cpu()))
+            self.stats.prefill_tokens += sum(map(len, verdict.tokens))
+        with self._timed("drafter_prefill_seconds"):
+            self._observe_prompt(verdict, output.hidden_states)
+        return verdict
+
+    def draft(self) -> DraftTree:
+        with self._timed("drafter_seconds"):
+            self._release_noise()
+            limits = self._depth_limits()
+            state = self._draft_state(max(limits))
+            if state.max_depth == 0:
+                return DraftTree.root_only(state.root_ids)
+            tree = self._ask_drafter(lambda: self.session.draft(state))
+            if tree.batch_size != self.sequences.batch_size:
+                raise DrafterError(
+                    f"drafter {self.drafter.name!r} drafted {tree.batch_size} rows for {self.sequences.batch_size}."
+                )
+            if state.chains_only and not _is_chain(tree):
+                tree = _first_branch(tree)
+            return tree.pruned(limits) if tree.max_depth > min(limits) else tree
+
+    def score(self, tree: DraftTree):
+        with self._timed("target_seconds"):
+            self.stats.target_forwards += 1
+            return self.scorer(tree, self._root_positions, **self._taps)
+
+    def verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
+        with self._timed("target_seconds"):
+            verdict = self._verify(logits, tree)
+        for row, tokens in enumerate(verdict.tokens):
+            if tokens:
+                self.stats.record_round(
+                    num_drafted=tree.host.num_drafted(row),
+                    depth=tree.host.depth(row),
+                    num_emitted=len(tokens),
+                    num_accepted=verdict.num_accepted[row],
+                )
+        return verdict
+
+    def observe(self, verdict: Verdict, hidden_states: Sequence[Tensor] | None) -> None:
+        with self._timed("drafter_seconds"):
+            width = max(map(len, verdict.paths))
+            features = {}
+            if self.drafter.feature_layers:
+                nodes = torch.tensor([path + [0] * (width - len(path)) for path in verdict.paths])
+                for layer in self.drafter.feature_layers:
+                    states = hidden_states[layer]
+                    index = nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
+                    features[layer] = states.gather(1, index)
+            tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in verdict.tokens])
+            lengths = torch.tensor([len(tokens) for tokens in verdict.tokens])
+            self._ask_drafter(lambda: self.session.observe(tokens, features, lengths))
+
+    def close(self) -> None:
+        """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
+        self.cache.restore()
+        delivered = self.sequences.num_emitted
+        if self.num_delivered is not None:
+            delivered = [min(self.num_delivered, n) for n in delivered]
+        if self._prompt_lengths is not None:
+            wanted = (length + max(n - 1, 0) for length, n in zip(self._prompt_lengths, delivered, strict=True))
+            self.cache.truncate([min(pair) for pair in zip(wanted, self.cache.lengths, strict=True)])
+        if self.sampler.noise is not None:
+            self.sampler.noise.finish(max(delivered))
+        if self.session is not None:
+            session, self.session = self.session, None
+            session.close()
+
+    def _verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
+        return verify(logits, tree, self.sampler, self.stopping, self.sequences, lockstep=self.lockstep)
+
+    def _release_noise(self) -> None:
+        """Forgets noise rows that every row has used; only now, as what they chose has been delivered."""
+        if self.sampler.noise is not None:
+            running = (n for r, n in enumerate(self.sequences.num_emitted) if not self.sequences.finished[r])
+            self.sampler.noise.release_before(min(running))
+
+    @property
+    def _taps(self) -> dict[str, list[int]]:
+        layers = self.drafter.feature_layers
+        return {"output_hidden_states": list(layers)} if layers else {}
+
+    @property
+    def _root_positions(self) -> list[int]:
+        """The root is the last emitted token: one position behind the prompt's last token for the first of them."""
+        return [p + n for p, n in zip(self.prompt_positions, self.sequences.num_emitted, strict=True)]
+
+    def _depth_limits(self) -> list[int]:
+        """How deep each row may draft: a node at depth d can be emitted only if d tokens and the bonus still fit."""
+        rope_limit = None
+        if self._has_length_dependent_rope:
+            rope_limit = rope_depth_limit(self.target.config, max(self._root_positions))
+        limits = []
+        for row, finished in enumerate(self.sequences.finished):
+            limit = 10**9 if rope_limit is None else rope_limit
+            if self.stopping.max_length is not None:
+                limit = min(limit, self.stopping.max_length - self.sequences.length(row) - 1)
+            limits.append(0 if finished and self.stopping.has_eos else max(limit, 0))
+        return limits
+
+    def _draft_state(self, max_depth: int) -> DraftState:
+        sampler = self.sampler
+        shares_noise = sampler.noise is not None and sampler.required_tier != "walk"
+        return DraftState(
+            root_ids=torch.tensor([tokens[-1] for tokens in self.sequences.new_tokens]),
+            active=tuple(self.stopping.is_running(self.sequences, row) for row in range(self.sequences.batch_size)),
+            max_depth=max_depth,
+            chains_only=self.scorer.shape == "chain",
+            num_emitted=tuple(self.sequences.num_emitted),
+            _noise=sampler.noise if shares_noise else None,
+            _warpers=score_only(sampler.processors),
+        )
+
+    def _observe_prompt(self, verdict: Verdict, hidden_states: Sequence[Tensor] | None) -> None:
+        """The prompt as one observation: the token after prompt position j is the prompt's next one."""
+        first = torch.tensor([tokens[0] for tokens in verdict.tokens])[:, None]
+        tokens = torch.cat([self.sequences.prompt[:, self.request.known_from + 1 :].cpu(), first], dim=1)
+        width = tokens.shape[1]
+        features = {layer: hidden_states[layer][:, -width:] for layer in self.drafter.feature_layers}
+        lengths = torch.full((tokens.shape[0],), width)
+        self._ask_drafter(lambda: self.session.observe(tokens, features, lengths))
+
+    def _ask_drafter(self, call: Callable[[], object]):
+        try:
+            return call()
+        except SpeculateError:
+            raise
+        except Exception as error:
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} raised {type(error).__name__}: {error}. The text emitted so far and "
+                "the cache are valid; generate without `speculator=` to go on."
+            ) from error
+
+    @contextmanager
+    def _timed(self, counter: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.stats, counter, getattr(self.stats, counter) + time.perf_counter() - start)
+
+
+def _is_chain(tree: DraftTree) -> bool:
+    return all(row == list(range(-1, len(row) - 1)) for row in tree.host.parents)
+
+
+def _first_branch(tree: DraftTree) -> DraftTree:
+    """The chain of first children of every row, for targets that cannot score branches."""
+    rows = []
+    for tokens, parents in zip(tree.host.token_ids, tree.host.parents, strict=True):
+        branch, last = [tokens[0]], 0
+        for node in range(1, len(tokens)):
+            if parents[node] == last:
+                branch.append(tokens[node])
+                last = node
+        rows.append((branch, range(-1, len(branch) - 1)))
+    return DraftTree.from_rows(rows)

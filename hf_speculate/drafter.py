@@ -1,0 +1,158 @@
+"""The contract between the decoding loop and a drafting method.
+
+A `Drafter` is weights and options and does not change while generating; `start` opens a `DraftSession` for one
+request. A drafter holds no decoding loop, no acceptance rule and no cache surgery on the target: it can be wrong only
+in speed, never in text. `hf_speculate.testing.check_drafter` is the conformance suite.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from .noise import Noise
+
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from .tree import DraftTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRequest:
+    """What a session knows of a `generate` call.
+
+    Attributes:
+        target: the model that verifies.
+        input_ids: int64 [B, S], the prompt as `generate` was given it (left padded).
+        attention_mask: int64 [B, S'], None when all ones; S' > S when the prompt continues a cache.
+        known_from: index into `input_ids` of the first prompt token that `observe` will report; tokens before it
+            belong to a reused cache and come without features.
+        do_sample: whether the request samples.
+        max_new_tokens: upper bound of what will be emitted, None if unbounded.
+    """
+
+    target: PreTrainedModel
+    input_ids: Int[Tensor, "B S"]
+    attention_mask: Tensor | None = None
+    known_from: int = 0
+    do_sample: bool = False
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftState:
+    """The situation before one round.
+
+    Attributes:
+        root_ids: int64 [B] on the CPU, the last committed token of each row (node 0 of the tree to be drafted).
+        active: False for rows that are finished; what is drafted for them is ignored.
+        max_depth: nodes deeper than this cannot be emitted; 0 asks for no draft. Always >= 0.
+        chains_only: True where the target cannot score branches: only the first branch of a tree is used.
+        num_emitted: new tokens of each row so far; noise row `num_emitted[r] + d` chooses the children of row r's
+            nodes at depth d.
+    """
+
+    root_ids: Int[Tensor, " B"]
+    active: tuple[bool, ...]
+    max_depth: int
+    chains_only: bool
+    num_emitted: tuple[int, ...]
+    _noise: Noise | None = None
+    _warpers: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+
+    def child_scores(
+        self, draft_logits: Float[Tensor, "B N W"], depth: int, token_ids: Int[Tensor, " W"] | None = None
+    ) -> Float[Tensor, "B N W"]:
+        """Scores by which children of nodes at `depth` should be ranked (top-k of these are the children).
+
+        For a greedy request these are the logits. For a sampled one they are
+        `log_softmax(warped logits) - log(noise of that step)`: the target samples with the same noise, so drafting
+        with it raises acceptance (Gumbel top-k coupling) and cannot change the text.
+
+        Args:
+            draft_logits: logits of the drafter, any float dtype.
+            depth: depth of the nodes whose children are ranked (0: children of the root).
+            token_ids: target vocabulary id of each column, when the draft vocabulary is a part of the target's.
+        """
+        if self._noise is None:
+            return draft_logits
+        scores = draft_logits.float().flatten(0, 1)
+        scores = torch.log_softmax(self._warpers(None, scores), dim=-1).view(draft_logits.shape)  # type: ignore[arg-type]
+        noise = torch.stack([self._noise.row(n + depth)[row] for row, n in enumerate(self.num_emitted)])
+        noise = noise.to(scores.device)
+        if token_ids is not None:
+            noise = noise[:, token_ids]
+        elif noise.shape[-1] != scores.shape[-1]:
+            scores, noise = scores[..., : noise.shape[-1]], noise[:, : scores.shape[-1]]
+        return scores - noise[:, None].log()
+
+
+class DraftSession(ABC):
+    """The drafting state of one request. Sessions are used by one thread and closed exactly once."""
+
+    @abstractmethod
+    def draft(self, state: DraftState) -> DraftTree:
+        """A tree for the next round, all B rows; its node 0 is `state.root_ids`. May be the root alone."""
+
+    @abstractmethod
+    def observe(
+        self,
+        tokens: Int[Tensor, "B J"],
+        features: Mapping[int, Float[Tensor, "B J H"]],
+        lengths: Int[Tensor, " B"],
+    ) -> None:
+        """Learns what was committed: once after the prefill, then once a round, before the next `draft`.
+
+        Args:
+            tokens: int64 on the CPU; `tokens[r, j]` was chosen *after* path node j of row r, root first. After the
+                prefill, "path node j" is prompt token `known_from + j`. Columns from `lengths[r]` on are padding.
+            features: the target's hidden state *at* path node j, for each index in `Drafter.feature_layers`.
+            lengths: int64 on the CPU, how many columns of each row are real (0 for finished rows).
+        """
+
+    def close(self) -> None:
+        """Releases what the session holds. Called exactly once, also after an error."""
+
+
+class Drafter(ABC):
+    """Weights and options of a drafting method; may be shared by threads and requests.
+
+    Class attributes:
+        name: the entry point's name.
+        feature_layers: indices into the target's `hidden_states` tuple (0: embeddings, k: output of layer k - 1, L:
+            after the final norm) that `observe` wants.
+    """
+
+    name: ClassVar[str]
+    feature_layers: tuple[int, ...] = ()
+
+    @classmethod
+    @abstractmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """Builds the drafter for a target from keyword options; unknown options raise `TypeError`."""
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        """Whether `folder` holds a checkpoint of this method. Looks at files; loads no weights."""
+        return False
+
+    @classmethod
+    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+        """Builds the drafter from a local checkpoint folder that `recognizes` accepted."""
+        raise NotImplementedError(f"{cls.__name__} has no checkpoints to load.")
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""
+
+    @abstractmethod
+    def start(self, request: DraftRequest) -> DraftSession:
+        """Opens a session for one request."""

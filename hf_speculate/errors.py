@@ -1,0 +1,33 @@
+"""Errors of hf_speculate: each message says what was asked, what was found and what is possible."""
+
+
+class SpeculateError(Exception):
+    """Base class of every error that hf_speculate raises on its own account."""
+
+
+class UnsupportedRequestError(SpeculateError, ValueError):
+    """A `generate` request (mode, cache, model class) that cannot run with a speculator."""
+
+
+class TargetMismatchError(SpeculateError, ValueError):
+    """A drafter that does not fit the target: vocabulary, hidden size, layer count."""
+
+
+class DrafterNotFoundError(SpeculateError, LookupError):
+    """A name that is neither an installed drafter nor a loadable head."""
+
+
+class DrafterError(SpeculateError, RuntimeError):
+    """A drafter that raised, or returned a malformed draft tree; the text emitted so far stays valid."""
+
+
+class CheckpointError(SpeculateError, ValueError):
+    """A checkpoint that cannot be read as it is: unknown layout, missing or unknown keys, broken file."""
+
+
+class CacheStateError(SpeculateError, RuntimeError):
+    """A KV-cache operation that the cache's state does not allow (e.g. a snapshot from the future)."""
+
+
+class LosslessnessError(SpeculateError, AssertionError):
+    """Speculative text differs from plain text and the difference is not a proven numerical tie."""

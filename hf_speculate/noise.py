@@ -1,0 +1,69 @@
+"""Sampling noise that belongs to the step, not to the node.
+
+`torch.multinomial(probs, 1)` is `argmax(probs / noise)` with `noise ~ Exp(1)`, bit for bit and with the same RNG
+state afterwards. So the noise of step t can be drawn before the tokens of earlier steps are known: every node at
+depth d of a draft tree is sampled with row t + d, drafters draft with the same rows (Gumbel top-k coupling), rows that
+a round does not use wait for the next, and at the end the RNG is put where plain `generate` would have left it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Noise:
+    """Rows of Exp(1) noise, one a decoding step, as stock `generate(do_sample=True)` would draw them.
+
+    Args:
+        batch_size: B, as stock draws the noise of all rows of the batch at once.
+        vocab_size: V of the scores that are sampled from.
+        device: device of the scores; the default generator of that device is used, as stock does.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
+        self._shape = (batch_size, vocab_size)
+        self._device = device
+        self._first_step = 0
+        self._rows: deque[Tensor] = deque()
+        self._states_before: deque[Tensor] = deque()
+
+    def row(self, step: int) -> Float[Tensor, "B V"]:
+        """Noise of decoding step `step` (0 = the first new token). Draws up to it; does not consume."""
+        if step < self._first_step:
+            raise IndexError(f"noise of step {step} was released; the first kept step is {self._first_step}.")
+        while len(self._rows) <= step - self._first_step:
+            self._states_before.append(_get_rng_state(self._device))
+            self._rows.append(torch.empty(self._shape, device=self._device).exponential_())
+        return self._rows[step - self._first_step]
+
+    def release_before(self, step: int) -> None:
+        """Forgets the rows of steps before `step`; they were used by every row of the batch."""
+        while self._first_step < step and self._rows:
+            self._rows.popleft()
+            self._states_before.popleft()
+            self._first_step += 1
+
+    def finish(self, num_steps: int) -> None:
+        """Leaves the RNG where stock leaves it after `num_steps` sampled tokens."""
+        unused = num_steps - self._first_step
+        if unused < len(self._rows):
+            _set_rng_state(self._states_before[max(unused, 0)], self._device)
+        self._rows.clear()
+        self._states_before.clear()
+
+
+def _get_rng_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_rng_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

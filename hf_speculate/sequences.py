@@ -1,0 +1,77 @@
+"""The text of a batch while it grows: every row at its own pace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+class Sequences:
+    """Prompt and new tokens of B rows; rows may have different numbers of new tokens until the end.
+
+    Args:
+        input_ids: the prompt as `generate` hands it to its decoding method, int64 [B, S] (left padded; S may be 0).
+        pad_token_id: what fills rows behind their end in the result (0 when the request has none).
+    """
+
+    def __init__(self, input_ids: Int[Tensor, "B S"], pad_token_id: int | None):
+        self.prompt = input_ids
+        self.pad_token_id = 0 if pad_token_id is None else pad_token_id
+        self.new_tokens: list[list[int]] = [[] for _ in range(input_ids.shape[0])]
+        self.finished = [False] * input_ids.shape[0]
+        self._ids = input_ids
+        self._num_written = [0] * input_ids.shape[0]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.new_tokens)
+
+    @property
+    def num_emitted(self) -> list[int]:
+        """New tokens a row."""
+        return [len(tokens) for tokens in self.new_tokens]
+
+    def length(self, row: int) -> int:
+        """Prompt and new tokens of a row, padding of the prompt included (stock's `input_ids.shape[1]`)."""
+        return self.prompt.shape[1] + len(self.new_tokens[row])
+
+    def append(self, row: int, token: int) -> None:
+        self.new_tokens[row].append(token)
+
+    def view(self, rows: Sequence[int]) -> Int[Tensor, "R T"]:
+        """Text of some rows of equal length, as stock's `input_ids`, on the prompt's device. Do not modify."""
+        length = self.length(rows[0])
+        self._write(length)
+        if len(rows) == self.batch_size:
+            return self._ids[:, :length]
+        if len(rows) == 1:
+            return self._ids[rows[0] : rows[0] + 1, :length]
+        return self._ids[list(rows), :length]
+
+    def result(self) -> Int[Tensor, "B T"]:
+        """All rows, those that ended early filled with the padding token, as plain `generate` returns them."""
+        num_new = max(self.num_emitted)
+        rows = [tokens + [self.pad_token_id] * (num_new - len(tokens)) for tokens in self.new_tokens]
+        new_ids = torch.tensor(rows, dtype=self.prompt.dtype, device=self.prompt.device)
+        return torch.cat([self.prompt, new_ids.view(self.batch_size, num_new)], dim=1)
+
+    def columns(self, start: int) -> list[Tensor]:
+        """Tokens of steps `start`, `start + 1`, … [B] each, for streamers; rows must be of equal length."""
+        return [torch.tensor(column) for column in zip(*(tokens[start:] for tokens in self.new_tokens), strict=True)]
+
+    def _write(self, length: int) -> None:
+        """Brings the device copy up to date; it grows geometrically, so a token is written once."""
+        num_prompt = self.prompt.shape[1]
+        if self._ids.shape[1] < length:
+            grown = self._ids.new_zeros(self.batch_size, max(length, 2 * self._ids.shape[1], num_prompt + 64))
+            grown[:, : self._ids.shape[1]] = self._ids
+            self._ids = grown
+        for row, tokens in enumerate(self.new_tokens):
+            written = self._num_written[row]
+            if written < len(tokens) and num_prompt + len(tokens) <= self._ids.shape[1]:
+                new = torch.tensor(tokens[written:], dtype=self._ids.dtype, device=self._ids.device)
+                self._ids[row, num_prompt + written : num_prompt + len(tokens)] = new
+                self._num_written[row] = len(tokens)

@@ -1,0 +1,89 @@
+"""Stopping criteria, evaluated after every emitted token as plain `generate` does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from .sequences import Sequences
+
+
+if TYPE_CHECKING:
+    from .verification import Records
+
+
+_ROW_WISE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_END_ALL_ROWS_TOGETHER = (MaxLengthCriteria, MaxTimeCriteria)
+
+
+class Stopping:
+    """The request's criteria.
+
+    Args:
+        criteria: as prepared by `generate`.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        self.criteria = criteria
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.max_length: int | None = criteria.max_length
+        self._host_rules = _host_rules(criteria)
+
+    @property
+    def row_wise(self) -> bool:
+        """Whether each row can be judged alone, at its own pace."""
+        known = all(type(c) in _ROW_WISE or getattr(c, "row_wise", False) for c in self.criteria)
+        # Without EOS stock lets rows that have stopped write on until the last one stops.
+        return known and (self.has_eos or all(type(c) in _END_ALL_ROWS_TOGETHER for c in self.criteria))
+
+    def is_running(self, sequences: Sequences, row: int) -> bool:
+        """Whether a row still gets tokens of its own: stock fills finished rows with padding only if there is EOS."""
+        return not (self.has_eos and sequences.finished[row])
+
+    def update(self, rows: Sequence[int], sequences: Sequences, records: Records) -> None:
+        """Marks those of `rows` (of equal length) that are finished after their last token."""
+        if self._host_rules is not None:
+            for row in rows:
+                length, token = sequences.length(row), sequences.new_tokens[row][-1]
+                sequences.finished[row] |= any(rule(length, token) for rule in self._host_rules)
+            return
+        scores = None
+        if records.scores is not None and len(rows) == sequences.batch_size:
+            scores = records.scores.complete(sequences.batch_size)
+        done = self.criteria(sequences.view(rows), scores)
+        for row, is_done in zip(rows, done.tolist(), strict=True):
+            sequences.finished[row] |= is_done
+
+
+def _host_rules(criteria: StoppingCriteriaList) -> list[Callable[[int, int], bool]] | None:
+    """The usual criteria as functions (length, last token) -> done that touch no tensor; None if there are others.
+
+    `StoppingCriteriaList.__call__` is the plain reference; these save its tensor work, and on accelerators a host
+    synchronisation, for every token.
+    """
+    rules: list[Callable[[int, int], bool]] = []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            # Beyond the context stock warns once; leave that to the criterion itself.
+            longest = criterion.max_position_embeddings
+            if longest is not None and criterion.max_length > longest:
+                return None
+            rules.append(lambda length, token, limit=criterion.max_length: length >= limit)
+        elif type(criterion) is EosTokenCriteria:
+            eos_ids = frozenset(criterion.eos_token_id.tolist())
+            rules.append(lambda length, token, eos_ids=eos_ids: token in eos_ids)
+        elif type(criterion) is MaxTimeCriteria:
+            deadline = criterion.initial_timestamp + criterion.max_time
+            rules.append(lambda length, token, deadline=deadline: time.time() > deadline)
+        else:
+            return None
+    return rules

@@ -1,0 +1,127 @@
+"""`check_drafter`: the conformance suite that every drafter, ours and third parties', must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..drafter import Drafter, DraftRequest, DraftSession, DraftState
+from ..errors import DrafterError
+from ..speculator import Speculator, unwrap
+from ..tree import DraftTree
+from .lossless import check_lossless
+
+
+def check_drafter(
+    drafter: Drafter, target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int = 24
+) -> None:
+    """Checks that `drafter` keeps the contract of `hf_speculate.drafter` on a small target.
+
+    Checked: tree invariants of every draft (root, parents, siblings, token range, depth budget), one `close` per
+    session whatever happens, well-formed calls for greedy and sampled requests, left-padded batches, a budget of one
+    token, a prompt of one token, targets that take chains only; two sessions open at once; and that the text stays
+    the target's own.
+
+    Args:
+        drafter: the drafter; it must fit `target`.
+        target: a small model (this generates a few hundred tokens).
+        prompts: at least two prompts, int64 [S] each, of different lengths.
+    Raises:
+        DrafterError: a broken contract, naming the call that broke it.
+        LosslessnessError: text that is not the target's.
+    """
+    if len(prompts) < 2:
+        raise ValueError("check_drafter needs at least two prompts, to make a batch of them.")
+    target = unwrap(target)
+    watched = _Watched(drafter, target.config.get_text_config(decoder=True).vocab_size)
+    speculator = Speculator(watched)
+    prompts = [prompt.view(-1).to(target.device) for prompt in prompts]
+    budget = {"eos_token_id": None, "pad_token_id": 0}
+    check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, **budget)
+    check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, do_sample=True, seeds=(0, 1), **budget)
+    check_lossless(target, speculator, [prompts[0][:1]], max_new_tokens=max_new_tokens, **budget)
+    check_lossless(target, speculator, prompts[:1], max_new_tokens=1, **budget)
+    check_lossless(target, speculator, prompts[:1], max_new_tokens=2, **budget)
+    watched.chains_only = True
+    check_lossless(target, speculator, prompts[:1], max_new_tokens=max_new_tokens, **budget)
+    watched.chains_only = False
+    batch = _left_padded(prompts)
+    for sampled in ({}, {"do_sample": True}):
+        target.generate(**batch, speculator=speculator, max_new_tokens=max_new_tokens, **budget, **sampled)
+    watched.expect_all_closed()
+
+
+def _left_padded(prompts: Iterable[Tensor]) -> dict[str, Tensor]:
+    prompts = list(prompts)
+    width = max(len(prompt) for prompt in prompts)
+    rows = [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
+    masks = [torch.nn.functional.pad(torch.ones_like(prompt), (width - len(prompt), 0)) for prompt in prompts]
+    return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(masks)}
+
+
+class _Watched(Drafter):
+    """Passes everything on and looks at it."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int):
+        self.inner = drafter
+        self.vocab_size = vocab_size
+        self.feature_layers = drafter.feature_layers
+        self.name = drafter.name  # type: ignore[misc]
+        self.chains_only = False
+        self.sessions: list[_WatchedSession] = []
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any):
+        raise NotImplementedError
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        self.inner.check_target(target)
+
+    def start(self, request: DraftRequest) -> DraftSession:
+        idle = self.inner.start(request)  # a second session of the same request must not disturb the first
+        session = _WatchedSession(self, self.inner.start(request))
+        idle.close()
+        self.sessions.append(session)
+        return session
+
+    def expect_all_closed(self) -> None:
+        for session in self.sessions:
+            if session.num_closed != 1:
+                raise DrafterError(f"a session of {self.name!r} was closed {session.num_closed} times, not once.")
+
+
+class _WatchedSession(DraftSession):
+    def __init__(self, watched: _Watched, inner: DraftSession):
+        self.watched = watched
+        self.inner = inner
+        self.num_closed = 0
+
+    def draft(self, state: DraftState) -> DraftTree:
+        if self.watched.chains_only:
+            state = DraftState(**{**vars(state), "chains_only": True})
+        tree = self.inner.draft(state)
+        name = self.watched.name
+        tree.check(self.watched.vocab_size)
+        if tree.token_ids.shape[0] != len(state.root_ids):
+            raise DrafterError(f"{name!r} drafted {tree.token_ids.shape[0]} rows for {len(state.root_ids)}.")
+        for row, root in enumerate(state.root_ids.tolist()):
+            if tree.host.token_ids[row][0] != root:
+                raise DrafterError(
+                    f"{name!r}: node 0 of row {row} is {tree.host.token_ids[row][0]}, the root is {root}."
+                )
+            if state.active[row] and tree.host.depth(row) > state.max_depth:
+                raise DrafterError(
+                    f"{name!r}: row {row} is {tree.host.depth(row)} deep, the budget is {state.max_depth}."
+                )
+        return tree
+
+    def observe(self, tokens, features, lengths) -> None:
+        self.inner.observe(tokens, features, lengths)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.inner.close()

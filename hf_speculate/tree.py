@@ -1,0 +1,224 @@
+"""Draft trees and their plans.
+
+Shape letters, used in the whole package: B batch, T committed length, N nodes, D depth, K children per node,
+V target vocabulary, Vd draft vocabulary, H hidden size, L layers, M cache capacity.
+
+Node 0 of every tree is the root: the last committed token, whose entry is not yet in the KV cache. A tree with one
+branch is a chain; a tree with N = 1 has no draft. The *structure* (parents) is compiled once to a `TreePlan`
+(positions relative to the root, ancestor mask); plans of equal structure are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from .errors import DrafterError
+
+
+ROOT_PARENT = -1
+PADDING_PARENT = -2
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan:
+    """What a forward over a tree needs to know of its structure.
+
+    Attributes:
+        depths: int64 [R, N], distance from the root (padding nodes: 0). R is 1 (all rows share it) or B.
+        ancestors: bool [R, N, N], `ancestors[r, i, j]`: node i attends to node j (ancestors and itself).
+        max_depth: upper bound of `depths`, known on the host.
+    """
+
+    depths: Int[Tensor, "R N"]
+    ancestors: Bool[Tensor, "R N N"]
+    max_depth: int
+
+    @property
+    def num_nodes(self) -> int:
+        return self.depths.shape[1]
+
+    def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Additive form of `ancestors`: 0 where a node attends, the smallest number of `dtype` elsewhere [R, N, N]."""
+        cache = self.__dict__.setdefault("_bias", {})
+        if (dtype, device) not in cache:
+            bias = torch.zeros(self.ancestors.shape, dtype=dtype, device=device)
+            cache[dtype, device] = bias.masked_fill_(~self.ancestors.to(device), torch.finfo(dtype).min)
+        return cache[dtype, device]
+
+    @staticmethod
+    def from_parents(parents: Sequence[Sequence[int]]) -> TreePlan:
+        """Plan of a structure known on the host, one sequence of parents a row; cached by structure."""
+        return _plan_from_parents(tuple(tuple(row) for row in parents))
+
+    @staticmethod
+    def from_tensor(parents: Int[Tensor, "R N"], max_depth: int) -> TreePlan:
+        """Plan of a structure that lives on the device (dynamic trees): pointer doubling, no host synchronisation."""
+        num_rows, num_nodes = parents.shape
+        ancestors = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)
+        jump = torch.where(parents < 0, torch.arange(num_nodes, device=parents.device), parents)
+        reach = 1
+        while reach <= max_depth:
+            ancestors = ancestors | ancestors.gather(1, jump.unsqueeze(-1).expand(-1, -1, num_nodes))
+            jump = jump.gather(1, jump)
+            reach *= 2
+        depths = ancestors.sum(-1) - 1
+        return TreePlan(depths=depths, ancestors=ancestors, max_depth=max_depth)
+
+
+@lru_cache(maxsize=1024)
+def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
+    num_nodes = len(parents[0])
+    depths = torch.zeros(len(parents), num_nodes, dtype=torch.long)
+    ancestors = torch.zeros(len(parents), num_nodes, num_nodes, dtype=torch.bool)
+    for row, row_parents in enumerate(parents):
+        for node, parent in enumerate(row_parents):
+            if parent >= 0:
+                depths[row, node] = depths[row, parent] + 1
+                ancestors[row, node] = ancestors[row, parent]
+            ancestors[row, node, node] = True
+    return TreePlan(depths=depths, ancestors=ancestors, max_depth=int(depths.max()))
+
+
+class DraftTree:
+    """Draft tokens of one round for a batch: every row has its own tokens, and its own structure or a shared one.
+
+    Args:
+        token_ids: int64 [B, N], node 0 of every row is the root.
+        parents: structure. One sequence of N parents shared by all rows, a list of B such sequences, or an int64
+            tensor [B, N] (or [1, N]) that stays where it is. `parents[0] == -1`, `parents[i] < i`; padding nodes of
+            ragged batches have parent -2 and are never accepted.
+        max_depth: upper bound of the depth; needed with a tensor of parents (it is not read back from the device).
+    """
+
+    def __init__(
+        self,
+        token_ids: Int[Tensor, "B N"],
+        parents: Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "R N"],
+        max_depth: int | None = None,
+    ):
+        self.token_ids = token_ids
+        self._device_parents: Tensor | None = None
+        if isinstance(parents, Tensor):
+            if max_depth is None:
+                raise DrafterError("a draft tree with a tensor of parents needs max_depth, an int known on the host.")
+            self._device_parents = parents
+            self.plan = TreePlan.from_tensor(parents, max_depth)
+        else:
+            rows = (
+                [tuple(parents)] if len(parents) == 0 or isinstance(parents[0], int) else [tuple(p) for p in parents]
+            )
+            self._host_parents = tuple(rows)
+            self.plan = TreePlan.from_parents(self._host_parents)
+
+    @classmethod
+    def root_only(cls, root_ids: Int[Tensor, " B"]) -> DraftTree:
+        """A tree without a draft: the forward over it is a plain decoding step."""
+        return cls(root_ids[:, None], (ROOT_PARENT,))
+
+    @classmethod
+    def chain(cls, token_ids: Int[Tensor, "B N"]) -> DraftTree:
+        """One branch: node i is the child of node i - 1. The plain reference of every other shape."""
+        return cls(token_ids, range(-1, token_ids.shape[1] - 1))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
+        """A batch from one (tokens, parents) pair a row, padded to the widest row."""
+        width = max(len(tokens) for tokens, _ in rows)
+        token_ids = torch.tensor([[*tokens, *[tokens[0]] * (width - len(tokens))] for tokens, _ in rows])
+        return cls(token_ids, [[*parents, *[PADDING_PARENT] * (width - len(parents))] for _, parents in rows])
+
+    @property
+    def batch_size(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        return self.token_ids.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        return self.plan.max_depth
+
+    @cached_property
+    def host(self) -> HostTree:
+        """Tokens and parents as Python lists; the one place where a device tree is read back."""
+        if self._device_parents is None:
+            tokens, parents = self.token_ids.tolist(), [list(row) for row in self._host_parents]
+        else:
+            stacked = torch.stack([self.token_ids, self._device_parents.expand_as(self.token_ids)])
+            tokens, parents = stacked.tolist()
+        return HostTree(tokens, parents if len(parents) == len(tokens) else parents * len(tokens))
+
+    def pruned(self, max_depths: Sequence[int]) -> DraftTree:
+        """The same tree with the nodes of row r below `max_depths[r]` cut off (turned to padding and trimmed)."""
+        host, rows = self.host, []
+        for row, limit in enumerate(max_depths):
+            rows.append(_prune_row(host.token_ids[row], host.parents[row], limit))
+        return DraftTree.from_rows(rows)
+
+    def check(self, vocab_size: int) -> None:
+        """Raises `DrafterError` unless the tree's invariants hold (host cost; used by `check_drafter`)."""
+        host = self.host
+        for row, (tokens, parents) in enumerate(zip(host.token_ids, host.parents, strict=True)):
+            if len(parents) != len(tokens) or parents[0] != ROOT_PARENT:
+                raise DrafterError(f"row {row}: node 0 must be the root (parent -1), found parents {parents}.")
+            seen: set[tuple[int, int]] = set()
+            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                if not 0 <= token < vocab_size:
+                    raise DrafterError(f"row {row}: node {node} holds token {token}, outside [0, {vocab_size}).")
+                if node == 0 or parent == PADDING_PARENT:
+                    continue
+                if not 0 <= parent < node or parents[parent] == PADDING_PARENT:
+                    raise DrafterError(f"row {row}: node {node} has parent {parent}; a parent must come before it.")
+                if (parent, token) in seen:
+                    raise DrafterError(f"row {row}: two children of node {parent} hold the same token {token}.")
+                seen.add((parent, token))
+
+
+def _prune_row(tokens: list[int], parents: list[int], max_depth: int) -> tuple[list[int], list[int]]:
+    depths, new_index = [0] * len(tokens), {0: 0}
+    kept_tokens, kept_parents = [tokens[0]], [ROOT_PARENT]
+    for node in range(1, len(tokens)):
+        parent = parents[node]
+        if parent == PADDING_PARENT:
+            continue
+        depths[node] = depths[parent] + 1
+        if depths[node] <= max_depth:
+            new_index[node] = len(kept_tokens)
+            kept_tokens.append(tokens[node])
+            kept_parents.append(new_index[parent])
+    return kept_tokens, kept_parents
+
+
+@dataclass(frozen=True)
+class HostTree:
+    """A draft tree on the host: `token_ids[r][i]`, `parents[r][i]`."""
+
+    token_ids: list[list[int]]
+    parents: list[list[int]]
+
+    def child(self, row: int, node: int, token: int) -> int | None:
+        """The child of `node` that holds `token`, or None."""
+        tokens, parents = self.token_ids[row], self.parents[row]
+        for candidate in range(node + 1, len(tokens)):
+            if parents[candidate] == node and tokens[candidate] == token:
+                return candidate
+        return None
+
+    def num_drafted(self, row: int) -> int:
+        """Draft nodes of a row: without the root and padding."""
+        return sum(parent >= 0 for parent in self.parents[row])
+
+    def depth(self, row: int) -> int:
+        """Depth of the deepest draft node of a row."""
+        depths = [0] * len(self.parents[row])
+        for node, parent in enumerate(self.parents[row]):
+            if parent >= 0:
+                depths[node] = depths[parent] + 1
+        return max(depths)

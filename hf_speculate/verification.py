@@ -1,0 +1,315 @@
+"""Verification: the request's own processors and sampler choose the token at a node; if it is a child, move there.
+
+Lossless by construction: the target's sampler picks every emitted token, in order. Processors decide how widely the
+sampler can be batched (three tiers with one result):
+
+- "scores": they see only the scores (temperature, top-k, …): all nodes at once;
+- "prefix": they read the prefix, row by row (repetition penalty, n-gram bans, …): one call a depth, rows = nodes;
+- "walk": anything else: one call an emitted token, exactly the calls that stock `generate` makes. The plain reference.
+
+Batching costs a call over nodes that are never visited and saves host synchronisations, so it is used on accelerators;
+on a CPU there is nothing to synchronise and the walk is always the cheapest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.generation import logits_process as lp
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .noise import Noise
+from .sequences import Sequences
+from .stopping import Stopping
+from .tree import DraftTree
+
+
+Tier = Literal["scores", "prefix", "walk"]
+
+_SEE_SCORES = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.TopHLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.InfNanRemoveLogitsProcessor,
+    lp.LogitNormalization,
+    lp.SuppressTokensLogitsProcessor,
+)
+_SEE_PREFIX = (
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
+)
+
+
+def required_tier(processors: LogitsProcessorList) -> Tier:
+    """The widest batching that `processors` allow; subclasses of known ones count as unknown."""
+    tier: Tier = "scores"
+    for processor in processors:
+        if type(processor) in _SEE_SCORES:
+            continue
+        if type(processor) not in _SEE_PREFIX and not getattr(processor, "row_wise", False):
+            return "walk"
+        tier = "prefix"
+    return tier
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """`processors` as they apply to row `row` alone, for calls whose rows are not the rows of the batch."""
+    alone = LogitsProcessorList()
+    for processor in processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if type(processor) is lp.RepetitionPenaltyLogitsProcessor and isinstance(ignored, Tensor):
+            # `generate` gives the left padding of every row; one row's is cut off as an int.
+            processor = lp.RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
+        alone.append(processor)
+    return alone
+
+
+def score_only(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Those of `processors` that can also warp a drafter's logits: they see only scores and name no token."""
+    known = (p for p in processors if type(p) in _SEE_SCORES and type(p) is not lp.SuppressTokensLogitsProcessor)
+    return LogitsProcessorList(known)
+
+
+@dataclass
+class Verdict:
+    """The outcome of one round, lists over the rows of the batch.
+
+    Attributes:
+        paths: accepted nodes, root first; the entries that stay in the cache. Empty for rows that did not take part.
+        tokens: emitted tokens; `tokens[r][j]` was chosen after node `paths[r][j]`.
+        num_accepted: how many of the tokens were draft nodes.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    num_accepted: list[int]
+
+    @classmethod
+    def empty(cls, batch_size: int) -> Verdict:
+        return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)], [0] * batch_size)
+
+
+class StepRecord:
+    """One [B, V] tensor a step, filled row by row (rows may be at different steps)."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[int, Tensor]] = []
+        self._complete: tuple[Tensor, ...] = ()
+
+    def add(self, step: int, row: int, value: Float[Tensor, " V"]) -> None:
+        while len(self._rows) <= step:
+            self._rows.append({})
+        self._rows[step][row] = value
+
+    def complete(self, batch_size: int) -> tuple[Float[Tensor, "B V"], ...]:
+        """All steps so far, as stock's `scores`; rows that had ended before a step are 0 there."""
+        for rows in self._rows[len(self._complete) :]:
+            blank = torch.zeros_like(next(iter(rows.values())))
+            self._complete += (torch.stack([rows.get(row, blank) for row in range(batch_size)]),)
+        return self._complete
+
+
+@dataclass(frozen=True)
+class Records:
+    """What `output_scores` and `output_logits` ask for; None where not asked."""
+
+    scores: StepRecord | None = None
+    logits: StepRecord | None = None
+
+    def __bool__(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+    def add(self, step: int, row: int, logits: Tensor, scores: Tensor) -> None:
+        """Copies are kept: a view would keep the logits of the whole tree alive."""
+        if self.logits is not None:
+            self.logits.add(step, row, logits.to(torch.float32, copy=True))
+        if self.scores is not None:
+            self.scores.add(step, row, scores.clone())
+
+
+Choose = Callable[[Sequence[int], Sequence[int]], list[int]]
+
+
+class Sampler:
+    """The request's processors and its sampler.
+
+    Args:
+        processors: as prepared by `generate`.
+        noise: the step noise when the request samples, None when it is greedy.
+        records: collects scores and logits.
+        tier: forces a tier (tests, measurements); by default the widest that the processors allow on accelerators,
+            "walk" on the CPU.
+    """
+
+    def __init__(
+        self, processors: LogitsProcessorList, noise: Noise | None, records: Records, tier: Tier | None = None
+    ):
+        self.processors = processors
+        self.noise = noise
+        self.records = records
+        self.required_tier = required_tier(processors)
+        self._forced_tier = tier
+        self._row_processors: dict[int, LogitsProcessorList] = {}
+
+    def tier(self, device: torch.device) -> Tier:
+        return self._forced_tier or ("walk" if device.type == "cpu" else self.required_tier)
+
+    def chooser(self, logits: Float[Tensor, "B N V"], tree: DraftTree, sequences: Sequences) -> Choose:
+        """A function (rows, their nodes) -> the token the request's sampler chooses there."""
+        tier = self.tier(logits.device)
+        if tier == "walk":
+            return lambda rows, nodes: self._choose_now(logits, rows, nodes, sequences)
+        scores = self._all_scores(logits, tree, sequences, tier)
+        table = self._pick(scores.flatten(0, 1), self._tree_noise(tree, sequences)).view(scores.shape[:2]).tolist()
+
+        def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+            for row, node in zip(rows, nodes, strict=True):
+                self._record(sequences, row, logits[row, node], scores[row, node])
+            return [table[row][node] for row, node in zip(rows, nodes, strict=True)]
+
+        return look_up
+
+    def _choose_now(
+        self, logits: Tensor, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences
+    ) -> list[int]:
+        device = sequences.prompt.device
+        selected = logits[rows[0], nodes[0]][None] if len(rows) == 1 else logits[list(rows), list(nodes)]
+        if not self.processors and self.noise is None and not self.records:
+            return selected.argmax(-1).tolist()  # fp32 is exact for every 16-bit value: the same maximum
+        selected = selected.to(copy=True, dtype=torch.float32, device=device)
+        processors = self.processors if len(rows) == sequences.batch_size else self._processors_of_row(rows[0])
+        scores = processors(sequences.view(rows), selected) if processors else selected
+        for index, row in enumerate(rows):
+            self._record(sequences, row, selected[index], scores[index])
+        noise = None
+        if self.noise is not None:
+            noise = self.noise.row(sequences.num_emitted[rows[0]])[list(rows)]
+        return self._pick(scores, noise).tolist()
+
+    def _processors_of_row(self, row: int) -> LogitsProcessorList:
+        if row not in self._row_processors:
+            self._row_processors[row] = processors_of_row(self.processors, row)
+        return self._row_processors[row]
+
+    @staticmethod
+    def _pick(scores: Float[Tensor, "R V"], noise: Float[Tensor, "R V"] | None) -> Tensor:
+        """Greedy: argmax. Sampling: what `torch.multinomial(softmax(scores), 1)` picks when it draws `noise`."""
+        if noise is None:
+            return scores.argmax(-1)
+        return (torch.softmax(scores, dim=-1) / noise).argmax(-1)
+
+    def _record(self, sequences: Sequences, row: int, logits: Tensor, scores: Tensor) -> None:
+        if self.records:
+            self.records.add(len(sequences.new_tokens[row]), row, logits, scores)
+
+    def _all_scores(self, logits: Tensor, tree: DraftTree, sequences: Sequences, tier: Tier) -> Tensor:
+        device = sequences.prompt.device
+        scores = logits.to(copy=True, dtype=torch.float32, device=device)
+        if not self.processors:
+            return scores
+        if tier == "scores":
+            flat = scores.flatten(0, 1)
+            return self.processors(flat.new_empty(len(flat), 0, dtype=torch.long), flat).view(scores.shape)
+        for row in range(tree.batch_size):
+            if not sequences.finished[row]:
+                for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
+                    scores[row, nodes] = self._processors_of_row(row)(prefixes, scores[row, nodes])
+        return scores
+
+    @staticmethod
+    def _prefixes_by_depth(tree: DraftTree, row: int, sequences: Sequences):
+        """(nodes, int64 [n, T + d] text before the token that follows them) for every depth d."""
+        text = sequences.view([row])
+        tokens, parents = tree.host.token_ids[row], tree.host.parents[row]
+        level, paths = [0], {0: []}
+        while level:
+            suffix = torch.tensor([paths[node] for node in level], dtype=text.dtype, device=text.device)
+            yield level, torch.cat([text.expand(len(level), -1), suffix.view(len(level), -1)], dim=1)
+            parents_of_level = set(level)
+            level = [node for node, parent in enumerate(parents) if parent in parents_of_level]
+            paths = {node: [*paths[parents[node]], tokens[node]] for node in level}
+
+    def _tree_noise(self, tree: DraftTree, sequences: Sequences) -> Tensor | None:
+        """Noise of every node [B * N, V]: the row of the step at which its child would be chosen."""
+        if self.noise is None:
+            return None
+        depths = tree.plan.depths.to(sequences.prompt.device)
+        rows = []
+        for row, num_emitted in enumerate(sequences.num_emitted):
+            by_depth = torch.stack([self.noise.row(num_emitted + d)[row] for d in range(tree.max_depth + 1)])
+            rows.append(by_depth[depths[row if len(depths) > 1 else 0]])
+        return torch.cat(rows)
+
+
+def verify(
+    logits: Float[Tensor, "B N V"],
+    tree: DraftTree,
+    sampler: Sampler,
+    stopping: Stopping,
+    sequences: Sequences,
+    *,
+    lockstep: bool,
+) -> Verdict:
+    """Walks the tree as the request's sampler decides, appending to `sequences` and stopping where it must.
+
+    Args:
+        logits: of every node.
+        lockstep: all rows advance together, so that every processor and criterion is called in stock's order with the
+            whole batch; otherwise each row advances alone.
+    Returns:
+        The verdict; rows that are finished before the call take no part.
+    """
+    verdict = Verdict.empty(tree.batch_size)
+    choose = sampler.chooser(logits, tree, sequences)
+    everyone = range(tree.batch_size)
+    groups = [list(everyone)] if lockstep else [[row] for row in everyone if not sequences.finished[row]]
+    for rows in groups:
+        _walk(rows, choose, tree, sampler, stopping, sequences, verdict)
+    return verdict
+
+
+def _walk(
+    rows: list[int],
+    choose: Choose,
+    tree: DraftTree,
+    sampler: Sampler,
+    stopping: Stopping,
+    sequences: Sequences,
+    verdict: Verdict,
+) -> None:
+    nodes, can_go_on = [0] * len(rows), True
+    while can_go_on:
+        chosen = choose(rows, nodes)
+        running = [stopping.is_running(sequences, row) for row in rows]
+        for row, token, is_running in zip(rows, chosen, running, strict=True):
+            sequences.append(row, token if is_running else sequences.pad_token_id)
+        stopping.update(rows, sequences, sampler.records)
+        can_go_on = not all(sequences.finished[row] for row in rows)
+        for index, row in enumerate(rows):
+            if not running[index]:
+                continue
+            child = tree.host.child(row, nodes[index], chosen[index])
+            verdict.paths[row].append(nodes[index])
+            verdict.tokens[row].append(chosen[index])
+            verdict.num_accepted[row] += child is not None
+            if stopping.is_running(sequences, row):
+                can_go_on &= child is not None
+                nodes[index] = child or 0

@@ -1,0 +1,1 @@
+"""Drafting methods for hf_speculate, each found through its entry point."""

@@ -1,0 +1,249 @@
+"""A smaller causal LM of the same vocabulary as the drafter.
+
+Sources: Leviathan et al. (arXiv:2211.17192), Chen et al. (arXiv:2302.01318) for drafting with a smaller model; trees
+as in EAGLE-2, see `growth`. The drafter keeps its own KV cache and runs one tight loop of forwards, never `generate`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from hf_speculate.cache import TreeCache
+from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.scoring import Scorer, supported_shape
+from hf_speculate.tree import DraftTree
+
+from .growth import Frontier, grow_tree
+
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftModelOptions:
+    """Options of draft-model drafting.
+
+    Attributes:
+        depth: tokens drafted along a branch; each costs one forward of the draft model.
+        top_k: 1 drafts a chain, more a dynamic tree with that many branches a level.
+        max_nodes: draft nodes of a tree (not used by chains).
+    """
+
+    depth: int = 5
+    top_k: int = 1
+    max_nodes: int = 16
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"draft_model: {name} must be at least 1, got {getattr(self, name)}.")
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a causal LM.
+
+    Args:
+        model: the draft model; its vocabulary must be the target's (padding rows at the end may differ).
+        options: see `DraftModelOptions`.
+    """
+
+    name = "draft_model"
+
+    def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):
+        self.model = model.eval()
+        self.options = options or DraftModelOptions()
+
+    def __repr__(self) -> str:
+        return f"DraftModelDrafter({type(self.model).__name__}, {self.options})"
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """`model=` is the draft model or its path / Hub id; the other options are `DraftModelOptions`."""
+        model = options.pop("model", None)
+        if model is None:
+            raise TypeError("draft_model needs the draft model: from_name('draft_model', target=..., model=...).")
+        if isinstance(model, str | os.PathLike):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype).to(target.device)
+        return cls(model, DraftModelOptions(**options))
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        """A checkpoint whose config names a causal LM with more than one layer's worth of a model of its own."""
+        path = os.path.join(folder, "config.json")
+        if not os.path.exists(path):
+            return False
+        with open(path) as file:
+            config = json.load(file)
+        names = config.get("architectures") or []
+        is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
+        return "model_type" in config and any(n.endswith("ForCausalLM") for n in names) and not is_head
+
+    @classmethod
+    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+        """Loads the draft model beside the target: same dtype, same device."""
+        try:
+            return cls.for_target(target, model=folder, **options)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot load a draft model from {folder}: {error}") from error
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Compares vocabularies: sizes (padding rows aside) and special token ids."""
+        ours, theirs = (m.config.get_text_config(decoder=True) for m in (self.model, target))
+        # Checkpoints of one family pad the same tokenizer differently (Qwen2: 151936 and 152064 rows).
+        if abs(ours.vocab_size - theirs.vocab_size) > 256:
+            raise TargetMismatchError(
+                f"the draft model has a vocabulary of {ours.vocab_size} tokens, the target of {theirs.vocab_size}: "
+                "a draft model must share the target's tokenizer."
+            )
+        for name in ("bos_token_id", "eos_token_id"):
+            mine, its = (_as_set(getattr(config, name, None)) for config in (ours, theirs))
+            if mine and its and not mine & its:
+                raise TargetMismatchError(
+                    f"the draft model's {name} is {sorted(mine)}, the target's {sorted(its)}: they seem to have "
+                    "different tokenizers; a draft model must share the target's."
+                )
+
+    def start(self, request: DraftRequest) -> DraftModelSession:
+        return DraftModelSession(self, request)
+
+
+def _as_set(ids: int | Sequence[int] | None) -> set[int]:
+    if ids is None:
+        return set()
+    return {ids} if isinstance(ids, int) else set(ids)
+
+
+class DraftModelSession(DraftSession):
+    """The draft model's cache and what it holds.
+
+    `_texts[r]` are the committed tokens behind the prompt (root last), `_cached[r]` those in the cache behind the
+    prompt, which may go on with rejected drafts: what the two have in common stays, the rest is fed again.
+    """
+
+    def __init__(self, drafter: DraftModelDrafter, request: DraftRequest):
+        self.options = drafter.options
+        self.model = drafter.model
+        self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
+        batch_size, num_prompt = request.input_ids.shape
+        cache = DynamicCache(config=self.model.config)
+        shape, reason = supported_shape(self.model, cache)
+        if shape == "single":
+            raise TargetMismatchError(f"{type(self.model).__name__} cannot be a draft model: {reason}.")
+        mask = None if request.attention_mask is None else request.attention_mask[:, -num_prompt:]
+        self.cache = TreeCache(cache, batch_size)
+        self.scorer = Scorer(self.model, self.cache, mask, shape)
+        self._prompt, self._prompt_mask = request.input_ids, mask
+        self._num_prompt = num_prompt
+        self._texts: list[list[int]] = [[] for _ in range(batch_size)]
+        self._cached: list[list[int]] = [[] for _ in range(batch_size)]
+        # Position of the last prompt token of each row.
+        self._last_positions = [num_prompt - 1] * batch_size if mask is None else (mask.sum(-1) - 1).tolist()
+
+    def observe(self, tokens, features, lengths) -> None:
+        if self.cache.append_index == 0 and self._num_prompt:
+            self._prefill()
+            lengths_list = [1] * len(self._texts)
+            tokens = tokens.gather(1, lengths[:, None] - 1)
+        else:
+            lengths_list = lengths.tolist()
+        for text, row, length in zip(self._texts, tokens.tolist(), lengths_list, strict=True):
+            text.extend(row[:length])
+
+    def draft(self, state: DraftState) -> DraftTree:
+        depth = min(self.options.depth, state.max_depth)
+        root_logits = self._feed_committed()
+        if self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain":
+            return self._draft_chain(state, root_logits, depth)
+        return self._draft_tree(state, root_logits, depth)
+
+    @property
+    def _positions(self) -> list[int]:
+        """Position of the token that comes after the cached ones, a row."""
+        return [last + 1 + len(cached) for last, cached in zip(self._last_positions, self._cached, strict=True)]
+
+    def _logits(self, output) -> Tensor:
+        """Without the columns that the target's vocabulary does not have."""
+        return output.logits[..., : self._vocab_size]
+
+    def _prefill(self) -> None:
+        device = self.model.device
+        positions = None
+        if self._prompt_mask is not None:
+            positions = (self._prompt_mask.long().cumsum(-1) - 1).clamp(min=0).to(device)
+        with torch.no_grad():
+            self.model(
+                input_ids=self._prompt.to(device),
+                attention_mask=None if self._prompt_mask is None else self._prompt_mask.to(device),
+                position_ids=positions,
+                past_key_values=self.cache.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        self.cache.commit_appended()
+
+    def _feed_committed(self) -> Tensor:
+        """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [B, V]."""
+        rows, kept = [], []
+        for row, (text, cached) in enumerate(zip(self._texts, self._cached, strict=True)):
+            common = _common_prefix(text[:-1], cached)
+            del cached[common:]
+            kept.append(self._num_prompt + common)
+            rows.append((text[common:], range(-1, len(text) - common - 1)))
+        self.cache.truncate(kept)
+        tree = DraftTree.from_rows(rows)
+        output = self.scorer(tree, self._positions)
+        self.cache.keep([range(len(tokens)) for tokens, _ in rows])
+        for cached, (tokens, _) in zip(self._cached, rows, strict=True):
+            cached.extend(tokens)
+        last = torch.tensor([len(tokens) - 1 for tokens, _ in rows], device=output.logits.device)
+        return self._logits(output)[torch.arange(len(rows), device=last.device), last]
+
+    def _draft_chain(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
+        columns = [state.root_ids.to(logits.device)]
+        for level in range(depth):
+            if level:
+                output = self.scorer(DraftTree.root_only(columns[-1]), [p + level - 1 for p in self._positions])
+                self.cache.keep([[0]] * len(self._texts))
+                logits = self._logits(output)[:, 0]
+            columns.append(state.child_scores(logits[:, None], depth=level)[:, 0].argmax(-1))
+        tokens = torch.stack(columns, dim=1)
+        for cached, drafted in zip(self._cached, tokens[:, 1:-1].tolist(), strict=True):
+            cached.extend(drafted)
+        return DraftTree.chain(tokens)
+
+    def _draft_tree(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
+        positions = self._positions
+
+        def expand(frontier: Frontier) -> Tensor:
+            output = self.scorer(frontier.forest, positions, num_cached=frontier.num_cached)
+            return state.child_scores(self._logits(output), depth=frontier.depth)
+
+        tree = grow_tree(
+            state.root_ids,
+            state.child_scores(logits[:, None], depth=0)[:, 0],
+            expand,
+            depth=depth,
+            top_k=self.options.top_k,
+            max_nodes=self.options.max_nodes,
+        )
+        self.cache.restore()
+        return tree
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

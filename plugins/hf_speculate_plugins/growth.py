@@ -1,0 +1,127 @@
+"""Dynamic draft trees: grown level by level where the drafter is sure, then cut to the best nodes.
+
+Source: EAGLE-2 (Li et al., 2024, arXiv:2406.16858). Every level expands the `top_k` candidates of highest cumulative
+log-value; each of them proposes `top_k` children; in the end the `max_nodes` best candidates of all levels are kept.
+The value of a child is `log_softmax` of its score (`DraftState.child_scores`), so that a sampled request grows its tree
+along the noise that the target will use. Everything stays on the device of the scores: no host synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hf_speculate.tree import ROOT_PARENT, DraftTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """The nodes of one level that are to be expanded: run them, and return the scores of their children.
+
+    Attributes:
+        forest: all nodes expanded so far, this level last: the trees below the root, which itself is committed. Its
+            nodes of depth 0 are children of the root.
+        num_cached: nodes of `forest` that were run at earlier levels; the others are this level's F nodes.
+        previous_index: int64 [B, F], index of each node's parent among the previous level's frontier (zeros at the
+            first level, where all hang on the root).
+        depth: depth of this level's nodes in the draft tree (>= 1).
+    """
+
+    forest: DraftTree
+    num_cached: int
+    previous_index: Int[Tensor, "B F"]
+    depth: int
+
+
+Expand = Callable[[Frontier], Float[Tensor, "B F W"]]
+
+
+def grow_tree(
+    root_ids: Int[Tensor, " B"],
+    root_scores: Float[Tensor, "B W"],
+    expand: Expand,
+    *,
+    depth: int,
+    top_k: int,
+    max_nodes: int,
+    token_ids: Int[Tensor, " W"] | None = None,
+) -> DraftTree:
+    """Grows a dynamic tree.
+
+    Args:
+        root_ids: node 0 of every row.
+        root_scores: scores of the root's children.
+        expand: runs a frontier; called `depth - 1` times.
+        depth: deepest level (>= 1).
+        top_k: frontier width, and children per expanded node.
+        max_nodes: draft nodes that are kept, the root not counted.
+        token_ids: target vocabulary id of each score column (None: the column itself).
+    Returns:
+        A tree of at most `max_nodes` + 1 nodes a row, parents before children.
+    """
+    device, batch_size = root_scores.device, root_scores.shape[0]
+
+    def to_tokens(columns: Tensor) -> Tensor:
+        return columns if token_ids is None else token_ids.to(device)[columns]
+
+    width = min(top_k, root_scores.shape[-1])
+    values, columns = torch.log_softmax(root_scores.float(), dim=-1).topk(width, dim=-1)  # [B, K]
+    pool_values, pool_tokens = [values], [to_tokens(columns)]
+    pool_parents = [torch.full_like(columns, ROOT_PARENT)]  # index into the pool
+    frontier_tokens, frontier_values = pool_tokens[0], values
+    frontier_in_pool = torch.arange(width, device=device).expand(batch_size, -1)
+    previous = torch.zeros_like(columns)
+    forest_tokens, forest_parents = frontier_tokens, torch.full_like(columns, ROOT_PARENT)
+    num_cached, pool_size = 0, width
+
+    for level in range(1, depth):
+        forest = DraftTree(forest_tokens, forest_parents, max_depth=level - 1)
+        scores = expand(Frontier(forest=forest, num_cached=num_cached, previous_index=previous, depth=level))
+        child_values, columns = torch.log_softmax(scores.float(), dim=-1).topk(width, dim=-1)  # [B, F, K]
+        candidates = (frontier_values[..., None] + child_values).flatten(1)  # [B, F * K]
+        tokens = to_tokens(columns).flatten(1)
+        pool_values.append(candidates)
+        pool_tokens.append(tokens)
+        pool_parents.append(frontier_in_pool.repeat_interleave(width, dim=1))
+        if level == depth - 1:
+            break
+        frontier_values, chosen = candidates.topk(width, dim=-1)
+        frontier_tokens = tokens.gather(1, chosen)
+        frontier_in_pool = pool_size + chosen
+        previous = chosen // width
+        num_cached = forest.num_nodes
+        forest_parents = torch.cat([forest_parents, num_cached - width + previous], dim=1)
+        forest_tokens = torch.cat([forest_tokens, frontier_tokens], dim=1)
+        pool_size += candidates.shape[1]
+
+    return _best_nodes(
+        root_ids.to(device),
+        torch.cat(pool_values, dim=1),
+        torch.cat(pool_tokens, dim=1),
+        torch.cat(pool_parents, dim=1),
+        max_nodes,
+        depth,
+    )
+
+
+def _best_nodes(
+    root_ids: Tensor, values: Tensor, tokens: Tensor, parents: Tensor, max_nodes: int, depth: int
+) -> DraftTree:
+    """The `max_nodes` best of the pool. A child is never better than its parent, and the sort is stable, so that with
+    equal values the parent, which comes first in the pool, is kept first: the kept nodes form a tree."""
+    count = min(max_nodes, values.shape[1])
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]
+    kept = order.sort(dim=1).values  # [B, count], pool order: parents before children
+    kept_parents = parents.gather(1, kept)
+    new_parents = torch.searchsorted(kept, kept_parents.clamp(min=0)) + 1
+    new_parents = torch.where(kept_parents < 0, 0, new_parents)
+    root_parent = torch.full_like(root_ids[:, None], ROOT_PARENT)
+    return DraftTree(
+        torch.cat([root_ids[:, None], tokens.gather(1, kept)], dim=1),
+        torch.cat([root_parent, new_parents], dim=1),
+        max_depth=depth,
+    )
