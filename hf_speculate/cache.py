@@ -82,10 +82,13 @@ class PreallocatedLayer(DynamicLayer):
 
         Cost: the n new entries; a copy of the whole buffer only when it grows.
         """
-        if key_states.requires_grad and torch.is_grad_enabled():
-            return super().update(key_states, value_states)  # autograd needs the old states intact
-        if not self.is_initialized:
+        if not self.is_initialized or self.keys is None:
             self.lazy_initialization(key_states, value_states)
+        if key_states.requires_grad and torch.is_grad_enabled():
+            # Autograd needs the old states intact. Both first, then assign: the length is common.
+            keys, values = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
+            self.keys, self.values = keys, values
+            return keys, values
         end = self.length + key_states.shape[-2]
         self.reserve(end, key_states, value_states)
         self._buffers["keys"][:, :, self.length : end] = key_states
@@ -135,7 +138,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def has_only_full_attention(cache: Cache) -> bool:
-    """Whether every layer of `cache` keeps all entries, addressable by index (no sliding window, no recurrent state)."""
+    """Whether every layer of `cache` keeps all entries, addressable by index (no sliding window, no SSM)."""
     replicated = cache.layer_class_to_replicate
     if replicated is not None and replicated not in (DynamicLayer, PreallocatedLayer):
         return False
@@ -200,7 +203,7 @@ class TreeCache:
         self.restore()
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Cuts row r to its first `lengths[r]` entries. One assignment; raises `CacheStateError` for a future length."""
+        """Cuts row r to its first `lengths[r]` entries. One assignment; raises `CacheStateError` beyond the end."""
         for row, (wanted, found) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= wanted <= found:
                 raise CacheStateError(f"cannot truncate row {row} to {wanted} entries: it has {found}.")

@@ -5,6 +5,7 @@ Streaming, statistics and text are consumers of the generator `decode`, not part
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .cache import TreeCache
-from .drafter import Drafter, DraftRequest, DraftSession, DraftState
+from .drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
 from .errors import DrafterError, SpeculateError
 from .scoring import Scorer, has_length_dependent_rope, rope_depth_limit
 from .sequences import Sequences
@@ -76,6 +78,8 @@ class Decoding:
     session: DraftSession | None = field(default=None, init=False)
     num_delivered: int | None = field(default=None, init=False)
     _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
+    _raw_last: Tensor | None = field(default=None, init=False)
+    _raw_last_hook: RemovableHandle | None = field(default=None, init=False)
 
     @property
     def cache(self) -> TreeCache:
@@ -108,6 +112,7 @@ class Decoding:
             self.stats.fallbacks[f"rows in lock-step: {self.lockstep_reason}"] += 1
         with self._timed("prefill_seconds"):
             self.session = self._ask_drafter(lambda: self.drafter.start(self.request))
+            self._tap_last_layer()
             output = self.prefill_forward(**self._taps)
             self.cache.commit_appended()
             self._prompt_lengths = self.cache.lengths
@@ -160,7 +165,7 @@ class Decoding:
             if self.drafter.feature_layers:
                 nodes = torch.tensor([path + [0] * (width - len(path)) for path in verdict.paths])
                 for layer in self.drafter.feature_layers:
-                    states = hidden_states[layer]
+                    states = self._states(hidden_states, layer)
                     index = nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
                     features[layer] = states.gather(1, index)
             tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in verdict.tokens])
@@ -170,6 +175,9 @@ class Decoding:
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
         self.cache.restore()
+        if self._raw_last_hook is not None:
+            self._raw_last_hook.remove()
+            self._raw_last = None
         delivered = self.sequences.num_emitted
         if self.num_delivered is not None:
             delivered = [min(self.num_delivered, n) for n in delivered]
@@ -193,8 +201,23 @@ class Decoding:
 
     @property
     def _taps(self) -> dict[str, list[int]]:
-        layers = self.drafter.feature_layers
-        return {"output_hidden_states": list(layers)} if layers else {}
+        layers = [layer for layer in self.drafter.feature_layers if layer != RAW_LAST]
+        return {"output_hidden_states": layers} if layers else {}
+
+    def _tap_last_layer(self) -> None:
+        """Keeps the last layer's output of every forward if the drafter wants it: `hidden_states` has it normed."""
+        if RAW_LAST not in self.drafter.feature_layers:
+            return
+        thread = threading.get_ident()
+
+        def keep(_module, _inputs, output) -> None:
+            if threading.get_ident() == thread:  # other threads may run the same model
+                self._raw_last = output[0] if isinstance(output, tuple) else output
+
+        self._raw_last_hook = self.target.get_decoder().layers[-1].register_forward_hook(keep)
+
+    def _states(self, hidden_states: Sequence[Tensor] | None, layer: int) -> Tensor:
+        return self._raw_last if layer == RAW_LAST else hidden_states[layer]
 
     @property
     def _root_positions(self) -> list[int]:
@@ -232,7 +255,7 @@ class Decoding:
         first = torch.tensor([tokens[0] for tokens in verdict.tokens])[:, None]
         tokens = torch.cat([self.sequences.prompt[:, self.request.known_from + 1 :].cpu(), first], dim=1)
         width = tokens.shape[1]
-        features = {layer: hidden_states[layer][:, -width:] for layer in self.drafter.feature_layers}
+        features = {layer: self._states(hidden_states, layer)[:, -width:] for layer in self.drafter.feature_layers}
         lengths = torch.full((tokens.shape[0],), width)
         self._ask_drafter(lambda: self.session.observe(tokens, features, lengths))
 

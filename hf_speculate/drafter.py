@@ -21,9 +21,14 @@ from .noise import Noise
 
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
     from .tree import DraftTree
+
+
+# Key in `Drafter.feature_layers`: the last layer's own output. The last entry of `hidden_states` comes after the final
+# norm, so this one is in no index.
+RAW_LAST = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +92,7 @@ class DraftState:
             return draft_logits
         scores = draft_logits.float().flatten(0, 1)
         scores = torch.log_softmax(self._warpers(None, scores), dim=-1).view(draft_logits.shape)  # type: ignore[arg-type]
-        noise = torch.stack([self._noise.row(n + depth)[row] for row, n in enumerate(self.num_emitted)])
-        noise = noise.to(scores.device)
+        noise = self._noise.rows([n + depth for n in self.num_emitted]).to(scores.device)
         if token_ids is not None:
             noise = noise[:, token_ids]
         elif noise.shape[-1] != scores.shape[-1]:
@@ -129,7 +133,7 @@ class Drafter(ABC):
     Class attributes:
         name: the entry point's name.
         feature_layers: indices into the target's `hidden_states` tuple (0: embeddings, k: output of layer k - 1, L:
-            after the final norm) that `observe` wants.
+            after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
     """
 
     name: ClassVar[str]

@@ -1,7 +1,7 @@
 """The bridge: what makes `model.generate(..., speculator=...)` work on stock transformers models.
 
-Three methods of `GenerationMixin` are wrapped (`install`, undone by `uninstall`). `generate` takes `speculator=` off the
-arguments and notes it in a ContextVar; everything else goes through the original, which prepares inputs, cache,
+Three methods of `GenerationMixin` are wrapped (`install`, undone by `uninstall`). `generate` takes `speculator=` off
+the arguments and notes it in a ContextVar; everything else goes through the original, which prepares inputs, cache,
 processors and criteria as always; `_validate_generation_mode` refuses what cannot work before any of that; `_sample`,
 which serves greedy decoding and sampling, runs our loop if the note names this model and the original otherwise.
 """
@@ -230,8 +230,8 @@ def _problem_with_inputs(
     mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
     if past and mask_length <= past:
         return (
-            f"the prompt has {mask_length} tokens but past_key_values already holds {past}: pass the whole text with at "
-            "least one new token, or only the new tokens with an attention mask for all."
+            f"the prompt has {mask_length} tokens but past_key_values already holds {past}: pass the whole text with "
+            "at least one new token, or only the new tokens with an attention mask for all."
         )
     return ""
 

@@ -9,6 +9,7 @@ a round does not use wait for the next, and at the end the RNG is put where plai
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -39,6 +40,14 @@ class Noise:
             self._states_before.append(_get_rng_state(self._device))
             self._rows.append(torch.empty(self._shape, device=self._device).exponential_())
         return self._rows[step - self._first_step]
+
+    def rows(self, steps: Sequence[int]) -> Float[Tensor, "B V"]:
+        """Noise of every row of the batch at its own step.
+
+        A row that has ended may ask for a step that was released; it gets the first one kept, as what is drafted or
+        chosen for it is ignored.
+        """
+        return torch.stack([self.row(max(step, self._first_step))[row] for row, step in enumerate(steps)])
 
     def release_before(self, step: int) -> None:
         """Forgets the rows of steps before `step`; they were used by every row of the batch."""

@@ -121,7 +121,7 @@ _attached: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.Weak
 
 
 def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: PreTrainedModel) -> Speculator:
-    """What a `speculator=` argument means for `model`. Strings are resolved once per model; a name wins over a path."""
+    """What a `speculator=` argument means for `model`. Strings: once per model, a name wins over a path."""
     if isinstance(speculator, Speculator):
         return speculator
     if isinstance(speculator, Drafter):

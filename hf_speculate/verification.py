@@ -251,12 +251,11 @@ class Sampler:
         """Noise of every node [B * N, V]: the row of the step at which its child would be chosen."""
         if self.noise is None:
             return None
-        depths = tree.plan.depths.to(sequences.prompt.device)
-        rows = []
-        for row, num_emitted in enumerate(sequences.num_emitted):
-            by_depth = torch.stack([self.noise.row(num_emitted + d)[row] for d in range(tree.max_depth + 1)])
-            rows.append(by_depth[depths[row if len(depths) > 1 else 0]])
-        return torch.cat(rows)
+        levels = range(tree.max_depth + 1)
+        by_depth = torch.stack([self.noise.rows([n + d for n in sequences.num_emitted]) for d in levels], dim=1)
+        depths = tree.plan.depths.to(by_depth.device).expand(tree.batch_size, -1)
+        rows = torch.arange(tree.batch_size, device=by_depth.device)[:, None]
+        return by_depth[rows, depths].flatten(0, 1)
 
 
 def verify(

@@ -22,11 +22,15 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.scoring import Scorer, supported_shape
 from hf_speculate.tree import DraftTree
 
+from .checkpoints import tensor_shapes
 from .growth import Frontier, grow_tree
 
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
+
+
+_HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +90,10 @@ class DraftModelDrafter(Drafter):
             config = json.load(file)
         names = config.get("architectures") or []
         is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
-        return "model_type" in config and any(n.endswith("ForCausalLM") for n in names) and not is_head
+        if is_head or "model_type" not in config or not any(n.endswith("ForCausalLM") for n in names):
+            return False
+        # EAGLE-1 heads have the config of a Llama of one layer: only their tensors tell.
+        return not any(name.startswith(_HEAD_TENSORS) for name in tensor_shapes(folder))
 
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
@@ -194,7 +201,7 @@ class DraftModelSession(DraftSession):
     def _feed_committed(self) -> Tensor:
         """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [B, V]."""
         rows, kept = [], []
-        for row, (text, cached) in enumerate(zip(self._texts, self._cached, strict=True)):
+        for text, cached in zip(self._texts, self._cached, strict=True):
             common = _common_prefix(text[:-1], cached)
             del cached[common:]
             kept.append(self._num_prompt + common)

@@ -17,7 +17,7 @@ from hf_speculate.tree import ROOT_PARENT, DraftTree
 
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 
 _MAX_OCCURRENCES = 32

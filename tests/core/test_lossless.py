@@ -59,9 +59,7 @@ def test_greedy_text_is_the_targets_own(tiny_model, prompt, architecture, tied, 
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["target-as-drafter", "stranger"])
 def test_draft_models_change_no_text(tiny_model, prompt, architecture, top_k, draft_seed):
     model = tiny_model(architecture)
-    drafter = DraftModelDrafter.for_target(
-        model, model=tiny_model(architecture, seed=draft_seed), top_k=top_k, depth=4
-    )
+    drafter = DraftModelDrafter.for_target(model, model=tiny_model(architecture, seed=draft_seed), top_k=top_k, depth=4)
     report = check_lossless(model, Speculator(drafter), [prompt(n) for n in (1, 5, 20)], max_new_tokens=NEW_TOKENS)
     assert report.num_identical == 3, report.ties
 

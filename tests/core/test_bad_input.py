@@ -1,0 +1,191 @@
+"""One clear error for each thing that cannot work: what was asked, what was found, what is possible."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    QuantizedCache,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_speculate import AutoSpeculator, DraftTree, Speculator
+from hf_speculate.errors import (
+    CheckpointError,
+    DrafterError,
+    DrafterNotFoundError,
+    SpeculateError,
+    TargetMismatchError,
+    UnsupportedRequestError,
+)
+from hf_speculate.testing import EmptyDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter
+
+
+UNSUPPORTED = {
+    "beams": ({"num_beams": 2}, "beam_search"),
+    "assisted": ({"prompt_lookup_num_tokens": 3}, "assisted"),
+    "static cache": ({"cache_implementation": "static"}, "static"),
+    "offloaded cache": ({"cache_implementation": "offloaded"}, "offloaded"),
+    "quantized cache": ({"cache_implementation": "quantized"}, "quantized"),
+    "paged cache": ({"cache_implementation": "paged"}, "paged"),
+    "no cache": ({"use_cache": False}, "use_cache=False"),
+    "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "custom generate": ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
+}
+
+
+@pytest.fixture
+def no_forward(tiny_model, monkeypatch):
+    """A model that must not be run: errors come before any work."""
+    model = copy.deepcopy(tiny_model())
+    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: pytest.fail("the model was run"))
+    return model
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_requests_are_refused_before_any_work(no_forward, prompt, name):
+    kwargs, words = UNSUPPORTED[name]
+    with pytest.raises(UnsupportedRequestError, match=words):
+        no_forward.generate(prompt(6), max_new_tokens=4, speculator=Speculator(EmptyDrafter()), **kwargs)
+
+
+def test_the_error_is_a_value_error_too_as_in_stock(no_forward, prompt):
+    with pytest.raises(ValueError, match="beam_search"):
+        no_forward.generate(prompt(6), max_new_tokens=4, num_beams=2, speculator="prompt_lookup")
+    assert issubclass(UnsupportedRequestError, SpeculateError)
+
+
+def test_caches_handed_over_by_the_user(no_forward, prompt):
+    config = no_forward.config
+    caches = {
+        "StaticCache": StaticCache(config=config, max_cache_len=32),
+        "offloaded DynamicCache": DynamicCache(config=config, offloading=True) if torch.cuda.is_available() else None,
+    }
+    for words, cache in caches.items():
+        if cache is not None:
+            with pytest.raises(UnsupportedRequestError, match=words):
+                no_forward.generate(prompt(6), max_new_tokens=4, past_key_values=cache, speculator="prompt_lookup")
+
+
+def test_quantized_cache_objects(no_forward, prompt):
+    cache = QuantizedCache.__new__(QuantizedCache)  # building one needs an optional package
+    cache.layers, cache.offloading, cache.layer_class_to_replicate = [], False, None
+    with pytest.raises(UnsupportedRequestError, match="QuantizedCache"):
+        no_forward.generate(prompt(6), max_new_tokens=4, past_key_values=cache, speculator="prompt_lookup")
+
+
+def test_beams_in_a_generation_config(no_forward, prompt):
+    config = GenerationConfig(num_beams=3, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(UnsupportedRequestError, match="beam_search"):
+        no_forward.generate(prompt(6), generation_config=config, speculator="prompt_lookup")
+
+
+def test_encoder_decoder_models(prompt):
+    config = T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    with pytest.raises(UnsupportedRequestError, match="encoder-decoder"):
+        model.generate(prompt(6), max_new_tokens=4, speculator="prompt_lookup")
+
+
+@pytest.mark.parametrize("num_cached", [6, 8])
+def test_a_prompt_that_is_not_longer_than_the_cache(tiny_model, prompt, num_cached):
+    model, cache = tiny_model(), DynamicCache(config=tiny_model().config)
+    model(prompt(num_cached), past_key_values=cache)
+    with pytest.raises(UnsupportedRequestError, match=f"6 tokens but past_key_values already holds {num_cached}"):
+        model.generate(prompt(num_cached)[:, :6], max_new_tokens=4, past_key_values=cache, speculator="prompt_lookup")
+    assert cache.get_seq_length() == num_cached
+
+
+@pytest.mark.parametrize("argument", [3, 0.5, ["prompt_lookup"], EmptyDrafter()])
+def test_things_that_are_no_speculator(tiny_model, prompt, argument):
+    with pytest.raises(TypeError, match=r"speculator= takes a Speculator"):
+        tiny_model().generate(prompt(4), max_new_tokens=2, speculator=argument)
+
+
+def test_an_unknown_drafter_gets_a_suggestion(tiny_model, prompt, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DrafterNotFoundError, match="Did you mean 'prompt_lookup'"):
+        AutoSpeculator.from_name("promt_lookup", target=tiny_model())
+    with pytest.raises(DrafterNotFoundError, match="Did you mean 'prompt_lookup'"):
+        tiny_model().generate(prompt(4), max_new_tokens=2, speculator="promt_lookup")
+
+
+def test_a_path_that_does_not_exist(tiny_model, tmp_path):
+    with pytest.raises(DrafterNotFoundError, match="is not a folder"):
+        AutoSpeculator.from_pretrained(tmp_path / "nothing", target=tiny_model())
+
+
+def test_a_folder_that_no_drafter_recognises(tiny_model, tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"recognises the checkpoint .*notes\.txt"):
+        AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
+
+
+def test_unknown_and_impossible_options(tiny_model):
+    with pytest.raises(TypeError, match="max_gram"):
+        AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), max_gram=3)
+    with pytest.raises(ValueError, match=r"min_ngram \(4\) is above max_ngram \(3\)"):
+        AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), min_ngram=4, max_ngram=3)
+    with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
+        AutoSpeculator.from_name("draft_model", target=tiny_model(), model=tiny_model(seed=1), depth=0)
+    with pytest.raises(TypeError, match="needs the draft model"):
+        AutoSpeculator.from_name("draft_model", target=tiny_model())
+
+
+def test_a_draft_model_of_another_vocabulary(tiny_model, prompt):
+    target, other = tiny_model(), tiny_model(vocab_size=600)
+    with pytest.raises(TargetMismatchError, match=r"600 tokens, the target of 96"):
+        AutoSpeculator.from_name("draft_model", target=target, model=other)
+    # The check is also made when a finished speculator meets another target.
+    speculator = Speculator(DraftModelDrafter(other))
+    with pytest.raises(TargetMismatchError, match="600"):
+        target.generate(prompt(4), max_new_tokens=2, speculator=speculator)
+
+
+def test_a_draft_model_of_another_tokenizer(tiny_model):
+    other = copy.deepcopy(tiny_model(seed=1))
+    other.config.bos_token_id = 7
+    with pytest.raises(TargetMismatchError, match=r"bos_token_id is \[7\], the target's \[1\]"):
+        AutoSpeculator.from_name("draft_model", target=tiny_model(), model=other)
+
+
+def test_a_drafter_that_returns_too_few_rows(tiny_model, prompt):
+    class OneRow(EmptyDrafter):
+        def start(self, request):
+            session = super().start(request)
+            session.draft = lambda state: DraftTree.root_only(state.root_ids[:1])
+            return session
+
+    with pytest.raises(DrafterError, match="drafted 1 rows for 2"):
+        tiny_model().generate(torch.cat([prompt(4), prompt(4)]), max_new_tokens=4, speculator=Speculator(OneRow()))
+
+
+def test_misspelt_generate_arguments_are_still_stocks_error(tiny_model, prompt):
+    with pytest.raises(ValueError, match="max_new_token"):
+        tiny_model().generate(prompt(4), max_new_token=4, speculator="prompt_lookup")
+
+
+def test_detach_without_attach(tiny_model):
+    from hf_speculate import detach
+
+    with pytest.raises(SpeculateError, match="no speculator is attached"):
+        detach(tiny_model())
+
+
+def test_everything_works_after_an_error(tiny_model, prompt):
+    model, ids = tiny_model(), prompt(6)
+    plain = model.generate(ids, max_new_tokens=8)
+    with pytest.raises(UnsupportedRequestError):
+        model.generate(ids, max_new_tokens=8, num_beams=2, speculator="prompt_lookup")
+    assert torch.equal(model.generate(ids, max_new_tokens=8), plain)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, speculator="prompt_lookup"), plain)
