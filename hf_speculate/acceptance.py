@@ -42,7 +42,7 @@ class TypicalAcceptance:
                 raise ValueError(f"typical acceptance: {name} must be above 0 and at most 1, got {value}.")
 
     def thresholds(self, probs: Float[Tensor, "*lead V"]) -> tuple[Float[Tensor, "*lead"], Float[Tensor, "*lead"]]:
-        """(thresholds, entropies): a token is accepted if it is *more* probable than min(eps, delta * exp(-entropy))."""
+        """(thresholds, entropies); *more* than min(epsilon, delta * exp(-entropy)) has to be the probability."""
         # The 1e-5 is the reference's: it is what keeps p = 0 finite, and it can be seen in the thresholds.
         entropies = -(probs * (probs + 1e-5).log()).sum(-1)
         return (torch.exp(-entropies) * self.posterior_alpha).clamp(max=self.posterior_threshold), entropies
@@ -58,8 +58,8 @@ class TypicalAcceptance:
         parents = torch.tensor(tree.host.parents, device=device).expand(tree.batch_size, -1)
         is_draft = parents >= 0
         above = parents.clamp(min=0)
-        in_parent = torch.gather(probs, 1, above[..., None].expand(-1, -1, probs.shape[-1]))  # [B, N, V]
-        token_probs = in_parent.gather(2, tree.token_ids.to(device)[..., None])[..., 0]  # [B, N]
+        rows = torch.arange(tree.batch_size, device=device)[:, None]
+        token_probs = probs[rows, above, tree.token_ids.to(device)]  # [B, N], at the parent
         is_typical = token_probs > self.thresholds(probs)[0].gather(1, above)
         is_typical = torch.where(is_draft, is_typical, parents == -1)  # the root is; padding is not
         ancestors = tree.plan.ancestors.to(device)
@@ -95,7 +95,7 @@ class TypicalSampler(Sampler):
             )
 
     def chooser(self, logits: Float[Tensor, "B N V"], tree: DraftTree, sequences: Sequences) -> Choose:
-        scores = self._all_scores(logits, tree, sequences, self.required_tier)
+        scores = self._all_scores(logits, tree, sequences, "scores" if self.required_tier == "scores" else "prefix")
         last_nodes = self.rule.last_nodes(scores, tree).to(scores.device)
         most_probable = scores.argmax(-1)
         ends, table = last_nodes.tolist(), most_probable.tolist()

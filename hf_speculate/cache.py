@@ -8,7 +8,7 @@ own end, and one assignment of `lengths` commits; until then the old state is in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ class PreallocatedLayer(DynamicLayer):
     """
 
     def __init__(self, *args, **kwargs):
-        self._buffers: dict[str, Tensor | None] = {"keys": None, "values": None}
+        self._buffers: dict[str, Tensor] = {}
         self._is_owned = False
         self.length = 0
         super().__init__()
+        self.device: torch.device
+        self.dtype: torch.dtype
 
     @classmethod
     def from_layer(cls, layer: DynamicLayer) -> PreallocatedLayer:
@@ -62,13 +64,17 @@ class PreallocatedLayer(DynamicLayer):
         self._adopt("values", states)
 
     def _view(self, name: str) -> Tensor | None:
-        buffer = self._buffers[name]
+        buffer = self._buffers.get(name)
         return None if buffer is None else buffer[:, :, : self.length]
 
     def _adopt(self, name: str, states: Tensor | None) -> None:
-        self._buffers[name] = states
         self._is_owned = False
-        self.length = 0 if states is None else states.shape[-2]
+        if states is None:
+            self._buffers.pop(name, None)
+            self.length = 0
+        else:
+            self._buffers[name] = states
+            self.length = states.shape[-2]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -86,7 +92,8 @@ class PreallocatedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad and torch.is_grad_enabled():
             # Autograd needs the old states intact. Both first, then assign: the length is common.
-            keys, values = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
+            old_keys, old_values = (self._buffers[name][:, :, : self.length] for name in ("keys", "values"))
+            keys, values = torch.cat([old_keys, key_states], -2), torch.cat([old_values, value_states], -2)
             self.keys, self.values = keys, values
             return keys, values
         end = self.length + key_states.shape[-2]
@@ -94,7 +101,7 @@ class PreallocatedLayer(DynamicLayer):
         self._buffers["keys"][:, :, self.length : end] = key_states
         self._buffers["values"][:, :, self.length : end] = value_states
         self.length = end
-        return self.keys, self.values
+        return self._buffers["keys"][:, :, :end], self._buffers["values"][:, :, :end]
 
     def reserve(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
         """Makes room for `capacity` entries a row; raises nothing, modifies no entry."""
@@ -213,9 +220,8 @@ class TreeCache:
     def restore(self) -> None:
         """Makes the layers agree with `lengths`, dropping uncommitted entries of an interrupted forward."""
         length = self.append_index
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.length = length
+        for layer in self._layers:
+            layer.length = length
 
     def _move(self, base: int, paths: Sequence[Sequence[int]]) -> None:
         if not self.is_ragged and all(tuple(path) == tuple(paths[0]) for path in paths):
@@ -238,9 +244,15 @@ class TreeCache:
 
     def _move_layers(self, sources: Tensor, destinations: Tensor) -> None:
         placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        for layer in self._layers:
+            device = layer.device
+            if device not in placed:
+                placed[device] = (sources.to(device), destinations.to(device))
+            layer.move(*placed[device])
+
+    @property
+    def _layers(self) -> Iterator[PreallocatedLayer]:
+        """The layers that hold anything."""
         for layer in self.cache.layers:
-            if layer.is_initialized:
-                device = layer.device
-                if device not in placed:
-                    placed[device] = (sources.to(device), destinations.to(device))
-                layer.move(*placed[device])
+            if isinstance(layer, PreallocatedLayer) and layer.is_initialized:
+                yield layer

@@ -5,21 +5,21 @@ Streaming, statistics and text are consumers of the generator `decode`, not part
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from .cache import TreeCache
-from .drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
+from .drafter import Drafter, DraftRequest, DraftSession, DraftState
 from .errors import DrafterError, SpeculateError
+from .features import FeatureTaps
+from .models import GenerativeModel
 from .scoring import Scorer, has_length_dependent_rope, rope_depth_limit
 from .sequences import Sequences
 from .stats import SpeculationStats
@@ -28,7 +28,10 @@ from .tree import DraftTree
 from .verification import Sampler, Verdict, score_only, verify
 
 
-def decode(run: Decoding) -> Iterator[Verdict]:
+Answer = TypeVar("Answer")
+
+
+def decode(run: Decoding) -> Generator[Verdict]:
     """Generates until every row is finished; yields what each round emitted, the prefill's token first.
 
     However it ends (exhausted, closed, interrupted, an error in a drafter, criterion or consumer), the cache then holds
@@ -61,13 +64,14 @@ class Decoding:
         sampler, stopping, sequences, stats: see there.
         prompt_positions: position id of each row's last prompt token.
         stream_each_step: all rows advance together because a consumer wants [B] tokens a step.
+        num_delivered: tokens a row that a streamer was handed; None where there is no streamer.
     """
 
-    target: PreTrainedModel
+    target: GenerativeModel
     drafter: Drafter
     request: DraftRequest
     scorer: Scorer
-    prefill_forward: Callable[..., object]
+    prefill_forward: Callable[..., Any]
     sampler: Sampler
     stopping: Stopping
     sequences: Sequences
@@ -75,15 +79,22 @@ class Decoding:
     prompt_positions: Sequence[int]
     stream_each_step: bool = False
 
-    session: DraftSession | None = field(default=None, init=False)
     num_delivered: int | None = field(default=None, init=False)
     _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
-    _raw_last: Tensor | None = field(default=None, init=False)
-    _raw_last_hook: RemovableHandle | None = field(default=None, init=False)
+    _open_session: DraftSession | None = field(default=None, init=False)
 
     @property
     def cache(self) -> TreeCache:
         return self.scorer.cache
+
+    @property
+    def _session(self) -> DraftSession:
+        assert self._open_session is not None
+        return self._open_session
+
+    @cached_property
+    def _taps(self) -> FeatureTaps:
+        return FeatureTaps(self.target, self.drafter.feature_layers)
 
     @cached_property
     def _has_length_dependent_rope(self) -> bool:
@@ -111,9 +122,8 @@ class Decoding:
         if self.lockstep_reason:
             self.stats.fallbacks[f"rows in lock-step: {self.lockstep_reason}"] += 1
         with self._timed("prefill_seconds"):
-            self.session = self._ask_drafter(lambda: self.drafter.start(self.request))
-            self._tap_last_layer()
-            output = self.prefill_forward(**self._taps)
+            self._open_session = self._ask_drafter(lambda: self.drafter.start(self.request))
+            output = self.prefill_forward(**self._taps.forward_kwargs)
             self.cache.commit_appended()
             self._prompt_lengths = self.cache.lengths
             prompt = self.sequences.prompt
@@ -131,7 +141,7 @@ class Decoding:
             state = self._draft_state(max(limits))
             if state.max_depth == 0:
                 return DraftTree.root_only(state.root_ids)
-            tree = self._ask_drafter(lambda: self.session.draft(state))
+            tree = self._ask_drafter(lambda: self._session.draft(state))
             if tree.batch_size != self.sequences.batch_size:
                 raise DrafterError(
                     f"drafter {self.drafter.name!r} drafted {tree.batch_size} rows for {self.sequences.batch_size}."
@@ -140,10 +150,10 @@ class Decoding:
                 tree = _first_branch(tree)
             return tree.pruned(limits) if tree.max_depth > min(limits) else tree
 
-    def score(self, tree: DraftTree):
+    def score(self, tree: DraftTree) -> Any:
         with self._timed("target_seconds"):
             self.stats.target_forwards += 1
-            return self.scorer(tree, self._root_positions, **self._taps)
+            return self.scorer(tree, self._root_positions, forward_kwargs=self._taps.forward_kwargs)
 
     def verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
         with self._timed("target_seconds"):
@@ -158,26 +168,18 @@ class Decoding:
                 )
         return verdict
 
-    def observe(self, verdict: Verdict, hidden_states: Sequence[Tensor] | None) -> None:
+    def observe(self, verdict: Verdict, hidden_states: Any) -> None:
         with self._timed("drafter_seconds"):
             width = max(map(len, verdict.paths))
-            features = {}
-            if self.drafter.feature_layers:
-                nodes = torch.tensor([path + [0] * (width - len(path)) for path in verdict.paths])
-                for layer in self.drafter.feature_layers:
-                    states = self._states(hidden_states, layer)
-                    index = nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
-                    features[layer] = states.gather(1, index)
+            features = self._taps.at(hidden_states, verdict.paths)
             tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in verdict.tokens])
             lengths = torch.tensor([len(tokens) for tokens in verdict.tokens])
-            self._ask_drafter(lambda: self.session.observe(tokens, features, lengths))
+            self._ask_drafter(lambda: self._session.observe(tokens, features, lengths))
 
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
         self.cache.restore()
-        if self._raw_last_hook is not None:
-            self._raw_last_hook.remove()
-            self._raw_last = None
+        self._taps.close()
         delivered = self.sequences.num_emitted
         if self.num_delivered is not None:
             delivered = [min(self.num_delivered, n) for n in delivered]
@@ -186,8 +188,8 @@ class Decoding:
             self.cache.truncate([min(pair) for pair in zip(wanted, self.cache.lengths, strict=True)])
         if self.sampler.noise is not None:
             self.sampler.noise.finish(max(delivered))
-        if self.session is not None:
-            session, self.session = self.session, None
+        if self._open_session is not None:
+            session, self._open_session = self._open_session, None
             session.close()
 
     def _verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
@@ -198,26 +200,6 @@ class Decoding:
         if self.sampler.noise is not None:
             running = (n for r, n in enumerate(self.sequences.num_emitted) if not self.sequences.finished[r])
             self.sampler.noise.release_before(min(running))
-
-    @property
-    def _taps(self) -> dict[str, list[int]]:
-        layers = [layer for layer in self.drafter.feature_layers if layer != RAW_LAST]
-        return {"output_hidden_states": layers} if layers else {}
-
-    def _tap_last_layer(self) -> None:
-        """Keeps the last layer's output of every forward if the drafter wants it: `hidden_states` has it normed."""
-        if RAW_LAST not in self.drafter.feature_layers:
-            return
-        thread = threading.get_ident()
-
-        def keep(_module, _inputs, output) -> None:
-            if threading.get_ident() == thread:  # other threads may run the same model
-                self._raw_last = output[0] if isinstance(output, tuple) else output
-
-        self._raw_last_hook = self.target.get_decoder().layers[-1].register_forward_hook(keep)
-
-    def _states(self, hidden_states: Sequence[Tensor] | None, layer: int) -> Tensor:
-        return self._raw_last if layer == RAW_LAST else hidden_states[layer]
 
     @property
     def _root_positions(self) -> list[int]:
@@ -250,16 +232,16 @@ class Decoding:
             _warpers=score_only(sampler.processors),
         )
 
-    def _observe_prompt(self, verdict: Verdict, hidden_states: Sequence[Tensor] | None) -> None:
+    def _observe_prompt(self, verdict: Verdict, hidden_states: Any) -> None:
         """The prompt as one observation: the token after prompt position j is the prompt's next one."""
         first = torch.tensor([tokens[0] for tokens in verdict.tokens])[:, None]
         tokens = torch.cat([self.sequences.prompt[:, self.request.known_from + 1 :].cpu(), first], dim=1)
         width = tokens.shape[1]
-        features = {layer: self._states(hidden_states, layer)[:, -width:] for layer in self.drafter.feature_layers}
+        features = self._taps.last(hidden_states, width)
         lengths = torch.full((tokens.shape[0],), width)
-        self._ask_drafter(lambda: self.session.observe(tokens, features, lengths))
+        self._ask_drafter(lambda: self._session.observe(tokens, features, lengths))
 
-    def _ask_drafter(self, call: Callable[[], object]):
+    def _ask_drafter(self, call: Callable[[], Answer]) -> Answer:
         try:
             return call()
         except SpeculateError:

@@ -17,17 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from .acceptance import TypicalSampler
 from .cache import TreeCache
 from .decoding import Decoding, decode
 from .drafter import DraftRequest
 from .errors import UnsupportedRequestError
+from .models import GenerativeModel
 from .noise import Noise
 from .scoring import Scorer, supported_shape
 from .sequences import Sequences
@@ -59,7 +60,7 @@ _OWN_KWARGS = (
 class _Note:
     """What `generate` tells `_sample`: the speculator for exactly this model, and whether it was asked for."""
 
-    model: PreTrainedModel
+    model: GenerativeModel
     speculator: Speculator
     explicit: bool
 
@@ -167,14 +168,14 @@ def _refuse(note: _Note, problem: str) -> None:
     _note.set(None)
 
 
-def _problem_with_model(model: PreTrainedModel) -> str:
+def _problem_with_model(model: GenerativeModel) -> str:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"speculator= was given for {name}, an encoder-decoder model; only decoder-only models are supported."
     if not type(model)._sample.__dict__.get("__hf_speculate__"):
         return f"{name} has a decoding method of its own (`_sample`), which a speculator cannot replace."
     prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
-    peft_config = getattr(prepare, "active_peft_config", None)
+    peft_config: Any = getattr(prepare, "active_peft_config", None)
     if prepare is not model and getattr(peft_config, "is_prompt_learning", False):
         return f"prompt-learning adapters ({peft_config.peft_type}) do not work with a speculator yet; LoRA does."
     return ""
@@ -202,9 +203,7 @@ def _problem_with_request(mode: GenerationMode, config: GenerationConfig, mode_k
             "(dynamic) cache can keep the entries of an accepted path."
         )
     if mode_kwargs.get("synced_gpus"):
-        return (
-            "speculator= does not work with synced_gpus (ZeRO-3, FSDP): ranks would run different numbers of rounds."
-        )
+        return "speculator= does not work with synced_gpus (ZeRO-3, FSDP): ranks would run different numbers of rounds."
     for flag in ("output_attentions", "output_hidden_states"):
         if getattr(config, flag, None) and config.return_dict_in_generate:
             return f"{flag}=True is not supported with a speculator yet; output_scores and output_logits are."
@@ -212,7 +211,7 @@ def _problem_with_request(mode: GenerationMode, config: GenerationConfig, mode_k
 
 
 def _problem_with_inputs(
-    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+    model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> str:
     cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
     if not isinstance(cache, Cache):
@@ -238,7 +237,7 @@ def _problem_with_inputs(
 
 def _speculate(
     speculator: Speculator,
-    model: PreTrainedModel,
+    model: GenerativeModel,
     input_ids: Tensor,
     logits_processor,
     stopping_criteria,
@@ -267,12 +266,11 @@ def _speculate(
     if not generation_config.return_dict_in_generate:
         return sequences
     records, batch_size = run.sampler.records, len(sequences)
-    output = GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=records.scores.complete(batch_size) if records.scores else None,
-        logits=records.logits.complete(batch_size) if records.logits else None,
-        past_key_values=run.cache.cache,
-    )
+    parts: dict[str, Any] = {
+        "scores": records.scores.complete(batch_size) if records.scores else None,
+        "logits": records.logits.complete(batch_size) if records.logits else None,
+    }
+    output: Any = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=run.cache.cache, **parts)  # type: ignore
     output.speculation = run.stats
     return output
 
@@ -289,7 +287,7 @@ def _stream(run: Decoding, loop, streamer) -> None:
 
 def _prepare(
     speculator: Speculator,
-    model: PreTrainedModel,
+    model: GenerativeModel,
     input_ids: Tensor,
     logits_processor,
     stopping_criteria,
@@ -302,13 +300,18 @@ def _prepare(
     if reason:
         stats.fallbacks[reason] += 1
     noise = None
-    if generation_config.do_sample:
+    typical = speculator.typical if generation_config.do_sample else None  # without a temperature both rules are greedy
+    stats.lossy_calls += typical is not None
+    if generation_config.do_sample and typical is None:
         noise = Noise(batch_size, model.config.get_text_config(decoder=True).vocab_size, input_ids.device)
     wants = generation_config.return_dict_in_generate
     records = Records(
         scores=StepRecord() if wants and generation_config.output_scores else None,
         logits=StepRecord() if wants and generation_config.output_logits else None,
     )
+    sampler = Sampler(logits_processor, noise, records)
+    if typical is not None:
+        sampler = TypicalSampler(typical, logits_processor, records)
     pad = generation_config._pad_token_tensor
     stopping = Stopping(stopping_criteria)
     request = DraftRequest(
@@ -326,7 +329,7 @@ def _prepare(
         request=request,
         scorer=Scorer(model, TreeCache(cache, batch_size), attention_mask, shape, forward_kwargs),
         prefill_forward=lambda **taps: model._prefill(input_ids, generation_config, {**model_kwargs, **taps}),
-        sampler=Sampler(logits_processor, noise, records),
+        sampler=sampler,
         stopping=stopping,
         sequences=Sequences(input_ids, None if pad is None else int(pad)),
         stats=stats,

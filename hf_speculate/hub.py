@@ -20,7 +20,7 @@ def local_folder(
     *,
     revision: str | None = None,
     token: str | bool | None = None,
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     subfolder: str | None = None,
 ) -> str:
@@ -38,7 +38,7 @@ def local_folder(
                 path,
                 revision=revision,
                 token=token,
-                cache_dir=cache_dir,
+                cache_dir=None if cache_dir is None else os.fspath(cache_dir),
                 local_files_only=local_files_only,
                 allow_patterns=_FILES,
             )

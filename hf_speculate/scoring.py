@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache import TreeCache, has_only_full_attention
+from .cache import PreallocatedLayer, TreeCache, has_only_full_attention
 from .tree import DraftTree
 
 
@@ -92,7 +92,14 @@ class Scorer:
         self._prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._forward_kwargs = dict(forward_kwargs or {})
 
-    def __call__(self, tree: DraftTree, root_positions: Sequence[int], *, num_cached: int = 0, **kwargs):
+    def __call__(
+        self,
+        tree: DraftTree,
+        root_positions: Sequence[int],
+        *,
+        num_cached: int = 0,
+        forward_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Scores nodes of `tree`; the cache then holds N appended, uncommitted entries a row.
 
         Args:
@@ -100,6 +107,7 @@ class Scorer:
             root_positions: position id of the root of each row.
             num_cached: the first nodes, already appended by calls since the last commit; only the others are run
                 (how a drafter grows a tree level by level).
+            forward_kwargs: further keyword arguments of this forward.
         Returns:
             The model's output; `logits` is [B, N - num_cached, V], `logits[r, i]` scores the token after node
             `num_cached + i`.
@@ -116,7 +124,7 @@ class Scorer:
             logits_to_keep=tree.num_nodes - num_cached,
             return_dict=True,
             **self._forward_kwargs,
-            **kwargs,
+            **(forward_kwargs or {}),
         )
 
     def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | None:
@@ -130,7 +138,7 @@ class Scorer:
         visible = self._visible_prefix(num_prefix)
         if visible is None and (num_nodes == 1 or self.shape == "chain"):
             return None
-        if self.shape == "chain":
+        if self.shape == "chain" and visible is not None:
             return torch.cat([visible, visible.new_ones(visible.shape[0], num_nodes)], dim=1).long()
         dtype, device = self._attention_dtype, self.model.device
         size = (tree.batch_size, 1, num_nodes - num_cached, num_prefix + num_nodes)
@@ -143,8 +151,8 @@ class Scorer:
     @property
     def _attention_dtype(self) -> torch.dtype:
         """dtype of queries and keys, which `sdpa` wants of its mask; under autocast it is not the model's."""
-        layers = self.cache.cache.layers
-        return layers[0].dtype if layers and layers[0].is_initialized else self.model.dtype
+        first = next(iter(self.cache.cache.layers), None)
+        return first.dtype if isinstance(first, PreallocatedLayer) and first.is_initialized else self.model.dtype
 
     def _visible_prefix(self, num_prefix: int) -> Tensor | None:
         """bool [B, num_prefix]: entries that are real; None if all are."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, Literal, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from .acceptance import TypicalAcceptance
 from .drafter import Drafter
 from .errors import SpeculateError
 from .hub import drafter_class_for, local_folder
+from .models import GenerativeModel
 from .registry import installed_drafters, load_drafter
 from .stats import SpeculationStats
 
@@ -21,25 +23,53 @@ class Speculator:
 
     Args:
         drafter: proposes the draft trees; may be shared.
+        acceptance: "match": the target's own sampler chooses every token. "typical" is **lossy**: in requests that
+            sample, a drafted token is accepted if the target finds it probable enough (Medusa, arXiv:2401.10774), and
+            where none is, the most probable token is taken; nothing is drawn.
+        posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, see `TypicalAcceptance`.
 
     Attributes:
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
-        lossless: True: the text is the target's own (see README, "What lossless means").
+        lossless: True: the text is the target's own (see README, "What lossless means"). False with "typical".
     """
 
-    lossless = True
-
-    def __init__(self, drafter: Drafter):
+    def __init__(
+        self,
+        drafter: Drafter,
+        acceptance: Literal["match", "typical"] = "match",
+        *,
+        posterior_threshold: float | None = None,
+        posterior_alpha: float | None = None,
+    ):
         if not isinstance(drafter, Drafter):
             raise TypeError(
                 f"Speculator takes a Drafter, got {type(drafter).__name__}. "
                 "Use AutoSpeculator.from_name / from_pretrained to make one from a name or a checkpoint."
             )
         self.drafter = drafter
+        self.typical = _typical_rule(
+            acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha
+        )
         self.stats = SpeculationStats()
 
+    @property
+    def lossless(self) -> bool:
+        return self.typical is None
+
     def __repr__(self) -> str:
-        return f"Speculator({self.drafter!r})"
+        rule = "" if self.lossless else f", {self.typical}, lossy"
+        return f"Speculator({self.drafter!r}{rule})"
+
+
+def _typical_rule(acceptance: str, **thresholds: float | None) -> TypicalAcceptance | None:
+    given = {name: value for name, value in thresholds.items() if value is not None}
+    if acceptance == "typical":
+        return TypicalAcceptance(**given)
+    if acceptance != "match":
+        raise ValueError(f"acceptance must be 'match' or 'typical', got {acceptance!r}.")
+    if given:
+        raise ValueError(f"{', '.join(given)} are thresholds of acceptance='typical', which was not asked for.")
+    return None
 
 
 class AutoSpeculator:
@@ -103,9 +133,9 @@ class AutoSpeculator:
         return Speculator(drafter)
 
 
-def unwrap(model: nn.Module) -> PreTrainedModel:
+def unwrap(model: nn.Module) -> GenerativeModel:
     """The transformers model inside `torch.compile` and PEFT wrappers; raises `TypeError` if there is none."""
-    seen: nn.Module = model
+    seen: Any = model
     while not isinstance(seen, PreTrainedModel):
         inner = getattr(seen, "_orig_mod", None)
         if inner is None and hasattr(seen, "get_base_model"):
@@ -113,14 +143,14 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         if inner is None or inner is seen:
             raise TypeError(f"expected a transformers model (or a PEFT / compiled one), got {type(model).__name__}.")
         seen = inner
-    return seen
+    return cast(GenerativeModel, seen)
 
 
 _resolved: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Speculator]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.WeakKeyDictionary()
 
 
-def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: PreTrainedModel) -> Speculator:
+def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: GenerativeModel) -> Speculator:
     """What a `speculator=` argument means for `model`. Strings: once per model, a name wins over a path."""
     if isinstance(speculator, Speculator):
         return speculator
@@ -163,6 +193,6 @@ def detach(model: nn.Module) -> Speculator:
     return found
 
 
-def attached(model: PreTrainedModel) -> Speculator | None:
+def attached(model: GenerativeModel) -> Speculator | None:
     """The speculator attached to `model`, if any."""
     return _attached.get(model)

@@ -22,6 +22,7 @@ class SpeculationStats:
     """
 
     calls: int = 0
+    lossy_calls: int = 0
     rounds: int = 0
     rounds_without_draft: int = 0
     prefill_tokens: int = 0

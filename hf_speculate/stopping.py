@@ -59,7 +59,7 @@ class Stopping:
         scores = None
         if records.scores is not None and len(rows) == sequences.batch_size:
             scores = records.scores.complete(sequences.batch_size)
-        done = self.criteria(sequences.view(rows), scores)
+        done = self.criteria(sequences.view(rows), scores)  # type: ignore[arg-type]
         for row, is_done in zip(rows, done.tolist(), strict=True):
             sequences.finished[row] |= is_done
 

@@ -71,18 +71,21 @@ class TreePlan:
         return TreePlan(depths=depths, ancestors=ancestors, max_depth=max_depth)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
-    num_nodes = len(parents[0])
-    depths = torch.zeros(len(parents), num_nodes, dtype=torch.long)
-    ancestors = torch.zeros(len(parents), num_nodes, num_nodes, dtype=torch.bool)
-    for row, row_parents in enumerate(parents):
+    all_depths, all_ancestors = [], []
+    for row_parents in parents:
+        depths: list[int] = []
+        ancestors: list[list[bool]] = []
         for node, parent in enumerate(row_parents):
-            if parent >= 0:
-                depths[row, node] = depths[row, parent] + 1
-                ancestors[row, node] = ancestors[row, parent]
-            ancestors[row, node, node] = True
-    return TreePlan(depths=depths, ancestors=ancestors, max_depth=int(depths.max()))
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            seen = list(ancestors[parent]) if parent >= 0 else [False] * len(row_parents)
+            seen[node] = True
+            ancestors.append(seen)
+        all_depths.append(depths)
+        all_ancestors.append(ancestors)
+    max_depth = max(max(depths) for depths in all_depths)
+    return TreePlan(depths=torch.tensor(all_depths), ancestors=torch.tensor(all_ancestors), max_depth=max_depth)
 
 
 class DraftTree:
@@ -110,10 +113,7 @@ class DraftTree:
             self._device_parents = parents
             self.plan = TreePlan.from_tensor(parents, max_depth)
         else:
-            rows = (
-                [tuple(parents)] if len(parents) == 0 or isinstance(parents[0], int) else [tuple(p) for p in parents]
-            )
-            self._host_parents = tuple(rows)
+            self._host_parents = _as_rows(parents)
             self.plan = TreePlan.from_parents(self._host_parents)
 
     @classmethod
@@ -179,6 +179,17 @@ class DraftTree:
                 if (parent, token) in seen:
                     raise DrafterError(f"row {row}: two children of node {parent} hold the same token {token}.")
                 seen.add((parent, token))
+
+
+def _as_rows(parents: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    rows: list[tuple[int, ...]] = []
+    shared: list[int] = []
+    for item in parents:
+        if isinstance(item, int):
+            shared.append(item)
+        else:
+            rows.append(tuple(item))
+    return tuple(rows) if rows else (tuple(shared),)
 
 
 def _prune_row(tokens: list[int], parents: list[int], max_depth: int) -> tuple[list[int], list[int]]:

@@ -13,9 +13,9 @@ on a CPU there is nothing to synchronise and the walk is always the cheapest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -60,14 +60,14 @@ _SEE_PREFIX = (
 
 def required_tier(processors: LogitsProcessorList) -> Tier:
     """The widest batching that `processors` allow; subclasses of known ones count as unknown."""
-    tier: Tier = "scores"
+    sees_prefix = False
     for processor in processors:
         if type(processor) in _SEE_SCORES:
             continue
         if type(processor) not in _SEE_PREFIX and not getattr(processor, "row_wise", False):
             return "walk"
-        tier = "prefix"
-    return tier
+        sees_prefix = True
+    return "prefix" if sees_prefix else "scores"
 
 
 def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
@@ -165,12 +165,14 @@ class Sampler:
         self.processors = processors
         self.noise = noise
         self.records = records
-        self.required_tier = required_tier(processors)
-        self._forced_tier = tier
+        self.required_tier: Tier = required_tier(processors)
+        self._forced_tier: Tier | None = tier
         self._row_processors: dict[int, LogitsProcessorList] = {}
 
     def tier(self, device: torch.device) -> Tier:
-        return self._forced_tier or ("walk" if device.type == "cpu" else self.required_tier)
+        if self._forced_tier is None and device.type == "cpu":
+            return "walk"
+        return self._forced_tier or self.required_tier
 
     def chooser(self, logits: Float[Tensor, "B N V"], tree: DraftTree, sequences: Sequences) -> Choose:
         """A function (rows, their nodes) -> the token the request's sampler chooses there."""
@@ -187,16 +189,14 @@ class Sampler:
 
         return look_up
 
-    def _choose_now(
-        self, logits: Tensor, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences
-    ) -> list[int]:
+    def _choose_now(self, logits: Tensor, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences) -> list[int]:
         device = sequences.prompt.device
         selected = logits[rows[0], nodes[0]][None] if len(rows) == 1 else logits[list(rows), list(nodes)]
         if not self.processors and self.noise is None and not self.records:
-            return selected.argmax(-1).tolist()  # fp32 is exact for every 16-bit value: the same maximum
+            return selected.float().argmax(-1).tolist()  # the operation of stock, and four times faster than in bf16
         selected = selected.to(copy=True, dtype=torch.float32, device=device)
         processors = self.processors if len(rows) == sequences.batch_size else self._processors_of_row(rows[0])
-        scores = processors(sequences.view(rows), selected) if processors else selected
+        scores = processors(sequences.view(rows), selected) if processors else selected  # type: ignore[arg-type]
         for index, row in enumerate(rows):
             self._record(sequences, row, selected[index], scores[index])
         noise = None
@@ -227,15 +227,15 @@ class Sampler:
             return scores
         if tier == "scores":
             flat = scores.flatten(0, 1)
-            return self.processors(flat.new_empty(len(flat), 0, dtype=torch.long), flat).view(scores.shape)
-        for row in range(tree.batch_size):
-            if not sequences.finished[row]:
-                for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
-                    scores[row, nodes] = self._processors_of_row(row)(prefixes, scores[row, nodes])
+            no_text: Any = flat.new_empty(len(flat), 0, dtype=torch.long)
+            return self.processors(no_text, flat).view(scores.shape)
+        for row in range(tree.batch_size):  # finished ones too: without EOS they write on
+            for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
+                scores[row, nodes] = self._processors_of_row(row)(prefixes, scores[row, nodes])
         return scores
 
     @staticmethod
-    def _prefixes_by_depth(tree: DraftTree, row: int, sequences: Sequences):
+    def _prefixes_by_depth(tree: DraftTree, row: int, sequences: Sequences) -> Iterator[tuple[list[int], Any]]:
         """(nodes, int64 [n, T + d] text before the token that follows them) for every depth d."""
         text = sequences.view([row])
         tokens, parents = tree.host.token_ids[row], tree.host.parents[row]

@@ -22,9 +22,9 @@ def check_drafter(
     """Checks that `drafter` keeps the contract of `hf_speculate.drafter` on a small target.
 
     Checked: tree invariants of every draft (root, parents, siblings, token range, depth budget), one `close` per
-    session whatever happens, well-formed calls for greedy and sampled requests, left-padded batches, a budget of one
-    token, a prompt of one token, targets that take chains only; two sessions open at once; and that the text stays
-    the target's own.
+    session whatever happens, well-formed calls for greedy and sampled requests, left-padded batches whose rows
+    end at different steps, a budget of one token, a prompt of one token, targets that take chains only; two sessions
+    open at once; and that the text stays the target's own.
 
     Args:
         drafter: the drafter; it must fit `target`.
@@ -50,8 +50,12 @@ def check_drafter(
     check_lossless(target, speculator, prompts[:1], max_new_tokens=max_new_tokens, **budget)
     watched.chains_only = False
     batch = _left_padded(prompts)
+    plain = target.generate(**batch, speculator=None, max_new_tokens=max_new_tokens, **budget)
+    ends_first_row = plain[0, batch["input_ids"].shape[1] + max_new_tokens // 2].item()
     for sampled in ({}, {"do_sample": True}):
-        target.generate(**batch, speculator=speculator, max_new_tokens=max_new_tokens, **budget, **sampled)
+        for eos in (None, ends_first_row):
+            request = {**budget, "max_new_tokens": max_new_tokens, "eos_token_id": eos, **sampled}
+            target.generate(**batch, speculator=speculator, **request)
     watched.expect_all_closed()
 
 

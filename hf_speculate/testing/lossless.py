@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..errors import LosslessnessError
+from ..models import GenerativeModel
 from ..noise import Noise
 from ..speculator import Speculator, unwrap
 
@@ -67,7 +66,7 @@ class LosslessReport:
 
 
 def check_lossless(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     speculator: Speculator,
     prompts: Sequence[Tensor],
     *,
@@ -101,7 +100,7 @@ def check_lossless(
 
 
 def _check_case(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     speculator: Speculator,
     prompt: Tensor,
     case: str,
@@ -135,8 +134,8 @@ def _check_case(
 
 
 def _generate(
-    model: PreTrainedModel, input_ids: Tensor, seed: int | None, request: dict[str, Any]
-) -> tuple[GenerateDecoderOnlyOutput, Tensor]:
+    model: GenerativeModel, input_ids: Tensor, seed: int | None, request: dict[str, Any]
+) -> tuple[Any, Tensor]:
     if seed is not None:
         torch.manual_seed(seed)
     output = model.generate(input_ids, **request)
@@ -145,22 +144,20 @@ def _generate(
 
 
 def _prove_tie(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     input_ids: Tensor,
     new: list[list[int]],
     step: int,
     case: str,
     seed: int | None,
     tolerance: float,
-    plain: GenerateDecoderOnlyOutput,
-    speculative: GenerateDecoderOnlyOutput,
+    plain: Any,
+    speculative: Any,
     request: dict[str, Any],
 ) -> Tie:
     tokens = [row[step] if step < len(row) else None for row in new]
     if None in tokens:
-        raise LosslessnessError(
-            f"{case}: equal text, but plain generate stops after {len(new[0])}, not {len(new[1])}."
-        )
+        raise LosslessnessError(f"{case}: equal text, but plain generate stops after {len(new[0])}, not {len(new[1])}.")
     prefix = torch.cat([input_ids[0], input_ids.new_tensor(new[0][:step])])[None]
     with torch.no_grad():
         fresh = model(prefix, logits_to_keep=1).logits[0, -1].float()

@@ -78,8 +78,8 @@ class _ScriptedSession(_SilentSession):
             true_token = self._true_token(row, state.num_emitted[row] + depth)
             children = self._wrong_tokens(1 if state.chains_only else count, true_token)
             place = self.random.randrange(len(children))
-            on_script &= true_token is not None and self.random.random() < self.script.accuracy
-            if on_script:
+            on_script &= self.random.random() < self.script.accuracy
+            if on_script and true_token is not None:
                 children[place] = true_token
             first = len(tokens)
             tokens.extend(children)

@@ -44,7 +44,8 @@ class Checkpoint:
     Attributes:
         folder: where.
         config: `config.json`, raw (no defaults filled in); empty when there is none.
-        tensors: by name, wrapper prefixes stripped, on the CPU, in the dtype of the file (possibly memory-mapped).
+        tensors: by name, wrapper prefixes stripped, on the CPU, in the dtype of the file. They may be mapped
+            from it: copy what is to outlive it.
         files: the weight files that were read, names relative to `folder`.
     """
 

@@ -6,7 +6,6 @@ as in EAGLE-2, see `growth`. The drafter keeps its own KV cache and runs one tig
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.scoring import Scorer, supported_shape
 from hf_speculate.tree import DraftTree
 
-from .checkpoints import tensor_shapes
+from .checkpoints import read_config, tensor_shapes
 from .growth import Frontier, grow_tree
 
 
@@ -77,17 +76,14 @@ class DraftModelDrafter(Drafter):
         if model is None:
             raise TypeError("draft_model needs the draft model: from_name('draft_model', target=..., model=...).")
         if isinstance(model, str | os.PathLike):
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype).to(target.device)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype)
+            model = loaded.to(target.device)
         return cls(model, DraftModelOptions(**options))
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
         """A checkpoint whose config names a causal LM with more than one layer's worth of a model of its own."""
-        path = os.path.join(folder, "config.json")
-        if not os.path.exists(path):
-            return False
-        with open(path) as file:
-            config = json.load(file)
+        config = read_config(folder)
         names = config.get("architectures") or []
         is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
         if is_head or "model_type" not in config or not any(n.endswith("ForCausalLM") for n in names):
@@ -149,7 +145,9 @@ class DraftModelSession(DraftSession):
         mask = None if request.attention_mask is None else request.attention_mask[:, -num_prompt:]
         self.cache = TreeCache(cache, batch_size)
         self.scorer = Scorer(self.model, self.cache, mask, shape)
-        self._prompt, self._prompt_mask = request.input_ids, mask
+        # The target may know tokens that the draft model lacks (rows of padding, as a rule): any other stands for them.
+        self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
+        self._prompt, self._prompt_mask = request.input_ids.clamp(max=self._last_token), mask
         self._num_prompt = num_prompt
         self._texts: list[list[int]] = [[] for _ in range(batch_size)]
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
@@ -163,6 +161,7 @@ class DraftModelSession(DraftSession):
             tokens = tokens.gather(1, lengths[:, None] - 1)
         else:
             lengths_list = lengths.tolist()
+        tokens = tokens.clamp(max=self._last_token)
         for text, row, length in zip(self._texts, tokens.tolist(), lengths_list, strict=True):
             text.extend(row[:length])
 

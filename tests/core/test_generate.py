@@ -354,8 +354,8 @@ def test_features_are_the_targets_hidden_states_at_the_path(tiny_model, prompt):
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """96 printable characters, one token each."""
-    characters = [chr(code) if code != 32 else "\u0120" for code in range(32, 127)] + ["\u00e9"]
+    """The printable ASCII characters and the newline, one token each (as byte-level BPE spells them)."""
+    characters = [chr(code) if code != 32 else "\u0120" for code in range(32, 127)] + ["\u010a"]
     raw = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -367,6 +367,7 @@ def test_stop_strings_work_without_any_file(tiny_model, prompt):
     text = model.generate(ids, max_new_tokens=30)
     speculator = perfect(model, ids)
     for place in range(8, 20):
-        request = {"stop_strings": [tokenizer.decode(text[0, place : place + 2])], "tokenizer": tokenizer, "max_new_tokens": 30}
+        stop = tokenizer.decode(text[0, place : place + 2])
+        request = {"stop_strings": [stop], "tokenizer": tokenizer, "max_new_tokens": 30}
         plain = model.generate(ids, **request)
         assert torch.equal(model.generate(ids, **request, speculator=speculator), plain)

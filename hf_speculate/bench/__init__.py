@@ -1,0 +1,30 @@
+"""Benchmarks: `hf-speculate bench generate|overhead|cache`. Every baseline is measured in the same run.
+
+What the figures mean:
+
+- run: one `generate` call, timed on the host around the whole call (prefill, drafter's prefill and preparation
+  included), with the device synchronised before and after.
+- tokens/s: new tokens of all rows / seconds, both summed over the runs of one repeat (one pass over the prompts). The
+  figure is the median over the repeats; its spread is their minimum and maximum.
+- equal work: EOS is taken out of every request (`eos_token_id=None`; `min_new_tokens` would add a processor), so that
+  each method emits exactly `max_new_tokens` per row, text behind an end-of-text token included. The checkpoint's
+  `generation_config` is replaced by a neutral one: temperature 0 is `do_sample=False`, any other is plain sampling at
+  that temperature without top-k, top-p or penalties.
+- interleaving: for each prompt all methods run one after the other, in an order that rotates, so that drift of the
+  machine hits all of them alike. Every method has a warm-up run before.
+- seeds: a prompt has the same seed for every method and repeat; repeats vary the machine, not the text.
+- speed-up against a baseline: seconds of the baseline / seconds of the method within one repeat; median over repeats.
+  Below 1 is a slow-down; such rows stay in the table.
+- eager: stock `generate` with its dynamic cache. Stock speculative modes: `prompt_lookup_num_tokens=` and
+  `assistant_model=` with their default settings (batch 1 only). `best_stock_speculative` is the one of them that is
+  fastest at that temperature and batch size.
+- rounds, mean acceptance length, acceptance rate by depth, engine efficiency: see `hf_speculate.stats`.
+- identical: share of rows whose text is eager's token for token. The first divergence of a row is looked at again with
+  `hf_speculate.testing.check_lossless`, which proves that it is a numerical tie and gives the margin of that decision,
+  or says that it is not.
+"""
+
+from .cache import bench_cache as bench_cache
+from .generate import GenerateSettings as GenerateSettings
+from .generate import bench_generate as bench_generate
+from .overhead import bench_overhead as bench_overhead

@@ -1,0 +1,94 @@
+"""Versions and hardware: what a bug report and a benchmark result must say."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from ..errors import SpeculateError
+from ..registry import installed_drafters
+
+
+_PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_OPTIONAL_PACKAGES = ("accelerate", "peft", "bitsandbytes", "gguf", "datasets")
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Versions, hardware and thread count as JSON-serialisable values.
+
+    Args:
+        device: what was measured on; None describes the accelerator that is there.
+    """
+    versions = {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL_PACKAGES)}
+    return {
+        "versions": {name: found for name, found in versions.items() if found or name in _PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "device": _device_name(device),
+        "cuda": torch.version.cuda,
+        "drafters": sorted(installed_drafters()),
+    }
+
+
+def drafter_list() -> list[dict[str, str]]:
+    """Every installed drafter: name, object, distribution, version. Imports none of them."""
+    return [
+        {
+            "name": name,
+            "object": point.value,
+            "distribution": point.dist.name if point.dist else "",
+            "version": point.dist.version if point.dist else "",
+        }
+        for name, point in installed_drafters().items()
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _device_name(device: torch.device | None) -> str:
+    device = device or find_device(None)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def find_device(name: str | None) -> torch.device:
+    """A device by name, the accelerator (if there is one) by default; raises `SpeculateError`."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SpeculateError(f"cannot use device {name!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """float32, bfloat16, float16 or float64 by name; raises `SpeculateError`."""
+    if name not in DTYPES:
+        raise SpeculateError(f"unknown dtype {name!r}; possible: {', '.join(DTYPES)}.")
+    return getattr(torch, name)

@@ -1,0 +1,273 @@
+"""Where the time of a round goes: a real model shape with random weights and a drafter that costs nothing.
+
+The drafter is scripted (`hf_speculate.testing.ScriptedDrafter`): it knows what plain `generate` emits and holds the
+true token at a level with a set probability, so that acceptance is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
+
+from ..cache import TreeCache
+from ..errors import SpeculateError
+from ..models import GenerativeModel
+from ..scoring import Scorer
+from ..speculator import Speculator
+from ..stats import SpeculationStats
+from ..testing import ScriptedDrafter
+from ..tree import DraftTree
+from .environment import environment, find_device, find_dtype
+from .timing import ForwardTimer, progress, spread, timed
+
+
+# Large against what the layers add to the residual stream: every step repeats the last token by a wide margin, so that
+# rounding never changes the text that the script was made from.
+_EMBEDDING_STD = 4.0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Qwen2 architecture; the default is Qwen2-0.5B."""
+
+    hidden_size: int = 896
+    intermediate_size: int = 4864
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 14
+    num_key_value_heads: int = 2
+    vocab_size: int = 151936
+
+    @classmethod
+    def scaled(cls, hidden_size: int, num_hidden_layers: int, vocab_size: int) -> ModelShape:
+        """The default's proportions at another size: heads of 64 channels, as few KV heads, the same MLP ratio."""
+        default, num_heads = cls(), max(hidden_size // 64, 1)
+        num_kv_heads = next(n for n in (2, 1) if num_heads % n == 0)
+        return cls(
+            hidden_size=64 * num_heads,
+            intermediate_size=default.intermediate_size * 64 * num_heads // default.hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            vocab_size=vocab_size,
+        )
+
+    def build(self, dtype: torch.dtype, device: torch.device) -> GenerativeModel:
+        """A model with random weights (tied embeddings) whose greedy choices have wide margins."""
+        config = Qwen2Config(**asdict(self), tie_word_embeddings=True, max_position_embeddings=32768)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False).to(device)
+        embeddings = model.get_input_embeddings().weight
+        embeddings.mul_(_EMBEDDING_STD / config.initializer_range)
+        return model
+
+
+def bench_overhead(
+    nodes: Sequence[int] = (8, 16, 32),
+    *,
+    shape: ModelShape | None = None,
+    dtype: str = "bfloat16",
+    accuracy: float = 0.7,
+    prompt_length: int = 256,
+    max_new_tokens: int = 96,
+    repeats: int = 3,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Splits the time of greedy rounds into target, drafter and rest, for trees of N nodes (root included).
+
+    Returns:
+        JSON-serialisable. For each N, medians over repeats, milliseconds per round: `round_ms` (wall clock without
+        prefill), `target_ms`, `drafter_ms`, `rest_ms` and `engine_efficiency` as `SpeculationStats` has them;
+        `forward_ms` is the target's forward alone, timed by hooks in the same runs, and `forward_efficiency` =
+        (forward + drafter) / round, which does not count the sampler nor the preparation of masks and positions as
+        useful. `verify_ratio` is a bare forward over N nodes / over one, behind `prompt_length` entries.
+        `plain` is stock `generate`: milliseconds per token and the forward's share of it.
+    """
+    if min(nodes, default=0) < 2 or not 0 <= accuracy <= 1 or max_new_tokens < 2 or repeats < 1:
+        raise SpeculateError(
+            f"bench overhead needs trees of at least 2 nodes, 0 <= accuracy <= 1, 2 new tokens and one repeat; got "
+            f"nodes {list(nodes)}, accuracy {accuracy}, {max_new_tokens} new tokens, {repeats} repeats."
+        )
+    shape, on, torch_dtype = shape or ModelShape(), find_device(device), find_dtype(dtype)
+    with progress("overhead", total=2 + repeats * (1 + len(nodes))) as advance:
+        model = shape.build(torch_dtype, on)
+        advance("model built")
+        generator = torch.Generator().manual_seed(1)
+        prompt = torch.randint(3, shape.vocab_size, (1, prompt_length), generator=generator).to(on)
+        verify = _verify_times(model, prompt, sorted({1, *nodes}), on)
+        advance("verify measured")
+        script = _plain(model, prompt, max_new_tokens + max(nodes))[:, prompt_length:]
+        speculators = {
+            n: Speculator(ScriptedDrafter(script, branching(n), accuracy=accuracy, vocab_size=shape.vocab_size))
+            for n in nodes
+        }
+        plain: list[dict[str, float]] = []
+        rounds: dict[int, list[dict[str, Any]]] = {n: [] for n in nodes}
+        for speculator in speculators.values():  # warm-up
+            model.generate(prompt, speculator=speculator, **_request(8))
+        for _ in range(repeats):
+            plain.append(_plain_times(model, prompt, max_new_tokens, on))
+            advance("plain")
+            for n, speculator in speculators.items():
+                rounds[n].append(_round_times(model, prompt, speculator, max_new_tokens, on))
+                advance(f"N={n}")
+    plain_medians = _medians(plain)
+    rows = []
+    for n in nodes:
+        row = {"nodes": n, "branching": list(branching(n)), **_medians(rounds[n])}
+        row["engine_efficiency_range"] = [f([r["engine_efficiency"] for r in rounds[n]]) for f in (min, max)]
+        row["verify_ms"] = verify[n]["median"] * 1e3
+        row["verify_ratio"] = verify[n]["median"] / verify[1]["median"]
+        row["speedup"] = row["tokens_per_second"] / plain_medians["tokens_per_second"]
+        rows.append(row)
+    return {
+        "bench": "overhead",
+        "shape": asdict(shape),
+        "dtype": dtype,
+        "accuracy": accuracy,
+        "prompt_length": prompt_length,
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "verify_1_ms": verify[1]["median"] * 1e3,
+        "plain": plain_medians,
+        "rows": rows,
+        "environment": environment(on),
+    }
+
+
+def branching(num_nodes: int) -> tuple[int, ...]:
+    """Children a depth of a scripted tree with `num_nodes` nodes, root included: log2(N) + 1 levels, evenly filled."""
+    depth = min(num_nodes.bit_length(), num_nodes - 1)
+    return tuple((num_nodes - 1 - level + depth - 1) // depth for level in range(depth))
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The result as one table for the terminal."""
+    shape, plain = result["shape"], result["plain"]
+    title = (
+        f"Round at {shape['num_hidden_layers']} layers x {shape['hidden_size']}, vocabulary {shape['vocab_size']}, "
+        f"{result['dtype']}, context {result['prompt_length']}, {result['environment']['threads']} threads: "
+        "milliseconds a round"
+    )
+    caption = (
+        f"plain generate: {plain['token_ms']:.1f} ms a token, {plain['forward_ms']:.1f} of it forward "
+        f"({plain['forward_share']:.1%}); one bare forward of one token: {result['verify_1_ms']:.1f} ms"
+    )
+    rendered = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    columns = (
+        "nodes",
+        "verify(N)\n/ verify(1)",
+        "round",
+        "forward",
+        "target",
+        "drafter",
+        "rest",
+        "engine\nefficiency",
+    )
+    for column in (*columns, "forward\nefficiency", "tokens\na round", "speed-up"):
+        rendered.add_column(column, justify="right")
+    for row in result["rows"]:
+        rendered.add_row(
+            f"{row['nodes']}",
+            f"{row['verify_ratio']:.2f}",
+            *(f"{row[name]:.2f}" for name in ("round_ms", "forward_ms", "target_ms", "drafter_ms", "rest_ms")),
+            f"{row['engine_efficiency']:.3f}",
+            f"{row['forward_efficiency']:.3f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['speedup']:.2f}x",
+        )
+    return rendered
+
+
+def _request(max_new_tokens: int) -> dict[str, Any]:
+    return {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+    }
+
+
+def _plain(model: GenerativeModel, prompt: Tensor, max_new_tokens: int) -> Tensor:
+    request = _request(max_new_tokens) | {"speculator": None}
+    return model.generate(prompt, **request).sequences
+
+
+def _plain_times(model: GenerativeModel, prompt: Tensor, max_new_tokens: int, device: torch.device) -> dict[str, float]:
+    with ForwardTimer(model, device) as timer:
+        seconds, _ = timed(lambda: _plain(model, prompt, max_new_tokens), device)
+    decoding, forward = seconds - timer.seconds[0], sum(timer.seconds[1:])
+    steps = max_new_tokens - 1
+    return {
+        "tokens_per_second": max_new_tokens / seconds,
+        "token_ms": 1e3 * decoding / steps,
+        "forward_ms": 1e3 * forward / steps,
+        "forward_share": forward / decoding,
+    }
+
+
+def _round_times(
+    model: GenerativeModel, prompt: Tensor, speculator: Speculator, max_new_tokens: int, device: torch.device
+) -> dict[str, Any]:
+    with ForwardTimer(model, device) as timer:
+        request = _request(max_new_tokens) | {"speculator": speculator}
+        seconds, output = timed(lambda: model.generate(prompt, **request), device)
+    stats: SpeculationStats = output.speculation
+    count = stats.target_forwards
+    round_seconds = stats.target_seconds + stats.drafter_seconds + stats.rest_seconds
+    forward_seconds = sum(timer.seconds[1:])
+    return {
+        "rounds": count,
+        "tokens_per_second": max_new_tokens / seconds,
+        "round_ms": 1e3 * round_seconds / count,
+        "forward_ms": 1e3 * forward_seconds / count,
+        "target_ms": 1e3 * stats.target_seconds / count,
+        "drafter_ms": 1e3 * stats.drafter_seconds / count,
+        "rest_ms": 1e3 * stats.rest_seconds / count,
+        "outside_ms": 1e3 * (seconds - stats.total_seconds),
+        "engine_efficiency": stats.engine_efficiency,
+        "forward_efficiency": (forward_seconds + stats.drafter_seconds) / round_seconds,
+        "mean_acceptance_length": stats.mean_acceptance_length or 0.0,
+    }
+
+
+def _medians(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: statistics.median(repeat[name] for repeat in repeats) for name in repeats[0]}
+
+
+def _verify_times(
+    model: GenerativeModel, prompt: Tensor, nodes: Sequence[int], device: torch.device, repeats: int = 8
+) -> dict[int, dict[str, float]]:
+    """Seconds of one bare forward over N nodes behind the prompt."""
+    cache = TreeCache(DynamicCache(config=model.config), batch_size=1)
+    with torch.inference_mode():
+        model(prompt, past_key_values=cache.cache, use_cache=True, logits_to_keep=1)
+        cache.commit_appended()
+        scorer = Scorer(model, cache)
+        trees = {n: _tree(n, prompt) for n in nodes}
+        times: dict[int, list[float]] = {n: [] for n in nodes}
+        for repeat in range(repeats + 1):
+            for n, tree in trees.items():
+                seconds, _ = timed(lambda tree=tree: scorer(tree, [prompt.shape[1]]), device)
+                cache.restore()
+                if repeat:  # the first is warm-up
+                    times[n].append(seconds)
+    return {n: spread(values) for n, values in times.items()}
+
+
+def _tree(num_nodes: int, prompt: Tensor) -> DraftTree:
+    if num_nodes == 1:
+        return DraftTree.root_only(prompt[:, -1].cpu())
+    parents, node = [-1], 0
+    for count in branching(num_nodes):
+        first = len(parents)
+        parents += [node] * count
+        node = first
+    return DraftTree(torch.arange(3, 3 + num_nodes)[None], parents)

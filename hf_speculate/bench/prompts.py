@@ -1,0 +1,131 @@
+"""Prompt sets: a small built-in one, and any JSON-lines file with prompts, questions or turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import SpeculateError
+
+
+FIELDS = ("prompt", "text", "question", "turns", "messages")
+
+# Beginnings of Python files that nobody has published, for the bundled target (a model of Python source).
+_BUILTIN = (
+    '"""Keep a list of the songs that were played tonight."""\n\nimport json\nimport os\n\n\nclass Playlist:\n'
+    '    """An ordered list of songs."""\n\n    def __init__(self, path):\n        self.path = path\n'
+    "        self.songs = []\n\n    def add(self, song):\n",
+    "import argparse\nimport sys\n\n\ndef count_words(lines):\n"
+    '    """Return a dictionary that maps each word to how often it occurs in lines."""\n    counts = {}\n    for',
+    "class Thermostat:\n    def __init__(self, target=20.0, tolerance=0.5):\n        self.target = target\n"
+    "        self.tolerance = tolerance\n        self.heating = False\n\n    def update(self, temperature):\n"
+    "        if temperature < self.target - self.tolerance:\n            self.heating = True\n        elif",
+    "def merge_intervals(intervals):\n    if not intervals:\n        return []\n    intervals = sorted(intervals)\n"
+    "    result = [intervals[0]]\n    for start, end in intervals[1:]:\n",
+    "import unittest\n\nfrom garden import Bed, Plant\n\n\nclass BedTest(unittest.TestCase):\n"
+    "    def setUp(self):\n        self.bed = Bed(width=4, length=2)\n\n    def test_empty(self):\n"
+    "        self.assertEqual(len(self.bed), 0)\n\n    def test_plant(self):\n",
+    "import socket\nimport threading\n\n\nclass EchoServer:\n    def __init__(self, host, port):\n"
+    "        self.address = (host, port)\n        self.socket = None\n        self.lock = threading.Lock()\n\n"
+    "    def start(self):\n",
+    "from dataclasses import dataclass\n\n\n@dataclass\nclass Point:\n    x: float\n    y: float\n\n"
+    "    def __add__(self, other):\n        return Point(self.x + other.x, self.y + other.y)\n\n"
+    "    def __sub__(self, other):\n",
+    "def read_config(path):\n    values = {}\n    with open(path) as file:\n        for line in file:\n"
+    '            line = line.strip()\n            if not line or line.startswith("#"):\n                continue\n',
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt before tokenisation: a text, or the messages of a chat."""
+
+    category: str
+    content: str | tuple[dict[str, Any], ...]
+
+
+def builtin_prompts(limit: int | None = None) -> list[Prompt]:
+    """The built-in set: beginnings of short Python files, written for this purpose."""
+    return [Prompt("python", text) for text in _BUILTIN[:limit]]
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Prompts of a JSON-lines file.
+
+    Fields, the first that a line has: `prompt`, `text`, `question`, `turns` (Spec-Bench and MT-Bench: the first turn
+    is used), `messages`. A list of {"role", "content"} is a chat. `category` groups prompts in the tables (default:
+    the file's name).
+
+    Args:
+        limit: at most this many, taken evenly over the categories, each in the file's order.
+    Raises:
+        SpeculateError: no such file, no JSON, none of the fields, no prompts.
+    """
+    path = Path(path)
+    groups: dict[str, list[Prompt]] = {}
+    for number, line in _lines(path):
+        prompt = _prompt_of(line, default_category=path.stem, where=f"{path}, line {number}")
+        groups.setdefault(prompt.category, []).append(prompt)
+    if not groups:
+        raise SpeculateError(f"no prompts in {path}.")
+    if limit is None:
+        return [prompt for group in groups.values() for prompt in group]
+    rounds = zip_longest(*groups.values())
+    chosen = [prompt for one_round in rounds for prompt in one_round if prompt is not None][:limit]
+    return sorted(chosen, key=lambda prompt: list(groups).index(prompt.category))
+
+
+def tokenize(prompts: Sequence[Prompt], tokenizer, *, use_chat_template: bool) -> list[tuple[str, Tensor]]:
+    """(category, int64 [S]) of each prompt; with a chat template a text becomes the user's message."""
+    result = []
+    for prompt in prompts:
+        content, is_chat = prompt.content, not isinstance(prompt.content, str)
+        if is_chat and not tokenizer.chat_template:
+            raise SpeculateError(
+                f"the prompts of {prompt.category!r} are chats, but the target's tokenizer has no chat template."
+            )
+        if is_chat or use_chat_template:
+            messages = list(content) if is_chat else [{"role": "user", "content": content}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+        else:
+            ids = tokenizer(content, return_tensors="pt").input_ids[0]
+        result.append((prompt.category, ids))
+    return result
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    value = json.loads(line)
+                    if not isinstance(value, dict):
+                        raise SpeculateError(f"{path}, line {number} is not a JSON object.")
+                    yield number, value
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpeculateError(f"cannot read prompts from {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise SpeculateError(f"{path} is not JSON lines (one object per line): {error}") from error
+
+
+def _prompt_of(line: dict[str, Any], default_category: str, where: str) -> Prompt:
+    field = next((field for field in FIELDS if line.get(field)), None)
+    if field is None:
+        raise SpeculateError(f"{where} has none of the fields {', '.join(FIELDS)}; found: {', '.join(line)}.")
+    value = line[field]
+    category = str(line.get("category") or default_category)
+    if field == "turns" and isinstance(value, list):
+        value = value[0]
+    if isinstance(value, str):
+        return Prompt(category, value)
+    if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
+        # What the target is to write is not part of the prompt.
+        return Prompt(category, tuple(value[:-1] if value[-1]["role"] == "assistant" else value))
+    raise SpeculateError(f"{where}: {field!r} is neither a text nor a list of messages.")

@@ -1,0 +1,80 @@
+"""Clocks, medians and a progress bar."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the work queued on an accelerator; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds of wall clock and the result of `call`, the device synchronised around it."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+class ForwardTimer:
+    """Times every forward of a model while active: `with ForwardTimer(model) as timer`, then `timer.seconds`."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.seconds: list[float] = []
+        self._model = model
+        self._device = device
+        self._start = 0.0
+
+    def __enter__(self) -> ForwardTimer:
+        self._hooks = (
+            self._model.register_forward_pre_hook(self._before),
+            self._model.register_forward_hook(self._after),
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, *_: object) -> None:
+        synchronize(self._device)
+        self._start = time.perf_counter()
+
+    def _after(self, *_: object) -> None:
+        synchronize(self._device)
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr when that is a terminal; yields what is called after each step, with a word on the next one."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[step]}"),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=total, step="")
+        yield lambda step: bar.update(task, advance=1, step=step)

@@ -1,0 +1,76 @@
+"""Hidden states of the target for drafters that want them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .drafter import RAW_LAST
+from .errors import DrafterError
+from .models import GenerativeModel
+
+
+class FeatureTaps:
+    """Taps the layers that a drafter asked for, for the time of one request.
+
+    Args:
+        target: the model.
+        layers: `Drafter.feature_layers`. Those of the `hidden_states` tuple cost a forward argument; `RAW_LAST` is read
+            by a hook, since that tuple holds the last layer's output after the final norm only.
+    """
+
+    def __init__(self, target: GenerativeModel, layers: Sequence[int]):
+        self.layers = tuple(layers)
+        self._raw_last: Tensor | None = None
+        self._hook: RemovableHandle | None = None
+        if RAW_LAST in self.layers:
+            thread = threading.get_ident()
+
+            def keep(_module, _inputs, output) -> None:
+                if threading.get_ident() == thread:  # other threads may run the same model
+                    self._raw_last = output[0] if isinstance(output, tuple) else output
+
+            decoder: Any = target.get_decoder()
+            self._hook = decoder.layers[-1].register_forward_hook(keep)
+
+    @property
+    def forward_kwargs(self) -> dict[str, list[int]]:
+        """What to hand the target's forward."""
+        indices = [layer for layer in self.layers if layer != RAW_LAST]
+        return {"output_hidden_states": indices} if indices else {}
+
+    def last(self, hidden_states: Any, width: int) -> Mapping[int, Float[Tensor, "B J H"]]:
+        """The states of the last `width` positions of the forward that returned `hidden_states`."""
+        return {layer: self._states(hidden_states, layer)[:, -width:] for layer in self.layers}
+
+    def at(self, hidden_states: Any, paths: Sequence[Sequence[int]]) -> Mapping[int, Float[Tensor, "B J H"]]:
+        """The states at the nodes of one path a row; rows with shorter paths repeat node 0 as padding."""
+        if not self.layers:
+            return {}
+        width = max(map(len, paths))
+        nodes = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths])
+        features = {}
+        for layer in self.layers:
+            states = self._states(hidden_states, layer)
+            features[layer] = states.gather(1, nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
+        return features
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._raw_last = None
+
+    def _states(self, hidden_states: Any, layer: int) -> Tensor:
+        if layer == RAW_LAST:
+            states = self._raw_last
+        else:
+            states = hidden_states[layer] if hidden_states is not None and layer < len(hidden_states) else None
+        if states is None:
+            raise DrafterError(f"the target shows no hidden state {layer}, which the drafter's `feature_layers` name.")
+        return states

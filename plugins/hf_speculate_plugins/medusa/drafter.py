@@ -1,0 +1,249 @@
+"""The `medusa` drafter: one pass of all heads a round, and a static tree filled with their best tokens.
+
+Source: Cai et al., "Medusa" (arXiv:2401.10774). The heads see the target's last hidden state (after the final norm) at
+the node whose chosen token is the new root, so head h proposes tokens for depth h + 1. There is no draft cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate.tree import DraftTree
+
+from ..checkpoints import LoadReport
+from . import layouts
+from .backbone import check_backbone
+from .choices import DEFAULT_ACCURACIES, StaticTree, checked_choices, column_index, computed_choices, static_tree
+from .heads import MedusaHeads
+from .layouts import LayoutName
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+# Verifying 64 tokens costs an accelerator about what one costs; two CPU cores about three times as much, and 16 tokens
+# 1.4 times (measured, see design).
+_MAX_NODES_ACCELERATOR = 63
+_MAX_NODES_CPU = 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaOptions:
+    """Options of Medusa drafting.
+
+    Attributes:
+        choices: the tree as a list of rank tuples, as Medusa's `medusa_choices`; parts deeper than there are heads are
+            cut off. None computes one from `accuracies`.
+        accuracies: `accuracies[d][k]`, how often rank k of head d is right (`measured_accuracies`); None takes those of
+            the published Vicuna-7B heads.
+        max_nodes: nodes of the computed tree, the root not counted; None: 63 on accelerators, 15 on a CPU.
+        check_backbone: refuse a target that is not the model that Medusa-2 heads were trained with.
+    """
+
+    choices: Sequence[Sequence[int]] | None = None
+    accuracies: Sequence[Sequence[float]] | None = None
+    max_nodes: int | None = None
+    check_backbone: bool = True
+
+    def __post_init__(self) -> None:
+        if self.choices is not None:
+            if self.accuracies is not None or self.max_nodes is not None:
+                raise ValueError("medusa: choices are a whole tree; accuracies and max_nodes are for a computed one.")
+            object.__setattr__(self, "choices", checked_choices(self.choices))
+        if self.accuracies is not None:
+            object.__setattr__(self, "accuracies", tuple(tuple(head) for head in self.accuracies))
+        if self.max_nodes is not None and self.max_nodes < 1:
+            raise ValueError(f"medusa: max_nodes must be at least 1, got {self.max_nodes}.")
+
+
+class MedusaDrafter(Drafter):
+    """Drafts with Medusa heads.
+
+    Args:
+        heads: the heads.
+        target: the model they belong to; only its sizes are kept.
+        options: see `MedusaOptions`.
+        report: what became of every tensor of the checkpoint that the heads were read from.
+
+    Attributes:
+        tree: the static tree that is drafted.
+    """
+
+    name = "medusa"
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: PreTrainedModel,
+        options: MedusaOptions | None = None,
+        report: LoadReport | None = None,
+    ):
+        config = target.config.get_text_config(decoder=True)
+        self.heads = heads.eval().requires_grad_(False)
+        self.options = options or MedusaOptions()
+        self.report = report
+        self.feature_layers = (config.num_hidden_layers,)
+        self._target_vocab_size = config.vocab_size
+        self._target_name = getattr(config, "_name_or_path", None)
+        self.tree = self._make_tree()
+
+    def __repr__(self) -> str:
+        heads = self.heads
+        kind = f"{heads.num_heads} heads of {heads.num_layers} blocks, {len(self.tree.choices)} nodes"
+        return f"MedusaDrafter({kind}, {self.options})"
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """`heads=` are `MedusaHeads`, or the folder they are in; the other options are `MedusaOptions`."""
+        heads = options.pop("heads", None)
+        if isinstance(heads, str | os.PathLike):
+            return cls.from_folder(os.fspath(heads), target, **options)
+        if not isinstance(heads, MedusaHeads):
+            raise TypeError("medusa needs its heads: AutoSpeculator.from_pretrained(<folder or Hub id>, target=...).")
+        return cls(heads, target, MedusaOptions(**options))
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        return layouts.recognizes(folder)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+        """Reads heads of any layout; dtype and device are the target's."""
+        parsed = MedusaOptions(**options)
+        checkpoint = layouts.read_heads(folder)
+        if parsed.check_backbone:
+            check_backbone(target, checkpoint.backbone, folder)
+        heads = _share_output(checkpoint.heads, target)
+        _check_sizes(heads, target)  # before memory is spent on them
+        return cls(heads.to(device=_device(target), dtype=target.dtype), target, parsed, checkpoint.report)
+
+    def save_pretrained(self, path: str | os.PathLike, layout: LayoutName = "fasterdecoding") -> None:
+        """Writes the heads in a published layout.
+
+        Args:
+            layout: "fasterdecoding" (`medusa_lm_head.pt`; safetensors of "version 2" when the heads use the target's
+                output matrix) or "vllm". Truncated vocabularies need "vllm".
+        Raises:
+            CheckpointError: the layout cannot express these heads.
+        """
+        layouts.write_heads(
+            os.fspath(path),
+            self.heads,
+            layout,
+            vocab_size=self._target_vocab_size,
+            base_model=self._target_name,
+        )
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Compares hidden size, vocabulary and number of layers."""
+        _check_sizes(self.heads, target)
+        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        if (num_layers,) != self.feature_layers:
+            raise TargetMismatchError(
+                f"these Medusa heads were loaded for a target of {self.feature_layers[0]} layers; this one has "
+                f"{num_layers}. Load them again with target= this model."
+            )
+
+    def start(self, request: DraftRequest) -> MedusaSession:
+        return MedusaSession(self, request)
+
+    def _make_tree(self) -> StaticTree:
+        options, choices = self.options, self.options.choices
+        if choices is None:
+            default = _MAX_NODES_CPU if self.heads.device.type == "cpu" else _MAX_NODES_ACCELERATOR
+            accuracies = (options.accuracies or DEFAULT_ACCURACIES)[: self.heads.num_heads]
+            choices = computed_choices(accuracies, options.max_nodes or default)
+        tree = static_tree(tuple(tuple(choice) for choice in choices)).to_depth(self.heads.num_heads)
+        size = self.heads.vocab_size or self._target_vocab_size
+        if max(tree.widths, default=0) > size:
+            raise ValueError(f"medusa: choices use rank {max(tree.widths) - 1}; the heads have {size} tokens.")
+        return tree
+
+
+def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
+    config = target.config.get_text_config(decoder=True)
+    if heads.hidden_size != config.hidden_size:
+        raise TargetMismatchError(
+            f"the Medusa heads take hidden states of size {heads.hidden_size}, the target's have {config.hidden_size}: "
+            "they belong to another model."
+        )
+    if heads.token_ids is not None:
+        if int(heads.token_ids.max()) >= config.vocab_size:
+            raise TargetMismatchError(
+                f"the Medusa heads draft token {int(heads.token_ids.max())}, the target's vocabulary has "
+                f"{config.vocab_size}: they belong to another model."
+            )
+    elif heads.vocab_size not in (None, config.vocab_size):
+        raise TargetMismatchError(
+            f"the Medusa heads have a vocabulary of {heads.vocab_size} tokens, the target of {config.vocab_size}: "
+            "they belong to another model."
+        )
+
+
+def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
+    """Heads without the one output matrix that they share, when it is the target's own (vLLM's `original_lm_head`)."""
+    ours, theirs = heads.output_weight, getattr(target.get_output_embeddings(), "weight", None)
+    if ours is None or ours.shape[0] > 1 or theirs is None or theirs.shape != ours.shape[1:]:
+        return heads
+    if heads.token_ids is not None or not torch.equal(ours[0].to(theirs.device, theirs.dtype), theirs):
+        return heads
+    return MedusaHeads(heads.block_weight.data, None if heads.block_bias is None else heads.block_bias.data)
+
+
+def _device(target: PreTrainedModel) -> torch.device:
+    """Where the target's output layer is: the heads sit beside it."""
+    parameter = next(iter(target.get_output_embeddings().parameters()), None)  # type: ignore[union-attr]
+    return target.device if parameter is None or parameter.device.type == "meta" else parameter.device
+
+
+class MedusaSession(DraftSession):
+    """Keeps one hidden state a row: the one that the newest token was chosen from."""
+
+    def __init__(self, drafter: MedusaDrafter, request: DraftRequest):
+        self.heads = drafter.heads
+        self.tree = drafter.tree
+        self._layer = drafter.feature_layers[0]
+        # Asked for here and not kept in the drafter, which would keep the target alive.
+        self._lm_head = request.target.get_output_embeddings() if drafter.heads.output_weight is None else None
+        self._features: Tensor | None = None  # [B, H]
+
+    def observe(self, tokens, features, lengths) -> None:
+        states = features[self._layer]
+        last = (lengths - 1).clamp(min=0).to(states.device)  # rows that have ended keep a state that nobody uses
+        rows = torch.arange(len(states), device=states.device)
+        self._features = states[rows, last].to(self.heads.device, self.heads.dtype)
+
+    def draft(self, state: DraftState) -> DraftTree:
+        tree = self._chain if state.chains_only else self.tree
+        tree = tree.to_depth(state.max_depth)
+        if not tree.max_depth or self._features is None:
+            return DraftTree.root_only(state.root_ids)
+        best = self._best_tokens(state, tree)
+        columns = column_index(tree, best.device)
+        return DraftTree(torch.cat([state.root_ids.to(best.device)[:, None], best[:, columns]], dim=1), tree.parents)
+
+    @property
+    def _chain(self) -> StaticTree:
+        """The best token of every head, for targets that cannot score branches."""
+        return static_tree(tuple((0,) * depth for depth in range(1, self.heads.num_heads + 1)))
+
+    def _best_tokens(self, state: DraftState, tree: StaticTree) -> Tensor:
+        """int64 [B, sum of widths]: as many of each head's tokens as the tree uses, best first."""
+        token_ids = self.heads.token_ids
+        logits = self.heads(self._features, self._lm_head, num_heads=tree.max_depth)  # [D, B, Vd]
+        best = []
+        for depth, width in enumerate(tree.widths):
+            scores = state.child_scores(logits[depth][:, None], depth=depth, token_ids=token_ids)
+            best.append(scores[:, 0].topk(width, dim=-1).indices)
+        columns = torch.cat(best, dim=1)
+        return columns if token_ids is None else token_ids[columns]

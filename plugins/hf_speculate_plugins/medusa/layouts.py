@@ -1,0 +1,273 @@
+"""Published layouts of Medusa checkpoints: recognising, reading and writing them.
+
+- "fasterdecoding": `H.L.linear.{weight,bias}` for block L of head H, `H.<layers>.weight` for its output matrix. Three
+  kinds of files: Medusa-1 (`medusa_lm_head.pt`), "version 2" (no output matrices: the target's serves all heads), and
+  Medusa-2 (a whole causal LM with `medusa_head.` in front of these names; its backbone was trained too).
+- "vllm": `blocks.H.layers.L.{weight,bias}`, `lm_heads.H.weight` or one matrix for all (`original_lm_head`), and
+  `token_map` for a truncated vocabulary; perhaps `medusa_heads.` in front.
+
+What there is is read off the tensors: published configs have no `model_type`, a wrong `medusa_num_heads`, and a
+`medusa_fc_bias` that is off by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_speculate.errors import CheckpointError
+
+from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint, tensor_shapes
+from .heads import MedusaHeads
+
+
+LayoutName = Literal["fasterdecoding", "vllm"]
+
+_STRIP = ("module.", "_orig_mod.", "medusa_heads.", "medusa_head.")
+_BACKBONE = ("model.", "lm_head.")
+_NUM_PROBES = 4
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Names of one layout; `block` and `output` take head and layer (count)."""
+
+    name: LayoutName
+    block_pattern: re.Pattern
+    block: Callable[[int, int], str]
+    output: Callable[[int, int], str]
+
+
+_LAYOUTS = (
+    _Layout(
+        name="fasterdecoding",
+        block_pattern=re.compile(r"(\d+)\.(\d+)\.linear\.weight"),
+        block=lambda head, layer: f"{head}.{layer}.linear",
+        output=lambda head, num_layers: f"{head}.{num_layers}.weight",
+    ),
+    _Layout(
+        name="vllm",
+        block_pattern=re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight"),
+        block=lambda head, layer: f"blocks.{head}.layers.{layer}",
+        output=lambda head, num_layers: f"lm_heads.{head}.weight",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MedusaCheckpoint:
+    """Heads as they were read.
+
+    Attributes:
+        heads: in the dtype of the file, on the CPU.
+        config: `config.json`, raw.
+        report: what became of every tensor.
+        backbone: a few tensors of the backbone that the heads were trained with, by name, when it is in the file.
+    """
+
+    heads: MedusaHeads
+    config: dict[str, Any]
+    report: LoadReport
+    backbone: dict[str, Tensor] = field(default_factory=dict)
+
+
+def recognizes(folder: str) -> bool:
+    """Whether the weights in `folder` are named as in one of the layouts."""
+    try:
+        return _find_layout(tensor_shapes(folder, strip=_STRIP)) is not None
+    except CheckpointError:
+        # Broken, but named as a Medusa head: it is ours to say what is wrong with it.
+        return any(name.startswith("medusa_lm_head") for name in os.listdir(folder))
+
+
+def read_heads(folder: str) -> MedusaCheckpoint:
+    """Reads heads of any layout.
+
+    Raises:
+        CheckpointError: no such layout; missing, unknown or misshapen tensors; unreadable files; NaN weights.
+    """
+    shapes = tensor_shapes(folder, strip=_STRIP)
+    layout = _find_layout(shapes)
+    if layout is None:
+        raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
+    probes = _choose_probes(shapes)
+
+    def is_wanted(name: str) -> bool:
+        return not probes or name in probes or not name.startswith(_BACKBONE)
+
+    checkpoint = read_checkpoint(folder, strip=_STRIP, only=is_wanted)
+    keys = KeyAccount(checkpoint, f"Medusa, {layout.name} layout")
+    for name in probes:
+        keys.ignore(name, "backbone; compared with the target's")
+    heads = _take_heads(checkpoint, layout, keys)
+    backbone = {name: checkpoint.tensors[name] for name in probes}
+    return MedusaCheckpoint(heads, checkpoint.config, keys.finish(), backbone)
+
+
+def write_heads(
+    path: str, heads: MedusaHeads, layout: LayoutName, *, vocab_size: int, base_model: str | None = None
+) -> None:
+    """Writes heads so that the projects of that layout, and `read_heads`, load them.
+
+    Args:
+        vocab_size: the target's.
+        base_model: name of the target, for the config.
+    Raises:
+        CheckpointError: the layout cannot express these heads.
+    """
+    write = {"fasterdecoding": _write_fasterdecoding, "vllm": _write_vllm}.get(layout)
+    if write is None:
+        raise ValueError(f"medusa: unknown layout {layout!r}; known are 'fasterdecoding' and 'vllm'.")
+    os.makedirs(path, exist_ok=True)
+    config = write(path, heads, vocab_size)
+    if base_model:
+        config["base_model_name_or_path"] = base_model
+    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)
+
+
+def _find_layout(names: Collection[str]) -> _Layout | None:
+    for layout in _LAYOUTS:
+        if any(layout.block_pattern.fullmatch(name) for name in names):
+            return layout
+    return None
+
+
+def _choose_probes(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """A few matrices across the backbone, small ones: enough to tell whether the target has the same weights."""
+    matrices = [name for name, shape in shapes.items() if name.startswith(_BACKBONE[0]) and len(shape) == 2]
+    if not matrices:
+        return []
+    smallest = min(shapes[name][0] * shapes[name][1] for name in matrices)
+    alike = sorted(name for name in matrices if shapes[name][0] * shapes[name][1] == smallest)
+    return alike[:: max(1, len(alike) // _NUM_PROBES)]
+
+
+def _take_heads(checkpoint: Checkpoint, layout: _Layout, keys: KeyAccount) -> MedusaHeads:
+    """Head and layer counts are the largest indices that occur: a gap is then a missing tensor, not a smaller head."""
+    blocks = [match for name in checkpoint.tensors if (match := layout.block_pattern.fullmatch(name))]
+    num_heads = 1 + max(int(match[1]) for match in blocks)
+    num_layers = 1 + max(int(match[2]) for match in blocks)
+    hidden_size = checkpoint.tensors[blocks[0].string].shape[-1]
+    names = [[layout.block(h, layer) for layer in range(num_layers)] for h in range(num_heads)]
+    weights = [[keys.take(f"{name}.weight", (hidden_size, hidden_size)) for name in row] for row in names]
+    biases = None
+    if any(f"{name}.bias" in keys for row in names for name in row):
+        biases = [[keys.take(f"{name}.bias", (hidden_size,)) for name in row] for row in names]
+    outputs = _take_outputs(checkpoint, layout, keys, num_heads, num_layers, hidden_size)
+    token_ids = keys.optional("token_map", (None,)) if layout.name == "vllm" else None
+    keys.finish()  # raises here if anything is missing: there is nothing to stack then
+    return MedusaHeads(
+        torch.stack([torch.stack(row) for row in weights]),
+        None if biases is None else torch.stack([torch.stack(row) for row in biases]),
+        _stack_outputs(outputs, token_ids),
+        _checked_token_ids(checkpoint.folder, token_ids),
+    )
+
+
+def _take_outputs(
+    checkpoint: Checkpoint, layout: _Layout, keys: KeyAccount, num_heads: int, num_layers: int, hidden_size: int
+) -> list[Tensor]:
+    """One output matrix a head, or one for all, or none."""
+    names = [layout.output(head, num_layers) for head in range(num_heads)]
+    present = [name for name in names if name in keys]
+    if layout.name == "vllm" and checkpoint.config.get("original_lm_head") and len(present) < 2:
+        present.extend(["lm_head.weight"] if "lm_head.weight" in keys else [])
+        names = present
+    elif layout.name == "fasterdecoding" and not present:
+        names = []
+    if not names:
+        keys.absent("output matrices", "the target's lm_head serves all heads")
+    outputs = [keys.take(name, (None, hidden_size)) for name in names]
+    rows = {len(output) for output in outputs if output.device.type != "meta"}
+    if len(rows) > 1:
+        raise CheckpointError(f"{checkpoint.folder}: output matrices of different vocabularies: {sorted(rows)} rows.")
+    return outputs
+
+
+def _stack_outputs(outputs: list[Tensor], token_ids: Tensor | None) -> Tensor | None:
+    """[D, Vd, H]. Full matrices beside a `token_map` are allowed: the mapped rows are what counts (vLLM)."""
+    if not outputs:
+        return None
+    if token_ids is not None and len(token_ids) < len(outputs[0]):
+        outputs = [output[token_ids.long()] for output in outputs]
+    return torch.stack(outputs)
+
+
+def _checked_token_ids(folder: str, token_ids: Tensor | None) -> Tensor | None:
+    """`token_map` holds *absolute* target ids (not offsets as EAGLE's `d2t`), each once."""
+    if token_ids is None:
+        return None
+    if token_ids.is_floating_point() or len(token_ids.unique()) != len(token_ids) or bool((token_ids < 0).any()):
+        raise CheckpointError(f"{folder}: token_map must hold different, non-negative integers (absolute token ids).")
+    return token_ids.long()
+
+
+def _block_tensors(heads: MedusaHeads, layout: _Layout, zero_bias: bool) -> dict[str, Tensor]:
+    tensors = {}
+    for head in range(heads.num_heads):
+        for layer in range(heads.num_layers):
+            name = layout.block(head, layer)
+            tensors[f"{name}.weight"] = heads.block_weight[head, layer]
+            if heads.block_bias is not None:
+                tensors[f"{name}.bias"] = heads.block_bias[head, layer]
+            elif zero_bias:
+                tensors[f"{name}.bias"] = heads.block_weight.new_zeros(heads.hidden_size)
+    return tensors
+
+
+def _write_fasterdecoding(path: str, heads: MedusaHeads, vocab_size: int) -> dict[str, Any]:
+    """As the project's trainers write: `medusa_lm_head.pt`, or version 2 without output matrices."""
+    if heads.token_ids is not None:
+        raise CheckpointError("the fasterdecoding layout has no truncated vocabulary; use layout='vllm'.")
+    layout = _LAYOUTS[0]
+    config: dict[str, Any] = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": heads.num_layers}
+    tensors = _block_tensors(heads, layout, zero_bias=True)
+    if heads.output_weight is None:
+        save_file(_detached(tensors), os.path.join(path, "medusa_lm_head.safetensors"), metadata={"format": "pt"})
+        return config | {"version": "2"}
+    outputs = heads.output_weight.expand(heads.num_heads, -1, -1)
+    tensors |= {layout.output(head, heads.num_layers): outputs[head] for head in range(heads.num_heads)}
+    torch.save(_detached(tensors), os.path.join(path, "medusa_lm_head.pt"))
+    return config
+
+
+def _write_vllm(path: str, heads: MedusaHeads, vocab_size: int) -> dict[str, Any]:
+    """As vLLM's `MedusaModel` reads it."""
+    if heads.output_weight is None:
+        raise CheckpointError(
+            "the vllm layout stores an output matrix and these heads use the target's: use layout='fasterdecoding'."
+        )
+    layout, outputs = _LAYOUTS[1], heads.output_weight
+    tensors = _block_tensors(heads, layout, zero_bias=False)
+    tensors |= {layout.output(head, heads.num_layers): output for head, output in enumerate(outputs)}
+    if heads.token_ids is not None:
+        tensors["token_map"] = heads.token_ids
+    save_file(_detached(tensors), os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
+    return {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": heads.hidden_size,
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": outputs.shape[1],
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_layers,
+        "medusa_fc_bias": heads.block_bias is not None,
+        "original_lm_head": outputs.shape[0] == 1 and heads.num_heads > 1,
+        "max_paths": 64,
+        "topk": 10,
+        "torch_dtype": str(heads.dtype).removeprefix("torch."),
+    }
+
+
+def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU that share no storage: a view would be saved with all of what it is a view of."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,152 @@
+"""Every installed drafter keeps the contract, and the suite that says so notices drafters that do not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hf_speculate import AutoSpeculator, Drafter, DraftSession, DraftTree, installed_drafters
+from hf_speculate.errors import DrafterError, SpeculateError
+from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_drafter
+
+
+VOCAB_SIZE = 96
+
+# Variants of every installed drafter: options for `AutoSpeculator.from_name`.
+VARIANTS = {
+    "prompt_lookup": {
+        "default": lambda tiny_model, target: {},
+        "wide": lambda tiny_model, target: {"min_ngram": 1, "branches": 4, "depth": 3},
+    },
+    "draft_model": {
+        "chain": lambda tiny_model, target: {"model": tiny_model("llama", seed=1)},
+        "tree": lambda tiny_model, target: {"model": tiny_model("qwen2", seed=1), "top_k": 3, "depth": 3},
+    },
+}
+# Drafters that need trained heads: their own tests run `check_drafter` on heads made for the purpose.
+TESTED_WITH_THEIR_HEADS = {"eagle", "medusa"}
+
+
+def test_no_installed_drafter_is_forgotten():
+    unknown = set(installed_drafters()) - set(VARIANTS) - TESTED_WITH_THEIR_HEADS
+    assert not unknown, f"add {sorted(unknown)} to VARIANTS, so that the conformance suite runs for them"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in VARIANTS for variant in VARIANTS[name]])
+def test_installed_drafters_keep_the_contract(tiny_model, prompt, architecture, name, variant):
+    target = tiny_model(architecture)
+    options = VARIANTS[name][variant](tiny_model, target)
+    drafter = AutoSpeculator.from_name(name, target=target, **options).drafter
+    check_drafter(drafter, target, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=10)
+
+
+@pytest.mark.parametrize("drafter", [EmptyDrafter(), RandomDrafter(vocab_size=VOCAB_SIZE)], ids=["empty", "random"])
+def test_scripted_drafters_keep_it_too(tiny_model, prompt, drafter):
+    check_drafter(drafter, tiny_model(), [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=10)
+
+
+class Broken(Drafter):
+    """Drafts two siblings below the root, one of them with a child, after `spoil` has had its way with each row."""
+
+    name = "broken"
+
+    def __init__(self, spoil=None, *, observe=None, close=None, shared=False, num_rows=None):
+        self.spoil = spoil or (lambda root, state, tokens, parents: (tokens, parents))
+        self.on_observe = observe or (lambda: None)
+        self.on_close = close or (lambda: None)
+        self.num_rows = num_rows
+        self.session = Session(self) if shared else None
+
+    @classmethod
+    def for_target(cls, target, **options):
+        raise NotImplementedError
+
+    def start(self, request):
+        return self.session or Session(self)
+
+
+class Session(DraftSession):
+    def __init__(self, drafter):
+        self.drafter = drafter
+        self.is_closed = False
+
+    def draft(self, state):
+        if self.is_closed:
+            raise RuntimeError("this session was closed")
+        rows = []
+        for root in state.root_ids.tolist()[: self.drafter.num_rows]:
+            tokens, parents = [root, 5, 6, 7], [-1, 0, 0, 1]
+            keep = {0: 1, 1: 3}.get(state.max_depth, 4)
+            rows.append(self.drafter.spoil(root, state, tokens[:keep], parents[:keep]))
+        width = max(len(tokens) for tokens, _ in rows)
+        padded = [(t + t[:1] * (width - len(t)), p + [-2] * (width - len(p))) for t, p in rows]
+        # Trees on the device: the host form would refuse some of these at once.
+        return DraftTree(torch.tensor([t for t, _ in padded]), torch.tensor([p for _, p in padded]), max_depth=width)
+
+    def observe(self, tokens, features, lengths):
+        self.drafter.on_observe()
+
+    def close(self):
+        self.is_closed = True
+        self.drafter.on_close()
+
+
+def fail():
+    raise RuntimeError("on purpose")
+
+
+BROKEN = {
+    "another root": (Broken(lambda root, s, t, p: ([(root + 1) % VOCAB_SIZE, *t[1:]], p)), "the root is"),
+    "too deep": (Broken(lambda root, s, t, p: ([root, 5, 6, 7, 8], [-1, 0, 1, 2, 3])), "deep, the budget is"),
+    "siblings alike": (Broken(lambda root, s, t, p: ([*t, 5], [*p, 0])), "two children of node 0"),
+    "beyond the vocabulary": (Broken(lambda root, s, t, p: ([*t[:-1], VOCAB_SIZE], p)), "outside"),
+    "negative token": (Broken(lambda root, s, t, p: ([*t[:-1], -1], p)), "outside"),
+    "child before parent": (Broken(lambda root, s, t, p: ([root, 5, 6], [-1, 2, 0])), "must come before it"),
+    "no root": (Broken(lambda root, s, t, p: (t, [0, *p[1:]])), "node 0 must be the root"),
+    "a row missing": (Broken(num_rows=1), "drafted 1 rows for 2"),
+    "observe raises": (Broken(observe=fail), "raised RuntimeError: on purpose"),
+    "sessions share their state": (Broken(shared=True), "this session was closed"),
+}
+
+
+class TestTheSuiteItself:
+    def run(self, tiny_model, prompt, drafter):
+        check_drafter(drafter, tiny_model(), [prompt(6)[0], prompt(3, seed=1)[0]], max_new_tokens=6)
+
+    def test_it_passes_the_drafter_that_is_broken_below(self, tiny_model, prompt):
+        self.run(tiny_model, prompt, Broken())
+
+    @pytest.mark.parametrize("name", BROKEN)
+    def test_it_fails_for(self, tiny_model, prompt, name):
+        drafter, message = BROKEN[name]
+        with pytest.raises(DrafterError, match=message):
+            self.run(tiny_model, prompt, drafter)
+
+    def test_it_fails_for_a_session_that_cannot_be_closed(self, tiny_model, prompt):
+        with pytest.raises((SpeculateError, RuntimeError), match="on purpose"):
+            self.run(tiny_model, prompt, Broken(close=fail))
+
+    def test_it_fails_for_a_drafter_that_breaks_when_rows_end_at_different_steps(self, tiny_model, prompt):
+        def spoil(root, state, tokens, parents):
+            if not all(state.active):
+                fail()
+            return tokens, parents
+
+        with pytest.raises(DrafterError, match="on purpose"):
+            self.run(tiny_model, prompt, Broken(spoil))
+
+    def test_it_fails_for_a_drafter_that_writes_to_the_target(self, prompt, tiny_model):
+        target = copy.deepcopy(tiny_model())
+
+        def sabotage():
+            target.lm_head.weight.data.neg_()
+
+        with pytest.raises(SpeculateError):
+            check_drafter(Broken(observe=sabotage), target, [prompt(6)[0], prompt(3)[0]], max_new_tokens=6)
+
+    def test_it_wants_a_batch(self, tiny_model, prompt):
+        with pytest.raises(ValueError, match="at least two prompts"):
+            check_drafter(EmptyDrafter(), tiny_model(), [prompt(6)[0]])

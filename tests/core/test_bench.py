@@ -1,0 +1,254 @@
+"""Benchmarks: shape of the results, equal work, honest identity; no assertion on times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from typer.testing import CliRunner
+
+from hf_speculate import SpeculateError
+from hf_speculate.bench import GenerateSettings, bench_cache, bench_generate, bench_overhead
+from hf_speculate.bench.cache import CacheShape
+from hf_speculate.bench.methods import SpeculatorSpec
+from hf_speculate.bench.overhead import ModelShape, branching
+from hf_speculate.bench.prompts import Prompt, builtin_prompts, read_prompts, tokenize
+from hf_speculate.cli import app
+
+
+VOCAB_SIZE = 320
+TINY = ("--limit", "2", "--max-new-tokens", "12", "--repeats", "2")
+
+
+def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "<s>": 1} | {letter: index for index, letter in enumerate(alphabet, start=3)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
+    fast.chat_template = chat_template
+    return fast
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target and a draft model of the same vocabulary, as users have them."""
+    root = tmp_path_factory.mktemp("models")
+    for name, seed in (("target", 0), ("draft", 1)):
+        config = Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+        model.save_pretrained(root / name)
+        byte_tokenizer().save_pretrained(root / name)
+    return root
+
+
+def run(*arguments: str):
+    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+    assert result.exit_code == 0, result.stderr or result.exception
+    return result
+
+
+def test_generate_reports_every_method(folders, tmp_path):
+    out = tmp_path / "result.json"
+    speculators = ("-s", "prompt_lookup", "-s", f"draft_model:model={folders / 'draft'},depth=2,top_k=2")
+    result = run("generate", "--target", folders / "target", *speculators, *TINY, "--threads", 1, "--out", out)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found == json.loads(out.read_text())
+    ours = ["prompt_lookup", "draft_model:model=draft,depth=2,top_k=2"]
+    methods = ["eager", "stock prompt lookup", "stock assisted", *ours]
+    assert all(method in result.stdout for method in methods)
+    assert [row["method"] for row in found["rows"]] == methods * 2
+    assert [row["temperature"] for row in found["rows"]] == [0.0] * 5 + [1.0] * 5
+    for row in found["rows"]:
+        assert row["tokens_per_second"]["min"] <= row["tokens_per_second"]["median"] <= row["tokens_per_second"]["max"]
+        assert set(row["speedup"]) == {"eager", "stock prompt lookup", "stock assisted", "best_stock_speculative"}
+        if row["kind"] == "speculator":
+            assert row["identical"]["share"] == 1.0  # fp32
+            assert row["speculation"]["calls"] == 4
+            # The first token of every call is the prefill's.
+            assert row["speculation"]["emitted_tokens"] + row["speculation"]["prefill_tokens"] == 4 * 12
+    assert list(found["temperatures"]) == ["0", "1"]
+    for headline in found["temperatures"].values():
+        assert {"eager", "best_stock_speculative"} <= set(headline["speedup"])
+    assert found["environment"]["threads"] == 1
+    assert found["environment"]["versions"]["transformers"]
+
+
+def test_json_prints_nothing_else(folders):
+    result = run("generate", "--target", folders / "target", *TINY, "--temperature", 0, "--json")
+    assert json.loads(result.stdout)["rows"][-1]["method"] == "prompt_lookup"
+    assert result.stdout.count("\n") == 1
+
+
+def test_batches_leave_out_what_stock_cannot_do(folders):
+    settings = GenerateSettings(
+        target=str(folders / "target"), limit=3, batch_sizes=(2,), temperatures=(0.0,), max_new_tokens=8, repeats=1
+    )
+    found = bench_generate(settings)
+    assert [row["method"] for row in found["rows"]] == ["eager", "prompt_lookup"]
+    ours = found["rows"][-1]
+    assert ours["speedup"]["best_stock_speculative"] is None
+    assert ours["identical"]["num_rows"] == 4  # 3 prompts, the last batch filled up
+    assert found["temperatures"]["0"]["speedup"]["best_stock_speculative"] is None
+
+
+def test_categories_and_prompts_that_do_not_fit(folders, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"category": "a", "turns": ["def f(x):", "second turn"]},
+        {"category": "b", "turns": ["x = 1\n"]},
+        {"category": "a", "turns": ["y" * 600]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    settings = GenerateSettings(
+        target=str(folders / "target"), prompts=[path], temperatures=(0.0,), max_new_tokens=6, repeats=1
+    )
+    found = bench_generate(settings)
+    assert (found["num_prompts"], found["num_skipped_prompts"]) == (2, 1)
+    assert set(found["rows"][-1]["categories"]) == {"a", "b"}
+    settings.max_new_tokens = 510
+    with pytest.raises(SpeculateError, match="no prompt fits"):
+        bench_generate(settings)
+
+
+def test_a_wrong_text_is_called_one(folders, monkeypatch):
+    from hf_speculate import decoding
+
+    verify = decoding.verify
+
+    def wrong(logits, *args, **kwargs):
+        return verify(logits.roll(1, dims=-1), *args, **kwargs)
+
+    monkeypatch.setattr(decoding, "verify", wrong)
+    settings = GenerateSettings(
+        target=str(folders / "target"), limit=1, temperatures=(0.0,), max_new_tokens=6, repeats=1
+    )
+    identical = bench_generate(settings)["rows"][-1]["identical"]
+    assert identical["share"] == 0.0
+    assert identical["divergences"][0]["is_tie"] is False
+    assert "no tie" in identical["divergences"][0]["why"]
+
+
+def test_overhead(tmp_path):
+    shape = ModelShape.scaled(hidden_size=128, num_hidden_layers=2, vocab_size=500)
+    found = bench_overhead((4, 8), shape=shape, accuracy=1.0, prompt_length=16, max_new_tokens=24, repeats=1)
+    assert json.loads(json.dumps(found)) == found
+    for row, nodes in zip(found["rows"], (4, 8), strict=True):
+        assert row["nodes"] == nodes
+        assert 0 < row["forward_efficiency"] <= 1
+        assert 0 < row["engine_efficiency"] <= 1
+        # A perfect script: each round but the last is accepted to its deepest level.
+        assert row["mean_acceptance_length"] > len(branching(nodes))
+        assert row["forward_ms"] <= row["target_ms"] <= row["round_ms"]
+    assert found["plain"]["forward_ms"] <= found["plain"]["token_ms"]
+    result = run("overhead", "--layers", 1, "--hidden", 128, "--vocab", 300, "--context", 8, "--quick", "--threads", 1)
+    assert [row["nodes"] for row in json.loads(result.stdout.splitlines()[-1])["rows"]] == [8, 16, 32]
+    with pytest.raises(SpeculateError, match="at least 2 nodes"):
+        bench_overhead((1,))
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8, 16, 32, 64])
+def test_branching_has_that_many_nodes(num_nodes):
+    assert 1 + sum(branching(num_nodes)) == num_nodes
+    assert min(branching(num_nodes)) >= 1
+
+
+def test_cache():
+    found = bench_cache((64, 512), shape=CacheShape(num_layers=2, head_dim=8), repeats=2)
+    assert [row["length"] for row in found["rows"]] == [64, 512]
+    assert set(found["ratio"]["stock"]) == {"append_1", "append_32", "keep_4_of_32"}
+    assert set(found["ratio"]["ours"]) == {*found["ratio"]["stock"], "grow_per_entry"}
+    result = run("cache", "--lengths", 16, "--lengths", 32, "--repeats", 1)
+    assert json.loads(result.stdout.splitlines()[-1])["bench"] == "cache"
+    with pytest.raises(SpeculateError, match="two context lengths"):
+        bench_cache((256,))
+
+
+def test_speculator_specs():
+    spec = SpeculatorSpec.parse("draft_model:model=/models/small,depth=4,flag=true,rate=0.5")
+    assert (spec.source, spec.options) == (
+        "draft_model",
+        {"model": "/models/small", "depth": 4, "flag": True, "rate": 0.5},
+    )
+    assert spec.label == "draft_model:model=small,depth=4,flag=True,rate=0.5"
+    assert SpeculatorSpec.parse("owner/head").options == {}
+
+
+def test_unknown_option_names_the_speculator(folders):
+    settings = GenerateSettings(target=str(folders / "target"), speculators=["prompt_lookup:depht=3"])
+    with pytest.raises(SpeculateError, match=r"prompt_lookup:depht=3.*depht"):
+        bench_generate(settings)
+
+
+def test_limit_is_spread_over_categories(tmp_path):
+    path = tmp_path / "set.jsonl"
+    lines = [{"category": category, "question": f"{category}{i}"} for category in "abc" for i in range(5)]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert [prompt.content for prompt in read_prompts(path, limit=5)] == ["a0", "a1", "b0", "b1", "c0"]
+    assert len(read_prompts(path)) == 15
+
+
+@pytest.mark.parametrize(
+    ("line", "content"),
+    [
+        ({"prompt": "p", "answer": "a"}, "p"),
+        ({"text": "t"}, "t"),
+        ({"question": "q"}, "q"),
+        ({"turns": ["one", "two"]}, "one"),
+        ({"messages": [{"role": "user", "content": "u"}]}, ({"role": "user", "content": "u"},)),
+    ],
+)
+def test_fields_of_prompt_files(line, content, tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(line))
+    assert read_prompts(path) == [Prompt("file", content)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no prompts"),
+        ("{", "not JSON lines"),
+        ("[1]", "not a JSON object"),
+        ('{"answer": 1}', "none of the fields"),
+    ],
+)
+def test_broken_prompt_files(text, message, tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_text(text)
+    with pytest.raises(SpeculateError, match=message):
+        read_prompts(path)
+
+
+def test_chat_template_is_applied():
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}>{% endif %}"
+    tokenizer = byte_tokenizer(template)
+    [(_, ids)] = tokenize([Prompt("x", "hi")], tokenizer, use_chat_template=True)
+    assert tokenizer.decode(ids) == "<user>hi>"
+    [(_, ids)] = tokenize([Prompt("x", "hi")], tokenizer, use_chat_template=False)
+    assert tokenizer.decode(ids) == "hi"
+    with pytest.raises(SpeculateError, match="no chat template"):
+        tokenize([Prompt("x", ({"role": "user", "content": "hi"},))], byte_tokenizer(), use_chat_template=False)
+
+
+def test_builtin_prompts_end_where_code_goes_on():
+    assert len(builtin_prompts()) >= 8
+    assert len({prompt.content for prompt in builtin_prompts()}) == len(builtin_prompts())

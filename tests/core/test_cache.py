@@ -1,0 +1,354 @@
+"""The preallocated cache layer beside stock's, and append / keep / truncate beside a plain gather."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, Qwen2Config, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_speculate.cache import PreallocatedLayer, TreeCache, has_only_full_attention
+from hf_speculate.errors import CacheStateError
+
+
+HEADS, HEAD_DIM = 2, 4
+
+
+def states(batch_size, length, requires_grad=False):
+    """(keys, values), different from each other."""
+    shape = (batch_size, HEADS, length, HEAD_DIM)
+    return [torch.randn(shape, requires_grad=requires_grad) for _ in range(2)]
+
+
+def assert_layers_equal(ours, stock):
+    assert ours.get_seq_length() == stock.get_seq_length()
+    assert ours.get_mask_sizes(3) == stock.get_mask_sizes(3)
+    assert ours.is_initialized == stock.is_initialized
+    if stock.get_seq_length():
+        assert torch.equal(ours.keys, stock.keys)
+        assert torch.equal(ours.values, stock.values)
+
+
+def fill(cache, length, batch_size=1, num_layers=2):
+    for index in range(num_layers):
+        cache.update(*states(batch_size, length), index)
+    return cache
+
+
+class TestLayer:
+    OPERATIONS = ("append", "append", "append many", "crop", "reorder", "select", "repeat", "reset", "deepcopy")
+
+    @pytest.mark.parametrize("seed", range(25))
+    def test_any_sequence_of_operations_gives_the_stock_layers_states(self, seed):
+        choose = random.Random(seed)
+        ours, stock, batch_size = PreallocatedLayer(), DynamicLayer(), 2
+        for _ in range(30):
+            operation = choose.choice(self.OPERATIONS)
+            if operation.startswith("append"):
+                # 150 is beyond the first capacity of 128: the buffer grows.
+                new = states(batch_size, 150 if operation == "append many" else choose.randint(1, 4))
+                returned, expected = ours.update(*new), stock.update(*new)
+                assert all(torch.equal(a, b) for a, b in zip(returned, expected, strict=True))
+            elif operation == "crop":
+                count = choose.choice([0, 1, 2, 5, 10_000])
+                ours.crop(-count), stock.crop(-count)
+            elif operation == "reset":
+                ours.reset(), stock.reset()
+            elif operation == "deepcopy":
+                ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
+            elif stock.get_seq_length():
+                rows = torch.tensor([choose.randrange(batch_size) for _ in range(batch_size)])
+                if operation == "reorder":
+                    ours.reorder_cache(rows), stock.reorder_cache(rows)
+                elif operation == "select" and batch_size > 1:
+                    ours.batch_select_indices(rows[1:]), stock.batch_select_indices(rows[1:])
+                    batch_size -= 1
+                elif operation == "repeat" and batch_size < 5:
+                    ours.batch_repeat_interleave(2), stock.batch_repeat_interleave(2)
+                    batch_size *= 2
+            if stock.get_seq_length() == 0:
+                batch_size = 2
+                ours.reset(), stock.reset()  # stock cannot change the batch size of an emptied layer
+            assert_layers_equal(ours, stock)
+
+    def test_an_append_writes_new_entries_only(self):
+        layer = PreallocatedLayer()
+        layer.update(*states(1, 5))
+        before = layer.keys.data_ptr()
+        for _ in range(20):
+            layer.update(*states(1, 3))
+        assert layer.keys.data_ptr() == before, "the buffer was copied although it had room"
+
+    def test_a_deep_copy_shares_nothing(self):
+        layer = PreallocatedLayer()
+        layer.update(*states(1, 5))
+        twin, before = copy.deepcopy(layer), layer.keys.clone()
+        twin.crop(-2)
+        twin.update(*states(1, 2))
+        assert torch.equal(layer.keys, before)
+
+    def test_positive_crop_is_refused_as_in_stock(self):
+        layer = PreallocatedLayer()
+        layer.update(*states(1, 5))
+        with pytest.raises(ValueError, match="positive"):
+            layer.crop(3)
+
+    def test_states_made_under_inference_mode_are_never_written_outside_it(self):
+        ours, stock = PreallocatedLayer(), DynamicLayer()
+        first, second, third = (states(1, 3) for _ in range(3))
+        for layer in (ours, stock):
+            with torch.inference_mode():
+                layer.update(*first)
+            layer.update(*second)
+            with torch.inference_mode():
+                layer.update(*third)
+        assert_layers_equal(ours, stock)
+
+    def test_with_gradients_it_does_as_stock_does(self):
+        ours, stock = PreallocatedLayer(), DynamicLayer()
+        prefix, new, later = states(1, 5), states(1, 3, requires_grad=True), states(1, 2)
+        gradients = []
+        for layer in (ours, stock):
+            layer.update(*prefix)
+            keys, values = layer.update(*new)
+            layer.update(*later)  # must not disturb what autograd has saved
+            assert keys.shape == values.shape == (1, HEADS, 8, HEAD_DIM)
+            gradients.append(torch.autograd.grad((keys * values).square().sum(), new))
+        assert_layers_equal(ours, stock)
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    def test_a_taken_over_layer_is_read_but_never_written(self):
+        stock = DynamicLayer()
+        stock.update(*states(1, 5))
+        keys, values = stock.keys, stock.values
+        before = keys.clone(), values.clone()
+        ours = PreallocatedLayer.from_layer(stock)
+        assert ours.keys.data_ptr() == keys.data_ptr(), "nothing need be copied before the first append"
+        ours.crop(-2)
+        ours.update(*states(1, 2))  # as many as were cropped: they would fit into the user's tensors
+        ours.move(torch.tensor([3, 4]), torch.tensor([0, 1]))
+        assert torch.equal(keys, before[0])
+        assert torch.equal(values, before[1])
+
+    @pytest.mark.parametrize("prepare", [lambda layer: None, lambda layer: layer.lazy_initialization(*states(1, 2))])
+    def test_an_empty_layer_can_be_taken_over(self, prepare):
+        stock = DynamicLayer()
+        prepare(stock)
+        ours = PreallocatedLayer.from_layer(stock)
+        assert ours.get_seq_length() == 0
+        new = states(1, 3)
+        assert torch.equal(ours.update(*new)[0], new[0])
+
+
+class Reference:
+    """What every row must hold, by plain lists of entries: (keys, values) of each layer."""
+
+    def __init__(self, batch_size, num_layers):
+        self.rows = [[[] for _ in range(batch_size)] for _ in range(num_layers)]
+
+    def add(self, blocks, paths):
+        for layer, block in zip(self.rows, blocks, strict=True):
+            for row, path in enumerate(paths):
+                layer[row] += [(block[0][row, :, node], block[1][row, :, node]) for node in path]
+
+    def assert_equal(self, tree_cache):
+        for layer, rows in zip(tree_cache.cache.layers, self.rows, strict=True):
+            assert layer.get_seq_length() == tree_cache.append_index
+            for row, entries in enumerate(rows):
+                assert tree_cache.lengths[row] == len(entries)
+                for kind, states in enumerate((layer.keys, layer.values)):
+                    expected = torch.stack([entry[kind] for entry in entries], dim=1)
+                    assert torch.equal(states[row, :, : len(entries)], expected)
+
+
+def append(tree_cache, num_nodes):
+    blocks = [states(len(tree_cache.lengths), num_nodes) for _ in range(2)]
+    for index, block in enumerate(blocks):
+        tree_cache.cache.update(*block, index)
+    return blocks
+
+
+def random_path(choose, num_nodes):
+    return sorted(choose.sample(range(num_nodes), choose.randint(0, num_nodes)))
+
+
+class TestKeep:
+    @pytest.mark.parametrize("batch_size", [1, 2, 4])
+    @pytest.mark.parametrize("shared", [True, False], ids=["one path for all", "a path each"])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_keep_equals_a_plain_gather_round_after_round(self, batch_size, shared, seed):
+        choose = random.Random(seed)
+        cache, reference = TreeCache(DynamicCache(), batch_size), Reference(batch_size, 2)
+        num_prompt = choose.choice([1, 7, 126])
+        reference.add(append(cache, num_prompt), [range(num_prompt)] * batch_size)
+        cache.commit_appended()
+        for _ in range(8):
+            num_nodes = choose.randint(1, 9)
+            paths = [random_path(choose, num_nodes) for _ in range(batch_size)]
+            paths = [paths[0]] * batch_size if shared else paths
+            reference.add(append(cache, num_nodes), paths)
+            cache.keep(paths)
+            reference.assert_equal(cache)
+
+    def test_empty_paths_leave_everything_as_it_was(self):
+        cache = TreeCache(fill(DynamicCache(), 5, batch_size=2), 2)
+        before = [layer.keys.clone() for layer in cache.cache.layers]
+        append(cache, 3)
+        cache.keep([[], []])
+        assert cache.lengths == (5, 5)
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.cache.layers, before, strict=True))
+
+    def test_an_interruption_before_the_commit_leaves_the_old_state(self, monkeypatch):
+        cache, reference = TreeCache(DynamicCache(), 2), Reference(2, 2)
+        reference.add(append(cache, 6), [range(6)] * 2)
+        cache.commit_appended()
+        reference.add(append(cache, 4), [[0, 2], [1]])
+        cache.keep([[0, 2], [1]])  # ragged from here on
+        append(cache, 4)
+        move, calls = PreallocatedLayer.move, []
+
+        def interrupted(layer, *args):
+            move(layer, *args)
+            calls.append(layer)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(PreallocatedLayer, "move", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.keep([[1, 3], [0, 2, 3]])
+        assert len(calls) == 1, "the interruption must fall between two layers"
+        cache.restore()
+        reference.assert_equal(cache)
+
+
+class TestTruncate:
+    def test_rows_are_cut_to_their_own_lengths(self):
+        cache, reference = TreeCache(DynamicCache(), 2), Reference(2, 2)
+        blocks = append(cache, 6)
+        cache.commit_appended()
+        cache.truncate([4, 2])
+        reference.add(blocks, [range(4), range(2)])
+        reference.assert_equal(cache)
+        assert cache.is_ragged
+        assert cache.append_index == 4
+
+    def test_an_earlier_state_comes_back_by_its_lengths(self):
+        cache, reference = TreeCache(DynamicCache(), 1), Reference(1, 2)
+        reference.add(append(cache, 6), [range(6)])
+        cache.commit_appended()
+        snapshot = cache.lengths
+        for _ in range(3):
+            append(cache, 4)
+            cache.keep([[0, 2, 3]])
+        cache.truncate(snapshot)
+        reference.assert_equal(cache)
+
+    @pytest.mark.parametrize("lengths", [(7, 6), (6, 7), (-1, 6)])
+    def test_a_snapshot_from_the_future_is_refused(self, lengths):
+        cache = TreeCache(fill(DynamicCache(), 6, batch_size=2), 2)
+        with pytest.raises(CacheStateError, match=r"cannot truncate row .* it has 6"):
+            cache.truncate(lengths)
+        assert cache.lengths == (6, 6)
+
+    def test_restore_drops_what_a_broken_forward_appended(self):
+        cache, reference = TreeCache(DynamicCache(), 1), Reference(1, 2)
+        reference.add(append(cache, 6), [range(6)])
+        cache.commit_appended()
+        cache.cache.update(*states(1, 3), 0)  # the forward broke after the first layer
+        cache.restore()
+        reference.assert_equal(cache)
+
+
+class TestTakeOver:
+    def test_the_users_object_stays_and_its_tensors_are_not_written(self, tiny_model, prompt):
+        model, cache, ids = tiny_model(), DynamicCache(), prompt(9)
+        model(ids, past_key_values=cache)
+        held = [(layer.keys, layer.values) for layer in cache.layers]
+        copies = [(keys.clone(), values.clone()) for keys, values in held]
+        tree_cache = TreeCache(cache, 1)
+        assert tree_cache.cache is cache
+        assert tree_cache.lengths == (9,)
+        assert all(type(layer) is PreallocatedLayer for layer in cache.layers)
+        model(ids[:, :3], past_key_values=cache)
+        tree_cache.keep([[2]])
+        for (keys, values), (old_keys, old_values) in zip(held, copies, strict=True):
+            assert torch.equal(keys, old_keys)
+            assert torch.equal(values, old_values)
+
+    @pytest.mark.parametrize("configured", [True, False], ids=["layers made at once", "layers made lazily"])
+    def test_layers_that_do_not_exist_yet_become_ours_too(self, tiny_model, prompt, configured):
+        model = tiny_model()
+        cache = DynamicCache(config=model.config) if configured else DynamicCache()
+        TreeCache(cache, 1)
+        model(prompt(5), past_key_values=cache)
+        assert [type(layer) for layer in cache.layers] == [PreallocatedLayer] * 2
+
+    def test_taking_over_twice_changes_nothing(self):
+        cache = fill(DynamicCache(), 4)
+        layers = list(TreeCache(cache, 1).cache.layers)
+        assert TreeCache(cache, 1).lengths == (4,)
+        assert all(a is b for a, b in zip(cache.layers, layers, strict=True))
+
+    @pytest.mark.parametrize("kind", ["sliding", "static", "offloaded"])
+    def test_caches_that_cannot_be_indexed_are_refused_and_left_alone(self, kind):
+        config = Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+        if kind == "static":
+            cache = StaticCache(config=config, max_cache_len=16)
+        else:
+            cache = DynamicCache(config=config) if kind == "sliding" else DynamicCache()
+            cache.offloading = kind == "offloaded"
+        before = list(cache.layers)
+        assert not has_only_full_attention(cache)
+        with pytest.raises(CacheStateError, match=f"{type(cache).__name__} with layers"):
+            TreeCache(cache, 1)
+        assert cache.layers == before
+
+
+def ours_and_stock():
+    return TreeCache(DynamicCache(), 1).cache, DynamicCache()
+
+
+REQUESTS = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "several sequences": {"do_sample": True, "num_return_sequences": 3},
+    "stock prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "left padded": {"attention_mask": torch.tensor([[0] * 4 + [1] * 12])},
+    "chunked prefill": {"prefill_chunk_size": 5},
+}
+
+
+class TestStockGenerate:
+    """Plain `generate` on a cache with our layers is plain `generate`."""
+
+    @pytest.mark.parametrize("request_name", REQUESTS)
+    def test_text_and_cache_are_the_same(self, tiny_model, prompt, request_name):
+        model, ids, outputs = tiny_model("qwen2"), prompt(16), []
+        for cache in ours_and_stock():
+            torch.manual_seed(0)
+            request = {"max_new_tokens": 24, "return_dict_in_generate": True} | REQUESTS[request_name]
+            outputs.append(model.generate(ids, past_key_values=cache, **request))
+        ours, stock = outputs
+        assert torch.equal(ours.sequences, stock.sequences)
+        assert [type(layer) for layer in ours.past_key_values.layers] == [PreallocatedLayer] * 2
+        for our_layer, stock_layer in zip(ours.past_key_values.layers, stock.past_key_values.layers, strict=True):
+            assert_layers_equal(our_layer, stock_layer)
+
+    def test_a_continuation_is_the_same(self, tiny_model, prompt):
+        model, texts = tiny_model(), []
+        for cache in ours_and_stock():
+            text = model.generate(prompt(8), past_key_values=cache, max_new_tokens=10)
+            text = torch.cat([text, prompt(3, seed=1)], dim=1)
+            texts.append(model.generate(text, past_key_values=cache, max_new_tokens=10))
+        assert torch.equal(*texts)
+
+    def test_assisted_generation_is_the_same(self, tiny_model, prompt):
+        model, texts = tiny_model(), []
+        assistant = copy.deepcopy(tiny_model(seed=1))
+        assistant.generation_config = GenerationConfig(num_assistant_tokens=3, pad_token_id=0)
+        for cache in ours_and_stock():
+            texts.append(model.generate(prompt(8), past_key_values=cache, assistant_model=assistant, max_new_tokens=20))
+        assert torch.equal(*texts)

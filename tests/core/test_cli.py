@@ -1,0 +1,108 @@
+"""The command line: lists, versions, errors of one line, commands of other packages."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hf_speculate import cli
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_no_command_shows_help_with_examples():
+    result = run()
+    assert result.exit_code == 2
+    shown = result.stdout + result.stderr
+    assert "hf-speculate bench generate --quick" in shown
+    assert "drafters" in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "overhead", "cache", "all"])
+def test_every_bench_has_help(command):
+    result = run("bench", command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_drafters_lists_the_built_in_ones():
+    found = json.loads(run("drafters", "--json").stdout)
+    by_name = {drafter["name"]: drafter for drafter in found}
+    assert {"prompt_lookup", "draft_model"} <= set(by_name)
+    assert by_name["prompt_lookup"]["object"] == "hf_speculate_plugins.prompt_lookup:PromptLookupDrafter"
+    assert by_name["prompt_lookup"]["distribution"] == "hf-speculate"
+    assert "prompt_lookup" in run("drafters").stdout
+
+
+def test_env_names_versions():
+    found = json.loads(run("env", "--json").stdout)
+    assert found["versions"]["transformers"]
+    assert found["versions"]["torch"]
+    assert found["threads"] >= 1
+    assert "- transformers: " in run("env").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target", "./absent"), "no such folder"),
+        (("--target", ".", "-s", "promt_lookup"), "Did you mean 'prompt_lookup'?"),
+        (("--target", ".", "-s", "prompt_lookup:depth"), "key=value"),
+        (("--target", ".", "--dtype", "float12"), "unknown dtype 'float12'"),
+        (("--target", ".", "--device", "abacus"), "cannot use device 'abacus'"),
+        (("--target", ".", "--prompts", "absent.jsonl"), "cannot read prompts from absent.jsonl"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("bench", "generate", *arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("hf-speculate: error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_absent_bundled_target_is_said_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hf_speculate.bench.methods.bundled", lambda name: None)
+    for command in ("generate", "all"):
+        result = run("bench", command)
+        assert result.exit_code == 1
+        assert "pass --target" in result.stderr
+
+
+def greet(name: str) -> None:
+    """Greets."""
+    typer.echo(f"hello {name}")
+
+
+GROUP = typer.Typer()
+GROUP.command("first")(lambda: typer.echo("one"))
+GROUP.command("second")(lambda: typer.echo("two"))
+
+
+def test_commands_of_other_packages(monkeypatch):
+    class Point(EntryPoint):
+        def load(self):
+            if self.name == "broken":
+                raise ImportError("no module named flux")
+            return {"greet": greet, "group": GROUP}[self.name]
+
+    points = {name: Point(name, f"other:{name}", cli.COMMANDS_GROUP) for name in ("greet", "group", "broken", "env")}
+    monkeypatch.setattr(cli, "_installed_commands", lambda: points)
+    assert run("greet", "you").stdout == "hello you\n"
+    assert run("group", "second").stdout == "two\n"
+    shown = run("--help").stdout
+    assert "Greets." in shown
+    assert "broken" in shown
+    broken = run("broken")
+    assert broken.exit_code == 1
+    assert "no module named flux" in broken.stderr
+    assert json.loads(run("env", "--json").stdout)["versions"]  # ours wins over another package's

@@ -1,0 +1,87 @@
+"""Installed drafters: found by entry point, with helpful errors."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from hf_speculate import registry
+from hf_speculate.errors import DrafterNotFoundError, SpeculateError
+from hf_speculate.registry import GROUP, installed_drafters, load_drafter
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
+
+
+LOOKUP = "hf_speculate_plugins.prompt_lookup:PromptLookupDrafter"
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Replaces the installed entry points, (name, value) pairs."""
+
+    def replace(*points):
+        found = [EntryPoint(name=name, value=value, group=GROUP) for name, value in points]
+        monkeypatch.setattr(registry, "entry_points", lambda group: found if group == GROUP else [])
+        installed_drafters.cache_clear()
+
+    yield replace
+    monkeypatch.undo()
+    installed_drafters.cache_clear()
+
+
+def test_built_in_drafters_enter_by_the_same_door():
+    assert {"prompt_lookup", "draft_model"} <= set(installed_drafters())
+    assert load_drafter("prompt_lookup") is PromptLookupDrafter
+
+
+def test_every_name_is_the_drafters_own():
+    for name in installed_drafters():
+        assert load_drafter(name).name == name
+
+
+def test_listing_imports_nothing(install):
+    install(("broken", "no_such_package.at_all:Drafter"), ("fine", LOOKUP))
+    assert list(installed_drafters()) == ["broken", "fine"]
+    assert load_drafter("fine") is PromptLookupDrafter
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        load_drafter("broken")
+
+
+def test_an_unknown_name_gets_a_suggestion():
+    with pytest.raises(DrafterNotFoundError) as caught:
+        load_drafter("promt_lookup")
+    message = str(caught.value)
+    assert message.startswith("unknown drafter 'promt_lookup'. Did you mean 'prompt_lookup'?")
+    assert "draft_model" in message
+
+
+def test_without_a_near_name_only_the_list_is_shown(install):
+    install(("one", LOOKUP), ("two", LOOKUP))
+    with pytest.raises(DrafterNotFoundError, match=r"^unknown drafter 'zzz'\. Installed: one, two\.$"):
+        load_drafter("zzz")
+
+
+def test_with_nothing_installed_the_error_says_how_to_install(install):
+    install()
+    with pytest.raises(DrafterNotFoundError, match=r"no drafter is installed.*pip install -e"):
+        load_drafter("prompt_lookup")
+
+
+def test_two_drafters_of_one_name_are_an_error_that_names_both(install):
+    install(("mine", LOOKUP), ("mine", "somewhere.else:Drafter"))
+    with pytest.raises(SpeculateError) as caught:
+        installed_drafters()
+    assert LOOKUP in str(caught.value)
+    assert "somewhere.else:Drafter" in str(caught.value)
+
+
+def test_the_same_entry_point_seen_twice_is_one_drafter(install):
+    install(("mine", LOOKUP), ("mine", LOOKUP))
+    assert list(installed_drafters()) == ["mine"]
+
+
+@pytest.mark.parametrize("value", ["hf_speculate.tree:DraftTree", "hf_speculate.registry:load_drafter"])
+def test_an_entry_point_that_is_no_drafter_class_is_refused(install, value):
+    install(("odd", value))
+    with pytest.raises(SpeculateError, match=r"entry point 'odd' .* not a Drafter class"):
+        load_drafter("odd")

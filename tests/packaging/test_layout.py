@@ -1,0 +1,87 @@
+"""What is shipped, and what imports what."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "hf_speculate": REPOSITORY / "hf_speculate",
+    "hf_speculate_plugins": REPOSITORY / "plugins" / "hf_speculate_plugins",
+    "hf_speculate_training": REPOSITORY / "training" / "hf_speculate_training",
+}
+MAX_LINES = 400
+# Neither drafting methods nor the trainer, and nothing heavy that only they or the CLI want.
+NOT_IN_CORE = ("hf_speculate_plugins", "hf_speculate_training", "datasets", "peft", "matplotlib", "typer")
+
+
+@pytest.fixture(scope="module")
+def project():
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+
+def imported(statement):
+    """Names of top-level modules that a fresh interpreter has loaded after `statement`."""
+    code = f"import sys\n{statement}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", check=True, capture_output=True, text=True, timeout=120
+    )
+    return set(result.stdout.split())
+
+
+def test_the_distribution_ships_our_three_packages_and_nothing_else(project):
+    shipped = {path.parts[0] for path in importlib.metadata.files("hf-speculate")}
+    own = {name for name in shipped if not name.endswith((".dist-info", ".pth")) and name != ".."}
+    assert own <= set(PACKAGES), f"unexpected top-level names: {sorted(own - set(PACKAGES))}"
+    declared = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {REPOSITORY / folder for folder in declared} == set(PACKAGES.values())
+
+
+def test_installed_entry_points_are_those_of_pyproject(project):
+    installed = importlib.metadata.distribution("hf-speculate").entry_points
+    tables = {"console_scripts": project["project"]["scripts"], **project["project"]["entry-points"]}
+    for group, declared in tables.items():
+        found = {point.name: point.value for point in installed.select(group=group)}
+        assert found == declared, f"the installed {group} are stale: run `pip install -e .` again"
+
+
+@pytest.mark.parametrize("group", ["hf_speculate.drafters"])
+def test_every_entry_point_can_be_loaded(project, group):
+    for name in project["project"]["entry-points"][group]:
+        (point,) = importlib.metadata.entry_points(group=group, name=name)
+        assert point.load().__name__.endswith("Drafter")
+
+
+class TestImports:
+    def test_the_core_imports_no_drafting_method_and_no_trainer(self):
+        loaded = imported("import hf_speculate, hf_speculate.testing")
+        assert "transformers" in loaded
+        assert not loaded & set(NOT_IN_CORE)
+
+    def test_this_check_can_fail(self):
+        assert "hf_speculate_plugins" in imported("import hf_speculate_plugins")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_package_says_that_it_is_typed(name):
+    assert (PACKAGES[name] / "py.typed").is_file()
+
+
+def test_there_is_no_fourth_package():
+    found = {path.parent for path in REPOSITORY.glob("*/hf_speculate*/__init__.py")}
+    found |= {path.parent for path in REPOSITORY.glob("hf_speculate*/__init__.py")}
+    assert found == set(PACKAGES.values())
+
+
+def test_no_module_is_longer_than_can_be_read_in_one_go():
+    sources = [path for folder in PACKAGES.values() for path in folder.rglob("*.py")]
+    lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text().splitlines()) for path in sources}
+    too_long = {path: length for path, length in lengths.items() if length > MAX_LINES}
+    assert not too_long, f"over {MAX_LINES} lines: {too_long}"
