@@ -26,14 +26,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_speculate import AutoSpeculator, Drafter, DraftRequest, DraftSession, DraftState, DraftTree, Speculator
-from hf_speculate.testing import check_lossless
+from hf_speculate.testing import LosslessReport, check_lossless
 
 
 HERE = Path(__file__).resolve().parent
 TARGET, DRAFT_MODEL = HERE / "pycoder", HERE / "pycoder-draft"
 
 PROMPTS = [
-    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n        self._items = []\n\n    def push(',
+    'class Stack:\n    """A last-in first-out stack"""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(description=",
     'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n    with open(path',
     "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = ",
@@ -82,7 +82,7 @@ def picture(tree: DraftTree, emitted: list[int], tokenizer) -> Tree:
     tokens, parents = tree.host.token_ids[0], tree.host.parents[0]
 
     def label(token: int) -> str:
-        return repr(tokenizer.decode([token]))[1:-1] or "·"
+        return repr(tokenizer.decode([token]))
 
     path, node = {0}, 0
     for token in emitted:
@@ -104,86 +104,106 @@ def picture(tree: DraftTree, emitted: list[int], tokenizer) -> Tree:
     return drawn
 
 
-def timed(model, ids, num_tokens, speculator):
+def timed(model, ids, request, speculator):
+    torch.manual_seed(0)
     start = time.perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=num_tokens,
-        eos_token_id=None,  # the same number of tokens from everyone
-        pad_token_id=0,
-        speculator=speculator,
-    )
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **request, speculator=speculator)
     return output[0, ids.shape[1] :], time.perf_counter() - start
+
+
+def make_speculator(drafter: str, target, **draft_model_options) -> Speculator:
+    options = {"model": str(DRAFT_MODEL), **draft_model_options} if drafter == "draft_model" else {}
+    return AutoSpeculator.from_name(drafter, target=target, **options)
+
+
+def show_texts(console, tokenizer, model, speculator, prompts, requests) -> list[LosslessReport]:
+    """Both texts side by side in fp32 (sampled ones: greedy text of a small model soon repeats itself)."""
+    reports = []
+    for name, request in requests.items():
+        seeds = (0,) if request["do_sample"] else (None,)
+        reports.append(check_lossless(model, speculator, prompts, seeds=seeds, **request))
+        same = f"{reports[-1].num_identical} of {reports[-1].num_cases} texts identical"
+        console.print(f"   fp32, {name}: {same}, {len(reports[-1].ties)} proven ties")
+    for prompt, ids in zip(PROMPTS, prompts, strict=True):
+        grid = Table.grid(padding=(0, 1), expand=True)
+        panels = []
+        for title, choice, style in (("plain", None, "white"), ("speculative", speculator, "green")):
+            tokens, _ = timed(model, ids, requests["temperature 0.8"], choice)
+            panels.append(Panel(Text(prompt, style="dim") + Text(tokenizer.decode(tokens), style=style), title=title))
+        grid.add_row(*panels)
+        console.print(grid)
+    return reports
+
+
+def measure(console, model, speculator, prompts, requests, repeats) -> dict[str, dict[str, float]]:
+    """Tokens/s in bf16, plain and speculative runs interleaved."""
+    table = Table(title=f"tokens/s in bf16, batch 1, {speculator.drafter.name}, best of {repeats} interleaved runs")
+    for column in ("request", "prompt", "plain", "speculative", "speed-up", "same text"):
+        table.add_column(column, justify="left" if column in ("request", "prompt") else "right")
+    figures = {}
+    for name, request in requests.items():
+        seconds, num_identical = [0.0, 0.0], 0
+        for choice in (None, speculator):
+            timed(model, prompts[0], request | {"max_new_tokens": 16}, choice)  # warm-up
+        speculator.stats.reset()
+        for prompt, ids in zip(PROMPTS, prompts, strict=True):
+            runs = [[timed(model, ids, request, choice) for choice in (None, speculator)] for _ in range(repeats)]
+            best = [min(run[i][1] for run in runs) for i in (0, 1)]
+            is_equal = torch.equal(runs[0][0][0], runs[0][1][0])
+            seconds = [total + value for total, value in zip(seconds, best, strict=True)]
+            num_identical += is_equal
+            rates = [f"{request['max_new_tokens'] / value:.0f}" for value in best]
+            table.add_row(
+                name, repr(prompt.splitlines()[0]), *rates, f"{best[0] / best[1]:.2f}x", "yes" if is_equal else "no"
+            )
+        figures[name] = {
+            "identical_bf16_share": num_identical / len(prompts),
+            "speedup": round(seconds[0] / seconds[1], 3),
+            "mean_acceptance_length": round(speculator.stats.mean_acceptance_length or 1.0, 3),
+            "engine_efficiency": round(speculator.stats.engine_efficiency or 0.0, 3),
+        }
+    console.print(table)
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafter", choices=["draft_model", "prompt_lookup"], default="draft_model")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs per prompt, interleaved; the median counts")
+    parser.add_argument("--tokens", type=int, default=80, help="new tokens per prompt")
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and request")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     console = Console(width=120)
 
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).eval()
-    exact = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
+    # Without EOS everybody writes the same number of tokens.
+    common = {"max_new_tokens": arguments.tokens, "eos_token_id": None, "pad_token_id": 0}
+    requests = {
+        "greedy": common | {"do_sample": False},
+        "temperature 0.8": common | {"do_sample": True, "temperature": 0.8},
+    }
 
-    def speculator_for(target) -> Speculator:
-        options = {"model": str(DRAFT_MODEL)} if arguments.drafter == "draft_model" else {}
-        return AutoSpeculator.from_name(arguments.drafter, target=target, **options)
+    console.print(f"[bold]1. Is it the same text?[/] {len(prompts)} prompts x {arguments.tokens} tokens, same seed")
+    exact = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    reports = show_texts(console, tokenizer, exact, make_speculator(arguments.drafter, exact), prompts, requests)
 
-    console.print(
-        f"[bold]1. Is it the same text?[/] fp32, {len(prompts)} prompts x {arguments.tokens} tokens, greedy …"
-    )
-    report = check_lossless(
-        exact, speculator_for(exact), prompts, max_new_tokens=arguments.tokens, eos_token_id=None, pad_token_id=0
-    )
-    console.print(f"   {report.num_identical} of {report.num_cases} identical; proven ties: {len(report.ties)}\n")
+    console.print("\n[bold]2. How fast?[/]")
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).eval()
+    speculator = make_speculator(arguments.drafter, model)
+    figures = measure(console, model, speculator, prompts, requests, arguments.repeats)
 
-    speculator = speculator_for(model)
-    for ids in prompts[:1]:  # warm-up
-        timed(model, ids, 16, None), timed(model, ids, 16, speculator)
-    speculator.stats.reset()
-    table = Table(title=f"2. How fast? bf16, batch 1, greedy, {arguments.drafter}, median of {arguments.repeats}")
-    for column in ("prompt", "plain tokens/s", "speculative tokens/s", "speed-up", "bf16 text identical"):
-        table.add_column(column, justify="right" if "tokens" in column or column == "speed-up" else "left")
-    totals, num_identical = [0.0, 0.0], 0
-    for prompt, ids in zip(PROMPTS, prompts, strict=True):
-        runs = [
-            [timed(model, ids, arguments.tokens, choice) for choice in (None, speculator)]
-            for _ in range(arguments.repeats)
-        ]
-        (plain, _), (fast, _) = runs[-1]
-        seconds = [sorted(run[i][1] for run in runs)[arguments.repeats // 2] for i in (0, 1)]
-        totals = [total + value for total, value in zip(totals, seconds, strict=True)]
-        is_equal = torch.equal(plain, fast)
-        num_identical += is_equal
-        console.print(
-            Panel(Text(prompt, style="dim") + Text(tokenizer.decode(plain), style="white"), title="plain"),
-            Panel(Text(prompt, style="dim") + Text(tokenizer.decode(fast), style="green"), title="speculative"),
-        )
-        rates = [arguments.tokens / value for value in seconds]
-        table.add_row(
-            repr(prompt.splitlines()[0]), *(f"{r:.0f}" for r in rates), f"{rates[1] / rates[0]:.2f}x", str(is_equal)
-        )
-    console.print(table)
-
-    recorder = Recorder(speculator.drafter)
-    timed(model, prompts[0], arguments.tokens, Speculator(recorder))
-    tree, emitted = max(recorder.rounds, key=lambda item: (min(len(item[1]), 5), item[0].num_nodes))
     console.print("\n[bold]3. One round[/]: what was drafted, and what the target accepted in one forward")
+    # A tree of a draft model shows more than its default, a chain.
+    recorder = Recorder(make_speculator(arguments.drafter, model, top_k=3, max_nodes=12).drafter)
+    timed(model, prompts[0], requests["temperature 0.8"], Speculator(recorder))
+    tree, emitted = max(recorder.rounds, key=lambda item: (min(len(item[1]), 4), item[0].num_nodes))
     console.print(picture(tree, emitted, tokenizer))
 
-    stats = speculator.stats
     result = {
-        "identical": True if not report.ties else "proven tie",
-        "identical_bf16_share": num_identical / len(prompts),
-        "speedup": round(totals[0] / totals[1], 3),
-        "mean_acceptance_length": round(stats.mean_acceptance_length or 1.0, 3),
-        "engine_efficiency": round(stats.engine_efficiency or 0.0, 3),
+        "identical": "proven tie" if any(report.ties for report in reports) else True,
+        **figures["greedy"],
+        "sampled": figures["temperature 0.8"],
         "drafter": arguments.drafter,
         "new_tokens": arguments.tokens,
         "threads": torch.get_num_threads(),

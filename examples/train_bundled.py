@@ -80,7 +80,7 @@ class Recipe:
 
 
 TARGET = Recipe(steps=1100, num_layers=20, matrix_lr=6e-3, other_lr=3e-3)
-DRAFT = Recipe(steps=400, num_layers=2, matrix_lr=4e-3, other_lr=2e-3, batch_tokens=1024)
+DRAFT = Recipe(steps=2000, num_layers=2, matrix_lr=4e-3, other_lr=2e-3, batch_tokens=1024)
 
 
 def read_corpus() -> Texts:

@@ -106,18 +106,14 @@ def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, 
 def read_config(folder: str) -> dict[str, Any]:
     """`config.json` as it is, or {} when there is none."""
     path = os.path.join(folder, "config.json")
-    if not os.path.exists(path):
-        return {}
-    return _read_json(path)
+    return _read_json(path) if os.path.exists(path) else {}
 
 
 def strip_prefixes(name: str, prefixes: Sequence[str]) -> str:
     """`name` without any of `prefixes` in front, however many there are."""
-    while True:
-        found = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-        if found is None:
-            return name
+    while found := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
         name = name[len(found) :]
+    return name
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
-        """A checkpoint whose config names a causal LM with more than one layer's worth of a model of its own."""
+        """A checkpoint whose config names a causal LM, and whose tensors hold no heads of another method."""
         config = read_config(folder)
         names = config.get("architectures") or []
         is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))

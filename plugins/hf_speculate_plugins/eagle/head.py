@@ -1,0 +1,230 @@
+"""The forward pass of EAGLE heads.
+
+Sources: EAGLE-1 (Li et al., arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840) and the code that writes the published files,
+see `layouts`. Entry i of a head pairs the target's feature at position i with the embedding of token i + 1, has RoPE
+position i, and predicts token i + 2. Deeper draft tokens take the head's own state instead of the feature.
+
+    EAGLE-1:  x = fc([embedding ; feature]);  y = layers(x);                     logits = target's output matrix(y)
+    EAGLE-3:  g = fc([low ; mid ; high]);     y = layers([embedding ; g], g);    logits = output matrix(norm(y))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from .config import EagleSpec
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of a head, with optional norms of queries and keys; appends to `cache`."""
+
+    def __init__(self, spec: EagleSpec, layer: int, input_size: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        self.uses_groups = spec.num_kv_heads != spec.num_heads
+        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.o_bias)
+        if spec.qk_norm:
+            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+
+    def forward(
+        self, inputs: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, is_causal: bool, cache: Cache
+    ) -> Tensor:
+        shape = (*inputs.shape[:2], -1, self.head_dim)
+        queries, keys = self.q_proj(inputs).view(shape), self.k_proj(inputs).view(shape)
+        values = self.v_proj(inputs).view(shape).transpose(1, 2)
+        if hasattr(self, "q_norm"):
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), *rotary)
+        keys, values = cache.update(keys, values, self.layer)
+        mixed = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.uses_groups
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Gated feed-forward of Llama."""
+
+    def __init__(self, spec: EagleSpec):
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.activation = ACT2FN[spec.hidden_act]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(inputs)) * self.up_proj(inputs))
+
+
+class DecoderLayer(nn.Module):
+    """A Llama decoder layer; the first one of EAGLE-1 has no norm before its attention."""
+
+    def __init__(self, spec: EagleSpec, layer: int, input_size: int | None = None, norm_input: bool = True):
+        super().__init__()
+        self.self_attn = Attention(spec, layer, input_size or spec.hidden_size)
+        self.mlp = MLP(spec)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        if norm_input:
+            self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+
+    def forward(self, states: Tensor, **attention) -> Tensor:
+        normed = self.input_layernorm(states) if hasattr(self, "input_layernorm") else states
+        return self._finish(states, normed, **attention)
+
+    def _finish(self, residual: Tensor, inputs: Tensor, **attention) -> Tensor:
+        states = residual + self.self_attn(inputs, **attention)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class EntryLayer(DecoderLayer):
+    """The first layer of EAGLE-3: attends over [embedding ; state], both normed; the residual is the state alone."""
+
+    def __init__(self, spec: EagleSpec):
+        super().__init__(spec, layer=0, input_size=2 * spec.hidden_size, norm_input=spec.norm_embedding)
+        self.hidden_norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.norm_before_residual = spec.norm_before_residual
+
+    def forward(self, states: Tensor, *, embeddings: Tensor, **attention) -> Tensor:
+        if hasattr(self, "input_layernorm"):
+            embeddings = self.input_layernorm(embeddings)
+        normed = self.hidden_norm(states)
+        residual = normed if self.norm_before_residual else states
+        return self._finish(residual, torch.cat([embeddings, normed], dim=-1), **attention)
+
+
+class EagleHead(nn.Module):
+    """An EAGLE head of any generation and dialect.
+
+    Args:
+        spec: what it computes.
+        embed_tokens, lm_head: the target's own modules where the head has none; they are referenced, neither copied
+            nor registered as submodules (`state_dict` and `.to` do not reach them).
+
+    Attributes:
+        shared: those modules of the target by name, None where the head has its own.
+
+    Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
+    dtype instead (`loading`).
+    """
+
+    def __init__(self, spec: EagleSpec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
+        super().__init__()
+        self.spec = spec
+        self.shared: dict[str, Any] = {"embed_tokens": embed_tokens, "lm_head": lm_head}
+        if embed_tokens is None:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if lm_head is None:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        self._add_projection()
+        first = EntryLayer(spec) if spec.version == 3 else DecoderLayer(spec, layer=0, norm_input=False)
+        others = (DecoderLayer(spec, layer) for layer in range(1, spec.num_layers))
+        self.layers = nn.ModuleList([first, *others])
+        if spec.norm_logits or spec.feed_back_normed:
+            self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        with torch.device("cpu"):  # computed, not loaded: must not end on the meta device
+            self.rotary = LlamaRotaryEmbedding(_rotary_config(spec))
+
+    def _add_projection(self) -> None:
+        spec = self.spec
+        num_inputs = spec.num_features * spec.target_hidden_size
+        if spec.version == 1:
+            num_inputs += spec.hidden_size
+        self.fc = nn.Linear(num_inputs, spec.hidden_size, bias=spec.fc_bias)
+        if spec.norm_before_fc:
+            self.input_norm = nn.RMSNorm(num_inputs, eps=spec.rms_norm_eps)
+        if spec.fc_norm:
+            norms = (nn.RMSNorm(spec.target_hidden_size, eps=spec.rms_norm_eps) for _ in range(spec.num_features))
+            self.fc_norm = nn.ModuleList(norms)
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
+        """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
+        module: Any = self.shared["embed_tokens"] or self.embed_tokens
+        embeddings = module(token_ids.to(module.weight.device))
+        return embeddings.to(device=self.device, dtype=self.dtype)
+
+    def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
+        """The draft states that the target's features stand for, in `feature_layers` order.
+
+        EAGLE-1 projects feature and embedding together, in `forward`; there the state is the feature itself.
+        """
+        placed = [feature.to(device=self.device, dtype=self.dtype) for feature in features]
+        if self.spec.version == 1:
+            return placed[0]
+        if self.spec.fc_norm:
+            placed = [norm(feature) for norm, feature in zip(self.fc_norm, placed, strict=True)]
+        joined = torch.cat(placed, dim=-1)
+        return self.fc(self.input_norm(joined) if self.spec.norm_before_fc else joined)
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, "B N"],
+        states: Float[Tensor, "B N Hd"],
+        position_ids: Int[Tensor, "B N"],
+        cache: Cache,
+        masks: Sequence[Tensor | None] | None = None,
+        is_causal: bool = False,
+    ) -> Float[Tensor, "B N Hd"]:
+        """Runs N entries; appends their keys and values to `cache`.
+
+        Args:
+            token_ids: the token *after* the one that the state belongs to.
+            states: from `fuse`, or what `read` gave for the entry before.
+            position_ids: position of the state's token.
+            masks: additive, for each layer [B, 1, N, M + N] or None (every entry sees all).
+            is_causal: causal mask instead, for an empty cache.
+        Returns:
+            The states before the final norm.
+        """
+        embeddings = self.embed(token_ids)
+        attention = {"rotary": self.rotary(states, position_ids), "is_causal": is_causal, "cache": cache}
+        masks = masks or [None] * self.spec.num_layers
+        if self.spec.version == 3:
+            hidden = self.layers[0](states, embeddings=embeddings, mask=masks[0], **attention)
+        else:
+            # Features and embeddings may be large in 16 bit, so they are joined, not projected one by one and added.
+            joined = self.fc(torch.cat([embeddings, states], dim=-1))
+            hidden = self.layers[0](joined, mask=masks[0], **attention)
+        for layer, mask in zip(list(self.layers)[1:], masks[1:], strict=True):
+            hidden = layer(hidden, mask=mask, **attention)
+        return hidden
+
+    def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
+        """Draft logits of `forward`'s states, and the states that the next draft step takes."""
+        normed = self.norm(hidden) if hasattr(self, "norm") else hidden
+        module: Any = self.shared["lm_head"] or self.lm_head
+        inputs = normed if self.spec.norm_logits else hidden
+        logits = module(inputs.to(module.weight.device))
+        return logits.to(hidden.device), normed if self.spec.feed_back_normed else hidden
+
+
+def _rotary_config(spec: EagleSpec) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters=dict(spec.rope),
+    )

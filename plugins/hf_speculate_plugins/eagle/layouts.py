@@ -1,0 +1,260 @@
+"""Which EAGLE layout a checkpoint has, and what it says: tensors first, config second.
+
+Sources: the files written by SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec and
+NVIDIA/Model-Optimizer. Dialects name the same tensors differently (`midlayer.` / `layers.0.`), count layers
+differently (outputs of layers / indices into `hidden_states`), and mean different things by the same flag; all of that
+ends here, in one `EagleSpec`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_speculate.errors import CheckpointError
+
+from ..checkpoints import Checkpoint
+from .config import Dialect, EagleSpec
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# Names of other dialects -> ours (those of speculators). ModelOpt numbers `midlayer` when there are several; old
+# speculators files of EAGLE-1 say `fusion_fc` and `transformer`.
+_RENAMES = (
+    (re.compile(r"^midlayer\.(\d+\.)"), r"layers.\1"),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^transformer\."), "layers.0."),
+    (re.compile(r"^fusion_fc\."), "fc."),
+)
+_Q_PROJ = "layers.0.self_attn.q_proj.weight"
+# Tensors that only heads of other families have: P-EAGLE, DFlash / DSpark / Domino, MTP.
+_OTHER_FAMILIES = re.compile(r"^(mask_hidden|hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
+_MODELOPT_FLAGS = (
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+    "parallel_draft_step",
+    "return_hidden_post_norm",
+)
+
+
+def canonical_name(name: str) -> str:
+    """The name that this package uses for a tensor of any EAGLE dialect."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def eagle_version(shapes: Shapes) -> Literal[1, 3] | None:
+    """Which generation tensors of these names and shapes are, None if they are no EAGLE head.
+
+    The input width of the query projection tells: EAGLE-3 attends over [embedding; state], EAGLE-1 over their
+    projection. (The width of `fc` does not: an EAGLE-3 head of two features has that of an EAGLE-1 head.)
+    """
+    canonical = {canonical_name(name): shape for name, shape in shapes.items()}
+    if any(_OTHER_FAMILIES.match(name) for name in canonical):
+        return None
+    q_proj, o_proj = canonical.get(_Q_PROJ), canonical.get("layers.0.self_attn.o_proj.weight")
+    if q_proj is None or o_proj is None or "fc.weight" not in canonical:
+        return None
+    has_hidden_norm = "layers.0.hidden_norm.weight" in canonical
+    if q_proj[1] == 2 * o_proj[0] and has_hidden_norm:
+        return 3
+    return 1 if q_proj[1] == o_proj[0] and not has_hidden_norm else None
+
+
+def describe(checkpoint: Checkpoint) -> EagleSpec:
+    """The spec of a checkpoint (names as in the file or canonical).
+
+    Raises:
+        CheckpointError: not an EAGLE head, or a config that lacks or contradicts what the tensors need.
+    """
+    config = checkpoint.config
+    shapes = {canonical_name(name): tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    version = eagle_version(shapes)
+    if version is None:
+        raise CheckpointError(f"{checkpoint.folder} holds no EAGLE head: {sorted(shapes)[:8]} …")
+    dialect = _dialect(config, checkpoint.tensors, version)
+    layer_config = _layer_config(checkpoint)
+    try:
+        return EagleSpec(
+            dialect=dialect,
+            version=version,
+            **_sizes(shapes, layer_config, config, version),
+            **_features(shapes, config, dialect, version),
+            **_switches(shapes, config, dialect, version),
+            hidden_act=layer_config.get("hidden_act", "silu"),
+            rms_norm_eps=layer_config.get("rms_norm_eps", 1e-6),
+            rope=_rope(layer_config, dialect),
+            max_position_embeddings=layer_config.get("max_position_embeddings", 2048),
+            windows=_windows(layer_config, _num_layers(shapes)),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint.folder}: config.json or the weights lack {error}.") from error
+
+
+def _dialect(config: Mapping[str, Any], names: Iterable[str], version: int) -> Dialect:
+    if version == 1:
+        return "eagle1"
+    if "speculators_model_type" in config:
+        return "speculators"
+    if not any(name.startswith("midlayer.") for name in names):
+        return "deepspec" if "target_layer_ids" in config else "speculators"
+    nested = config.get("eagle_config") or {}
+    if any(flag in nested for flag in _MODELOPT_FLAGS):
+        return "modelopt"
+    # SpecForge's exporters write transformers 5 configs; SafeAILab's own files are those of transformers 4.
+    marks = ("norm_output", "fc_norm", "dtype", "rope_parameters", "eagle_config")
+    return "specforge" if any(mark in config for mark in marks) else "safeailab"
+
+
+def _layer_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The config of the decoder layers: the top level, or speculators' nested one.
+
+    The nested config may be a diff against the defaults of its class, so those are filled in.
+    """
+    nested = checkpoint.config.get("transformer_layer_config")
+    if nested is None:
+        return checkpoint.config
+    model_type = nested.get("model_type", "llama")
+    if model_type not in CONFIG_MAPPING:
+        raise CheckpointError(f"{checkpoint.folder}: transformer_layer_config has unknown model_type {model_type!r}.")
+    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    # Sizes must come from the file; a class's default window or layer types say nothing about it.
+    kept = ("hidden_act", "rms_norm_eps", "max_position_embeddings")
+    filled = {key: defaults[key] for key in kept if key in defaults}
+    theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None:
+        filled["default_rope_theta"] = theta
+    return {**filled, **nested}
+
+
+def _num_layers(shapes: Shapes) -> int:
+    return 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
+
+
+def _sizes(shapes: Shapes, layer_config: Mapping[str, Any], config: Mapping[str, Any], version: int) -> dict[str, int]:
+    q_size, hidden_size = shapes[_Q_PROJ][0], shapes["layers.0.self_attn.o_proj.weight"][0]
+    kv_size = shapes["layers.0.self_attn.k_proj.weight"][0]
+    q_norm = shapes.get("layers.0.self_attn.q_norm.weight")
+    # `head_dim` of configs is not always there and not always right: the tensors decide with the number of heads.
+    head_dim = q_norm[0] if q_norm else q_size // layer_config["num_attention_heads"]
+    if not head_dim or q_size % head_dim or kv_size % head_dim:
+        raise CheckpointError(
+            f"q_proj has {q_size} rows and k_proj {kv_size}, which {layer_config.get('num_attention_heads')} heads "
+            f"(num_attention_heads in config.json) do not divide."
+        )
+    vocab_size = _vocab_size(shapes, layer_config, config)
+    own_head = shapes.get("lm_head.weight") if version == 3 else None
+    return {
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": own_head[0] if own_head else shapes["d2t"][0] if "d2t" in shapes else vocab_size,
+        "num_layers": _num_layers(shapes),
+        "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
+        "num_heads": q_size // head_dim,
+        "num_kv_heads": kv_size // head_dim,
+        "head_dim": head_dim,
+    }
+
+
+def _vocab_size(shapes: Shapes, layer_config: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    for name in ("t2d", "embed_tokens.weight"):
+        if name in shapes:
+            return shapes[name][0]
+    return layer_config["vocab_size"] if "vocab_size" in layer_config else config["vocab_size"]
+
+
+def _features(shapes: Shapes, config: Mapping[str, Any], dialect: str, version: int) -> dict[str, Any]:
+    """How many features, how wide, and which: ids in files are outputs of layers, or indices into `hidden_states`."""
+    hidden_size, fc_size = shapes["fc.weight"][0], shapes["fc.weight"][1]
+    if version == 1:
+        return {"num_features": 1, "target_hidden_size": fc_size - hidden_size, "feature_layers": None}
+    layers = _feature_layers(config)
+    if layers is not None:
+        num_features = len(layers)
+    elif config.get("target_hidden_size"):
+        num_features = fc_size // config["target_hidden_size"]
+    else:
+        num_features = fc_size // hidden_size if dialect == "deepspec" else 3
+    if not num_features or fc_size % num_features:
+        raise CheckpointError(
+            f"fc.weight takes {fc_size} inputs, which is no multiple of the {num_features} target layers "
+            f"that the config names ({layers or 'none; 3 by default'})."
+        )
+    return {
+        "num_features": num_features,
+        "target_hidden_size": fc_size // num_features,
+        "feature_layers": layers,
+    }
+
+
+def _feature_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids:
+        return tuple(ids)
+    nested = config.get("eagle_config") or {}
+    ids = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("target_layer_ids")
+    return tuple(i + 1 for i in ids) if ids else None
+
+
+def _switches(shapes: Shapes, config: Mapping[str, Any], dialect: str, version: int) -> dict[str, Any]:
+    nested = config.get("eagle_config") or {}
+
+    def has(name: str) -> bool:
+        return f"layers.0.{name}" in shapes
+
+    switches = {
+        "fc_bias": "fc.bias" in shapes,
+        "qkv_bias": has("self_attn.q_proj.bias"),
+        "o_bias": has("self_attn.o_proj.bias"),
+        "mlp_bias": has("mlp.gate_proj.bias"),
+        "qk_norm": has("self_attn.q_norm.weight"),
+        "norm_before_fc": "input_norm.weight" in shapes,
+        "fc_norm": "fc_norm.0.weight" in shapes,
+    }
+    if version == 1:
+        return {**switches, "norm_logits": False}
+    norms_embedding = bool(nested.get("use_input_layernorm_in_first_layer", True))
+    switches["norm_embedding"] = norms_embedding and has("input_layernorm.weight")
+    switches["norm_logits"] = "norm.weight" in shapes and bool(nested.get("use_last_layernorm", True))
+    if dialect == "speculators":
+        # The library's default is False, its trainer's and vLLM's True: files without the key are vLLM's business.
+        switches["norm_before_residual"] = bool(config.get("norm_before_residual", True))
+        switches["feed_back_normed"] = bool(config.get("norm_output", False))
+    elif dialect == "specforge":
+        # Here the flag means "norm before the output matrix"; what is fed back is never normed.
+        switches["norm_logits"] = bool(config.get("norm_output", True))
+    if "norm_before_residual" in config:
+        switches["norm_before_residual"] = bool(config["norm_before_residual"])
+    if nested.get("return_hidden_post_norm"):
+        switches["feed_back_normed"] = True
+    return switches
+
+
+def _rope(layer_config: Mapping[str, Any], dialect: str) -> dict[str, Any]:
+    """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    found = {**(layer_config.get("rope_scaling") or {}), **(layer_config.get("rope_parameters") or {})}
+    if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
+        found = dict(found["full_attention"])
+    rope_type = found.get("rope_type") or found.pop("type", None) or "default"
+    found.pop("type", None)
+    if rope_type == "mrope":  # three equal position ids for text: plain RoPE
+        found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
+    theta = found.get("rope_theta") or layer_config.get("rope_theta") or layer_config.get("default_rope_theta")
+    if dialect in ("eagle1", "safeailab") and rope_type in ("linear", "dynamic"):
+        theta = None  # the reference code scales plain RoPE and drops the base
+    return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
+
+
+def _windows(layer_config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    types, window = layer_config.get("layer_types"), layer_config.get("sliding_window")
+    if not types or not window:
+        return (None,) * num_layers
+    windows = [window if kind == "sliding_attention" else None for kind in types[:num_layers]]
+    return (*windows, *[None] * (num_layers - len(windows)))

@@ -1,0 +1,232 @@
+"""From a checkpoint folder to an `EagleHead` on the target's device, with an account of every key."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+
+from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint
+from .config import Conventions, EagleSpec
+from .head import EagleHead
+from .layouts import canonical_name, describe
+
+
+# Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
+# such files) unless the config says that they were trained.
+_MIN_COSINE = 0.05
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    """A head ready to draft.
+
+    Attributes:
+        head: on the device of the target's last layer, in the target's dtype.
+        target_ids: int64 [Vd], target id of each draft id; None where they are the same.
+        report: what became of every key of the checkpoint.
+    """
+
+    head: EagleHead
+    target_ids: Tensor | None
+    report: LoadReport
+
+    @property
+    def spec(self) -> EagleSpec:
+        return self.head.spec
+
+
+def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | None = None) -> LoadedHead:
+    """Loads the head in `folder` for `target`.
+
+    Raises:
+        CheckpointError: unreadable, or not what its layout has.
+        TargetMismatchError: made for a target of another width, vocabulary or depth.
+    """
+    conventions = conventions or Conventions()
+    checkpoint = read_checkpoint(folder)
+    spec = _overridden(describe(checkpoint), conventions)
+    check_fits(spec, target)
+    canonical = {canonical_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+    checkpoint = dataclasses.replace(checkpoint, tensors=canonical)
+    keys = KeyAccount(checkpoint, f"EAGLE-{spec.version}, {spec.dialect}")
+    target_ids = _target_ids(spec, checkpoint, keys)
+    embed_tokens = _shared_embeddings(spec, checkpoint, keys, target, conventions)
+    lm_head = _shared_output(spec, checkpoint, keys, target)
+    with torch.device("meta"):
+        head = EagleHead(spec, embed_tokens, lm_head)
+    _ignore_leftovers(spec, checkpoint, keys)
+    weights = {name: keys.take(name, parameter.shape) for name, parameter in head.named_parameters()}
+    report = keys.finish()
+    device, dtype = head_device(target), target.dtype
+    # A copy: what was read may be mapped from a file that somebody rewrites later.
+    placed = {name: weight.to(device=device, dtype=dtype, copy=True) for name, weight in weights.items()}
+    head.load_state_dict(placed, strict=True, assign=True)
+    head.rotary.to(device)
+    head.requires_grad_(False).eval()
+    return LoadedHead(head, None if target_ids is None else target_ids.to(device), report)
+
+
+def check_fits(spec: EagleSpec, target: PreTrainedModel) -> None:
+    """Raises `TargetMismatchError` unless a head of this spec can read `target`'s features and speak its vocabulary."""
+    config = target.config.get_text_config(decoder=True)
+    for what, ours, theirs in (
+        ("hidden size", spec.target_hidden_size, config.hidden_size),
+        ("vocabulary", spec.vocab_size, config.vocab_size),
+    ):
+        if ours != theirs:
+            raise TargetMismatchError(
+                f"this EAGLE head was made for a target of {what} {ours}, but {type(target).__name__} has {theirs}."
+            )
+    layers, depth = spec.resolved_layers(config.num_hidden_layers), config.num_hidden_layers
+    if len(layers) != spec.num_features:
+        raise TargetMismatchError(
+            f"this EAGLE head takes features of {spec.num_features} target layers, but {len(layers)} are named: "
+            f"{list(layers)}."
+        )
+    if min(layers) < 0 or max(layers) > depth:
+        raise TargetMismatchError(
+            f"this EAGLE head reads the target's hidden states {list(layers)}, but {type(target).__name__} has "
+            f"{depth} layers, that is hidden states 0 to {depth}."
+        )
+
+
+def head_device(target: PreTrainedModel) -> torch.device:
+    """Where the target's last layer is: under a `device_map` the features that arrive last are there."""
+    layers = getattr(target.get_decoder(), "layers", None)
+    parameter = next(layers[-1].parameters(), None) if layers else None
+    if parameter is None or parameter.device.type == "meta":  # offloaded
+        return target.device
+    return parameter.device
+
+
+def _overridden(spec: EagleSpec, conventions: Conventions) -> EagleSpec:
+    changes = {
+        name: value
+        for name in ("feature_layers", "norm_before_residual", "norm_logits", "feed_back_normed")
+        if (value := getattr(conventions, name)) is not None
+    }
+    if conventions.rope_theta is not None:
+        changes["rope"] = {**spec.rope, "rope_theta": float(conventions.rope_theta)}
+    return dataclasses.replace(spec, **changes)
+
+
+def _target_ids(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> Tensor | None:
+    """Target id of every draft id, from `d2t` (offsets) and `t2d` (membership), which must agree."""
+    offsets = keys.optional("d2t", (spec.draft_vocab_size,))
+    members = keys.optional("t2d", (spec.vocab_size,))
+    own = torch.arange(spec.draft_vocab_size)
+    if offsets is not None:
+        ids = own + offsets.long()
+    elif members is not None:
+        ids = members.nonzero().flatten()
+    else:
+        if spec.draft_vocab_size == spec.vocab_size:
+            return None
+        raise CheckpointError(
+            f"{checkpoint.folder}: the head speaks {spec.draft_vocab_size} of {spec.vocab_size} tokens, but there is "
+            "neither d2t nor t2d to say which."
+        )
+    if members is not None and not torch.equal(ids, members.nonzero().flatten()):
+        raise CheckpointError(
+            f"{checkpoint.folder}: d2t (offsets: target id = draft id + d2t) and t2d (which target ids are in the "
+            "draft vocabulary) contradict each other."
+        )
+    num_different = len(ids.unique())
+    if num_different != spec.draft_vocab_size or ids.min() < 0 or ids.max() >= spec.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.folder}: d2t maps {spec.draft_vocab_size} draft ids to {num_different} different ids "
+            f"between {int(ids.min())} and {int(ids.max())}; the vocabulary has {spec.vocab_size}."
+        )
+    return None if torch.equal(ids, own) and spec.draft_vocab_size == spec.vocab_size else ids
+
+
+def _shared_embeddings(
+    spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount, target: PreTrainedModel, conventions: Conventions
+) -> nn.Module | None:
+    """The target's embeddings if the head should use them; None if its own are to be loaded."""
+    name = "embed_tokens.weight"
+    theirs: Any = target.get_input_embeddings()
+    own = checkpoint.tensors.get(name)
+    fits = theirs.weight.shape == (spec.vocab_size, spec.hidden_size)
+    if own is None or conventions.embeddings == "target":
+        if not fits:
+            raise CheckpointError(
+                f"{checkpoint.folder} has no embeddings of its own ({name}) of width {spec.hidden_size}, and the "
+                f"target's are {tuple(theirs.weight.shape)}."
+            )
+        keys.share(name, "asked for" if own is not None else "not in the file")
+        return theirs
+    if not fits or own.shape != theirs.weight.shape or conventions.embeddings == "own":
+        return None
+    if _is_copy(own, theirs.weight):
+        keys.share(name, "equal to the target's")
+        return theirs
+    was_trained = bool(checkpoint.config.get("embed_requires_grad"))
+    if not was_trained and _mean_cosine(own, theirs.weight) < _MIN_COSINE:
+        keys.share(name, "those in the file look random; pass embeddings='own' to use them")
+        return theirs
+    return None
+
+
+def _shared_output(
+    spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount, target: PreTrainedModel
+) -> nn.Module | None:
+    """The target's output matrix if the head should use it; None if its own is to be loaded."""
+    name = "lm_head.weight"
+    theirs: Any = target.get_output_embeddings()
+    own = checkpoint.tensors.get(name)
+    fits = tuple(theirs.weight.shape) == (spec.vocab_size, spec.hidden_size)
+    if own is not None and not (own.shape == theirs.weight.shape and _is_copy(own, theirs.weight)):
+        return None
+    if own is None and spec.draft_vocab_size != spec.vocab_size:
+        keys.take(name, (spec.draft_vocab_size, spec.hidden_size))  # noted as missing
+        return None
+    # The shape of a quantised matrix is that of its packing: the sizes of the models were compared before.
+    if not fits and theirs.weight.is_floating_point():
+        raise CheckpointError(
+            f"{checkpoint.folder} has no output matrix of its own ({name}) of width {spec.hidden_size}, and the "
+            f"target's is {tuple(theirs.weight.shape)}."
+        )
+    keys.share(name, "equal to the target's" if own is not None else "not in the file")
+    return theirs
+
+
+def _is_copy(own: Tensor, theirs: Tensor) -> bool:
+    """Whether `own` is `theirs`, but for what two roundings to 16 bits can do to tiny numbers."""
+    if not theirs.is_floating_point() or theirs.device.type == "meta":
+        return False
+    step = 16384  # rows at a time: a comparison must not need a copy of the matrix in float32
+    for start in range(0, own.shape[0], step):
+        rows = slice(start, start + step)
+        ours = own[rows].to(theirs.device, theirs.dtype)
+        if not torch.allclose(ours.float(), theirs[rows].float(), rtol=0, atol=1e-6):
+            return False
+    return True
+
+
+def _mean_cosine(own: Tensor, theirs: Tensor) -> float:
+    rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024)).long()
+    pairs = own[rows].float(), theirs[rows.to(theirs.device)].float().cpu()
+    return float(torch.cosine_similarity(*pairs, dim=-1).mean().detach())
+
+
+def _ignore_leftovers(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> None:
+    """What files hold beyond the head, each with the reason why it is not needed."""
+    for name in checkpoint.tensors:
+        if name.endswith("rotary_emb.inv_freq"):
+            keys.ignore(name, "recomputed from the config")
+        elif name.startswith("parallel_draft_heads."):
+            keys.ignore(name, "ModelOpt's parallel heads are not used")
+        elif name.startswith("verifier_"):
+            keys.ignore(name, "a copy of the target's")
+    if not (spec.norm_logits or spec.feed_back_normed):
+        keys.ignore("norm.weight", "norm_output is false: logits come from the state as it is")
+    if spec.version == 3 and not spec.norm_embedding:
+        keys.ignore("layers.0.input_layernorm.weight", "use_input_layernorm_in_first_layer is false")

@@ -1,0 +1,152 @@
+"""A head's reading state: its KV cache, the positions of its rows, and the masks of its forwards.
+
+Committed entries (from the target's features) stay; entries of a growing tree are appended behind them and dropped
+before the next round, so a drafted state never outlives its round. Rows of a batch may be left padded and have their
+own lengths; a hole is masked, never re-used before `commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from hf_speculate.cache import TreeCache
+from hf_speculate.tree import TreePlan
+
+from .head import EagleHead
+
+
+# Entries of a prompt that are run at once: a mask of the whole prompt would be quadratic in its length.
+_CHUNK = 1024
+
+
+class Reading:
+    """What a head has read in one request.
+
+    Args:
+        head: the head.
+        prompt_mask: bool [B, J], which entries of the prompt are real; None when all are.
+        positions: int64 [B, J], position of every entry of the prompt.
+    """
+
+    def __init__(self, head: EagleHead, prompt_mask: Bool[Tensor, "B J"] | None, positions: Int[Tensor, "B J"]):
+        self.head = head
+        self.cache = TreeCache(DynamicCache(), positions.shape[0])
+        device = head.device
+        self._prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
+        self._prompt_positions = positions.to(device)
+        # Behind the prompt, position = index in the cache + shift.
+        self._shifts = [last - (positions.shape[1] - 1) for last in positions[:, -1].tolist()]
+
+    @torch.no_grad()
+    def read_prompt(self, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"]) -> Float[Tensor, "B Hd"]:
+        """Commits the prompt's entries, padding included; returns the hidden states of the last one."""
+        hidden = states
+        for start in range(0, token_ids.shape[1], _CHUNK):
+            part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
+            size = part.stop - start
+            positions = self._prompt_positions[:, part]
+            plain = start == 0 and self._prompt_mask is None and not any(self.head.spec.windows)
+            masks = None if plain else self._masks(_causal(size), positions, mask_block=True)
+            hidden = self.head(
+                token_ids[:, part], states[:, part], positions, self.cache.cache, masks, is_causal=plain and size > 1
+            )
+            self.cache.commit_appended()
+        return hidden[:, -1]
+
+    @torch.no_grad()
+    def read(
+        self, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"], lengths: Sequence[int]
+    ) -> Float[Tensor, "B Hd"]:
+        """Commits the first `lengths[r]` entries of each row; returns the hidden states of the last of them."""
+        count = token_ids.shape[1]
+        positions = self._positions(torch.arange(count)[None])
+        masks = self._masks(_causal(count), positions)
+        hidden = self.head(token_ids, states, positions, self.cache.cache, masks)
+        self.cache.keep([range(length) for length in lengths])
+        last = torch.tensor([max(length, 1) - 1 for length in lengths], device=hidden.device)
+        return hidden[torch.arange(len(lengths), device=hidden.device), last]
+
+    @torch.no_grad()
+    def expand(
+        self, token_ids: Int[Tensor, "B F"], states: Float[Tensor, "B F Hd"], plan: TreePlan
+    ) -> Float[Tensor, "B F Hd"]:
+        """Runs the last F nodes of a forest whose earlier nodes were run since the last `drop`; commits nothing.
+
+        Args:
+            plan: structure of the forest, its roots being children of the entry committed last.
+        """
+        first = plan.num_nodes - token_ids.shape[1]
+        positions = self._positions(plan.depths[:, first:])
+        hidden = self.head(token_ids, states, positions, self.cache.cache, self._masks(plan, positions, first))
+        return hidden
+
+    def drop(self) -> None:
+        """Forgets what `expand` appended."""
+        self.cache.restore()
+
+    def _positions(self, depths: Tensor) -> Tensor:
+        starts = [length + shift for length, shift in zip(self.cache.lengths, self._shifts, strict=True)]
+        return torch.tensor(starts, device=self.head.device)[:, None] + depths.to(self.head.device)
+
+    def _masks(
+        self, plan: TreePlan, positions: Tensor, first: int = 0, mask_block: bool = False
+    ) -> list[Tensor | None]:
+        """Masks of a forward over the nodes of `plan` from `first` on, one a layer.
+
+        Args:
+            positions: int64 [B, n], of these nodes.
+            mask_block: the nodes are a part of the prompt, with its holes.
+        """
+        num_prefix = self.cache.append_index
+        visible = self._visible_prefix(num_prefix)
+        is_chain = plan.num_nodes == plan.max_depth + 1
+        windows = self.head.spec.windows
+        if visible is None and is_chain and positions.shape[1] == 1 and not any(windows):
+            return [None] * len(windows)
+        dtype, device = self.head.dtype, self.head.device
+        low = torch.finfo(dtype).min
+        rows = positions.shape[0] if visible is not None or any(windows) else plan.depths.shape[0]
+        mask = torch.zeros(rows, 1, positions.shape[1], num_prefix + plan.num_nodes, dtype=dtype, device=device)
+        if visible is not None:
+            mask[..., :num_prefix].masked_fill_(~visible[:, None, None], low)
+        mask[..., num_prefix:] = plan.bias(dtype, device)[:, None, first:]
+        if mask_block and self._prompt_mask is not None:
+            block = self._prompt_mask[:, num_prefix : num_prefix + plan.num_nodes]
+            mask[..., num_prefix:].masked_fill_(~block[:, None, None], low)
+        return [self._windowed(mask, plan, positions, window) for window in windows]
+
+    def _windowed(self, mask: Tensor, plan: TreePlan, positions: Tensor, window: int | None) -> Tensor:
+        """`mask` that also hides what is `window` or more positions back."""
+        if window is None:
+            return mask
+        num_prefix = mask.shape[-1] - plan.num_nodes
+        shifts = torch.tensor(self._shifts, device=mask.device)[:, None]
+        earlier = torch.arange(num_prefix, device=mask.device) + shifts
+        block, depths = positions, plan.depths.to(mask.device)
+        if plan.num_nodes > positions.shape[1]:  # earlier nodes of the tree are in the cache
+            block = positions[:, :1] - depths[:, -positions.shape[1]][:, None] + depths
+        keys = torch.cat([earlier, block], dim=1)
+        too_far = positions[:, :, None] - keys[:, None, :] >= window
+        return mask.masked_fill(too_far[:, None], torch.finfo(mask.dtype).min)
+
+    def _visible_prefix(self, num_prefix: int) -> Tensor | None:
+        """bool [B, num_prefix], entries that are real; None if all are."""
+        if self._prompt_mask is None and not self.cache.is_ragged:
+            return None
+        lengths = torch.tensor(self.cache.lengths, device=self.head.device)
+        visible = torch.arange(num_prefix, device=self.head.device) < lengths[:, None]
+        if self._prompt_mask is not None:
+            width = min(self._prompt_mask.shape[1], num_prefix)
+            visible[:, :width] &= self._prompt_mask[:, :width]
+        return visible
+
+
+def _causal(count: int) -> TreePlan:
+    """The plan of a chain. Prompts are long and of many lengths, so it is not compiled node by node nor cached."""
+    ancestors = torch.ones(1, count, count, dtype=torch.bool).tril()
+    return TreePlan(depths=torch.arange(count)[None], ancestors=ancestors, max_depth=count - 1)

@@ -1,0 +1,145 @@
+"""One request of an EAGLE head: what it was told, what it has read, and the trees it draws from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_speculate.drafter import DraftRequest, DraftSession, DraftState
+from hf_speculate.tree import DraftTree, TreePlan
+
+from ..growth import Frontier, grow_tree
+from .reading import Reading
+from .static import Level, StaticTree
+
+
+if TYPE_CHECKING:
+    from .drafter import EagleDrafter
+
+
+class EagleSession(DraftSession):
+    """Drafts for one request.
+
+    What a round committed is read in the forward that also expands the root of the next tree: entry i pairs the feature
+    at token i with token i + 1, so the last new entry belongs to the root and its output ranks the root's children.
+    """
+
+    def __init__(self, drafter: EagleDrafter, request: DraftRequest):
+        self.options = drafter.options
+        self.head, self.target_ids = drafter.head, drafter.target_ids
+        self._layers = drafter.entry_layers
+        self._mask = request.attention_mask
+        self._known_from = request.known_from
+        self._reading: Reading | None = None
+        self._pending: tuple[Tensor, Tensor, list[int]] | None = None
+        self._root_hidden: Tensor | None = None
+
+    def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
+        states = self.head.fuse([features[layer] for layer in self._layers])
+        if self._reading is None:
+            self._reading = self._start_reading(*tokens.shape)
+            self._root_hidden = self._reading.read_prompt(tokens, states)
+            return
+        self._read_pending()
+        self._pending = (tokens, states, lengths.tolist())
+
+    def draft(self, state: DraftState) -> DraftTree:
+        self._read_pending()
+        reading, root = self._reading, self._root_hidden
+        if reading is None or root is None:
+            raise RuntimeError("draft() before the first observe()")
+        options = self.options
+        try:
+            if state.chains_only or (options.top_k == 1 and options.static_tree is None):
+                return self._draft_chain(state, reading, root)
+            if options.static_tree is not None:
+                return self._draft_static(state, reading, root, options.static_tree.cut(state.max_depth))
+            return self._draft_dynamic(state, reading, root)
+        finally:
+            reading.drop()
+
+    def close(self) -> None:
+        self._reading = self._pending = self._root_hidden = None
+
+    def _start_reading(self, batch_size: int, count: int) -> Reading:
+        """Positions are those of the text: where a cache is continued, or the start of the prompt has no features, the
+        head starts cold but at the right place."""
+        if self._mask is None:
+            return Reading(self.head, None, (self._known_from + torch.arange(count)).expand(batch_size, -1))
+        positions = (self._mask.long().cumsum(-1) - 1).clamp(min=0)
+        return Reading(self.head, self._mask[:, -count:].bool(), positions[:, -count:])
+
+    def _read_pending(self) -> None:
+        if self._reading is not None and self._pending is not None:
+            (tokens, states, lengths), self._pending = self._pending, None
+            hidden = self._reading.read(tokens, states, lengths)
+            if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
+                is_new = torch.tensor(lengths, device=hidden.device)[:, None] > 0
+                hidden = torch.where(is_new, hidden, self._root_hidden)
+            self._root_hidden = hidden
+
+    def _score(self, hidden: Tensor, state: DraftState, depth: int) -> tuple[Tensor, Tensor]:
+        """Scores of the children of nodes at `depth` [B, n, Vd], and the states that these children take."""
+        logits, fed_back = self.head.read(hidden)
+        return state.child_scores(logits, depth, self.target_ids), fed_back
+
+    def _to_target(self, columns: Tensor) -> Tensor:
+        return columns if self.target_ids is None else self.target_ids[columns]
+
+    def _draft_chain(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
+        drafted = [state.root_ids[:, None].to(self.head.device)]
+        scores, fed_back = self._score(root[:, None], state, 0)
+        drafted.append(self._to_target(scores.argmax(-1)))
+        for level in range(1, min(self.options.max_depth, state.max_depth)):
+            hidden = reading.expand(drafted[-1], fed_back, TreePlan.from_parents([range(-1, level - 1)]))
+            scores, fed_back = self._score(hidden, state, level)
+            drafted.append(self._to_target(scores.argmax(-1)))
+        return DraftTree.chain(torch.cat(drafted, dim=1))
+
+    def _draft_dynamic(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
+        scores, fed_back = self._score(root[:, None], state, 0)
+
+        def expand(frontier: Frontier) -> Tensor:
+            nonlocal fed_back
+            tokens = frontier.forest.token_ids[:, frontier.num_cached :]
+            hidden = reading.expand(tokens, _rows(fed_back, frontier.previous_index), frontier.forest.plan)
+            scores, fed_back = self._score(hidden, state, frontier.depth)
+            return scores
+
+        return grow_tree(
+            state.root_ids,
+            scores[:, 0],
+            expand,
+            depth=min(self.options.depth, state.max_depth),
+            top_k=self.options.top_k,
+            max_nodes=self.options.max_nodes,
+            token_ids=self.target_ids,
+        )
+
+    def _draft_static(self, state: DraftState, reading: Reading, root: Tensor, tree: StaticTree) -> DraftTree:
+        tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=self.head.device)
+        tokens[:, 0] = state.root_ids.to(tokens.device)
+        scores, fed_back = self._score(root[:, None], state, 0)
+        self._fill(tokens, tree.levels[0], scores)
+        run: tuple[int, ...] = ()
+        for depth, level in enumerate(tree.levels[1:], start=1):
+            run += level.nodes
+            states = fed_back[:, list(level.previous)]
+            hidden = reading.expand(tokens[:, list(level.nodes)], states, tree.forest(run))
+            scores, fed_back = self._score(hidden, state, depth)
+            self._fill(tokens, level, scores)
+        return DraftTree(tokens, tree.parents)
+
+    def _fill(self, tokens: Tensor, level: Level, scores: Tensor) -> None:
+        """Writes the children of a level: the best-ranked tokens of its nodes."""
+        columns = scores.topk(max(level.child_ranks) + 1, dim=-1).indices
+        chosen = columns[:, list(level.child_parents), list(level.child_ranks)]
+        tokens[:, list(level.children)] = self._to_target(chosen)
+
+
+def _rows(states: Tensor, index: Tensor) -> Tensor:
+    """`states[b, index[b, f]]`, [B, F, Hd]."""
+    return states.gather(1, index.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))

@@ -1,0 +1,101 @@
+"""Static draft trees: a fixed structure, filled with the best-ranked children of every node.
+
+Source: EAGLE-1 (and Medusa, whose lists of choices these are): a tree is a list of paths, each the ranks of its nodes
+under their parents, e.g. `[(0,), (1,), (0, 0)]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from hf_speculate.tree import ROOT_PARENT, TreePlan
+
+
+# EAGLE-1's default tree, 25 nodes: `mc_sim_7b_63` of SafeAILab/EAGLE (not the Medusa tree of the same name).
+_EAGLE1_PATHS = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+EAGLE1_CHOICES = tuple(tuple(map(int, path)) for path in _EAGLE1_PATHS.split(" "))
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes at one depth that have children, and those children.
+
+    Attributes:
+        nodes: indices of these nodes in the tree.
+        previous: where each one's parent is among the previous level's `nodes`.
+        children: indices of the children in the tree.
+        child_parents, child_ranks: for each child, where its parent is among `nodes`, and its rank there.
+    """
+
+    nodes: tuple[int, ...]
+    previous: tuple[int, ...]
+    children: tuple[int, ...]
+    child_parents: tuple[int, ...]
+    child_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree structure with ranks; node 0 is the root, the others follow by depth, then by path.
+
+    Attributes:
+        choices: the path of every node but the root, sorted.
+    """
+
+    choices: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[Sequence[int]]) -> StaticTree:
+        """Raises `ValueError` unless every path's prefix is there, too, and no path twice."""
+        paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
+        known = {(), *paths}
+        if len(known) != len(paths) + 1:
+            raise ValueError("eagle: a static tree names a path twice, or the empty path.")
+        for path in paths:
+            if path[:-1] not in known or path[-1] < 0:
+                raise ValueError(f"eagle: static tree: {path} needs {path[:-1]} in the list, and ranks from 0.")
+        if not paths:
+            raise ValueError("eagle: a static tree needs at least one path.")
+        return cls(tuple(paths))
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of every node, -1 for the root."""
+        index = {(): 0, **{path: i + 1 for i, path in enumerate(self.choices)}}
+        return (ROOT_PARENT, *(index[path[:-1]] for path in self.choices))
+
+    @cached_property
+    def max_rank(self) -> int:
+        return max(path[-1] for path in self.choices)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """Depth by depth the nodes that must be run, the root first."""
+        by_parent: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents[1:], start=1):
+            by_parent.setdefault(parent, []).append(node)
+        levels, nodes, previous = [], (0,), (0,)
+        while nodes:
+            children = tuple(child for node in nodes for child in by_parent[node])
+            child_parents = tuple(i for i, node in enumerate(nodes) for _ in by_parent[node])
+            ranks = tuple(self.choices[child - 1][-1] for child in children)
+            levels.append(Level(nodes, previous, children, child_parents, ranks))
+            expanded = [(c, p) for c, p in zip(children, child_parents, strict=True) if c in by_parent]
+            nodes, previous = tuple(c for c, _ in expanded), tuple(p for _, p in expanded)
+        return tuple(levels)
+
+    def forest(self, nodes: tuple[int, ...]) -> TreePlan:
+        """Plan of `nodes` without the root: what was run of this tree while the root is committed already."""
+        index = {0: ROOT_PARENT, **{node: i for i, node in enumerate(nodes)}}
+        return TreePlan.from_parents([[index[self.parents[node]] for node in nodes]])
+
+    def cut(self, depth: int) -> StaticTree:
+        """The same tree down to `depth`."""
+        return _cut(self, depth)
+
+
+@lru_cache(maxsize=256)
+def _cut(tree: StaticTree, depth: int) -> StaticTree:
+    return StaticTree(tuple(path for path in tree.choices if len(path) <= depth))
