@@ -138,7 +138,7 @@ class Decoding:
         with self._timed("drafter_seconds"):
             self._release_noise()
             limits = self._depth_limits()
-            state = self._draft_state(max(limits))
+            state = self._draft_state(max(limit for row, limit in enumerate(limits) if self._takes_part(row)))
             if state.max_depth == 0:
                 return DraftTree.root_only(state.root_ids)
             tree = self._ask_drafter(lambda: self._session.draft(state))
@@ -212,19 +212,25 @@ class Decoding:
         if self._has_length_dependent_rope:
             rope_limit = rope_depth_limit(self.target.config, max(self._root_positions))
         limits = []
-        for row, finished in enumerate(self.sequences.finished):
+        for row in range(self.sequences.batch_size):
             limit = 10**9 if rope_limit is None else rope_limit
             if self.stopping.max_length is not None:
                 limit = min(limit, self.stopping.max_length - self.sequences.length(row) - 1)
-            limits.append(0 if finished and self.stopping.has_eos else max(limit, 0))
+            limits.append(max(limit, 0))
         return limits
+
+    def _takes_part(self, row: int) -> bool:
+        """Whether the next round can emit tokens in a row."""
+        if self.lockstep:
+            return self.stopping.is_running(self.sequences, row)
+        return not self.sequences.finished[row]
 
     def _draft_state(self, max_depth: int) -> DraftState:
         sampler = self.sampler
         shares_noise = sampler.noise is not None and sampler.required_tier != "walk"
         return DraftState(
             root_ids=torch.tensor([tokens[-1] for tokens in self.sequences.new_tokens]),
-            active=tuple(self.stopping.is_running(self.sequences, row) for row in range(self.sequences.batch_size)),
+            active=tuple(map(self._takes_part, range(self.sequences.batch_size))),
             max_depth=max_depth,
             chains_only=self.scorer.shape == "chain",
             num_emitted=tuple(self.sequences.num_emitted),

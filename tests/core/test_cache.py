@@ -114,9 +114,10 @@ class TestLayer:
         for layer in (ours, stock):
             layer.update(*prefix)
             keys, values = layer.update(*new)
-            layer.update(*later)  # must not disturb what autograd has saved
             assert keys.shape == values.shape == (1, HEADS, 8, HEAD_DIM)
-            gradients.append(torch.autograd.grad((keys * values).square().sum(), new))
+            loss = (keys * values).square().sum()
+            layer.update(*later)  # must not disturb what autograd has saved
+            gradients.append(torch.autograd.grad(loss, new))
         assert_layers_equal(ours, stock)
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

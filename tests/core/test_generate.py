@@ -308,6 +308,15 @@ class TestFallbacks:
         speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
         assert torch.equal(model.generate(ids, max_new_tokens=30, speculator=speculator), plain)
 
+    def test_flex_attention_gets_chains(self, tiny_model, prompt):
+        model, ids = copy.deepcopy(tiny_model()), prompt(8)
+        model.config._attn_implementation = "flex_attention"
+        plain = model.generate(ids, max_new_tokens=24)
+        ours = model.generate(ids, max_new_tokens=24, speculator=perfect(model, ids), return_dict_in_generate=True)
+        assert torch.equal(ours.sequences, plain)
+        assert ours.speculation.mean_acceptance_length > 3
+        assert "flex_attention" in next(iter(ours.speculation.fallbacks))
+
     def test_layers_that_cannot_be_indexed_run_plain_and_say_so(self, prompt):
         config = MistralConfig(
             vocab_size=VOCAB_SIZE,

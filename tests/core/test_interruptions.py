@@ -177,14 +177,15 @@ def test_a_drafter_that_raises_is_named_and_leaves_everything_usable(setting, wh
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_ctrl_c_in_the_middle_of_a_target_forward(setting, layer):
+@pytest.mark.parametrize("forward", [1, 4], ids=["prefill", "round"])
+def test_ctrl_c_in_the_middle_of_a_target_forward(setting, layer, forward):
     model, ids, text = setting
     cache, calls, speculator = DynamicCache(config=model.config), 0, Speculator(perfect(model, ids))
 
     def interrupt(module, args):
         nonlocal calls
         calls += 1
-        if calls == 4:
+        if calls == forward:
             raise KeyboardInterrupt
 
     hook = model.model.layers[layer].mlp.register_forward_pre_hook(interrupt)
@@ -194,7 +195,11 @@ def test_ctrl_c_in_the_middle_of_a_target_forward(setting, layer):
     finally:
         hook.remove()
     assert len({layer.get_seq_length() for layer in cache.layers}) == 1
-    assert_usable(model, ids, text, cache)
+    if forward > 1:
+        assert_usable(model, ids, text, cache)
+    else:
+        ours = model.generate(ids, max_new_tokens=8, past_key_values=cache, speculator=speculator)
+        assert torch.equal(ours, text[:, :17])
 
 
 def test_ctrl_c_while_the_draft_model_runs(setting, tiny_model):

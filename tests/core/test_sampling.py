@@ -92,7 +92,7 @@ def test_the_seed_gives_the_tokens_and_the_rng_state_of_plain_generate(tiny_mode
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("name", ["plain", "everything", "stateful"])
+@pytest.mark.parametrize("name", ["plain", "everything", "stateful", "min_new_tokens"])
 def test_drafting_with_the_shared_noise_changes_no_token(tiny_model, prompt, name, top_k):
     model, draft = tiny_model(), tiny_model(seed=3)
     drafter = DraftModelDrafter.for_target(model, model=draft, top_k=top_k, depth=3)
