@@ -225,14 +225,19 @@ def _problem_with_inputs(
     if kwargs.get("token_type_ids") is not None:
         return "token_type_ids are not supported with a speculator."
     past = cache.get_seq_length()
-    mask = kwargs.get("attention_mask")
-    mask_length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
-    if past and mask_length <= past:
+    total = _total_length(input_ids, config, kwargs)
+    if past and total <= past:
         return (
-            f"the prompt has {mask_length} tokens but past_key_values already holds {past}: pass the whole text with "
+            f"the prompt has {total} tokens but past_key_values already holds {past}: pass the whole text with "
             "at least one new token, or only the new tokens with an attention mask for all."
         )
     return ""
+
+
+def _total_length(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> int:
+    """Tokens of cache and prompt together. `generate` drops a mask of ones and notes its length."""
+    mask = kwargs.get("attention_mask")
+    return mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
 
 
 def _speculate(
@@ -339,9 +344,9 @@ def _prepare(
 
 def _known_from(speculator: Speculator, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> int:
     """Index of the first prompt token whose features the prefill will show."""
-    num_prompt, past, mask = input_ids.shape[1], kwargs["past_key_values"].get_seq_length(), kwargs["attention_mask"]
-    total = mask.shape[1] if mask is not None else getattr(config, "_mask_length", num_prompt)
-    first = past if total == num_prompt else 0
+    num_prompt = input_ids.shape[1]
+    is_whole_text = _total_length(input_ids, config, kwargs) == num_prompt
+    first = kwargs["past_key_values"].get_seq_length() if is_whole_text else 0
     if config.prefill_chunk_size is not None and speculator.drafter.feature_layers:
         # Of a chunked prefill only the last chunk's hidden states come back.
         first += (num_prompt - first - 1) // config.prefill_chunk_size * config.prefill_chunk_size
