@@ -7,19 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from jaxtyping import Float
-from packaging import version
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .drafter import RAW_LAST
 from .errors import DrafterError
 from .models import GenerativeModel
-
-
-# Before 5.23 a list of indices leaves out the state after the final norm.
-_TAKES_INDICES = version.parse(transformers.__version__) >= version.parse("5.23.0")
 
 
 class FeatureTaps:
@@ -46,12 +40,10 @@ class FeatureTaps:
             self._hook = decoder.layers[-1].register_forward_hook(keep)
 
     @property
-    def forward_kwargs(self) -> dict[str, list[int] | bool]:
+    def forward_kwargs(self) -> dict[str, list[int]]:
         """What to hand the target's forward."""
         indices = [layer for layer in self.layers if layer != RAW_LAST]
-        if not indices:
-            return {}
-        return {"output_hidden_states": indices if _TAKES_INDICES else True}
+        return {"output_hidden_states": indices} if indices else {}
 
     def last(self, hidden_states: Any, width: int) -> Mapping[int, Float[Tensor, "B J H"]]:
         """The states of the last `width` positions of the forward that returned `hidden_states`."""
