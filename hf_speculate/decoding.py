@@ -179,7 +179,8 @@ class Decoding:
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
         self.cache.restore()
-        self._taps.close()
+        if "_taps" in vars(self):  # not made yet if the drafter refused to start
+            self._taps.close()
         delivered = self.sequences.num_emitted
         if self.num_delivered is not None:
             delivered = [min(self.num_delivered, n) for n in delivered]

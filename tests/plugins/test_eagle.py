@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from hf_speculate.drafter import RAW_LAST
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub import drafter_class_for
 from hf_speculate.testing import check_drafter
-from hf_speculate_plugins.eagle import EAGLE1_CHOICES, EagleDrafter, EagleOptions, EagleSession, StaticTree
+from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, EagleSession, StaticTree
 from hf_speculate_plugins.eagle.reading import Reading
 
 
@@ -550,10 +551,12 @@ class TestStaticTrees:
                 StaticTree.from_choices(choices)
 
     def test_cut(self):
-        tree = StaticTree.from_choices(EAGLE1_CHOICES)
-        assert len(tree.choices) == 25
+        # All paths whose ranks, counted from 1, add up to at most 5: the 1 + 2 + 4 + 8 + 16 compositions of 1 … 5.
+        paths = (path for depth in range(1, 6) for path in itertools.product(range(5), repeat=depth))
+        tree = StaticTree.from_choices([path for path in paths if sum(path) + len(path) <= 5])
+        assert len(tree.choices) == 31
         assert max(map(len, tree.cut(2).choices)) == 2
-        assert sum(len(level.children) for level in tree.levels) == 25
+        assert sum(len(level.children) for level in tree.levels) == 31
 
     def test_more_ranks_than_tokens(self, head):
         with pytest.raises(ValueError, match="60 children"):

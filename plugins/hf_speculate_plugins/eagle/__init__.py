@@ -6,11 +6,10 @@ from .head import EagleHead
 from .loading import LoadedHead, load_head
 from .saving import write_head
 from .session import EagleSession
-from .static import EAGLE1_CHOICES, StaticTree
+from .static import StaticTree
 
 
 __all__ = [
-    "EAGLE1_CHOICES",
     "Conventions",
     "EagleDrafter",
     "EagleHead",

@@ -13,11 +13,6 @@ from functools import cached_property, lru_cache
 from hf_speculate.tree import ROOT_PARENT, TreePlan
 
 
-# EAGLE-1's default tree, 25 nodes: `mc_sim_7b_63` of SafeAILab/EAGLE (not the Medusa tree of the same name).
-_EAGLE1_PATHS = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-EAGLE1_CHOICES = tuple(tuple(map(int, path)) for path in _EAGLE1_PATHS.split(" "))
-
-
 @dataclass(frozen=True)
 class Level:
     """The nodes at one depth that have children, and those children.
