@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo test slow lint fix bench bench-quick build clean
+.PHONY: demo test slow peers lint fix bench bench-quick build clean
 
 demo: $(SETUP)
 	$(BIN)/python examples/quickstart.py
@@ -14,6 +14,19 @@ test: $(SETUP)
 
 slow: $(SETUP)
 	$(BIN)/python -m pytest -q -n 2 -m slow
+
+# The packages of others whose layouts we write, in an environment of their own (they want another transformers).
+PEERS := .venv-peers
+
+peers: $(SETUP) $(PEERS)/.installed
+	SPECULATORS_PYTHON=$(PEERS)/bin/python $(BIN)/python -m pytest -q tests/optional
+
+$(PEERS)/.installed:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q "$(TORCH)"
+	$(PEERS)/bin/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(PEERS)/bin/pip install -q "transformers>=5.17,<5.20" pydantic pydantic-settings loguru click numpy openai datasets psutil
+	touch $@
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -45,4 +58,4 @@ $(SETUP): pyproject.toml
 	touch $(SETUP)
 
 clean:
-	rm -rf .venv dist build .pytest_cache .ruff_cache
+	rm -rf .venv $(PEERS) dist build .pytest_cache .ruff_cache

@@ -13,6 +13,7 @@ from .speculator import Speculator as Speculator
 from .speculator import attach as attach
 from .speculator import detach as detach
 from .stats import SpeculationStats as SpeculationStats
+from .streaming import stream as stream
 from .tree import DraftTree as DraftTree
 
 

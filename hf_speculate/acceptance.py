@@ -18,10 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .errors import UnsupportedRequestError
+from .records import Records
 from .sequences import Sequences
 from .tree import DraftTree
-from .verification import Choose, Records, Sampler
+from .verification import Choose, Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +78,14 @@ class TypicalSampler(Sampler):
 
     Args:
         rule: the thresholds.
-        processors: as prepared by `generate`.
+        processors: as prepared by `generate`; row-wise ones (`requests` refuses others), as all nodes have to be scored
+            before a path is known.
         records: collects scores and logits.
-    Raises:
-        UnsupportedRequestError: processors that may keep a state; all nodes have to be scored before a path is known.
     """
 
     def __init__(self, rule: TypicalAcceptance, processors: LogitsProcessorList, records: Records):
         super().__init__(processors, None, records)
         self.rule = rule
-        if self.required_tier == "walk":
-            names = [type(processor).__name__ for processor in processors]
-            raise UnsupportedRequestError(
-                f"acceptance='typical' needs logits processors that are known to be row-wise, found {names}. Use "
-                "acceptance='match', or give your own processor `row_wise = True` if it looks at one row at a time."
-            )
 
     def chooser(self, logits: Float[Tensor, "B N V"], tree: DraftTree, sequences: Sequences) -> Choose:
         scores = self._all_scores(logits, tree, sequences, "scores" if self.required_tier == "scores" else "prefix")

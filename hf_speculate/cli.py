@@ -1,7 +1,7 @@
 """The command `hf-speculate`.
 
-Other packages add sub-commands through the entry-point group `hf_speculate.commands`: a `typer.Typer` app, or a
-function with typer's annotations, imported when it is asked for.
+Other packages add sub-commands through the entry-point group `hf_speculate.commands`, and benchmarks through
+`hf_speculate.bench_commands`: a `typer.Typer` app, or a function with typer's annotations, imported when asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .errors import SpeculateError
 
 
 COMMANDS_GROUP = "hf_speculate.commands"
+BENCH_COMMANDS_GROUP = "hf_speculate.bench_commands"
 
 _EXAMPLES = """
 Examples:
@@ -33,17 +34,29 @@ Examples:
 """
 
 
-class _Group(TyperGroup):
-    """Adds the commands of other packages; turns a `SpeculateError` into one line on stderr."""
+class _PluginGroup(TyperGroup):
+    """Adds the commands of other packages."""
 
     def list_commands(self, ctx) -> list[str]:
         own = super().list_commands(ctx)
-        return own + sorted(name for name in _installed_commands() if name not in own)
+        return own + sorted(name for name in self.installed() if name not in own)
 
     def get_command(self, ctx, cmd_name: str):
         own = super().get_command(ctx, cmd_name)
-        points = _installed_commands()
+        points = self.installed()
         return _load_command(points[cmd_name]) if own is None and cmd_name in points else own
+
+    def installed(self) -> dict[str, EntryPoint]:
+        return _installed_commands()
+
+
+class _BenchGroup(_PluginGroup):
+    def installed(self) -> dict[str, EntryPoint]:
+        return _installed_commands(BENCH_COMMANDS_GROUP)
+
+
+class _Group(_PluginGroup):
+    """Turns a `SpeculateError` into one line on stderr."""
 
     def invoke(self, ctx) -> Any:
         try:
@@ -53,8 +66,8 @@ class _Group(TyperGroup):
             raise typer.Exit(1) from error
 
 
-def _installed_commands() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
+def _installed_commands(group: str = COMMANDS_GROUP) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def _load_command(point: EntryPoint):
@@ -86,7 +99,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", cls=_BenchGroup)
 
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 

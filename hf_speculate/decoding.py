@@ -20,12 +20,15 @@ from .drafter import Drafter, DraftRequest, DraftSession, DraftState
 from .errors import DrafterError, SpeculateError
 from .features import FeatureTaps
 from .models import GenerativeModel
+from .observations import Observation, Observations
+from .processors import score_only
 from .scoring import Scorer, has_length_dependent_rope, rope_depth_limit
 from .sequences import Sequences
 from .stats import SpeculationStats
 from .stopping import Stopping
 from .tree import DraftTree
-from .verification import Sampler, Verdict, score_only, verify
+from .tuning import UNLIMITED, Tuner
+from .verification import Sampler, Verdict, verify
 
 
 Answer = TypeVar("Answer")
@@ -44,8 +47,10 @@ def decode(run: Decoding) -> Generator[Verdict]:
                 tree = run.draft()
                 output = run.score(tree)
                 verdict = run.verify(output.logits, tree)
+                run.record(output, verdict)
                 run.cache.keep(verdict.paths)
                 run.observe(verdict, output.hidden_states)
+                run.learn(tree, verdict)
                 yield verdict
     finally:
         run.close()
@@ -63,6 +68,7 @@ class Decoding:
         prefill_forward: runs the prompt, `hidden_states` layers given, and returns the model's output.
         sampler, stopping, sequences, stats: see there.
         prompt_positions: position id of each row's last prompt token.
+        tuner: chooses how much every round drafts; None: what the drafter gives.
         stream_each_step: all rows advance together because a consumer wants [B] tokens a step.
         num_delivered: tokens a row that a streamer was handed; None where there is no streamer.
     """
@@ -77,11 +83,15 @@ class Decoding:
     sequences: Sequences
     stats: SpeculationStats
     prompt_positions: Sequence[int]
+    tuner: Tuner | None = None
     stream_each_step: bool = False
 
     num_delivered: int | None = field(default=None, init=False)
     _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
     _open_session: DraftSession | None = field(default=None, init=False)
+    _unobserved: Observations = field(default_factory=Observations, init=False)
+    _round_start: float = field(default=0.0, init=False)
+    _draft_seconds: float = field(default=0.0, init=False)
 
     @property
     def cache(self) -> TreeCache:
@@ -97,6 +107,10 @@ class Decoding:
         return FeatureTaps(self.target, self.drafter.feature_layers)
 
     @cached_property
+    def _forward_kwargs(self) -> dict[str, Any]:
+        return {**self._taps.forward_kwargs, **self.sampler.records.forward_kwargs}
+
+    @cached_property
     def _has_length_dependent_rope(self) -> bool:
         return has_length_dependent_rope(self.target.config)
 
@@ -109,7 +123,7 @@ class Decoding:
     def lockstep_reason(self) -> str:
         if self.sequences.batch_size == 1:
             return ""
-        if self.sampler.required_tier == "walk":
+        if not self.sampler.row_wise:
             return "a logits processor that is not known to be row-wise"
         if not self.stopping.row_wise:
             return "a stopping criterion that is not known to be row-wise"
@@ -123,8 +137,12 @@ class Decoding:
             self.stats.fallbacks[f"rows in lock-step: {self.lockstep_reason}"] += 1
         with self._timed("prefill_seconds"):
             self._open_session = self._ask_drafter(lambda: self.drafter.start(self.request))
-            output = self.prefill_forward(**self._taps.forward_kwargs)
+            with self._taps.listening():
+                output = self.prefill_forward(**self._forward_kwargs)
+            if output.past_key_values is not self.cache.cache:  # prefix tuning brings its own
+                self.scorer.cache = TreeCache(output.past_key_values, self.sequences.batch_size)
             self.cache.commit_appended()
+            self.sampler.records.add_prompt(output)
             self._prompt_lengths = self.cache.lengths
             prompt = self.sequences.prompt
             roots = prompt[:, -1] if prompt.shape[1] else prompt.new_zeros(prompt.shape[0])
@@ -135,25 +153,25 @@ class Decoding:
         return verdict
 
     def draft(self) -> DraftTree:
+        self._round_start = time.perf_counter()
         with self._timed("drafter_seconds"):
             self._release_noise()
             limits = self._depth_limits()
-            state = self._draft_state(max(limit for row, limit in enumerate(limits) if self._takes_part(row)))
-            if state.max_depth == 0:
-                return DraftTree.root_only(state.root_ids)
-            tree = self._ask_drafter(lambda: self._session.draft(state))
-            if tree.batch_size != self.sequences.batch_size:
-                raise DrafterError(
-                    f"drafter {self.drafter.name!r} drafted {tree.batch_size} rows for {self.sequences.batch_size}."
-                )
-            if state.chains_only and not _is_chain(tree):
-                tree = _first_branch(tree)
-            return tree.pruned(limits) if tree.max_depth > min(limits) else tree
+            rows = [row for row in range(self.sequences.batch_size) if self._takes_part(row)]
+            budget = UNLIMITED if self.tuner is None else self.tuner.choose(rows)
+            max_depth = max(limits[row] for row in rows)
+            state = self._draft_state(max_depth if budget.max_depth is None else min(max_depth, budget.max_depth))
+            tree = self._ask_for_tree(state) if state.max_depth else DraftTree.root_only(state.root_ids)
+            if budget.max_nodes is not None:
+                tree = tree.first(budget.max_nodes)
+            tree = tree.pruned(limits) if tree.max_depth > min(limits) else tree
+        self._draft_seconds = time.perf_counter() - self._round_start
+        return tree
 
     def score(self, tree: DraftTree) -> Any:
-        with self._timed("target_seconds"):
+        with self._timed("target_seconds"), self._taps.listening():
             self.stats.target_forwards += 1
-            return self.scorer(tree, self._root_positions, forward_kwargs=self._taps.forward_kwargs)
+            return self.scorer(tree, self._root_positions, forward_kwargs=self._forward_kwargs)
 
     def verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
         with self._timed("target_seconds"):
@@ -168,13 +186,32 @@ class Decoding:
                 )
         return verdict
 
+    def record(self, output: Any, verdict: Verdict) -> None:
+        """Keeps the hidden states and attentions of the accepted paths if the request asked for them."""
+        records, cache = self.sampler.records, self.cache
+        for row, path in enumerate(verdict.paths) if records.forward_kwargs else ():
+            first_step = len(self.sequences.new_tokens[row]) - len(path)
+            records.add_path(output, row, path, first_step, cache.lengths[row], cache.append_index)
+
     def observe(self, verdict: Verdict, hidden_states: Any) -> None:
+        """Notes what the drafter will be told before its next draft."""
         with self._timed("drafter_seconds"):
             width = max(map(len, verdict.paths))
             features = self._taps.at(hidden_states, verdict.paths)
             tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in verdict.tokens])
             lengths = torch.tensor([len(tokens) for tokens in verdict.tokens])
-            self._ask_drafter(lambda: self._session.observe(tokens, features, lengths))
+            self._unobserved.add(Observation(tokens, features, lengths))
+
+    def learn(self, tree: DraftTree, verdict: Verdict) -> None:
+        """Tells the tuner what the round cost and brought."""
+        if self.tuner is not None:
+            self.tuner.record(
+                tree.num_nodes - 1,
+                tree.max_depth,
+                {row: path[1:] for row, path in enumerate(verdict.paths) if path},
+                seconds=time.perf_counter() - self._round_start,
+                drafting_seconds=self._draft_seconds,
+            )
 
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
@@ -191,7 +228,23 @@ class Decoding:
             self.sampler.noise.finish(max(delivered))
         if self._open_session is not None:
             session, self._open_session = self._open_session, None
-            session.close()
+            try:
+                observation = self._unobserved.take() if session.carries_over else None
+                if observation is not None:
+                    session.observe(*observation)
+            finally:
+                session.close()
+
+    def _ask_for_tree(self, state: DraftState) -> DraftTree:
+        observation = self._unobserved.take()
+        if observation is not None:
+            self._ask_drafter(lambda: self._session.observe(*observation))
+        tree = self._ask_drafter(lambda: self._session.draft(state))
+        if tree.batch_size != self.sequences.batch_size:
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} drafted {tree.batch_size} rows for {self.sequences.batch_size}."
+            )
+        return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
 
     def _verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
         return verify(logits, tree, self.sampler, self.stopping, self.sequences, lockstep=self.lockstep)
@@ -228,7 +281,8 @@ class Decoding:
 
     def _draft_state(self, max_depth: int) -> DraftState:
         sampler = self.sampler
-        shares_noise = sampler.noise is not None and sampler.required_tier != "walk"
+        # An unknown processor may draw from the same RNG: no noise is drawn ahead of its turn then.
+        shares_noise = sampler.noise is not None and sampler.row_wise
         return DraftState(
             root_ids=torch.tensor([tokens[-1] for tokens in self.sequences.new_tokens]),
             active=tuple(map(self._takes_part, range(self.sequences.batch_size))),

@@ -7,8 +7,9 @@ in speed, never in text. `hf_speculate.testing.check_drafter` is the conformance
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache
 
+from .errors import CheckpointError
 from .noise import Noise
 
 
@@ -43,6 +46,9 @@ class DraftRequest:
             belong to a reused cache and come without features.
         do_sample: whether the request samples.
         max_new_tokens: upper bound of what will be emitted, None if unbounded.
+        cache: the target's cache: drafters key by it what the next turn of a conversation can use (`conversations`).
+        num_earlier: tokens that the cache holds and `input_ids` does not (a turn that was given its new tokens only).
+        earlier_ids: these tokens, where they are known (one row).
     """
 
     target: PreTrainedModel
@@ -51,6 +57,17 @@ class DraftRequest:
     known_from: int = 0
     do_sample: bool = False
     max_new_tokens: int | None = None
+    cache: Cache | None = None
+    num_earlier: int = 0
+    earlier_ids: Sequence[int] | None = None
+
+    @property
+    def text(self) -> list[int] | None:
+        """The whole text so far, of a request with one row, no padding and nothing unknown; else None."""
+        is_plain = self.input_ids.shape[0] == 1 and self.attention_mask is None
+        if not is_plain or (self.num_earlier and self.earlier_ids is None):
+            return None
+        return [*(self.earlier_ids or ()), *self.input_ids[0].tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +118,21 @@ class DraftState:
 
 
 class DraftSession(ABC):
-    """The drafting state of one request. Sessions are used by one thread and closed exactly once."""
+    """The drafting state of one request. Sessions are used by one thread and closed exactly once.
+
+    Attributes:
+        carries_over: whether the next turn of a conversation can use what this session knows; then it is also told of
+            the last rounds, after which nothing was drafted.
+    """
+
+    carries_over: bool = False
 
     @abstractmethod
     def draft(self, state: DraftState) -> DraftTree:
-        """A tree for the next round, all B rows; its node 0 is `state.root_ids`. May be the root alone."""
+        """A tree for the next round, all B rows; its node 0 is `state.root_ids`. May be the root alone.
+
+        Nodes come in the order of their worth (parents first): the loop may score only the first n of them.
+        """
 
     @abstractmethod
     def observe(
@@ -114,7 +141,8 @@ class DraftSession(ABC):
         features: Mapping[int, Float[Tensor, "B J H"]],
         lengths: Int[Tensor, " B"],
     ) -> None:
-        """Learns what was committed: once after the prefill, then once a round, before the next `draft`.
+        """Learns what was committed: once after the prefill, then before every `draft`, but the first, what the rounds
+        since the last one brought (several, if some of them had no draft).
 
         Args:
             tokens: int64 on the CPU; `tokens[r, j]` was chosen *after* path node j of row r, root first. After the
@@ -125,6 +153,21 @@ class DraftSession(ABC):
 
     def close(self) -> None:
         """Releases what the session holds. Called exactly once, also after an error."""
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """What `Drafter.save_pretrained` wrote, for the model card.
+
+    Attributes:
+        algorithm: tag of the method on the Hub, e.g. "eagle3".
+        layout: name of the layout that was written.
+        base_model: Hub id or path of the target, if the drafter knows it.
+    """
+
+    algorithm: str
+    layout: str
+    base_model: str | None = None
 
 
 class Drafter(ABC):
@@ -153,6 +196,14 @@ class Drafter(ABC):
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Builds the drafter from a local checkpoint folder that `recognizes` accepted."""
         raise NotImplementedError(f"{cls.__name__} has no checkpoints to load.")
+
+    def save_pretrained(self, path: str | os.PathLike, layout: str | None = None) -> SavedHead:
+        """Writes weights and config to the folder `path` in a published layout (None: the drafter's default).
+
+        Raises:
+            CheckpointError: nothing to save, or the layout cannot express it; nothing has been written then.
+        """
+        raise CheckpointError(f"the drafter {self.name!r} has no weights to save.")
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ class FeatureTaps:
     def __init__(self, target: GenerativeModel, layers: Sequence[int]):
         self.layers = tuple(layers)
         self._raw_last: Tensor | None = None
+        self._listening = False
         self._hook: RemovableHandle | None = None
         if RAW_LAST in self.layers:
             thread = threading.get_ident()
 
             def keep(_module, _inputs, output) -> None:
-                if threading.get_ident() == thread:  # other threads may run the same model
+                if self._listening and threading.get_ident() == thread:  # other threads may run the same model
                     self._raw_last = output[0] if isinstance(output, tuple) else output
 
             decoder: Any = target.get_decoder()
@@ -44,6 +46,15 @@ class FeatureTaps:
         """What to hand the target's forward."""
         indices = [layer for layer in self.layers if layer != RAW_LAST]
         return {"output_hidden_states": indices} if indices else {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around the forwards that are tapped: processors, criteria and consumers may run the target as well."""
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
 
     def last(self, hidden_states: Any, width: int) -> Mapping[int, Float[Tensor, "B J H"]]:
         """The states of the last `width` positions of the forward that returned `hidden_states`."""

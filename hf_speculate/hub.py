@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import CommitInfo, HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from .card import CARD_FILE, is_generated
 from .errors import CheckpointError, DrafterNotFoundError
 from .registry import installed_drafters, load_drafter, unknown_drafter_message
 
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja"]
 
 
@@ -61,3 +63,45 @@ def drafter_class_for(folder: str):
         names.append(name)
     files: list[Any] = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     raise CheckpointError(f"no installed drafter ({', '.join(names)}) recognises the checkpoint in {folder}: {files}.")
+
+
+def make_repository(repo_id: str, *, private: bool | None = None, token: str | bool | None = None) -> str:
+    """Makes a model repository unless it exists; returns its full id, "owner/name"."""
+    return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
+
+
+def upload_head(
+    folder: str,
+    repo_id: str,
+    *,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> CommitInfo:
+    """Uploads a saved head in one commit; a model card that a person wrote there is kept.
+
+    Raises:
+        CheckpointError: the repository holds weights that the upload would not replace: readers look for several names
+            and could take those.
+    """
+    api = HfApi(token=token)
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    present, new = api.list_repo_files(repo_id, revision=revision), os.listdir(folder)
+    stale = sorted(name for name in present if "/" not in name and name.endswith(_WEIGHTS) and name not in new)
+    if stale:
+        raise CheckpointError(
+            f"{repo_id} already holds the weights {', '.join(stale)}, which readers could take instead of "
+            f"{', '.join(name for name in new if name.endswith(_WEIGHTS))}: delete them, or choose another repository, "
+            "revision or layout."
+        )
+    keeps_card = CARD_FILE in present and not is_generated(api.hf_hub_download(repo_id, CARD_FILE, revision=revision))
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=commit_message,
+        revision=revision,
+        create_pr=create_pr,
+        ignore_patterns=[CARD_FILE] if keeps_card else None,
+    )

@@ -31,6 +31,7 @@ class Noise:
         self._first_step = 0
         self._rows: deque[Tensor] = deque()
         self._states_before: deque[Tensor] = deque()
+        self._pause: tuple[int, Tensor, Tensor] | None = None
 
     def row(self, step: int) -> Float[Tensor, "B V"]:
         """Noise of decoding step `step` (0 = the first new token). Draws up to it; does not consume."""
@@ -56,11 +57,29 @@ class Noise:
             self._states_before.popleft()
             self._first_step += 1
 
+    def pause(self, num_steps: int) -> None:
+        """Puts the RNG where stock has it after `num_steps` sampled tokens, for a consumer that may draw from it."""
+        num_used, drawn = max(num_steps - self._first_step, 0), _get_rng_state(self._device)
+        if num_used < len(self._rows):
+            _set_rng_state(self._states_before[num_used], self._device)
+        self._pause = num_used, _get_rng_state(self._device), drawn
+
+    def resume(self) -> None:
+        """Goes on after `pause`. If the consumer has drawn, rows that no token used are drawn anew, as in stock."""
+        assert self._pause is not None
+        (num_used, left_at, drawn), self._pause = self._pause, None
+        if torch.equal(_get_rng_state(self._device), left_at):
+            _set_rng_state(drawn, self._device)
+            return
+        while len(self._rows) > num_used:
+            self._rows.pop()
+            self._states_before.pop()
+
     def finish(self, num_steps: int) -> None:
-        """Leaves the RNG where stock leaves it after `num_steps` sampled tokens."""
-        unused = num_steps - self._first_step
-        if unused < len(self._rows):
-            _set_rng_state(self._states_before[max(unused, 0)], self._device)
+        """Leaves the RNG where stock leaves it after `num_steps` sampled tokens; while paused it is there already."""
+        if self._pause is None:
+            self.pause(num_steps)
+        self._pause = None
         self._rows.clear()
         self._states_before.clear()
 

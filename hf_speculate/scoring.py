@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .cache import PreallocatedLayer, TreeCache, has_only_full_attention
+from .devices import execution_device
 from .tree import DraftTree
 
 
@@ -91,6 +92,8 @@ class Scorer:
         self.shape = shape
         self._prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._forward_kwargs = dict(forward_kwargs or {})
+        # Of offloaded embeddings `model.device` is "meta".
+        self.device = execution_device(model.get_input_embeddings()) or model.device
 
     def __call__(
         self,
@@ -112,7 +115,7 @@ class Scorer:
             The model's output; `logits` is [B, N - num_cached, V], `logits[r, i]` scores the token after node
             `num_cached + i`.
         """
-        device = self.model.device
+        device = self.device
         depths = tree.plan.depths[:, num_cached:]
         position_ids = torch.tensor(root_positions, device=depths.device)[:, None] + depths
         return self.model(
@@ -140,7 +143,7 @@ class Scorer:
             return None
         if self.shape == "chain" and visible is not None:
             return torch.cat([visible, visible.new_ones(visible.shape[0], num_nodes)], dim=1).long()
-        dtype, device = self._attention_dtype, self.model.device
+        dtype, device = self._attention_dtype, self.device
         size = (tree.batch_size, 1, num_nodes - num_cached, num_prefix + num_nodes)
         mask = torch.zeros(size, dtype=dtype, device=device)
         if visible is not None:
@@ -158,7 +161,7 @@ class Scorer:
         """bool [B, num_prefix]: entries that are real; None if all are."""
         if self._prompt_mask is None and not self.cache.is_ragged:
             return None
-        device = self.model.device
+        device = self.device
         lengths = torch.tensor(self.cache.lengths, device=device)
         visible = torch.arange(num_prefix, device=device) < lengths[:, None]
         if self._prompt_mask is not None:

@@ -34,6 +34,11 @@ class Sequences:
         """New tokens a row."""
         return [len(tokens) for tokens in self.new_tokens]
 
+    @property
+    def new_shape(self) -> tuple[int, int]:
+        """Shape of the new tokens in the result: (B, steps)."""
+        return self.batch_size, max(self.num_emitted)
+
     def length(self, row: int) -> int:
         """Prompt and new tokens of a row, padding of the prompt included (stock's `input_ids.shape[1]`)."""
         return self.prompt.shape[1] + len(self.new_tokens[row])
@@ -53,7 +58,7 @@ class Sequences:
 
     def result(self) -> Int[Tensor, "B T"]:
         """All rows, those that ended early filled with the padding token, as plain `generate` returns them."""
-        num_new = max(self.num_emitted)
+        num_new = self.new_shape[1]
         rows = [tokens + [self.pad_token_id] * (num_new - len(tokens)) for tokens in self.new_tokens]
         new_ids = torch.tensor(rows, dtype=self.prompt.dtype, device=self.prompt.device)
         return torch.cat([self.prompt, new_ids.view(self.batch_size, num_new)], dim=1)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import weakref
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal, cast
 
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import PreTrainedModel
 
 from .acceptance import TypicalAcceptance
+from .card import Metric, write_card
 from .drafter import Drafter
 from .errors import SpeculateError
-from .hub import drafter_class_for, local_folder
+from .hub import drafter_class_for, local_folder, make_repository, upload_head
 from .models import GenerativeModel
 from .registry import installed_drafters, load_drafter
 from .stats import SpeculationStats
+from .tuning import Experience
 
 
 class Speculator:
@@ -27,8 +33,13 @@ class Speculator:
             sample, a drafted token is accepted if the target finds it probable enough (Medusa, arXiv:2401.10774), and
             where none is, the most probable token is taken; nothing is drawn.
         posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, see `TypicalAcceptance`.
+        adaptive: every round drafts what measured costs and acceptance say pays best, at most what its options
+            allow, and nothing where nothing pays (see `tuning`). False: always what the options say; then rounds, and
+            with them 16-bit ties, do not depend on the clock. None: True unless the environment variable
+            HF_SPECULATE_ADAPTIVE is 0.
 
     Attributes:
+        experience: what `adaptive` has learnt, None if it is off.
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
         lossless: True: the text is the target's own (see README, "What lossless means"). False with "typical".
     """
@@ -40,6 +51,7 @@ class Speculator:
         *,
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
+        adaptive: bool | None = None,
     ):
         if not isinstance(drafter, Drafter):
             raise TypeError(
@@ -50,11 +62,75 @@ class Speculator:
         self.typical = _typical_rule(
             acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha
         )
+        if adaptive is None:
+            adaptive = os.environ.get("HF_SPECULATE_ADAPTIVE", "1") != "0"
+        self.experience = Experience() if adaptive else None
         self.stats = SpeculationStats()
 
     @property
     def lossless(self) -> bool:
         return self.typical is None
+
+    def save_pretrained(
+        self,
+        path: str | os.PathLike,
+        layout: str | None = None,
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+        notes: str = "",
+        measured_on: str | None = None,
+    ) -> None:
+        """Writes the drafter's weights in a published layout, and a model card unless the folder has a person's.
+
+        Args:
+            path: folder, made if it is absent.
+            layout: one of the drafter's, e.g. "speculators", "specforge", "safeailab" for EAGLE-3 and "fasterdecoding",
+                "vllm" for Medusa; None: the drafter's default. (The acceptance rule is not part of any.)
+            metrics, notes, measured_on: for the card, see `hf_speculate.card.write_card`.
+        Raises:
+            CheckpointError: the drafter has no weights, or the layout cannot express them; nothing is written then.
+        """
+        saved = self.drafter.save_pretrained(path, layout)
+        write_card(path, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        layout: str | None = None,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        metrics: Mapping[str, Metric] | None = None,
+        notes: str = "",
+        measured_on: str | None = None,
+    ) -> CommitInfo:
+        """Saves as `save_pretrained` does and uploads the result to a Hub repository, which is made if it is absent.
+
+        Args:
+            repo_id: "owner/name", or "name" for one of your own.
+            private: of a new repository; None leaves that to the owner's settings.
+            token, commit_message, revision, create_pr: as everywhere on the Hub.
+        Raises:
+            CheckpointError: as `save_pretrained`; or the repository holds weights under other names, which readers
+                could take for this head's. Nothing is uploaded then.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            saved = self.drafter.save_pretrained(
+                folder, layout
+            )  # what cannot be saved fails before a repository is made
+            repo_id = make_repository(repo_id, private=private, token=token)
+            write_card(folder, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on, repo_id=repo_id)
+            return upload_head(
+                folder,
+                repo_id,
+                token=token,
+                commit_message=commit_message or f"Upload {saved.algorithm} head ({saved.layout} layout)",
+                revision=revision,
+                create_pr=create_pr,
+            )
 
     def __repr__(self) -> str:
         rule = "" if self.lossless else f", {self.typical}, lossy"
@@ -79,21 +155,33 @@ class AutoSpeculator:
         raise TypeError("AutoSpeculator is not instantiated: use from_name(...) or from_pretrained(...).")
 
     @staticmethod
-    def from_name(name: str, target: nn.Module, **options: Any) -> Speculator:
+    def from_name(
+        name: str,
+        target: nn.Module,
+        *,
+        acceptance: Literal["match", "typical"] = "match",
+        posterior_threshold: float | None = None,
+        posterior_alpha: float | None = None,
+        adaptive: bool | None = None,
+        **options: Any,
+    ) -> Speculator:
         """A speculator by drafter name, e.g. `from_name("prompt_lookup", target=model, max_ngram=4)`.
 
         Args:
             name: an installed drafter, see `hf-speculate drafters`.
             target: the model that it will draft for (PEFT-wrapped and compiled models are looked through).
+            acceptance, posterior_threshold, posterior_alpha, adaptive: see `Speculator`.
             options: the drafter's options; unknown ones raise `TypeError`.
         Raises:
             DrafterNotFoundError: no such drafter (with a suggestion).
             TargetMismatchError: it does not fit the target.
         """
+        rule = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
+        _typical_rule(acceptance, **rule)  # what it refuses is refused before weights are read
         target = unwrap(target)
         drafter = load_drafter(name).for_target(target, **options)
         drafter.check_target(target)
-        return Speculator(drafter)
+        return Speculator(drafter, acceptance, **rule, adaptive=adaptive)
 
     @staticmethod
     def from_pretrained(
@@ -105,6 +193,10 @@ class AutoSpeculator:
         cache_dir: str | os.PathLike | None = None,
         local_files_only: bool = False,
         subfolder: str | None = None,
+        acceptance: Literal["match", "typical"] = "match",
+        posterior_threshold: float | None = None,
+        posterior_alpha: float | None = None,
+        adaptive: bool | None = None,
         **options: Any,
     ) -> Speculator:
         """A speculator from the folder or Hub repository of a head or draft model; the layout is recognised.
@@ -113,12 +205,15 @@ class AutoSpeculator:
             name_or_path: folder, or Hub id.
             target: the model that it will draft for.
             revision, token, cache_dir, local_files_only, subfolder: as everywhere on the Hub.
+            acceptance, posterior_threshold, posterior_alpha, adaptive: see `Speculator`.
             options: the drafter's options.
         Raises:
             DrafterNotFoundError: neither a folder nor a repository that can be had.
             CheckpointError: no installed drafter recognises it, or it is broken.
             TargetMismatchError: it belongs to another target.
         """
+        rule = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
+        _typical_rule(acceptance, **rule)
         target = unwrap(target)
         folder = local_folder(
             name_or_path,
@@ -130,7 +225,7 @@ class AutoSpeculator:
         )
         drafter = drafter_class_for(folder).from_folder(folder, target, **options)
         drafter.check_target(target)
-        return Speculator(drafter)
+        return Speculator(drafter, acceptance, **rule, adaptive=adaptive)
 
 
 def unwrap(model: nn.Module) -> GenerativeModel:

@@ -18,11 +18,11 @@ from .sequences import Sequences
 
 
 if TYPE_CHECKING:
-    from .verification import Records
+    from .records import Records
 
 
-_ROW_WISE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
-_END_ALL_ROWS_TOGETHER = (MaxLengthCriteria, MaxTimeCriteria)
+# Not the time: when it is up, stock ends all rows after the same number of tokens.
+_ROW_WISE = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 
 
 class Stopping:
@@ -37,13 +37,15 @@ class Stopping:
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.max_length: int | None = criteria.max_length
         self._host_rules = _host_rules(criteria)
+        deadlines = [c.initial_timestamp + c.max_time for c in criteria if type(c) is MaxTimeCriteria]
+        self._deadline: float | None = min(deadlines, default=None)
 
     @property
     def row_wise(self) -> bool:
         """Whether each row can be judged alone, at its own pace."""
         known = all(type(c) in _ROW_WISE or getattr(c, "row_wise", False) for c in self.criteria)
         # Without EOS stock lets rows that have stopped write on until the last one stops.
-        return known and (self.has_eos or all(type(c) in _END_ALL_ROWS_TOGETHER for c in self.criteria))
+        return known and (self.has_eos or all(type(c) is MaxLengthCriteria for c in self.criteria))
 
     def is_running(self, sequences: Sequences, row: int) -> bool:
         """Whether a row still gets tokens of its own: stock fills finished rows with padding only if there is EOS."""
@@ -52,9 +54,10 @@ class Stopping:
     def update(self, rows: Sequence[int], sequences: Sequences, records: Records) -> None:
         """Marks those of `rows` (of equal length) that are finished after their last token."""
         if self._host_rules is not None:
+            is_late = self._deadline is not None and time.time() > self._deadline
             for row in rows:
                 length, token = sequences.length(row), sequences.new_tokens[row][-1]
-                sequences.finished[row] |= any(rule(length, token) for rule in self._host_rules)
+                sequences.finished[row] |= is_late or any(rule(length, token) for rule in self._host_rules)
             return
         scores = None
         if records.scores is not None and len(rows) == sequences.batch_size:
@@ -81,9 +84,6 @@ def _host_rules(criteria: StoppingCriteriaList) -> list[Callable[[int, int], boo
         elif type(criterion) is EosTokenCriteria:
             eos_ids = frozenset(criterion.eos_token_id.tolist())
             rules.append(lambda length, token, eos_ids=eos_ids: token in eos_ids)
-        elif type(criterion) is MaxTimeCriteria:
-            deadline = criterion.initial_timestamp + criterion.max_time
-            rules.append(lambda length, token, deadline=deadline: time.time() > deadline)
-        else:
+        elif type(criterion) is not MaxTimeCriteria:  # of those, `Stopping` looks at the clock once a step
             return None
     return rules

@@ -91,6 +91,9 @@ def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
 class DraftTree:
     """Draft tokens of one round for a batch: every row has its own tokens, and its own structure or a shared one.
 
+    Nodes come in the order of their worth: the first n of them are the drafter's tree of n nodes, and the decoding loop
+    cuts trees there (`first`) where a smaller one pays better.
+
     Args:
         token_ids: int64 [B, N], node 0 of every row is the root.
         parents: structure. One sequence of N parents shared by all rows, a list of B such sequences, or an int64
@@ -111,10 +114,9 @@ class DraftTree:
             if max_depth is None:
                 raise DrafterError("a draft tree with a tensor of parents needs max_depth, an int known on the host.")
             self._device_parents = parents
-            self.plan = TreePlan.from_tensor(parents, max_depth)
+            self._max_depth = max_depth
         else:
             self._host_parents = _as_rows(parents)
-            self.plan = TreePlan.from_parents(self._host_parents)
 
     @classmethod
     def root_only(cls, root_ids: Int[Tensor, " B"]) -> DraftTree:
@@ -133,6 +135,12 @@ class DraftTree:
         token_ids = torch.tensor([[*tokens, *[tokens[0]] * (width - len(tokens))] for tokens, _ in rows])
         return cls(token_ids, [[*parents, *[PADDING_PARENT] * (width - len(parents))] for _, parents in rows])
 
+    @cached_property
+    def plan(self) -> TreePlan:
+        if self._device_parents is None:
+            return TreePlan.from_parents(self._host_parents)
+        return TreePlan.from_tensor(self._device_parents, self._max_depth)
+
     @property
     def batch_size(self) -> int:
         return self.token_ids.shape[0]
@@ -143,7 +151,8 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        return self.plan.max_depth
+        """Upper bound of the depth of a node."""
+        return self.plan.max_depth if self._device_parents is None else self._max_depth
 
     @cached_property
     def host(self) -> HostTree:
@@ -154,6 +163,15 @@ class DraftTree:
             stacked = torch.stack([self.token_ids, self._device_parents.expand_as(self.token_ids)])
             tokens, parents = stacked.tolist()
         return HostTree(tokens, parents if len(parents) == len(tokens) else parents * len(tokens))
+
+    def first(self, count: int) -> DraftTree:
+        """The tree of the root and the first `count` draft nodes."""
+        if count + 1 >= self.num_nodes:
+            return self
+        tokens = self.token_ids[:, : count + 1]
+        if self._device_parents is None:
+            return DraftTree(tokens, [row[: count + 1] for row in self._host_parents])
+        return DraftTree(tokens, self._device_parents[:, : count + 1], self._max_depth)
 
     def pruned(self, max_depths: Sequence[int]) -> DraftTree:
         """The same tree with the nodes of row r below `max_depths[r]` cut off (turned to padding and trimmed)."""

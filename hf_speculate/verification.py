@@ -1,11 +1,7 @@
 """Verification: the request's own processors and sampler choose the token at a node; if it is a child, move there.
 
 Lossless by construction: the target's sampler picks every emitted token, in order. Processors decide how widely the
-sampler can be batched (three tiers with one result):
-
-- "scores": they see only the scores (temperature, top-k, …): all nodes at once;
-- "prefix": they read the prefix, row by row (repetition penalty, n-gram bans, …): one call a depth, rows = nodes;
-- "walk": anything else: one call an emitted token, exactly the calls that stock `generate` makes. The plain reference.
+sampler can be batched, see `processors`: three tiers with one result, of which the walk is the plain reference.
 
 Batching costs a call over nodes that are never visited and saves host synchronisations, so it is used on accelerators;
 on a CPU there is nothing to synchronise and the walk is always the cheapest.
@@ -15,77 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .noise import Noise
+from .processors import Tier, processors_of_row, required_tier, see_rows_alone
+from .records import Records
 from .sequences import Sequences
 from .stopping import Stopping
 from .tree import DraftTree
-
-
-Tier = Literal["scores", "prefix", "walk"]
-
-_SEE_SCORES = (
-    lp.TemperatureLogitsWarper,
-    lp.TopKLogitsWarper,
-    lp.TopPLogitsWarper,
-    lp.TopHLogitsWarper,
-    lp.MinPLogitsWarper,
-    lp.TypicalLogitsWarper,
-    lp.EpsilonLogitsWarper,
-    lp.EtaLogitsWarper,
-    lp.InfNanRemoveLogitsProcessor,
-    lp.LogitNormalization,
-    lp.SuppressTokensLogitsProcessor,
-)
-_SEE_PREFIX = (
-    lp.RepetitionPenaltyLogitsProcessor,
-    lp.NoRepeatNGramLogitsProcessor,
-    lp.SequenceBiasLogitsProcessor,
-    lp.NoBadWordsLogitsProcessor,
-    lp.MinLengthLogitsProcessor,
-    lp.MinNewTokensLengthLogitsProcessor,
-    lp.ForcedBOSTokenLogitsProcessor,
-    lp.ForcedEOSTokenLogitsProcessor,
-    lp.SuppressTokensAtBeginLogitsProcessor,
-    lp.ExponentialDecayLengthPenalty,
-)
-
-
-def required_tier(processors: LogitsProcessorList) -> Tier:
-    """The widest batching that `processors` allow; subclasses of known ones count as unknown."""
-    sees_prefix = False
-    for processor in processors:
-        if type(processor) in _SEE_SCORES:
-            continue
-        if type(processor) not in _SEE_PREFIX and not getattr(processor, "row_wise", False):
-            return "walk"
-        sees_prefix = True
-    return "prefix" if sees_prefix else "scores"
-
-
-def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """`processors` as they apply to row `row` alone, for calls whose rows are not the rows of the batch."""
-    alone = LogitsProcessorList()
-    for processor in processors:
-        ignored = getattr(processor, "prompt_ignore_length", None)
-        if type(processor) is lp.RepetitionPenaltyLogitsProcessor and isinstance(ignored, Tensor):
-            # `generate` gives the left padding of every row; one row's is cut off as an int.
-            processor = lp.RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
-        alone.append(processor)
-    return alone
-
-
-def score_only(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those of `processors` that can also warp a drafter's logits: they see only scores and name no token."""
-    known = (p for p in processors if type(p) in _SEE_SCORES and type(p) is not lp.SuppressTokensLogitsProcessor)
-    return LogitsProcessorList(known)
 
 
 @dataclass
@@ -107,42 +45,13 @@ class Verdict:
         return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)], [0] * batch_size)
 
 
-class StepRecord:
-    """One [B, V] tensor a step, filled row by row (rows may be at different steps)."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[int, Tensor]] = []
-        self._complete: tuple[Tensor, ...] = ()
-
-    def add(self, step: int, row: int, value: Float[Tensor, " V"]) -> None:
-        while len(self._rows) <= step:
-            self._rows.append({})
-        self._rows[step][row] = value
-
-    def complete(self, batch_size: int) -> tuple[Float[Tensor, "B V"], ...]:
-        """All steps so far, as stock's `scores`; rows that had ended before a step are 0 there."""
-        for rows in self._rows[len(self._complete) :]:
-            blank = torch.zeros_like(next(iter(rows.values())))
-            self._complete += (torch.stack([rows.get(row, blank) for row in range(batch_size)]),)
-        return self._complete
+_IMPOSSIBLE = -1  # instead of a token, where scores allow none
 
 
-@dataclass(frozen=True)
-class Records:
-    """What `output_scores` and `output_logits` ask for; None where not asked."""
-
-    scores: StepRecord | None = None
-    logits: StepRecord | None = None
-
-    def __bool__(self) -> bool:
-        return self.scores is not None or self.logits is not None
-
-    def add(self, step: int, row: int, logits: Tensor, scores: Tensor) -> None:
-        """Copies are kept: a view would keep the logits of the whole tree alive."""
-        if self.logits is not None:
-            self.logits.add(step, row, logits.to(torch.float32, copy=True))
-        if self.scores is not None:
-            self.scores.add(step, row, scores.clone())
+def _possible(tokens: list[int]) -> list[int]:
+    if _IMPOSSIBLE in tokens:
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")  # as `torch.multinomial`
+    return tokens
 
 
 Choose = Callable[[Sequence[int], Sequence[int]], list[int]]
@@ -166,6 +75,7 @@ class Sampler:
         self.noise = noise
         self.records = records
         self.required_tier: Tier = required_tier(processors)
+        self.row_wise = see_rows_alone(processors)
         self._forced_tier: Tier | None = tier
         self._row_processors: dict[int, LogitsProcessorList] = {}
 
@@ -185,28 +95,30 @@ class Sampler:
         def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             for row, node in zip(rows, nodes, strict=True):
                 self._record(sequences, row, logits[row, node], scores[row, node])
-            return [table[row][node] for row, node in zip(rows, nodes, strict=True)]
+            return _possible([table[row][node] for row, node in zip(rows, nodes, strict=True)])
 
         return look_up
 
     def _choose_now(self, logits: Tensor, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences) -> list[int]:
         device = sequences.prompt.device
         selected = logits[rows[0], nodes[0]][None] if len(rows) == 1 else logits[list(rows), list(nodes)]
-        if not self.processors and self.noise is None and not self.records:
+        if not self.processors and self.noise is None and not self.records.of_sampler:
             return selected.float().argmax(-1).tolist()  # the operation of stock, and four times faster than in bf16
         selected = selected.to(copy=True, dtype=torch.float32, device=device)
-        processors = self.processors if len(rows) == sequences.batch_size else self._processors_of_row(rows[0])
+        processors = (
+            self.processors if len(rows) == sequences.batch_size else self._processors_of_row(rows[0], sequences)
+        )
         scores = processors(sequences.view(rows), selected) if processors else selected  # type: ignore[arg-type]
         for index, row in enumerate(rows):
             self._record(sequences, row, selected[index], scores[index])
         noise = None
         if self.noise is not None:
             noise = self.noise.row(sequences.num_emitted[rows[0]])[list(rows)]
-        return self._pick(scores, noise).tolist()
+        return _possible(self._pick(scores, noise).tolist())
 
-    def _processors_of_row(self, row: int) -> LogitsProcessorList:
+    def _processors_of_row(self, row: int, sequences: Sequences) -> LogitsProcessorList:
         if row not in self._row_processors:
-            self._row_processors[row] = processors_of_row(self.processors, row)
+            self._row_processors[row] = processors_of_row(self.processors, row, sequences.batch_size)
         return self._row_processors[row]
 
     @staticmethod
@@ -214,10 +126,12 @@ class Sampler:
         """Greedy: argmax. Sampling: what `torch.multinomial(softmax(scores), 1)` picks when it draws `noise`."""
         if noise is None:
             return scores.argmax(-1)
-        return (torch.softmax(scores, dim=-1) / noise).argmax(-1)
+        probs = torch.softmax(scores, dim=-1)
+        # Where any score is NaN or +inf, or all are -inf, the whole row is NaN.
+        return (probs / noise).argmax(-1).masked_fill_(probs[:, 0].isnan(), _IMPOSSIBLE)
 
     def _record(self, sequences: Sequences, row: int, logits: Tensor, scores: Tensor) -> None:
-        if self.records:
+        if self.records.of_sampler:
             self.records.add(len(sequences.new_tokens[row]), row, logits, scores)
 
     def _all_scores(self, logits: Tensor, tree: DraftTree, sequences: Sequences, tier: Tier) -> Tensor:
@@ -231,7 +145,7 @@ class Sampler:
             return self.processors(no_text, flat).view(scores.shape)
         for row in range(tree.batch_size):  # finished ones too: without EOS they write on
             for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
-                scores[row, nodes] = self._processors_of_row(row)(prefixes, scores[row, nodes])
+                scores[row, nodes] = self._processors_of_row(row, sequences)(prefixes, scores[row, nodes])
         return scores
 
     @staticmethod

@@ -29,6 +29,7 @@ Kind = Literal["eager", "stock_speculative", "speculator"]
 
 BUNDLED = "pycoder"
 BUNDLED_DRAFT = "pycoder-draft"
+BUNDLED_HEADS = ("pycoder-eagle3", "pycoder-medusa")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +178,12 @@ def default_target() -> str:
 
 
 def default_speculators(target: str) -> list[str]:
-    """Prompt lookup, and the bundled draft model for the bundled target."""
-    draft = bundled(BUNDLED_DRAFT) if target == bundled(BUNDLED) else None
-    return ["prompt_lookup", *([f"draft_model:model={draft}"] if draft else [])]
+    """Prompt lookup, and for the bundled target what there is for it: heads and a draft model."""
+    if target != bundled(BUNDLED):
+        return ["prompt_lookup"]
+    heads = [folder for folder in map(bundled, BUNDLED_HEADS) if folder]
+    draft = bundled(BUNDLED_DRAFT)
+    return ["prompt_lookup", *heads, *([f"draft_model:model={draft}"] if draft else [])]
 
 
 def _value(text: str) -> Any:

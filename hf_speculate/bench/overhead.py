@@ -103,10 +103,10 @@ def bench_overhead(
         verify = _verify_times(model, prompt, sorted({1, *nodes}), on)
         advance("verify measured")
         script = _plain(model, prompt, max_new_tokens + max(nodes))[:, prompt_length:]
-        speculators = {
-            n: Speculator(ScriptedDrafter(script, branching(n), accuracy=accuracy, vocab_size=shape.vocab_size))
-            for n in nodes
-        }
+        speculators = {}
+        for n in nodes:
+            drafter = ScriptedDrafter(script, branching(n), accuracy=accuracy, vocab_size=shape.vocab_size)
+            speculators[n] = Speculator(drafter, adaptive=False)
         plain: list[dict[str, float]] = []
         rounds: dict[int, list[dict[str, Any]]] = {n: [] for n in nodes}
         for speculator in speculators.values():  # warm-up

@@ -38,7 +38,7 @@ def check_drafter(
         raise ValueError("check_drafter needs at least two prompts, to make a batch of them.")
     target = unwrap(target)
     watched = _Watched(drafter, target.config.get_text_config(decoder=True).vocab_size)
-    speculator = Speculator(watched)
+    speculator = Speculator(watched, adaptive=False)
     prompts = [prompt.view(-1).to(target.device) for prompt in prompts]
     budget = {"eos_token_id": None, "pad_token_id": 0}
     check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, **budget)

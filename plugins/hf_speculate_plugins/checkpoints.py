@@ -103,6 +103,27 @@ def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, 
     return shapes
 
 
+def read_tensor(path: str, name: str) -> Tensor:
+    """One tensor of a weight file, on the CPU; raises `CheckpointError` if it is not there (see `read_checkpoint`)."""
+    for found, load in _named_loaders(path):
+        if found == name:
+            tensor = load()
+            _check_finite(path, {name: tensor})
+            return tensor
+    raise CheckpointError(f"{path} does not hold {name}.")
+
+
+def refuse_other_weights(folder: str | os.PathLike, file: str) -> None:
+    """Raises `CheckpointError` if `folder` holds weights that readers could take instead of `file`."""
+    present = os.listdir(folder) if os.path.isdir(folder) else []
+    others = [name for name in WEIGHT_FILES if name in present and name != file]
+    if others:
+        raise CheckpointError(
+            f"{os.fspath(folder)} already holds {', '.join(others)}, which readers could take instead of the {file} "
+            "that would be written: delete it, or choose another folder or layout."
+        )
+
+
 def read_config(folder: str) -> dict[str, Any]:
     """`config.json` as it is, or {} when there is none."""
     path = os.path.join(folder, "config.json")

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_speculate.cache import TreeCache
+from hf_speculate.conversations import Conversations, common_prefix
 from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.scoring import Scorer, supported_shape
@@ -65,6 +66,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):
         self.model = model.eval()
         self.options = options or DraftModelOptions()
+        self.conversations: Conversations[TreeCache] = Conversations()
 
     def __repr__(self) -> str:
         return f"DraftModelDrafter({type(self.model).__name__}, {self.options})"
@@ -143,19 +145,25 @@ class DraftModelSession(DraftSession):
         if shape == "single":
             raise TargetMismatchError(f"{type(self.model).__name__} cannot be a draft model: {reason}.")
         mask = None if request.attention_mask is None else request.attention_mask[:, -num_prompt:]
-        self.cache = TreeCache(cache, batch_size)
+        self._conversations, self._target_cache = drafter.conversations, request.cache
+        text = request.text
+        prompt = request.input_ids if text is None else torch.tensor([text], device=request.input_ids.device)
+        num_prompt, self._has_text = prompt.shape[1], text is not None
+        self.cache = self._resumed(text) or TreeCache(cache, batch_size)
         self.scorer = Scorer(self.model, self.cache, mask, shape)
         # The target may know tokens that the draft model lacks (rows of padding, as a rule): any other stands for them.
         self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
-        self._prompt, self._prompt_mask = request.input_ids.clamp(max=self._last_token), mask
+        self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask
         self._num_prompt = num_prompt
+        self._has_read_prompt = False
         self._texts: list[list[int]] = [[] for _ in range(batch_size)]
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         # Position of the last prompt token of each row.
         self._last_positions = [num_prompt - 1] * batch_size if mask is None else (mask.sum(-1) - 1).tolist()
 
     def observe(self, tokens, features, lengths) -> None:
-        if self.cache.append_index == 0 and self._num_prompt:
+        if not self._has_read_prompt:
+            self._has_read_prompt = True
             self._prefill()
             lengths_list = [1] * len(self._texts)
             tokens = tokens.gather(1, lengths[:, None] - 1)
@@ -181,14 +189,26 @@ class DraftModelSession(DraftSession):
         """Without the columns that the target's vocabulary does not have."""
         return output.logits[..., : self._vocab_size]
 
+    def _resumed(self, text: list[int] | None) -> TreeCache | None:
+        """The draft model's cache of the last turn, cut to what the text has kept of it."""
+        carried = self._conversations.take(self._target_cache, text)
+        if carried is None:
+            return None
+        num_alike, cache = carried
+        cache.truncate([num_alike])
+        return cache
+
     def _prefill(self) -> None:
-        device = self.model.device
+        """Runs the prompt, as far as the cache lacks it."""
+        device, start = self.model.device, self.cache.append_index
+        if start == self._num_prompt:
+            return
         positions = None
         if self._prompt_mask is not None:
             positions = (self._prompt_mask.long().cumsum(-1) - 1).clamp(min=0).to(device)
         with torch.no_grad():
             self.model(
-                input_ids=self._prompt.to(device),
+                input_ids=self._prompt[:, start:].to(device),
                 attention_mask=None if self._prompt_mask is None else self._prompt_mask.to(device),
                 position_ids=positions,
                 past_key_values=self.cache.cache,
@@ -197,11 +217,18 @@ class DraftModelSession(DraftSession):
             )
         self.cache.commit_appended()
 
+    def close(self) -> None:
+        """Leaves the cache to the next turn."""
+        if self._has_text and self._has_read_prompt and self._target_cache is not None:
+            self.cache.restore()
+            text = self._prompt[0].tolist() + self._cached[0]
+            self._conversations.keep(self._target_cache, text[: self.cache.append_index], self.cache)
+
     def _feed_committed(self) -> Tensor:
         """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [B, V]."""
         rows, kept = [], []
         for text, cached in zip(self._texts, self._cached, strict=True):
-            common = _common_prefix(text[:-1], cached)
+            common = common_prefix(text[:-1], cached)
             del cached[common:]
             kept.append(self._num_prompt + common)
             rows.append((text[common:], range(-1, len(text) - common - 1)))
@@ -244,12 +271,3 @@ class DraftModelSession(DraftSession):
         )
         self.cache.restore()
         return tree
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length

@@ -61,7 +61,7 @@ def grow_tree(
         max_nodes: draft nodes that are kept, the root not counted.
         token_ids: target vocabulary id of each score column (None: the column itself).
     Returns:
-        A tree of at most `max_nodes` + 1 nodes a row, parents before children.
+        A tree of at most `max_nodes` + 1 nodes a row, the best first.
     """
     device, batch_size = root_scores.device, root_scores.shape[0]
 
@@ -111,14 +111,16 @@ def grow_tree(
 def _best_nodes(
     root_ids: Tensor, values: Tensor, tokens: Tensor, parents: Tensor, max_nodes: int, depth: int
 ) -> DraftTree:
-    """The `max_nodes` best of the pool. A child is never better than its parent, and the sort is stable, so that with
-    equal values the parent, which comes first in the pool, is kept first: the kept nodes form a tree."""
+    """The `max_nodes` best of the pool, the best first.
+
+    A child is never better than its parent, and the sort is stable, so that with equal values the parent, which comes
+    first in the pool, is first: every beginning is a tree.
+    """
     count = min(max_nodes, values.shape[1])
-    order = torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]
-    kept = order.sort(dim=1).values  # [B, count], pool order: parents before children
+    kept = torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]
+    ranks = torch.zeros_like(parents).scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
     kept_parents = parents.gather(1, kept)
-    new_parents = torch.searchsorted(kept, kept_parents.clamp(min=0)) + 1
-    new_parents = torch.where(kept_parents < 0, 0, new_parents)
+    new_parents = torch.where(kept_parents < 0, 0, ranks.gather(1, kept_parents.clamp(min=0)))
     root_parent = torch.full_like(root_ids[:, None], ROOT_PARENT)
     return DraftTree(
         torch.cat([root_ids[:, None], tokens.gather(1, kept)], dim=1),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_speculate import DraftTree, Speculator
+from hf_speculate import DraftTree, Speculator, attach, detach
 from hf_speculate.acceptance import TypicalAcceptance
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
@@ -124,3 +124,17 @@ def test_a_token_at_the_threshold_and_padding_nodes_are_not_accepted():
     for epsilon, last in ((0.25, [0, 0]), (0.24, [2, 1])):
         rule = TypicalAcceptance(posterior_threshold=epsilon, posterior_alpha=1.0)
         assert rule.last_nodes(scores, tree).tolist() == last
+
+
+def test_an_attached_speculator_steps_aside_for_a_processor_it_does_not_know(typical, tiny_model, prompt):
+    model, processors = tiny_model(), LogitsProcessorList([_PlainProcessor()])
+    torch.manual_seed(0)
+    plain = model.generate(prompt(8), **SAMPLING, logits_processor=processors)
+    attach(model, typical)
+    try:
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(prompt(8), **SAMPLING, logits_processor=processors), plain)
+    finally:
+        detach(model)
+    assert typical.stats.rounds == 0
+    assert any("row-wise" in reason for reason in typical.stats.fallbacks)

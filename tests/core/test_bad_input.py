@@ -37,8 +37,6 @@ UNSUPPORTED = {
     "paged cache": ({"cache_implementation": "paged"}, "paged"),
     "no cache": ({"use_cache": False}, "use_cache=False"),
     "synced_gpus": ({"synced_gpus": True}, "synced_gpus"),
-    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     "custom generate": ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
 }
 

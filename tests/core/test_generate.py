@@ -80,7 +80,7 @@ def test_without_a_speculator_the_original_runs_untouched(tiny_model, prompt, mo
     def forbidden(*args, **kwargs):
         raise AssertionError("our loop ran")
 
-    monkeypatch.setattr("hf_speculate.generate._speculate", forbidden)
+    monkeypatch.setattr("hf_speculate.generate.prepare", forbidden)
     model, ids = tiny_model(), prompt(6)
     model.generate(ids, max_new_tokens=3)
     model.generate(ids, max_new_tokens=3, speculator=None)
@@ -359,7 +359,8 @@ def test_features_are_the_targets_hidden_states_at_the_path(tiny_model, prompt):
                 features[layer][:, :length], hidden[layer][:, position : position + length], atol=1e-9, rtol=0
             )
         position += length
-    assert position == text.shape[1] - 1
+    untold = text.shape[1] - 1 - position
+    assert 1 <= untold <= 4  # the last round only: no draft came after it
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

@@ -16,9 +16,9 @@ from transformers import (
     StopStringCriteria,
 )
 
+from hf_speculate.records import Records, StepRecord
 from hf_speculate.sequences import Sequences
 from hf_speculate.stopping import Stopping
-from hf_speculate.verification import Records, StepRecord
 
 
 PROMPT = torch.tensor([[4, 5, 6], [7, 8, 9]])
@@ -123,7 +123,7 @@ class TestClassification:
         [
             ([], True, False),
             ([MaxLengthCriteria(9)], True, False),
-            ([MaxLengthCriteria(9), past()], True, False),
+            ([MaxLengthCriteria(9), past()], False, False),
             ([MaxLengthCriteria(9), EosTokenCriteria(EOS)], True, True),
             ([EosTokenCriteria(EOS), RowWise(3)], True, True),
             ([EosTokenCriteria(EOS), STOP_STRING], True, True),

@@ -11,20 +11,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from hf_speculate import verification
+from hf_speculate import processors as known
 from hf_speculate.noise import Noise
+from hf_speculate.processors import processors_of_row, required_tier, score_only, see_rows_alone
+from hf_speculate.records import Records, StepRecord
 from hf_speculate.sequences import Sequences
 from hf_speculate.stopping import Stopping
 from hf_speculate.tree import DraftTree
-from hf_speculate.verification import (
-    Records,
-    Sampler,
-    StepRecord,
-    processors_of_row,
-    required_tier,
-    score_only,
-    verify,
-)
+from hf_speculate.verification import Sampler, verify
 
 
 VOCAB_SIZE = 7
@@ -57,6 +51,8 @@ PROCESSORS = {
     lp.ForcedEOSTokenLogitsProcessor: lambda: lp.ForcedEOSTokenLogitsProcessor(MAX_LENGTH, EOS),
     lp.SuppressTokensAtBeginLogitsProcessor: lambda: lp.SuppressTokensAtBeginLogitsProcessor([2, 3, 4], NUM_PROMPT + 3),
     lp.ExponentialDecayLengthPenalty: lambda: lp.ExponentialDecayLengthPenalty((2, 1.5), EOS, NUM_PROMPT),
+    lp.EncoderRepetitionPenaltyLogitsProcessor: lambda: lp.EncoderRepetitionPenaltyLogitsProcessor(1.8, PROMPT[:1]),
+    lp.EncoderNoRepeatNGramLogitsProcessor: lambda: lp.EncoderNoRepeatNGramLogitsProcessor(2, PROMPT[:1]),
 }
 COMBINATIONS = {
     **{kind.__name__: [make] for kind, make in PROCESSORS.items()},
@@ -189,7 +185,7 @@ def tiers(combination):
 
 
 def test_every_processor_that_is_batched_is_tested():
-    assert set(PROCESSORS) == set(verification._SEE_SCORES + verification._SEE_PREFIX)
+    assert set(PROCESSORS) == set(known._SEE_SCORES + known._SEE_PREFIX)
 
 
 class TestTiers:
@@ -309,10 +305,40 @@ class TestClassification:
             ([lp.TopKLogitsWarper(3), Unknown(), RowWise()], "walk"),
             ([MyTemperature(0.5)], "walk"),
             ([MyPenalty(1.2)], "walk"),
+            ([lp.WatermarkLogitsProcessor(VOCAB_SIZE, "cpu")], "walk"),
+            ([lp.PrefixConstrainedLogitsProcessor(lambda row, text: [2], 1)], "walk"),
         ],
     )
     def test_the_tier_is_what_the_most_demanding_processor_needs(self, processors, tier):
         assert required_tier(LogitsProcessorList(processors)) == tier
+
+    @pytest.mark.parametrize(
+        ("processors", "alone"),
+        [
+            ([], True),
+            ([lp.TemperatureLogitsWarper(0.5), lp.RepetitionPenaltyLogitsProcessor(1.2), RowWise()], True),
+            ([lp.WatermarkLogitsProcessor(VOCAB_SIZE, "cpu")], True),
+            ([lp.PrefixConstrainedLogitsProcessor(lambda row, text: [2], 1)], True),
+            ([lp.SynthIDTextWatermarkLogitsProcessor(3, [5], 7, 0, 4, CPU)], False),
+            ([lp.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)], False),
+            ([lp.TopKLogitsWarper(3), Unknown()], False),
+            ([MyPenalty(1.2)], False),
+        ],
+    )
+    def test_rows_go_their_own_pace_only_with_processors_known_to_allow_it(self, processors, alone):
+        assert see_rows_alone(LogitsProcessorList(processors)) is alone
+
+    def test_every_row_of_a_batch_has_its_own_allowed_tokens_and_its_own_prompt(self):
+        allowed = lp.PrefixConstrainedLogitsProcessor(lambda row, text: [2 + row, int(text[-1])], 1)
+        ngrams = lp.EncoderNoRepeatNGramLogitsProcessor(2, PROMPT)
+        penalty = lp.EncoderRepetitionPenaltyLogitsProcessor(1.8, PROMPT)
+        scores = torch.randn(3, VOCAB_SIZE)
+        for processor in (allowed, ngrams, penalty):
+            expected = processor(PROMPT, scores.clone())
+            assert not torch.equal(expected, scores)
+            for row in range(3):
+                (alone,) = processors_of_row(LogitsProcessorList([processor]), row, 3)
+                assert torch.equal(alone(PROMPT[[row]], scores[[row]].clone()), expected[[row]])
 
     def test_a_drafter_gets_warpers_that_name_no_token(self):
         temperature, top_k = lp.TemperatureLogitsWarper(0.5), lp.TopKLogitsWarper(3)
@@ -324,12 +350,12 @@ class TestClassification:
         other, scores = lp.TopKLogitsWarper(3), torch.randn(3, VOCAB_SIZE)
         expected = penalty(PROMPT, scores.clone())
         for row in range(3):
-            alone = processors_of_row(LogitsProcessorList([penalty, other]), row)
+            alone = processors_of_row(LogitsProcessorList([penalty, other]), row, 3)
             assert alone[1] is other
             assert torch.equal(alone[0](PROMPT[row : row + 1], scores[row : row + 1].clone()), expected[row : row + 1])
-        assert processors_of_row(LogitsProcessorList([penalty]), 0)[0] is not penalty
+        assert processors_of_row(LogitsProcessorList([penalty]), 0, 3)[0] is not penalty
         plain = lp.RepetitionPenaltyLogitsProcessor(1.8, 2)
-        assert processors_of_row(LogitsProcessorList([plain]), 1)[0] is plain
+        assert processors_of_row(LogitsProcessorList([plain]), 1, 3)[0] is plain
 
 
 class TestRecords:

@@ -17,6 +17,7 @@ from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, StaticTree, load_head
 from hf_speculate_plugins.eagle.layouts import canonical_name
+from hf_speculate_plugins.eagle.reading import CachedAttention
 
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
@@ -138,7 +139,8 @@ class TestForward:
         else:
             torch.testing.assert_close(fused[0], vectors["fused"], **CLOSE)
         cache = DynamicCache()
-        hidden = head(ids[:, 1:], fused, vectors["position_ids"][None], cache, is_causal=True)
+        attend = CachedAttention(cache, is_causal=True)
+        hidden = head(ids[:, 1:], fused, vectors["position_ids"][None], attend)
         logits, fed_back = head.read(hidden)
         torch.testing.assert_close(hidden[0], vectors["tf_hidden"], **CLOSE)
         torch.testing.assert_close(fed_back[0], vectors["tf_feedback"], **CLOSE)

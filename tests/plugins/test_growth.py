@@ -57,7 +57,7 @@ def reference(row, scores, *, depth, top_k, max_nodes, token_ids):
         best = torch.stack([value for value, _ in candidates]).topk(len(frontier)).indices
         frontier = [candidates[index] for index in best]
     order = sorted(range(len(pool)), key=lambda index: -pool[index][0].item())[:max_nodes]
-    paths = [(row,), *(pool[index][1] for index in sorted(order))]
+    paths = [(row,), *(pool[index][1] for index in order)]
     return [path[-1] for path in paths[1:]], [paths.index(path[:-1]) for path in paths[1:]]
 
 
@@ -108,6 +108,13 @@ def test_the_tree_is_the_references(depth, top_k, max_nodes, token_ids):
         )
         assert tree.host.token_ids[row] == [root, *tokens]
         assert tree.host.parents[row] == [-1, *parents]
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 7, 20])
+def test_the_first_nodes_of_a_tree_are_the_tree_of_so_many_nodes(max_nodes):
+    wide = grow(random_scores, depth=5, top_k=3, max_nodes=39).first(max_nodes).host
+    small = grow(random_scores, depth=5, top_k=3, max_nodes=max_nodes).host
+    assert (wide.token_ids, wide.parents) == (small.token_ids, small.parents)
 
 
 @pytest.mark.parametrize("name", SCORES)

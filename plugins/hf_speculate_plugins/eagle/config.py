@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hf_speculate.drafter import RAW_LAST
+
 
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt"]
 
@@ -88,6 +90,14 @@ class EagleSpec:
             step = (num_target_layers - 4) / max(self.num_features - 1, 1)
             return tuple(round(1 + i * step) + 1 for i in range(self.num_features))
         return (2, num_target_layers // 2, num_target_layers - 3)
+
+    def entry_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """`resolved_layers` as `Drafter.feature_layers` names them.
+
+        EAGLE-3 wants every layer's own output; for the last one that is not what `hidden_states` ends with.
+        """
+        layers = self.resolved_layers(num_target_layers)
+        return tuple(RAW_LAST if self.version == 3 and layer == num_target_layers else layer for layer in layers)
 
 
 @dataclass(frozen=True, kw_only=True)

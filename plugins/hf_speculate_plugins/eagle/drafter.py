@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest
+from hf_speculate.conversations import Conversations
+from hf_speculate.drafter import Drafter, DraftRequest, SavedHead
 from hf_speculate.hub import local_folder
 
-from ..checkpoints import tensor_shapes
+from ..checkpoints import LoadReport, tensor_shapes
+from ..target_files import TargetFiles
 from .config import Conventions, EagleSpec
+from .conversion import convert_head
 from .layouts import eagle_version
 from .loading import LoadedHead, check_fits, load_head
 from .saving import LayoutName, write_head
@@ -77,13 +80,11 @@ class EagleDrafter(Drafter):
     def __init__(self, loaded: LoadedHead, target: PreTrainedModel, options: EagleOptions | None = None):
         self.head, self.target_ids, self.report = loaded.head, loaded.target_ids, loaded.report
         self.options = options or EagleOptions()
+        self.conversations: Conversations = Conversations()
         self._target_name = getattr(target.config, "_name_or_path", None) or None
         self._target_architectures = [type(target).__name__]
         self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        layers = self.spec.resolved_layers(self._num_target_layers)
-        # EAGLE-3 wants every layer's own output; for the last one that is not what `hidden_states` ends with.
-        raw = (RAW_LAST if self.spec.version == 3 and layer == self._num_target_layers else layer for layer in layers)
-        self.entry_layers = tuple(raw)
+        self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
         tree = self.options.static_tree
         if tree is not None and tree.max_rank >= self.spec.draft_vocab_size:
@@ -116,12 +117,15 @@ class EagleDrafter(Drafter):
         chosen = EagleOptions(**options)
         return cls(load_head(folder, target, conventions), target, chosen)
 
-    def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str = "speculators") -> None:
+    def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
         """Writes the head in a published layout: "safeailab", "specforge" (SGLang) or "speculators" (vLLM).
 
+        Args:
+            layout: None: "speculators", for EAGLE-1 "safeailab", the only one that has it.
         Raises:
             CheckpointError: the layout cannot express this head.
         """
+        layout = layout or ("speculators" if self.spec.version == 3 else "safeailab")
         write_head(
             path,
             self.head,
@@ -131,6 +135,14 @@ class EagleDrafter(Drafter):
             target_name=self._target_name,
             target_architectures=self._target_architectures,
         )
+        return SavedHead("eagle3" if self.spec.version == 3 else "eagle", layout, self._target_name)
+
+    @staticmethod
+    def convert(
+        folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
+    ) -> tuple[SavedHead, LoadReport]:
+        """Writes the head in `folder` to `path` in another layout, see `convert_head`."""
+        return convert_head(folder, path, layout, target)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares hidden size, vocabulary and depth."""

@@ -10,29 +10,31 @@ position i, and predicts token i + 2. Deeper draft tokens take the head's own st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .config import EagleSpec
 
 
+# attend(layer, queries [B, heads, N, d], keys [B, kv_heads, N, d], values [B, kv_heads, N, d]) -> [B, heads, N, d]:
+# what the N entries see, these and earlier ones. Decoding looks into a cache (`reading`), training into unrolled steps.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
 class Attention(nn.Module):
-    """Grouped-query attention of a head, with optional norms of queries and keys; appends to `cache`."""
+    """Grouped-query attention of a head, with optional norms of queries and keys."""
 
     def __init__(self, spec: EagleSpec, layer: int, input_size: int):
         super().__init__()
         self.layer = layer
         self.head_dim = spec.head_dim
-        self.uses_groups = spec.num_kv_heads != spec.num_heads
         self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
@@ -41,19 +43,14 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
             self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
 
-    def forward(
-        self, inputs: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, is_causal: bool, cache: Cache
-    ) -> Tensor:
+    def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         shape = (*inputs.shape[:2], -1, self.head_dim)
         queries, keys = self.q_proj(inputs).view(shape), self.k_proj(inputs).view(shape)
         values = self.v_proj(inputs).view(shape).transpose(1, 2)
         if hasattr(self, "q_norm"):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), *rotary)
-        keys, values = cache.update(keys, values, self.layer)
-        mixed = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.uses_groups
-        )
+        mixed = attend(self.layer, queries, keys, values)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -162,7 +159,7 @@ class EagleHead(nn.Module):
     def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
         """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
         module: Any = self.shared["embed_tokens"] or self.embed_tokens
-        embeddings = module(token_ids.to(module.weight.device))
+        embeddings = module(_beside(token_ids, module))
         return embeddings.to(device=self.device, dtype=self.dtype)
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
@@ -183,41 +180,51 @@ class EagleHead(nn.Module):
         token_ids: Int[Tensor, "B N"],
         states: Float[Tensor, "B N Hd"],
         position_ids: Int[Tensor, "B N"],
-        cache: Cache,
-        masks: Sequence[Tensor | None] | None = None,
-        is_causal: bool = False,
+        attend: Attend,
     ) -> Float[Tensor, "B N Hd"]:
-        """Runs N entries; appends their keys and values to `cache`.
+        """Runs N entries.
 
         Args:
             token_ids: the token *after* the one that the state belongs to.
             states: from `fuse`, or what `read` gave for the entry before.
             position_ids: position of the state's token.
-            masks: additive, for each layer [B, 1, N, M + N] or None (every entry sees all).
-            is_causal: causal mask instead, for an empty cache.
+            attend: mixes values, once a layer; knows the mask and what came before.
         Returns:
             The states before the final norm.
         """
         embeddings = self.embed(token_ids)
-        attention = {"rotary": self.rotary(states, position_ids), "is_causal": is_causal, "cache": cache}
-        masks = masks or [None] * self.spec.num_layers
+        attention = {"rotary": self.rotary(states, position_ids), "attend": attend}
         if self.spec.version == 3:
-            hidden = self.layers[0](states, embeddings=embeddings, mask=masks[0], **attention)
+            hidden = self.layers[0](states, embeddings=embeddings, **attention)
         else:
             # Features and embeddings may be large in 16 bit, so they are joined, not projected one by one and added.
             joined = self.fc(torch.cat([embeddings, states], dim=-1))
-            hidden = self.layers[0](joined, mask=masks[0], **attention)
-        for layer, mask in zip(list(self.layers)[1:], masks[1:], strict=True):
-            hidden = layer(hidden, mask=mask, **attention)
+            hidden = self.layers[0](joined, **attention)
+        for layer in list(self.layers)[1:]:
+            hidden = layer(hidden, **attention)
         return hidden
+
+    @property
+    def output(self) -> Any:
+        """The module that makes draft logits: the head's own or the target's."""
+        return self.shared["lm_head"] or self.lm_head
+
+    def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
+        """What `output` takes for `forward`'s states, and the states that the next draft step takes."""
+        normed = self.norm(hidden) if hasattr(self, "norm") else hidden
+        return normed if self.spec.norm_logits else hidden, normed if self.spec.feed_back_normed else hidden
 
     def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
         """Draft logits of `forward`'s states, and the states that the next draft step takes."""
-        normed = self.norm(hidden) if hasattr(self, "norm") else hidden
-        module: Any = self.shared["lm_head"] or self.lm_head
-        inputs = normed if self.spec.norm_logits else hidden
-        logits = module(inputs.to(module.weight.device))
-        return logits.to(hidden.device), normed if self.spec.feed_back_normed else hidden
+        inputs, fed_back = self.finish(hidden)
+        module = self.output
+        return module(_beside(inputs, module)).to(hidden.device), fed_back
+
+
+def _beside(inputs: Tensor, module: Any) -> Tensor:
+    """`inputs` where a module's weight is. That of an offloaded one is nowhere: its hook fetches both when called."""
+    device = module.weight.device
+    return inputs if device.type == "meta" else inputs.to(device)
 
 
 def _rotary_config(spec: EagleSpec) -> LlamaConfig:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_speculate.devices import execution_device
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
 from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint
@@ -42,6 +43,23 @@ class LoadedHead:
         return self.head.spec
 
 
+@dataclass(frozen=True)
+class OpenedHead:
+    """A head's files, understood; whose embeddings and output matrix it uses is still open.
+
+    Attributes:
+        spec: what it computes.
+        checkpoint: the files, names canonical.
+        keys: the books of this load.
+        target_ids: see `LoadedHead`; on the CPU.
+    """
+
+    spec: EagleSpec
+    checkpoint: Checkpoint
+    keys: KeyAccount
+    target_ids: Tensor | None
+
+
 def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | None = None) -> LoadedHead:
     """Loads the head in `folder` for `target`.
 
@@ -50,39 +68,70 @@ def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | N
         TargetMismatchError: made for a target of another width, vocabulary or depth.
     """
     conventions = conventions or Conventions()
+    opened = open_head(folder, conventions, target)
+    embed_tokens = shared_embeddings(opened, target.get_input_embeddings(), conventions.embeddings)
+    lm_head = shared_output(opened, target.get_output_embeddings())
+    return assemble(opened, embed_tokens, lm_head, head_device(target), target.dtype)
+
+
+def open_head(folder: str, conventions: Conventions | None = None, target: PreTrainedModel | None = None) -> OpenedHead:
+    """Reads the files of a head; with a target, whether it fits is checked before they are looked at closer.
+
+    Raises: as `load_head`.
+    """
     checkpoint = read_checkpoint(folder)
-    spec = _overridden(describe(checkpoint), conventions)
-    check_fits(spec, target)
+    spec = _overridden(describe(checkpoint), conventions or Conventions())
+    if target is not None:
+        check_fits(spec, target)
     canonical = {canonical_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     checkpoint = dataclasses.replace(checkpoint, tensors=canonical)
     keys = KeyAccount(checkpoint, f"EAGLE-{spec.version}, {spec.dialect}")
-    target_ids = _target_ids(spec, checkpoint, keys)
-    embed_tokens = _shared_embeddings(spec, checkpoint, keys, target, conventions)
-    lm_head = _shared_output(spec, checkpoint, keys, target)
+    return OpenedHead(spec, checkpoint, keys, _target_ids(spec, checkpoint, keys))
+
+
+def assemble(
+    opened: OpenedHead,
+    embed_tokens: nn.Module | None,
+    lm_head: nn.Module | None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> LoadedHead:
+    """The head, with the given modules of the target or, where they are None, its own.
+
+    Args:
+        device, dtype: None keeps what the tensors of the files have.
+    Raises:
+        CheckpointError: missing, unknown and misshapen tensors.
+    """
+    spec, keys = opened.spec, opened.keys
     with torch.device("meta"):
         head = EagleHead(spec, embed_tokens, lm_head)
-    _ignore_leftovers(spec, checkpoint, keys)
+    _ignore_leftovers(spec, opened.checkpoint, keys)
     weights = {name: keys.take(name, parameter.shape) for name, parameter in head.named_parameters()}
     report = keys.finish()
-    device, dtype = head_device(target), target.dtype
     # A copy: what was read may be mapped from a file that somebody rewrites later.
     placed = {name: weight.to(device=device, dtype=dtype, copy=True) for name, weight in weights.items()}
     head.load_state_dict(placed, strict=True, assign=True)
     head.rotary.to(device)
     head.requires_grad_(False).eval()
-    return LoadedHead(head, None if target_ids is None else target_ids.to(device), report)
+    ids = opened.target_ids
+    return LoadedHead(head, None if ids is None else ids.to(device), report)
 
 
 def check_fits(spec: EagleSpec, target: PreTrainedModel) -> None:
     """Raises `TargetMismatchError` unless a head of this spec can read `target`'s features and speak its vocabulary."""
-    config = target.config.get_text_config(decoder=True)
+    check_sizes(spec, target.config.get_text_config(decoder=True), type(target).__name__)
+
+
+def check_sizes(spec: EagleSpec, config: Any, name: str) -> None:
+    """As `check_fits`, for the config of a text model; `name` is what messages call it."""
     for what, ours, theirs in (
         ("hidden size", spec.target_hidden_size, config.hidden_size),
         ("vocabulary", spec.vocab_size, config.vocab_size),
     ):
         if ours != theirs:
             raise TargetMismatchError(
-                f"this EAGLE head was made for a target of {what} {ours}, but {type(target).__name__} has {theirs}."
+                f"this EAGLE head was made for a target of {what} {ours}, but {name} has {theirs}."
             )
     layers, depth = spec.resolved_layers(config.num_hidden_layers), config.num_hidden_layers
     if len(layers) != spec.num_features:
@@ -92,7 +141,7 @@ def check_fits(spec: EagleSpec, target: PreTrainedModel) -> None:
         )
     if min(layers) < 0 or max(layers) > depth:
         raise TargetMismatchError(
-            f"this EAGLE head reads the target's hidden states {list(layers)}, but {type(target).__name__} has "
+            f"this EAGLE head reads the target's hidden states {list(layers)}, but {name} has "
             f"{depth} layers, that is hidden states 0 to {depth}."
         )
 
@@ -100,10 +149,7 @@ def check_fits(spec: EagleSpec, target: PreTrainedModel) -> None:
 def head_device(target: PreTrainedModel) -> torch.device:
     """Where the target's last layer is: under a `device_map` the features that arrive last are there."""
     layers = getattr(target.get_decoder(), "layers", None)
-    parameter = next(layers[-1].parameters(), None) if layers else None
-    if parameter is None or parameter.device.type == "meta":  # offloaded
-        return target.device
-    return parameter.device
+    return (execution_device(layers[-1]) if layers else None) or target.device
 
 
 def _overridden(spec: EagleSpec, conventions: Conventions) -> EagleSpec:
@@ -147,15 +193,18 @@ def _target_ids(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> Te
     return None if torch.equal(ids, own) and spec.draft_vocab_size == spec.vocab_size else ids
 
 
-def _shared_embeddings(
-    spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount, target: PreTrainedModel, conventions: Conventions
-) -> nn.Module | None:
-    """The target's embeddings if the head should use them; None if its own are to be loaded."""
+def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None) -> nn.Module | None:
+    """The target's embeddings if the head should use them; None if its own are to be loaded.
+
+    Args:
+        theirs: the target's embedding module.
+        choice: `Conventions.embeddings`.
+    """
     name = "embed_tokens.weight"
-    theirs: Any = target.get_input_embeddings()
+    spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
     own = checkpoint.tensors.get(name)
     fits = theirs.weight.shape == (spec.vocab_size, spec.hidden_size)
-    if own is None or conventions.embeddings == "target":
+    if own is None or choice == "target":
         if not fits:
             raise CheckpointError(
                 f"{checkpoint.folder} has no embeddings of its own ({name}) of width {spec.hidden_size}, and the "
@@ -163,27 +212,25 @@ def _shared_embeddings(
             )
         keys.share(name, "asked for" if own is not None else "not in the file")
         return theirs
-    if not fits or own.shape != theirs.weight.shape or conventions.embeddings == "own":
+    if not fits or own.shape != theirs.weight.shape or choice == "own":
         return None
-    if _is_copy(own, theirs.weight):
+    if is_copy(own, theirs.weight):
         keys.share(name, "equal to the target's")
         return theirs
     was_trained = bool(checkpoint.config.get("embed_requires_grad"))
-    if not was_trained and _mean_cosine(own, theirs.weight) < _MIN_COSINE:
+    if not was_trained and _mean_cosine(own, theirs) < _MIN_COSINE:
         keys.share(name, "those in the file look random; pass embeddings='own' to use them")
         return theirs
     return None
 
 
-def _shared_output(
-    spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount, target: PreTrainedModel
-) -> nn.Module | None:
-    """The target's output matrix if the head should use it; None if its own is to be loaded."""
+def shared_output(opened: OpenedHead, theirs: Any) -> nn.Module | None:
+    """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded."""
     name = "lm_head.weight"
-    theirs: Any = target.get_output_embeddings()
+    spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
     own = checkpoint.tensors.get(name)
     fits = tuple(theirs.weight.shape) == (spec.vocab_size, spec.hidden_size)
-    if own is not None and not (own.shape == theirs.weight.shape and _is_copy(own, theirs.weight)):
+    if own is not None and not (own.shape == theirs.weight.shape and is_copy(own, theirs.weight)):
         return None
     if own is None and spec.draft_vocab_size != spec.vocab_size:
         keys.take(name, (spec.draft_vocab_size, spec.hidden_size))  # noted as missing
@@ -198,7 +245,7 @@ def _shared_output(
     return theirs
 
 
-def _is_copy(own: Tensor, theirs: Tensor) -> bool:
+def is_copy(own: Tensor, theirs: Tensor) -> bool:
     """Whether `own` is `theirs`, but for what two roundings to 16 bits can do to tiny numbers."""
     if not theirs.is_floating_point() or theirs.device.type == "meta":
         return False
@@ -211,10 +258,12 @@ def _is_copy(own: Tensor, theirs: Tensor) -> bool:
     return True
 
 
-def _mean_cosine(own: Tensor, theirs: Tensor) -> float:
+def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:
+    """Between rows of a matrix and what an embedding module gives for them; it is called, for it may be offloaded."""
     rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024)).long()
-    pairs = own[rows].float(), theirs[rows.to(theirs.device)].float().cpu()
-    return float(torch.cosine_similarity(*pairs, dim=-1).mean().detach())
+    device = next(theirs.parameters()).device
+    found = theirs(rows if device.type == "meta" else rows.to(device))
+    return float(torch.cosine_similarity(own[rows].float(), found.float().cpu(), dim=-1).mean().detach())
 
 
 def _ignore_leftovers(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.tree import TreePlan
@@ -24,6 +25,31 @@ from .head import EagleHead
 _CHUNK = 1024
 
 
+class CachedAttention:
+    """`attend` of a forward that appends to a cache.
+
+    Args:
+        cache: keys and values of earlier entries; those of the forward are appended.
+        masks: additive, for each layer [B, 1, N, M + N], or None: every entry sees all.
+        is_causal: causal mask instead, for an empty cache.
+    """
+
+    def __init__(self, cache: Cache, masks: Sequence[Tensor | None] | None = None, is_causal: bool = False):
+        self.cache, self.masks, self.is_causal = cache, masks, is_causal
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = self.cache.update(keys, values, layer)
+        mask = None if self.masks is None else self.masks[layer]
+        return scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=self.is_causal,
+            enable_gqa=keys.shape[1] != queries.shape[1],
+        )
+
+
 class Reading:
     """What a head has read in one request.
 
@@ -31,16 +57,24 @@ class Reading:
         head: the head.
         prompt_mask: bool [B, J], which entries of the prompt are real; None when all are.
         positions: int64 [B, J], position of every entry of the prompt.
+        cache: what an earlier turn has read of the text before the prompt; every entry of it is real.
     """
 
-    def __init__(self, head: EagleHead, prompt_mask: Bool[Tensor, "B J"] | None, positions: Int[Tensor, "B J"]):
+    def __init__(
+        self,
+        head: EagleHead,
+        prompt_mask: Bool[Tensor, "B J"] | None,
+        positions: Int[Tensor, "B J"],
+        cache: TreeCache | None = None,
+    ):
         self.head = head
-        self.cache = TreeCache(DynamicCache(), positions.shape[0])
+        self.cache = cache or TreeCache(DynamicCache(), positions.shape[0])
         device = head.device
         self._prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
         self._prompt_positions = positions.to(device)
         # Behind the prompt, position = index in the cache + shift.
-        self._shifts = [last - (positions.shape[1] - 1) for last in positions[:, -1].tolist()]
+        last_index = self.cache.append_index + positions.shape[1] - 1
+        self._shifts = [last - last_index for last in positions[:, -1].tolist()]
 
     @torch.no_grad()
     def read_prompt(self, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"]) -> Float[Tensor, "B Hd"]:
@@ -50,11 +84,10 @@ class Reading:
             part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
             size = part.stop - start
             positions = self._prompt_positions[:, part]
-            plain = start == 0 and self._prompt_mask is None and not any(self.head.spec.windows)
+            plain = not self.cache.append_index and self._prompt_mask is None and not any(self.head.spec.windows)
             masks = None if plain else self._masks(_causal(size), positions, mask_block=True)
-            hidden = self.head(
-                token_ids[:, part], states[:, part], positions, self.cache.cache, masks, is_causal=plain and size > 1
-            )
+            attend = CachedAttention(self.cache.cache, masks, is_causal=plain and size > 1)
+            hidden = self.head(token_ids[:, part], states[:, part], positions, attend)
             self.cache.commit_appended()
         return hidden[:, -1]
 
@@ -66,7 +99,7 @@ class Reading:
         count = token_ids.shape[1]
         positions = self._positions(torch.arange(count)[None])
         masks = self._masks(_causal(count), positions)
-        hidden = self.head(token_ids, states, positions, self.cache.cache, masks)
+        hidden = self.head(token_ids, states, positions, CachedAttention(self.cache.cache, masks))
         self.cache.keep([range(length) for length in lengths])
         last = torch.tensor([max(length, 1) - 1 for length in lengths], device=hidden.device)
         return hidden[torch.arange(len(lengths), device=hidden.device), last]
@@ -82,8 +115,16 @@ class Reading:
         """
         first = plan.num_nodes - token_ids.shape[1]
         positions = self._positions(plan.depths[:, first:])
-        hidden = self.head(token_ids, states, positions, self.cache.cache, self._masks(plan, positions, first))
-        return hidden
+        attend = CachedAttention(self.cache.cache, self._masks(plan, positions, first))
+        return self.head(token_ids, states, positions, attend)
+
+    def resumed(self, num_entries: int, num_new: int) -> Reading | None:
+        """The reading of the next turn's text, which goes on with `num_new` entries behind the first `num_entries` of
+        this one; None where fewer have been read, or not from the start of the text. One row; this one ends."""
+        if self._shifts != [0] or self._prompt_mask is not None or self.cache.append_index < num_entries:
+            return None
+        self.cache.truncate([num_entries])
+        return Reading(self.head, None, torch.arange(num_entries, num_entries + num_new)[None], self.cache)
 
     def drop(self) -> None:
         """Forgets what `expand` appended."""

@@ -1,7 +1,7 @@
 """Writing a head in a published layout, so that the projects of that layout load it.
 
 A layout that cannot say what a head computes is refused: a file that others read differently would draft badly and
-never fail. Tensors keep the dtype that the head has.
+never fail. Tensors keep the dtype that they have, those of the target too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
+from ..checkpoints import refuse_other_weights
 from .config import EagleSpec
 from .head import EagleHead
 
@@ -64,27 +65,23 @@ def write_head(
     target_ids: Tensor | None,
     layout: LayoutName | str,
     *,
-    num_target_layers: int,
+    num_target_layers: int | None,
     target_name: str | None = None,
     target_architectures: list[str] | None = None,
+    embeddings_were_trained: bool | None = None,
 ) -> None:
     """Writes weights and config.json to the folder `path`, which is made.
 
+    Args:
+        num_target_layers: depth of the target; None if unknown: a head that reads the default layers can do without.
+        target_name, target_architectures: for layouts whose config names the target.
+        embeddings_were_trained: whether the head's own embeddings are better than the target's; None: if it has any.
     Raises:
         CheckpointError: the layout cannot express this head; the message says why.
     """
-    if layout not in _LIMITS:
-        raise ValueError(f"eagle: unknown layout {layout!r}; known are {', '.join(map(repr, _LIMITS))}.")
     spec = head.spec
-    layers = list(spec.resolved_layers(num_target_layers))
-    limits = [name for name, is_needed in _LIMITS[layout] if is_needed(spec)]
-    default = [2, num_target_layers // 2, num_target_layers - 3]
-    if layout == "safeailab" and spec.version == 3 and layers != default:
-        limits.append(f"features of other layers than {default}")
-    if layout == "specforge" and 0 in layers:
-        limits.append("the embeddings as a feature")
-    if limits:
-        raise CheckpointError(f"the {layout} layout cannot express this head: it has {', '.join(limits)}.")
+    check_layout(layout, spec)
+    layers = _feature_layers(spec, layout, num_target_layers)
     tensors = _tensors(head, target_ids, layout)
     if layout == "safeailab":
         config = _safeailab_config(spec)
@@ -92,28 +89,67 @@ def write_head(
         config = _specforge_config(spec, layers)
     else:
         config = _speculators_config(spec, layers, target_name, target_architectures)
-        config["embed_requires_grad"] = head.shared["embed_tokens"] is None  # else readers may take the target's
+        own = head.shared["embed_tokens"] is None
+        trained = own if embeddings_were_trained is None else embeddings_were_trained
+        config["embed_requires_grad"] = trained  # else readers may take the target's
     config["torch_dtype" if layout == "safeailab" else "dtype"] = str(head.dtype).removeprefix("torch.")
+    file = "pytorch_model.bin" if layout == "safeailab" else "model.safetensors"
+    refuse_other_weights(path, file)
     os.makedirs(path, exist_ok=True)
     if layout == "safeailab":
-        torch.save(tensors, os.path.join(path, "pytorch_model.bin"))
+        torch.save(tensors, os.path.join(path, file))
     else:
-        save_file(tensors, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
+        save_file(tensors, os.path.join(path, file), metadata={"format": "pt"})
     with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file, indent=2)
+
+
+def check_layout(layout: str, spec: EagleSpec) -> None:
+    """Raises `CheckpointError` unless files of `layout` can say what a head of this spec computes."""
+    if layout not in _LIMITS:
+        raise CheckpointError(f"eagle: unknown layout {layout!r}; known are {', '.join(map(repr, _LIMITS))}.")
+    if limits := [name for name, is_needed in _LIMITS[layout] if is_needed(spec)]:
+        raise CheckpointError(f"the {layout} layout cannot express this head: it has {', '.join(limits)}.")
+
+
+def stores(layout: str, spec: EagleSpec) -> dict[str, bool]:
+    """Whether files of a layout hold embeddings and output matrix even where these are the target's."""
+    return {"embed_tokens": layout == "speculators" or spec.version == 1, "lm_head": spec.version == 3}
+
+
+def _feature_layers(spec: EagleSpec, layout: str, num_target_layers: int | None) -> list[int] | None:
+    """The layers for a config; None: the default, which all layouts share and nobody needs to write."""
+    if spec.version == 1:
+        return None
+    if num_target_layers is None:
+        if spec.feature_layers is None and spec.dialect != "deepspec":
+            return None
+        if spec.feature_layers is None or layout == "safeailab":
+            raise CheckpointError(
+                f"a {spec.dialect} head as {layout}: which layers of the target it reads depends on the number of the "
+                "target's layers: give the target (--target)."
+            )
+        num_target_layers = max(spec.feature_layers)  # resolves nothing
+    layers, default = list(spec.resolved_layers(num_target_layers)), [2, num_target_layers // 2, num_target_layers - 3]
+    if layout == "safeailab" and layers != default:
+        raise CheckpointError(
+            f"the safeailab layout cannot express this head: it has features of other layers than {default}."
+        )
+    if layout == "specforge" and 0 in layers:
+        raise CheckpointError("the specforge layout cannot express this head: it has the embeddings as a feature.")
+    return layers
 
 
 def _tensors(head: EagleHead, target_ids: Tensor | None, layout: str) -> dict[str, Tensor]:
     """Everything that the layout stores, under its names: own storage, on the CPU."""
     spec = head.spec
     tensors = dict(head.state_dict())
-    # speculators and EAGLE-1 files hold embeddings even where they are the target's; speculators holds lm_head, too.
-    keeps_shared = {"embed_tokens": layout == "speculators" or spec.version == 1, "lm_head": spec.version == 3}
+    keeps_shared = stores(layout, spec)
     for name, module in head.shared.items():
         if module is not None and keeps_shared[name]:
             if not module.weight.is_floating_point():
                 raise CheckpointError(f"cannot write {name}: the target's is quantised ({module.weight.dtype}).")
-            tensors[f"{name}.weight"] = module.weight.to(head.dtype)
+            tensors[f"{name}.weight"] = module.weight
     if spec.version == 3 and (target_ids is not None or layout == "specforge"):
         tensors |= _vocabulary(spec, target_ids)
     if layout == "specforge" and "norm.weight" not in tensors:
@@ -160,7 +196,7 @@ def _safeailab_config(spec: EagleSpec) -> dict[str, Any]:
     return {**config, "draft_vocab_size": spec.draft_vocab_size, **_target_width(spec)}
 
 
-def _specforge_config(spec: EagleSpec, layers: list[int]) -> dict[str, Any]:
+def _specforge_config(spec: EagleSpec, layers: list[int] | None) -> dict[str, Any]:
     """As SpecForge's exporters: RoPE under both transformers' names, features as *outputs* of layers."""
     rope = dict(spec.rope)
     config = {
@@ -175,18 +211,17 @@ def _specforge_config(spec: EagleSpec, layers: list[int]) -> dict[str, Any]:
         "norm_output": spec.norm_logits,
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
-            "use_aux_hidden_state": True,
-        },
     }
+    if layers is not None:
+        ids = [layer - 1 for layer in layers]
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     if rope["rope_type"] != "default":
         config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return config
 
 
 def _speculators_config(
-    spec: EagleSpec, layers: list[int], target_name: str | None, target_architectures: list[str] | None
+    spec: EagleSpec, layers: list[int] | None, target_name: str | None, target_architectures: list[str] | None
 ) -> dict[str, Any]:
     """As vllm-project/speculators: the layers' config nested and complete, features as `hidden_states` indices."""
     nested: Mapping[str, Any] = {

@@ -31,14 +31,18 @@ class EagleSession(DraftSession):
         self.options = drafter.options
         self.head, self.target_ids = drafter.head, drafter.target_ids
         self._layers = drafter.entry_layers
-        self._mask = request.attention_mask
-        self._known_from = request.known_from
+        self._request, self._conversations = request, drafter.conversations
+        self._text = request.text
+        self.carries_over = self._text is not None
         self._reading: Reading | None = None
         self._pending: tuple[Tensor, Tensor, list[int]] | None = None
         self._root_hidden: Tensor | None = None
 
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
         states = self.head.fuse([features[layer] for layer in self._layers])
+        if self._text is not None:
+            # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
+            self._text += tokens[0, -1:].tolist() if self._reading is None else tokens[0, : int(lengths[0])].tolist()
         if self._reading is None:
             self._reading = self._start_reading(*tokens.shape)
             self._root_hidden = self._reading.read_prompt(tokens, states)
@@ -62,15 +66,33 @@ class EagleSession(DraftSession):
             reading.drop()
 
     def close(self) -> None:
+        """Leaves what was read, and what is yet to be read, to the next turn."""
+        if self._reading is not None and self._text is not None and self._request.cache is not None:
+            self._conversations.keep(self._request.cache, self._text, (self._reading, self._pending))
         self._reading = self._pending = self._root_hidden = None
 
     def _start_reading(self, batch_size: int, count: int) -> Reading:
-        """Positions are those of the text: where a cache is continued, or the start of the prompt has no features, the
+        """Positions are those of the text: where the start of it has no features, and no earlier turn has read it, the
         head starts cold but at the right place."""
-        if self._mask is None:
-            return Reading(self.head, None, (self._known_from + torch.arange(count)).expand(batch_size, -1))
-        positions = (self._mask.long().cumsum(-1) - 1).clamp(min=0)
-        return Reading(self.head, self._mask[:, -count:].bool(), positions[:, -count:])
+        request = self._request
+        if request.attention_mask is None:
+            first = request.num_earlier + request.known_from
+            return self._resumed(first, count) or Reading(
+                self.head, None, (first + torch.arange(count)).expand(batch_size, -1)
+            )
+        positions = (request.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        return Reading(self.head, request.attention_mask[:, -count:].bool(), positions[:, -count:])
+
+    def _resumed(self, first: int, count: int) -> Reading | None:
+        """The last turn's reading, if it read all entries before `first` as the text now has them. (The last of them
+        pairs a feature of that turn with the first token of this one.)"""
+        carried = self._conversations.take(self._request.cache, self._text)
+        if carried is None or first == 0:
+            return None
+        num_alike, (reading, pending) = carried
+        if pending is not None:
+            reading.read(*pending)
+        return reading.resumed(first, count) if num_alike > first else None
 
     def _read_pending(self) -> None:
         if self._reading is not None and self._pending is not None:

@@ -1,7 +1,6 @@
 """Static draft trees: a fixed structure, filled with the best-ranked children of every node.
 
-Source: EAGLE-1 (and Medusa, whose lists of choices these are): a tree is a list of paths, each the ranks of its nodes
-under their parents, e.g. `[(0,), (1,), (0, 0)]`.
+Source: EAGLE-1: a tree is a list of choices (`hf_speculate_plugins.choices`), e.g. `[(0,), (1,), (0, 0)]`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from hf_speculate.tree import ROOT_PARENT, TreePlan
+
+from ..choices import Choices, checked_choices, parents_of
 
 
 @dataclass(frozen=True)
@@ -36,30 +37,20 @@ class StaticTree:
     """A tree structure with ranks; node 0 is the root, the others follow by depth, then by path.
 
     Attributes:
-        choices: the path of every node but the root, sorted.
+        choices: the path of every node but the root, in canonical order.
     """
 
-    choices: tuple[tuple[int, ...], ...]
+    choices: Choices
 
     @classmethod
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> StaticTree:
-        """Raises `ValueError` unless every path's prefix is there, too, and no path twice."""
-        paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
-        known = {(), *paths}
-        if len(known) != len(paths) + 1:
-            raise ValueError("eagle: a static tree names a path twice, or the empty path.")
-        for path in paths:
-            if path[:-1] not in known or path[-1] < 0:
-                raise ValueError(f"eagle: static tree: {path} needs {path[:-1]} in the list, and ranks from 0.")
-        if not paths:
-            raise ValueError("eagle: a static tree needs at least one path.")
-        return cls(tuple(paths))
+        """From a user's list in any order; raises `ValueError`, see `checked_choices`."""
+        return cls(checked_choices(choices, "eagle"))
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """Parent of every node, -1 for the root."""
-        index = {(): 0, **{path: i + 1 for i, path in enumerate(self.choices)}}
-        return (ROOT_PARENT, *(index[path[:-1]] for path in self.choices))
+        return parents_of(self.choices)
 
     @cached_property
     def max_rank(self) -> int:

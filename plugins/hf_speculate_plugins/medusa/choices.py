@@ -1,6 +1,7 @@
 """Static draft trees of Medusa: which nodes there are, fixed before generation.
 
-A node is a *choice*, the ranks on its path: `(0, 2)` is the third best token of head 1 below the best token of head 0.
+A node is a *choice* (`hf_speculate_plugins.choices`): `(0, 2)` is the third best token of head 1 below the best one of
+head 0.
 Source: arXiv:2401.10774, section 2.1.2 (tree attention) and 2.3.3 (optimised tree construction).
 """
 
@@ -15,10 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.tree import ROOT_PARENT
+from ..choices import Choices, canonical, parents_of
 
 
-Choices = tuple[tuple[int, ...], ...]
 Accuracies = tuple[tuple[float, ...], ...]
 
 MAX_RANKS = 10
@@ -28,18 +28,6 @@ MAX_RANKS = 10
 # A user's own figures (`measured_accuracies`) are better; a wrong guess costs acceptance, never text.
 _TOP1 = (0.56, 0.32, 0.20, 0.15, 0.12)
 DEFAULT_ACCURACIES: Accuracies = tuple(tuple(top1 / (r + 1) ** 2 for r in range(MAX_RANKS)) for top1 in _TOP1)
-
-
-def checked_choices(choices: Sequence[Sequence[int]]) -> Choices:
-    """User's choices in canonical order: by depth, then by ranks. Raises `ValueError` unless they form a tree."""
-    checked = sorted({tuple(int(rank) for rank in choice) for choice in choices}, key=lambda c: (len(c), c))
-    known = {(), *checked}
-    for choice in checked:
-        if not choice or min(choice) < 0:
-            raise ValueError(f"medusa: {choice} is not a choice; a choice is a non-empty tuple of ranks from 0.")
-        if choice[:-1] not in known:
-            raise ValueError(f"medusa: choices have {choice} but not its parent {choice[:-1]}.")
-    return tuple(checked)
 
 
 def computed_choices(accuracies: Sequence[Sequence[float]], max_nodes: int) -> Choices:
@@ -67,7 +55,7 @@ def computed_choices(accuracies: Sequence[Sequence[float]], max_nodes: int) -> C
         negative_value, choice = heapq.heappop(reachable)
         chosen.append(choice)
         reach_children(choice, -negative_value)
-    return checked_choices(chosen)
+    return canonical(chosen)
 
 
 def measured_accuracies(
@@ -123,14 +111,13 @@ class StaticTree:
 
 @lru_cache(maxsize=256)
 def static_tree(choices: Choices) -> StaticTree:
-    """Compiles choices in canonical order (`checked_choices`)."""
-    index = {(): 0} | {choice: node for node, choice in enumerate(choices, start=1)}
+    """Compiles choices in canonical order."""
     max_depth = max(map(len, choices), default=0)
     widths = [1 + max(c[-1] for c in choices if len(c) == depth) for depth in range(1, max_depth + 1)]
     offsets = [sum(widths[:depth]) for depth in range(max_depth)]
     return StaticTree(
         choices=choices,
-        parents=(ROOT_PARENT, *(index[choice[:-1]] for choice in choices)),
+        parents=parents_of(choices),
         widths=tuple(widths),
         columns=tuple(offsets[len(choice) - 1] + choice[-1] for choice in choices),
     )

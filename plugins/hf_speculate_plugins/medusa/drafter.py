@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.devices import execution_device
+from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport
+from ..choices import checked_choices
+from ..target_files import TargetFiles
 from . import layouts
 from .backbone import check_backbone
-from .choices import DEFAULT_ACCURACIES, StaticTree, checked_choices, column_index, computed_choices, static_tree
+from .choices import DEFAULT_ACCURACIES, StaticTree, column_index, computed_choices, static_tree
+from .conversion import convert_heads
 from .heads import MedusaHeads
 from .layouts import LayoutName
 
@@ -47,19 +51,28 @@ class MedusaOptions:
         accuracies: `accuracies[d][k]`, how often rank k of head d is right (`measured_accuracies`); None takes those of
             the published Vicuna-7B heads.
         max_nodes: nodes of the computed tree, the root not counted; None: 63 on accelerators, 15 on a CPU.
+        order: which heads draft depth 1, 2, …, for files that have them otherwise: `(1, 2, 3)` leaves out a head 0 that
+            repeats what the target itself says. None: all, as they are in the file.
+        before_final_norm: the heads were trained on the last layer's output before the target's final norm.
         check_backbone: refuse a target that is not the model that Medusa-2 heads were trained with.
     """
 
     choices: Sequence[Sequence[int]] | None = None
     accuracies: Sequence[Sequence[float]] | None = None
     max_nodes: int | None = None
+    order: Sequence[int] | None = None
+    before_final_norm: bool = False
     check_backbone: bool = True
 
     def __post_init__(self) -> None:
+        if self.order is not None:
+            object.__setattr__(self, "order", tuple(self.order))
+            if not self.order or min(self.order) < 0 or len(set(self.order)) != len(self.order):
+                raise ValueError(f"medusa: order must name different heads, got {list(self.order)}.")
         if self.choices is not None:
             if self.accuracies is not None or self.max_nodes is not None:
                 raise ValueError("medusa: choices are a whole tree; accuracies and max_nodes are for a computed one.")
-            object.__setattr__(self, "choices", checked_choices(self.choices))
+            object.__setattr__(self, "choices", checked_choices(self.choices, "medusa"))
         if self.accuracies is not None:
             object.__setattr__(self, "accuracies", tuple(tuple(head) for head in self.accuracies))
         if self.max_nodes is not None and self.max_nodes < 1:
@@ -89,12 +102,13 @@ class MedusaDrafter(Drafter):
         report: LoadReport | None = None,
     ):
         config = target.config.get_text_config(decoder=True)
-        self.heads = heads.eval().requires_grad_(False)
         self.options = options or MedusaOptions()
+        self.heads = _ordered(heads, self.options.order).eval().requires_grad_(False)
         self.report = report
-        self.feature_layers = (config.num_hidden_layers,)
+        self.feature_layers = (RAW_LAST if self.options.before_final_norm else config.num_hidden_layers,)
+        self._num_target_layers = config.num_hidden_layers
         self._target_vocab_size = config.vocab_size
-        self._target_name = getattr(config, "_name_or_path", None)
+        self._target_name = getattr(target.config, "_name_or_path", None) or None
         self.tree = self._make_tree()
 
     def __repr__(self) -> str:
@@ -127,30 +141,39 @@ class MedusaDrafter(Drafter):
         _check_sizes(heads, target)  # before memory is spent on them
         return cls(heads.to(device=_device(target), dtype=target.dtype), target, parsed, checkpoint.report)
 
-    def save_pretrained(self, path: str | os.PathLike, layout: LayoutName = "fasterdecoding") -> None:
+    def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
         """Writes the heads in a published layout.
 
         Args:
             layout: "fasterdecoding" (`medusa_lm_head.pt`; safetensors of "version 2" when the heads use the target's
-                output matrix) or "vllm". Truncated vocabularies need "vllm".
+                output matrix) or "vllm"; None: the first, but "vllm" for truncated vocabularies, which need it.
         Raises:
             CheckpointError: the layout cannot express these heads.
         """
+        layout = layout or ("fasterdecoding" if self.heads.token_ids is None else "vllm")
         layouts.write_heads(
-            os.fspath(path),
+            path,
             self.heads,
             layout,
             vocab_size=self._target_vocab_size,
             base_model=self._target_name,
         )
+        return SavedHead("medusa", layout, self._target_name)
+
+    @staticmethod
+    def convert(
+        folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
+    ) -> tuple[SavedHead, LoadReport]:
+        """Writes the heads in `folder` to `path` in another layout, see `convert_heads`."""
+        return convert_heads(folder, path, layout, target)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares hidden size, vocabulary and number of layers."""
         _check_sizes(self.heads, target)
         num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        if (num_layers,) != self.feature_layers:
+        if num_layers != self._num_target_layers:
             raise TargetMismatchError(
-                f"these Medusa heads were loaded for a target of {self.feature_layers[0]} layers; this one has "
+                f"these Medusa heads were loaded for a target of {self._num_target_layers} layers; this one has "
                 f"{num_layers}. Load them again with target= this model."
             )
 
@@ -168,6 +191,14 @@ class MedusaDrafter(Drafter):
         if max(tree.widths, default=0) > size:
             raise ValueError(f"medusa: choices use rank {max(tree.widths) - 1}; the heads have {size} tokens.")
         return tree
+
+
+def _ordered(heads: MedusaHeads, order: Sequence[int] | None) -> MedusaHeads:
+    if order is None:
+        return heads
+    if max(order) >= heads.num_heads:
+        raise ValueError(f"medusa: order names head {max(order)}; there are heads 0 to {heads.num_heads - 1}.")
+    return heads.selected(order)
 
 
 def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
@@ -195,6 +226,8 @@ def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
     ours, theirs = heads.output_weight, getattr(target.get_output_embeddings(), "weight", None)
     if ours is None or ours.shape[0] > 1 or theirs is None or theirs.shape != ours.shape[1:]:
         return heads
+    if theirs.device.type == "meta":  # offloaded: its content is not at hand
+        return heads
     if heads.token_ids is not None or not torch.equal(ours[0].to(theirs.device, theirs.dtype), theirs):
         return heads
     return MedusaHeads(heads.block_weight.data, None if heads.block_bias is None else heads.block_bias.data)
@@ -202,8 +235,8 @@ def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
 
 def _device(target: PreTrainedModel) -> torch.device:
     """Where the target's output layer is: the heads sit beside it."""
-    parameter = next(iter(target.get_output_embeddings().parameters()), None)  # type: ignore[union-attr]
-    return target.device if parameter is None or parameter.device.type == "meta" else parameter.device
+    output = target.get_output_embeddings()
+    return (execution_device(output) if isinstance(output, nn.Module) else None) or target.device
 
 
 class MedusaSession(DraftSession):

@@ -7,7 +7,7 @@ Head h (from 0) on the state at position t predicts the token at t + 2 + h; t + 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -50,6 +50,13 @@ class MedusaHeads(nn.Module):
             output_weight.detach().expand(num_heads, -1, -1).clone(),
         )
 
+    def selected(self, order: Sequence[int]) -> MedusaHeads:
+        """Some of the heads in another order."""
+        index, shared = list(order), self.output_weight is None or len(self.output_weight) == 1
+        output = self.output_weight if shared or self.output_weight is None else self.output_weight[index]
+        bias = None if self.block_bias is None else self.block_bias[index]
+        return MedusaHeads(self.block_weight[index], bias, output, self.token_ids)
+
     @property
     def num_heads(self) -> int:
         return self.block_weight.shape[0]
@@ -88,8 +95,14 @@ class MedusaHeads(nn.Module):
             lm_head: the target's output layer, called where the heads have no matrix of their own. (Called, not
                 copied: it may be quantised, and at 128 000 tokens it is the largest tensor there is.)
         """
+        states = self.states(features.reshape(-1, features.shape[-1]), num_heads)
+        logits = self._output(states, lm_head)
+        return logits.view(len(states), *features.shape[:-1], logits.shape[-1])
+
+    def states(self, features: Float[Tensor, "R H"], num_heads: int | None = None) -> Float[Tensor, "D R H"]:
+        """What the output matrices of the first `num_heads` heads (default: all) are multiplied with."""
         count = self.num_heads if num_heads is None else num_heads
-        states = features.reshape(1, -1, features.shape[-1]).expand(count, -1, -1)
+        states = features.expand(count, -1, -1)
         for layer in range(self.num_layers):
             weight = self.block_weight[:count, layer].mT
             if self.block_bias is None:
@@ -97,8 +110,7 @@ class MedusaHeads(nn.Module):
             else:
                 update = torch.baddbmm(self.block_bias[:count, layer, None], states, weight)
             states = states + functional.silu(update)
-        logits = self._output(states, lm_head)
-        return logits.view(count, *features.shape[:-1], logits.shape[-1])
+        return states
 
     def _output(self, states: Float[Tensor, "D R H"], lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
         weight = self.output_weight

@@ -25,11 +25,14 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint, tensor_shapes
+from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint, refuse_other_weights, tensor_shapes
 from .heads import MedusaHeads
 
 
 LayoutName = Literal["fasterdecoding", "vllm"]
+
+# File name, tensors, config.
+_Written = tuple[str, dict[str, Tensor], dict[str, Any]]
 
 _STRIP = ("module.", "_orig_mod.", "medusa_heads.", "medusa_head.")
 _BACKBONE = ("model.", "lm_head.")
@@ -113,25 +116,53 @@ def read_heads(folder: str) -> MedusaCheckpoint:
 
 
 def write_heads(
-    path: str, heads: MedusaHeads, layout: LayoutName, *, vocab_size: int, base_model: str | None = None
+    path: str | os.PathLike,
+    heads: MedusaHeads,
+    layout: LayoutName | str,
+    *,
+    vocab_size: int | None,
+    base_model: str | None = None,
 ) -> None:
     """Writes heads so that the projects of that layout, and `read_heads`, load them.
 
     Args:
-        vocab_size: the target's.
+        vocab_size: the target's; None if unknown.
         base_model: name of the target, for the config.
     Raises:
         CheckpointError: the layout cannot express these heads.
     """
-    write = {"fasterdecoding": _write_fasterdecoding, "vllm": _write_vllm}.get(layout)
-    if write is None:
-        raise ValueError(f"medusa: unknown layout {layout!r}; known are 'fasterdecoding' and 'vllm'.")
-    os.makedirs(path, exist_ok=True)
-    config = write(path, heads, vocab_size)
+    check_layout(layout, heads)
+    if layout == "vllm" and vocab_size is None:
+        raise CheckpointError(
+            "the vllm layout names the size of the target's vocabulary, and nothing here tells it: give the target."
+        )
+    file, tensors, config = _as_vllm(heads, vocab_size) if layout == "vllm" else _as_fasterdecoding(heads)
     if base_model:
         config["base_model_name_or_path"] = base_model
-    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2)
+    refuse_other_weights(path, file)
+    os.makedirs(path, exist_ok=True)
+    if file.endswith(".pt"):
+        torch.save(_detached(tensors), os.path.join(path, file))
+    else:
+        save_file(_detached(tensors), os.path.join(path, file), metadata={"format": "pt"})
+    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as opened:
+        json.dump(config, opened, indent=2)
+
+
+def check_layout(layout: str, heads: MedusaHeads, can_add_output: bool = False) -> None:
+    """Raises `CheckpointError` unless `layout` can express these heads.
+
+    Args:
+        can_add_output: heads that use the target's output matrix may get a copy of it.
+    """
+    if layout not in ("fasterdecoding", "vllm"):
+        raise CheckpointError(f"medusa: unknown layout {layout!r}; known are 'fasterdecoding' and 'vllm'.")
+    if layout == "fasterdecoding" and heads.token_ids is not None:
+        raise CheckpointError("the fasterdecoding layout has no truncated vocabulary; use layout='vllm'.")
+    if layout == "vllm" and heads.output_weight is None and not can_add_output:
+        raise CheckpointError(
+            "the vllm layout stores an output matrix and these heads use the target's: use layout='fasterdecoding'."
+        )
 
 
 def _find_layout(names: Collection[str]) -> _Layout | None:
@@ -224,48 +255,44 @@ def _block_tensors(heads: MedusaHeads, layout: _Layout, zero_bias: bool) -> dict
     return tensors
 
 
-def _write_fasterdecoding(path: str, heads: MedusaHeads, vocab_size: int) -> dict[str, Any]:
+def _as_fasterdecoding(heads: MedusaHeads) -> _Written:
     """As the project's trainers write: `medusa_lm_head.pt`, or version 2 without output matrices."""
-    if heads.token_ids is not None:
-        raise CheckpointError("the fasterdecoding layout has no truncated vocabulary; use layout='vllm'.")
     layout = _LAYOUTS[0]
     config: dict[str, Any] = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": heads.num_layers}
     tensors = _block_tensors(heads, layout, zero_bias=True)
     if heads.output_weight is None:
-        save_file(_detached(tensors), os.path.join(path, "medusa_lm_head.safetensors"), metadata={"format": "pt"})
-        return config | {"version": "2"}
+        return "medusa_lm_head.safetensors", tensors, config | {"version": "2"}
     outputs = heads.output_weight.expand(heads.num_heads, -1, -1)
     tensors |= {layout.output(head, heads.num_layers): outputs[head] for head in range(heads.num_heads)}
-    torch.save(_detached(tensors), os.path.join(path, "medusa_lm_head.pt"))
-    return config
+    return "medusa_lm_head.pt", tensors, config
 
 
-def _write_vllm(path: str, heads: MedusaHeads, vocab_size: int) -> dict[str, Any]:
+def _as_vllm(heads: MedusaHeads, vocab_size: int | None) -> _Written:
     """As vLLM's `MedusaModel` reads it."""
-    if heads.output_weight is None:
-        raise CheckpointError(
-            "the vllm layout stores an output matrix and these heads use the target's: use layout='fasterdecoding'."
-        )
     layout, outputs = _LAYOUTS[1], heads.output_weight
+    assert outputs is not None  # `check_layout`
     tensors = _block_tensors(heads, layout, zero_bias=False)
     tensors |= {layout.output(head, heads.num_layers): output for head, output in enumerate(outputs)}
     if heads.token_ids is not None:
         tensors["token_map"] = heads.token_ids
-    save_file(_detached(tensors), os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
-    return {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": heads.hidden_size,
-        "vocab_size": vocab_size,
-        "truncated_vocab_size": outputs.shape[1],
-        "num_heads": heads.num_heads,
-        "num_hidden_layers": heads.num_layers,
-        "medusa_fc_bias": heads.block_bias is not None,
-        "original_lm_head": outputs.shape[0] == 1 and heads.num_heads > 1,
-        "max_paths": 64,
-        "topk": 10,
-        "torch_dtype": str(heads.dtype).removeprefix("torch."),
-    }
+    return (
+        "model.safetensors",
+        tensors,
+        {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": heads.hidden_size,
+            "vocab_size": vocab_size,
+            "truncated_vocab_size": outputs.shape[1],
+            "num_heads": heads.num_heads,
+            "num_hidden_layers": heads.num_layers,
+            "medusa_fc_bias": heads.block_bias is not None,
+            "original_lm_head": outputs.shape[0] == 1 and heads.num_heads > 1,
+            "max_paths": 64,
+            "topk": 10,
+            "torch_dtype": str(heads.dtype).removeprefix("torch."),
+        },
+    )
 
 
 def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,123 @@
+"""From what `generate` has prepared to the state of our loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+from transformers import GenerationConfig
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from .acceptance import TypicalSampler
+from .cache import TreeCache
+from .conversations import cached_text
+from .decoding import Decoding
+from .drafter import DraftRequest
+from .models import GenerativeModel
+from .noise import Noise
+from .records import LayerRecord, Records, StepRecord
+from .requests import prompt_learning, total_length
+from .scoring import Scorer, supported_shape
+from .sequences import Sequences
+from .speculator import Speculator
+from .stats import SpeculationStats
+from .stopping import Stopping
+from .verification import Sampler
+
+
+# Arguments of `_sample` that the loop makes anew for every forward, or that concern the prompt only.
+_OWN_KWARGS = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "inputs_embeds",
+    "output_attentions",
+    "output_hidden_states",
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+)
+
+
+def prepare(
+    speculator: Speculator,
+    model: GenerativeModel,
+    input_ids: Tensor,
+    logits_processor,
+    stopping_criteria,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Decoding:
+    batch_size, stats = input_ids.shape[0], SpeculationStats()
+    cache, attention_mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    shape, reason = supported_shape(model, cache)
+    if reason:
+        stats.fallbacks[reason] += 1
+    noise = None
+    typical = speculator.typical if generation_config.do_sample else None  # without a temperature both rules are greedy
+    stats.lossy_calls += typical is not None
+    if generation_config.do_sample and typical is None:
+        noise = Noise(batch_size, model.config.get_text_config(decoder=True).vocab_size, input_ids.device)
+    records = _records(generation_config)
+    sampler = Sampler(logits_processor, noise, records)
+    if typical is not None:
+        sampler = TypicalSampler(typical, logits_processor, records)
+    pad = generation_config._pad_token_tensor
+    num_earlier = total_length(input_ids, generation_config, model_kwargs) - input_ids.shape[1]
+    stopping = Stopping(stopping_criteria)
+    request = DraftRequest(
+        target=model,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        known_from=_known_from(speculator, input_ids, generation_config, model_kwargs),
+        do_sample=generation_config.do_sample,
+        max_new_tokens=None if stopping.max_length is None else stopping.max_length - input_ids.shape[1],
+        cache=cache,
+        num_earlier=num_earlier,
+        earlier_ids=cached_text(cache) if num_earlier else None,
+    )
+    positions = model_kwargs["position_ids"][:, -1].expand(batch_size).tolist()
+    if (adapter := prompt_learning(model)) is not None:
+        if adapter.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
+            # PEFT drops the position ids then: positions are those in the cache, padding counted.
+            positions = [input_ids.shape[1] - 1] * batch_size
+        positions = [adapter.num_virtual_tokens + position for position in positions]
+        if attention_mask is not None:
+            attention_mask = functional.pad(attention_mask, (adapter.num_virtual_tokens, 0), value=1)
+    forward_kwargs = {k: v for k, v in model_kwargs.items() if v is not None and k not in _OWN_KWARGS}
+    return Decoding(
+        target=model,
+        drafter=speculator.drafter,
+        request=request,
+        scorer=Scorer(model, TreeCache(cache, batch_size), attention_mask, shape, forward_kwargs),
+        prefill_forward=lambda **taps: model._prefill(input_ids, generation_config, {**model_kwargs, **taps}),
+        sampler=sampler,
+        stopping=stopping,
+        sequences=Sequences(input_ids, None if pad is None else int(pad)),
+        stats=stats,
+        prompt_positions=positions,
+        tuner=speculator.experience.tuner(model, batch_size) if speculator.experience else None,
+    )
+
+
+def _records(config: GenerationConfig) -> Records:
+    if not config.return_dict_in_generate:
+        return Records()
+    return Records(
+        scores=StepRecord() if config.output_scores else None,
+        logits=StepRecord() if config.output_logits else None,
+        hidden_states=LayerRecord() if config.output_hidden_states else None,
+        attentions=LayerRecord() if config.output_attentions else None,
+    )
+
+
+def _known_from(speculator: Speculator, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> int:
+    """Index of the first prompt token whose features the prefill will show."""
+    num_prompt = input_ids.shape[1]
+    is_whole_text = total_length(input_ids, config, kwargs) == num_prompt
+    first = kwargs["past_key_values"].get_seq_length() if is_whole_text else 0
+    if config.prefill_chunk_size is not None and speculator.drafter.feature_layers:
+        # Of a chunked prefill only the last chunk's hidden states come back.
+        first += (num_prompt - first - 1) // config.prefill_chunk_size * config.prefill_chunk_size
+    return min(first, max(num_prompt - 1, 0))

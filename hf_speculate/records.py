@@ -1,0 +1,122 @@
+"""What `output_scores`, `output_logits`, `output_hidden_states` and `output_attentions` ask for, step by step.
+
+A round emits several steps and rows are at different ones, so values are filed by (step, row) and assembled at the end.
+Steps behind a row's end are 0 there, where stock shows what it computed for padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StepRecord:
+    """One tensor a step, `[B, ...]`, filled row by row."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[int, Tensor]] = []
+        self._complete: tuple[Tensor, ...] = ()
+
+    def add(self, step: int, row: int, value: Tensor) -> None:
+        while len(self._rows) <= step:
+            self._rows.append({})
+        self._rows[step][row] = value
+
+    def complete(self, batch_size: int) -> tuple[Tensor, ...]:
+        """All steps so far, as stock's `scores`; rows that had ended before a step are 0 there."""
+        for rows in self._rows[len(self._complete) :]:
+            blank = torch.zeros_like(next(iter(rows.values())))
+            self._complete += (torch.stack([rows.get(row, blank) for row in range(batch_size)]),)
+        return self._complete
+
+
+class LayerRecord:
+    """One tuple over the layers a step: the whole prompt's tensors first, then one position a step."""
+
+    def __init__(self) -> None:
+        self._prompt: tuple[Tensor, ...] = ()
+        self._layers: list[StepRecord] = []
+
+    def add_prompt(self, layers: Sequence[Tensor]) -> None:
+        self._prompt = tuple(layers)
+        self._layers = [StepRecord() for _ in layers]
+
+    def add(self, step: int, row: int, layers: Sequence[Tensor]) -> None:
+        """Files the tensors of one row, without the batch dimension; `step` 1 is the first after the prompt."""
+        for record, value in zip(self._layers, layers, strict=True):
+            record.add(step - 1, row, value)
+
+    def complete(self, batch_size: int, num_steps: int) -> tuple[tuple[Tensor, ...], ...]:
+        """Steps x layers, as stock's `hidden_states` and `attentions`."""
+        if not self._layers:  # e.g. attentions of an implementation that shows none: stock has empty tuples
+            return (self._prompt,) * num_steps
+        later = zip(*(record.complete(batch_size) for record in self._layers), strict=True)
+        return (self._prompt, *later)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of one request; None where not asked."""
+
+    scores: StepRecord | None = None
+    logits: StepRecord | None = None
+    hidden_states: LayerRecord | None = None
+    attentions: LayerRecord | None = None
+
+    @property
+    def of_sampler(self) -> bool:
+        """Whether the sampler has anything to record."""
+        return self.scores is not None or self.logits is not None
+
+    @property
+    def forward_kwargs(self) -> dict[str, bool]:
+        """What every forward of the target has to be asked for."""
+        wanted = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
+        return {name: True for name, record in wanted.items() if record is not None}
+
+    def add(self, step: int, row: int, logits: Tensor, scores: Tensor) -> None:
+        """Copies are kept: a view would keep the logits of the whole tree alive."""
+        if self.logits is not None:
+            self.logits.add(step, row, logits.to(torch.float32, copy=True))
+        if self.scores is not None:
+            self.scores.add(step, row, scores.clone())
+
+    def add_prompt(self, output: Any) -> None:
+        """Records the prefill's output (of its last chunk, as in stock)."""
+        if self.hidden_states is not None:
+            self.hidden_states.add_prompt(output.hidden_states)
+        if self.attentions is not None:
+            self.attentions.add_prompt(output.attentions or ())
+
+    def add_path(
+        self, output: Any, row: int, path: Sequence[int], first_step: int, length: int, num_prefix: int
+    ) -> None:
+        """Records one row's accepted path out of a forward over a tree.
+
+        Args:
+            output: the model's; hidden states [B, N, H], attentions [B, heads, N, M + N], a tensor a layer.
+            path: its nodes, root first; node `path[j]` is what step `first_step + j` was computed from.
+            length: committed entries of the row.
+            num_prefix: M, entries of the cache before the nodes; those in [length, M) are other rows'.
+        """
+        for index, node in enumerate(path):
+            if self.hidden_states is not None:
+                states = [layer[row, node][None].clone() for layer in output.hidden_states]
+                self.hidden_states.add(first_step + index, row, states)
+            if self.attentions is not None:
+                keys = [*range(length), *(num_prefix + ancestor for ancestor in path[: index + 1])]
+                weights = [layer[row, :, node, keys][:, None] for layer in output.attentions or ()]
+                self.attentions.add(first_step + index, row, weights)
+
+    def complete(self, batch_size: int, num_steps: int) -> dict[str, Any]:
+        """What was asked for, by the names and in the shapes of `GenerateDecoderOnlyOutput`."""
+        by_step = {"scores": self.scores, "logits": self.logits}
+        by_layer = {"hidden_states": self.hidden_states, "attentions": self.attentions}
+        return {
+            **{name: record.complete(batch_size) for name, record in by_step.items() if record is not None},
+            **{name: record.complete(batch_size, num_steps) for name, record in by_layer.items() if record is not None},
+        }

@@ -1,0 +1,128 @@
+"""`stream`: generation as a generator, without a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor, nn
+from transformers import TextStreamer
+
+from .errors import UnsupportedRequestError
+from .prepared import PreparedCall, streamed
+from .speculator import Speculator, attached, unwrap
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _Pieces(TextStreamer):
+    """Text as `TextStreamer` finds it, collected instead of printed."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(tokenizer)
+        self._pieces: list[str] = []
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._pieces.append(text)
+
+    def take(self) -> str:
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+
+@overload
+def stream(
+    model: nn.Module,
+    inputs: Tensor | None = None,
+    *,
+    speculator: Speculator | str | None = None,
+    tokenizer: None = None,
+    **generate_kwargs: Any,
+) -> Generator[list[list[int]], None, Any]: ...
+@overload
+def stream(
+    model: nn.Module,
+    inputs: Tensor | None = None,
+    *,
+    speculator: Speculator | str | None = None,
+    tokenizer: PreTrainedTokenizerBase,
+    **generate_kwargs: Any,
+) -> Generator[str, None, Any]: ...
+def stream(model, inputs=None, *, speculator=None, tokenizer=None, **generate_kwargs):
+    """Generates and yields what every round emits: several tokens at once, as soon as they are known.
+
+        for text in hf_speculate.stream(model, **inputs, speculator=speculator, tokenizer=tokenizer):
+            print(text, end="", flush=True)
+
+    Nothing runs between two items: leaving the loop, `close()` or an exception ends the generation there. A cache that
+    was passed in then holds the prompt and what was yielded but the last token, and the RNG is where `generate` would
+    have left it after these tokens. (Between items as well, so that the consumer may draw random numbers.)
+
+    Args:
+        model: the target; PEFT-wrapped and compiled ones too.
+        inputs: prompt, as for `generate`; or `input_ids=...` in `generate_kwargs`.
+        speculator: as for `generate`; None: the attached one.
+        tokenizer: to get text. It is handed on to `generate`, for `stop_strings`.
+        generate_kwargs: the rest of the request.
+    Returns:
+        A generator. Without a tokenizer it yields a list of new token ids for each row (rows that emitted nothing in
+        this round: an empty one; nothing is padded); with one, pieces of text of a single sequence, cut where
+        `TextStreamer` cuts them. Its return value (`output = yield from stream(...)`) is what `generate` returns.
+        The prompt runs at once, before the first item is asked for.
+    Raises:
+        UnsupportedRequestError: no speculator; a request that cannot be streamed (`streamer=`, per-row adapters, text
+            of several rows) or cannot run with a speculator at all.
+    """
+    chosen = speculator if speculator is not None else attached(unwrap(model))
+    if chosen is None:
+        raise UnsupportedRequestError("stream needs speculator=, or a speculator that was attached to the model.")
+    for name, reason in (("streamer", "both consume the tokens"), ("adapter_names", "PEFT sets them up for one call")):
+        if generate_kwargs.get(name) is not None:
+            raise UnsupportedRequestError(f"stream does not take {name}= ({reason}): use generate.")
+    if tokenizer is not None:
+        generate_kwargs["tokenizer"] = tokenizer
+    token = streamed.set("tokens" if tokenizer is None else "text")
+    try:
+        call = model.generate(inputs, speculator=chosen, **generate_kwargs)  # type: ignore[operator]
+    finally:
+        streamed.reset(token)
+    if not isinstance(call, PreparedCall):
+        raise UnsupportedRequestError(f"{type(model).__name__}.generate does not return what its loop returns.")
+    return _tokens(call) if tokenizer is None else _text(call, tokenizer)
+
+
+def _tokens(call: PreparedCall) -> Generator[list[list[int]], None, Any]:
+    noise, sequences = call.run.sampler.noise, call.run.sequences
+    with closing(call.rounds()) as rounds:
+        for verdict in rounds:
+            if noise is None:
+                yield verdict.tokens
+            else:
+                noise.pause(sequences.new_shape[1])
+                yield verdict.tokens
+                noise.resume()
+    return call.output()
+
+
+def _text(call: PreparedCall, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, Any]:
+    pieces, output = _Pieces(tokenizer), None
+
+    def tokens() -> Generator[list[list[int]]]:
+        nonlocal output
+        output = yield from _tokens(call)
+
+    with closing(tokens()) as rounds:
+        for (new_tokens,) in rounds:
+            for token in new_tokens:
+                pieces.put(torch.tensor([token]))
+            if text := pieces.take():
+                yield text
+    pieces.end()
+    if text := pieces.take():
+        yield text
+    return output

@@ -1,0 +1,77 @@
+"""`hf-speculate convert`: a head from one published layout to another."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_speculate.card import write_card
+from hf_speculate.drafter import SavedHead
+from hf_speculate.errors import CheckpointError
+from hf_speculate.hub import drafter_class_for, local_folder
+
+from ..checkpoints import LoadReport
+from ..target_files import TargetFiles
+
+
+def convert_checkpoint(
+    source: str | os.PathLike, destination: str | os.PathLike, layout: str, target: str | os.PathLike | None = None
+) -> tuple[SavedHead, LoadReport]:
+    """Writes a head in another published layout, and a model card beside it.
+
+    Args:
+        source: folder or Hub id of a head of any readable layout.
+        destination: a folder that is absent or empty; it is made whole or not at all.
+        layout: "safeailab", "specforge" (SGLang), "speculators" (vLLM) for EAGLE; "fasterdecoding", "vllm" for Medusa.
+        target: folder or Hub id; only its config and the tensors that are needed are read. Many conversions need none.
+    Returns:
+        What was written, and what became of every key of `source`.
+    Raises:
+        CheckpointError: `destination` is not empty; `source` is unreadable or of a method without other layouts; the
+            layout cannot express it; a target is needed and none was given.
+        DrafterNotFoundError, TargetMismatchError: no such source or target; the wrong target.
+    """
+    path = Path(destination)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
+    folder = local_folder(source)
+    drafter = drafter_class_for(folder)
+    convert_folder = getattr(drafter, "convert", None)
+    if convert_folder is None:
+        raise CheckpointError(f"{folder} is a checkpoint of {drafter.name!r}, which has no other layouts.")
+    files = None if target is None else TargetFiles(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        written = Path(scratch, path.name or "head")
+        saved, report = convert_folder(folder, written, layout, files)
+        write_card(written, **asdict(saved))
+        if path.exists():
+            path.rmdir()
+        written.rename(path)
+    return saved, report
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder or Hub id of a head, in any layout that loads.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write; absent or empty.")],
+    layout: Annotated[
+        str,
+        typer.Option(help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM). Medusa: fasterdecoding, vllm."),
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of the target; only where the error asks for it.")
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Write a head in another project's layout; every key is accounted for."""
+    saved, report = convert_checkpoint(source, destination, layout, target)
+    if json_only:
+        typer.echo(json.dumps({**asdict(saved), "destination": str(destination), "keys": asdict(report)}))
+        return
+    typer.echo(f"{report}\nwritten to {destination} in the {saved.layout} layout")

@@ -1,0 +1,178 @@
+"""A second turn on the first one's cache: drafts are those of a drafter that has read the whole text."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from hf_speculate import Speculator, conversations, decoding
+from hf_speculate.tree import PADDING_PARENT
+
+from ..plugins.test_eagle import target
+from .test_pauses import DRAFTERS
+
+
+REMEMBERING = ("draft_model", "eagle1", "eagle3")
+
+
+def trees(model, monkeypatch, speculator, **inputs):
+    """The text, the cache, and (token, parent) of every drafted node by the length of the whole text."""
+    seen = {}
+    ask = decoding.Decoding._ask_for_tree
+
+    def ask_and_note(run, state):
+        tree = ask(run, state)
+        nodes = zip(tree.host.token_ids[0], tree.host.parents[0], strict=True)
+        length = run.cache.lengths[0]
+        seen[length] = [node for node in nodes if node[1] != PADDING_PARENT]
+        return tree
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding.Decoding, "_ask_for_tree", ask_and_note)
+        output = model.generate(**inputs, pad_token_id=0, speculator=speculator, return_dict_in_generate=True)
+    return output.sequences, output.past_key_values, seen
+
+
+class Conversation:
+    """A first turn of 20 tokens, and what follows it."""
+
+    def __init__(self, name, tmp_path, monkeypatch, prompt):
+        self.model = target("llama", dtype=torch.float64)
+        self.drafter = DRAFTERS[name](self.model, tmp_path)
+        self.speculator = Speculator(self.drafter, adaptive=False)
+        self.monkeypatch = monkeypatch
+        first, self.cache, _ = self.run(self.speculator, input_ids=prompt(9), max_new_tokens=20)
+        self.first = first
+        self.text = torch.cat([first, prompt(5, seed=7)], dim=1)
+
+    def run(self, speculator, **inputs):
+        return trees(self.model, self.monkeypatch, speculator, **inputs)
+
+    def expected(self, text=None):
+        fresh = Speculator(self.drafter, adaptive=False)
+        return self.run(fresh, input_ids=self.text if text is None else text, max_new_tokens=16)
+
+    def only_new(self):
+        length = self.cache.get_seq_length()
+        return {"input_ids": self.text[:, length:], "attention_mask": torch.ones(1, self.text.shape[1]).long()}
+
+
+@pytest.fixture(params=DRAFTERS)
+def conversation(request, tmp_path, monkeypatch, prompt):
+    return Conversation(request.param, tmp_path, monkeypatch, prompt)
+
+
+@pytest.fixture(params=REMEMBERING)
+def remembered(request, tmp_path, monkeypatch, prompt):
+    return Conversation(request.param, tmp_path, monkeypatch, prompt)
+
+
+@pytest.mark.parametrize("form", ["whole text", "new tokens"])
+def test_the_second_turn_drafts_as_if_it_had_read_everything(conversation, form):
+    plain, _, wanted = conversation.expected()
+    inputs = {"input_ids": conversation.text} if form == "whole text" else conversation.only_new()
+    text, cache, seen = conversation.run(
+        conversation.speculator, **inputs, past_key_values=conversation.cache, max_new_tokens=16
+    )
+    assert torch.equal(text[0, -16:], plain[0, -16:])
+    assert cache is conversation.cache
+    assert len(seen) > 3
+    assert seen == wanted
+
+
+def test_a_third_turn_does_too(remembered):
+    inputs = {"past_key_values": remembered.cache, "max_new_tokens": 6}
+    second, cache, _ = remembered.run(remembered.speculator, input_ids=remembered.text, **inputs)
+    text = torch.cat([second, remembered.text[:, :4]], dim=1)
+    plain, _, wanted = remembered.expected(text)
+    third, _, seen = remembered.run(remembered.speculator, input_ids=text, past_key_values=cache, max_new_tokens=16)
+    assert torch.equal(third, plain)
+    assert seen == wanted
+
+
+def count_forwards(monkeypatch, module):
+    sizes, forward = [], type(module).forward
+
+    def counted(self, *args, **kwargs):
+        if self is module:
+            sizes.append((args[0] if args else kwargs["input_ids"]).shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(module), "forward", counted)
+    return sizes
+
+
+def test_only_what_is_new_is_read(remembered, monkeypatch):
+    module = getattr(remembered.drafter, "head", None) or remembered.drafter.model
+    sizes = count_forwards(monkeypatch, module)
+    inputs = {"past_key_values": remembered.cache, "max_new_tokens": 8}
+    remembered.run(remembered.speculator, input_ids=remembered.text, **inputs)
+    assert max(sizes) < 12  # the text has 34 tokens
+
+
+def test_an_edited_text_is_the_targets_all_the_same(conversation):
+    """The caller crops the cache and goes on differently."""
+    text = torch.cat([conversation.first[:, :17], conversation.text[:, -5:]], dim=1)
+    conversation.cache.crop(17 - conversation.cache.get_seq_length())
+    plain = conversation.model.generate(text, max_new_tokens=16, pad_token_id=0)
+    again, _, _ = conversation.run(
+        conversation.speculator, input_ids=text, past_key_values=conversation.cache, max_new_tokens=16
+    )
+    assert torch.equal(again, plain)
+
+
+def test_a_turn_of_plain_generate_in_between_is_no_trouble(conversation):
+    model, cache = conversation.model, conversation.cache
+    between = model.generate(conversation.text, past_key_values=cache, max_new_tokens=6, pad_token_id=0)
+    text = torch.cat([between, conversation.text[:, :4]], dim=1)
+    plain, _, _ = conversation.expected(text)
+    for speculator in (conversation.speculator, Speculator(conversation.drafter, adaptive=False)):
+        again, _, _ = conversation.run(speculator, input_ids=text, past_key_values=cache, max_new_tokens=16)
+        assert torch.equal(again, plain)
+        cache.crop(between.shape[1] - 1 - cache.get_seq_length())
+
+
+def test_after_a_turn_that_was_cut_short(remembered):
+    """A criterion that raises in the second turn: the third drafts as ever."""
+
+    class Stop(Exception):
+        pass
+
+    class Streamer:
+        def __init__(self):
+            self.count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count > 5:
+                raise Stop
+
+        def end(self):
+            pass
+
+    inputs = {"past_key_values": remembered.cache, "max_new_tokens": 16, "pad_token_id": 0}
+    with pytest.raises(Stop):
+        remembered.model.generate(remembered.text, **inputs, speculator=remembered.speculator, streamer=Streamer())
+    plain, _, wanted = remembered.expected()
+    text = plain[:, : remembered.cache.get_seq_length() + 1]
+    again, _, seen = remembered.run(
+        remembered.speculator,
+        input_ids=text,
+        past_key_values=remembered.cache,
+        max_new_tokens=plain.shape[1] - text.shape[1],
+    )
+    assert torch.equal(again, plain)
+    common = wanted.keys() & seen.keys()
+    assert common
+    assert all(seen[length] == wanted[length] for length in common if length < plain.shape[1] - 6)
+
+
+def test_nothing_outlives_the_callers_cache(remembered):
+    states = remembered.drafter.conversations._states
+    assert len(states) == 1
+    assert remembered.cache in conversations._texts
+    remembered.cache = None
+    gc.collect()
+    assert len(states) == 0

@@ -1,0 +1,96 @@
+"""After rounds without drafts, which nobody told the drafter of, it drafts as if it had been told round by round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_speculate import AutoSpeculator, Speculator, decoding
+from hf_speculate.tree import PADDING_PARENT
+from hf_speculate.tuning import NOTHING, UNLIMITED
+from hf_speculate_plugins.eagle import EagleDrafter
+from hf_speculate_plugins.medusa import MedusaDrafter
+from hf_speculate_plugins.medusa.heads import MedusaHeads
+
+from ..plugins.test_eagle import target, write_head
+
+
+class Script:
+    """A tuner that drafts in every `every`-th round."""
+
+    def __init__(self, every: int):
+        self.every, self.count = every, 0
+
+    def choose(self, rows):
+        self.count += 1
+        return UNLIMITED if self.count % self.every == 0 else NOTHING
+
+    def record(self, *args, **kwargs):
+        pass
+
+
+def prompt_lookup(model, folder):
+    return AutoSpeculator.from_name("prompt_lookup", target=model, min_ngram=1, depth=2).drafter
+
+
+def draft_model(model, folder):
+    return AutoSpeculator.from_name("draft_model", target=model, model=target("qwen2", dtype=torch.float64)).drafter
+
+
+def eagle(layout):
+    return lambda model, folder: EagleDrafter.from_folder(write_head(folder, layout), model, depth=3, top_k=2)
+
+
+def medusa(model, folder):
+    size, vocab_size = model.config.hidden_size, model.config.vocab_size
+    return MedusaDrafter(MedusaHeads(torch.randn(3, 1, size, size), None, torch.randn(3, vocab_size, size)), model)
+
+
+DRAFTERS = {
+    "prompt_lookup": prompt_lookup,
+    "draft_model": draft_model,
+    "eagle1": eagle("eagle1"),
+    "eagle3": eagle("safeailab"),
+    "medusa": medusa,
+}
+
+
+def trees_by_length(model, inputs, drafter, every, monkeypatch):
+    """(token, parent) of every node drafted, by row and the number of tokens that the row had."""
+    seen = {}
+    ask = decoding.Decoding._ask_for_tree
+
+    def ask_and_note(run, state):
+        tree = ask(run, state)
+        for row, length in enumerate(run.sequences.num_emitted):
+            nodes = zip(tree.host.token_ids[row], tree.host.parents[row], strict=True)
+            seen[row, length] = [node for node in nodes if node[1] != PADDING_PARENT]
+        return tree
+
+    speculator = Speculator(drafter, adaptive=True)
+    assert speculator.experience is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding.Decoding, "_ask_for_tree", ask_and_note)
+        patch.setattr(speculator.experience, "tuner", lambda *_: Script(every))
+        patch.setattr(speculator.experience, "learn", lambda *_: None)
+        text = model.generate(**inputs, max_new_tokens=64, pad_token_id=0, speculator=speculator)
+    return text, seen
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["one row", "ragged batch"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_pause_costs_no_acceptance(tmp_path, monkeypatch, prompt, name, ragged):
+    model = target("llama", dtype=torch.float64)
+    drafter = DRAFTERS[name](model, tmp_path)
+    inputs = {"input_ids": prompt(9), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
+    if ragged:
+        inputs = {"input_ids": torch.cat([prompt(9), prompt(9, seed=1)]), "attention_mask": torch.ones(2, 9).long()}
+        inputs["attention_mask"][1, :4] = 0
+    text, always = trees_by_length(model, inputs, drafter, 1, monkeypatch)
+    paused_text, paused = trees_by_length(model, inputs, drafter, 4, monkeypatch)
+    assert torch.equal(text, paused_text)
+    # Near the end the depth of a draft is limited by the row that has the most to go.
+    common = {place for place in always.keys() & paused.keys() if place[1] < 56}
+    assert len(common) >= 3
+    for place in common:
+        assert paused[place] == always[place], place

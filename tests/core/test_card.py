@@ -1,0 +1,219 @@
+"""Saving and pushing through `Speculator`: cards that claim what was given, and a Hub that is a folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_speculate import AutoSpeculator, Speculator, hub
+from hf_speculate.card import CARD_FILE, is_generated, write_card
+from hf_speculate.drafter import Drafter, SavedHead
+from hf_speculate.errors import CheckpointError
+from hf_speculate.testing.scripted import EmptyDrafter
+
+
+CARD = {"base_model": "meta-llama/Llama-3.1-8B-Instruct", "algorithm": "eagle3", "layout": "speculators"}
+
+
+class HeadDrafter(EmptyDrafter):
+    """A drafter with one file of weights."""
+
+    name = "house"
+
+    def save_pretrained(self, path, layout=None):
+        if layout == "impossible":
+            raise CheckpointError("the impossible layout cannot express this head")
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / ("b.bin" if layout == "b" else "model.safetensors")).write_bytes(b"weights")
+        (Path(path) / "config.json").write_text("{}")
+        return SavedHead("house1", layout or "a", "owner/target")
+
+
+class FakeHub:
+    """`HfApi` whose repositories are folders. Notes the calls."""
+
+    def __init__(self, root: Path):
+        self.root, self.calls, self.tokens = root, [], []
+
+    def __call__(self, token=None):
+        self.tokens.append(token)
+        return self
+
+    def folder(self, repo_id, revision=None) -> Path:
+        return self.root / repo_id / (revision or "main")
+
+    def create_repo(self, repo_id, private=None, exist_ok=False):
+        full_id = repo_id if "/" in repo_id else f"me/{repo_id}"
+        self.calls.append(("create_repo", full_id, private))
+        assert exist_ok
+        self.folder(full_id).mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(repo_id=full_id)
+
+    def create_branch(self, repo_id, branch, exist_ok=False):
+        self.calls.append(("create_branch", branch))
+        if not self.folder(repo_id, branch).exists():
+            shutil.copytree(self.folder(repo_id), self.folder(repo_id, branch))
+
+    def list_repo_files(self, repo_id, revision=None):
+        return [path.name for path in self.folder(repo_id, revision).iterdir()]
+
+    def hf_hub_download(self, repo_id, filename, revision=None):
+        return str(self.folder(repo_id, revision) / filename)
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message, revision, create_pr, ignore_patterns):
+        self.calls.append(("upload", repo_id, commit_message, revision, create_pr))
+        for path in Path(folder_path).iterdir():
+            if path.name not in (ignore_patterns or ()):
+                shutil.copy(path, self.folder(repo_id, revision) / path.name)
+        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
+
+
+@pytest.fixture
+def fake_hub(tmp_path, monkeypatch):
+    fake = FakeHub(tmp_path / "hub")
+    monkeypatch.setattr(hub, "HfApi", fake)
+    return fake
+
+
+class TestCard:
+    def test_metadata_and_snippet(self, tmp_path):
+        assert write_card(tmp_path, **CARD, repo_id="me/head", datasets=["openai/gsm8k"], license="apache-2.0")
+        card = ModelCard.load(tmp_path / CARD_FILE)
+        assert card.data.base_model == CARD["base_model"]
+        assert card.data.library_name == "hf-speculate"
+        assert card.data.tags == ["speculative-decoding", "eagle3"]
+        assert (card.data.datasets, card.data.license) == (["openai/gsm8k"], "apache-2.0")
+        assert card.data.pipeline_tag == "text-generation"
+        assert 'AutoSpeculator.from_pretrained("me/head", target=model)' in card.text
+        assert "`speculators` layout" in card.text
+
+    def test_snippet_is_python(self, tmp_path):
+        write_card(tmp_path, **CARD, repo_id="me/head")
+        code = (tmp_path / CARD_FILE).read_text().split("```python\n")[1].split("```")[0]
+        compile(code, "card", "exec")
+
+    def test_figures_are_those_given_and_no_others(self, tmp_path):
+        write_card(tmp_path / "none", **CARD)
+        card = ModelCard.load(tmp_path / "none" / CARD_FILE)
+        assert card.data.eval_results is None
+        assert "Nothing was measured" in card.text
+        assert not any(character.isdigit() for character in card.text.partition("## Measured")[2])
+        metrics = {"mean_acceptance_length": 3.12345, "acceptance_rate_by_depth": [0.75, 0.5], "rounds": 7, "on": "a|b"}
+        write_card(
+            tmp_path / "some", **CARD, metrics=metrics, measured_on="GSM8K, 20 prompts", notes="## Training\nYes."
+        )
+        card = ModelCard.load(tmp_path / "some" / CARD_FILE)
+        for row in ("| mean acceptance length | 3.123 |", "| acceptance rate by depth | 0.75, 0.5 |", "| rounds | 7 |"):
+            assert row in card.text
+        assert "a\\|b" in card.text
+        assert "On GSM8K, 20 prompts:" in card.text
+        assert "## Training\nYes." in card.text
+        results = {result.metric_type: result.metric_value for result in card.data.eval_results}
+        assert results["acceptance_rate_by_depth_2"] == 0.5
+        assert results["mean_acceptance_length"] == 3.12345
+
+    def test_a_path_of_this_machine_stays_out_of_metadata_and_text(self, tmp_path):
+        (tmp_path / "secret" / "my-model").mkdir(parents=True)
+        write_card(tmp_path / "head", **{**CARD, "base_model": str(tmp_path / "secret" / "my-model")})
+        text = (tmp_path / "head" / CARD_FILE).read_text()
+        assert "secret" not in text
+        assert "made for `my-model`" in text
+        assert ModelCard.load(tmp_path / "head" / CARD_FILE).data.base_model is None
+        write_card(tmp_path / "head", **{**CARD, "base_model": None})
+        assert "does not know" in (tmp_path / "head" / CARD_FILE).read_text()
+
+    def test_a_card_of_a_person_is_kept_and_a_generated_one_replaced(self, tmp_path):
+        write_card(tmp_path, **CARD, notes="first")
+        assert write_card(tmp_path, **CARD, notes="second")
+        text = (tmp_path / CARD_FILE).read_text()
+        assert ("first" in text, "second" in text) == (False, True)
+        (tmp_path / CARD_FILE).write_text("# Mine")
+        assert not is_generated(tmp_path / CARD_FILE)
+        assert not write_card(tmp_path, **CARD)
+        assert (tmp_path / CARD_FILE).read_text() == "# Mine"
+
+
+class TestSave:
+    def test_weights_and_card(self, tmp_path):
+        Speculator(HeadDrafter()).save_pretrained(tmp_path / "head", metrics={"rounds": 5})
+        names = sorted(path.name for path in (tmp_path / "head").iterdir())
+        assert names == [CARD_FILE, "config.json", "model.safetensors"]
+        card = ModelCard.load(tmp_path / "head" / CARD_FILE)
+        assert (card.data.base_model, card.data.tags[-1]) == ("owner/target", "house1")
+        assert "| rounds | 5 |" in card.text
+
+    def test_a_drafter_without_weights_says_so(self, tmp_path, tiny_model, fake_hub):
+        speculator = AutoSpeculator.from_name("prompt_lookup", target=tiny_model())
+        with pytest.raises(CheckpointError, match="'prompt_lookup' has no weights"):
+            speculator.save_pretrained(tmp_path / "head")
+        with pytest.raises(CheckpointError, match="'prompt_lookup' has no weights"):
+            speculator.push_to_hub("me/head")
+        assert not (tmp_path / "head").exists()
+        assert fake_hub.calls == []
+        with pytest.raises(CheckpointError, match="no weights"):
+            Drafter.save_pretrained(EmptyDrafter(), tmp_path)
+
+
+class TestPush:
+    def test_uploads_files_and_card_under_the_full_id(self, fake_hub):
+        result = Speculator(HeadDrafter()).push_to_hub("head", private=True, token="t", metrics={"rounds": 5})
+        assert result.commit_url.endswith("me/head/commit/1")
+        assert fake_hub.calls == [
+            ("create_repo", "me/head", True),
+            ("upload", "me/head", "Upload house1 head (a layout)", None, False),
+        ]
+        assert set(fake_hub.tokens) == {"t"}
+        assert sorted(fake_hub.list_repo_files("me/head")) == [CARD_FILE, "config.json", "model.safetensors"]
+        card = (fake_hub.folder("me/head") / CARD_FILE).read_text()
+        assert 'from_pretrained("me/head", target=model)' in card
+        assert "| rounds | 5 |" in card
+
+    def test_revision_pull_request_and_message(self, fake_hub):
+        speculator = Speculator(HeadDrafter())
+        speculator.push_to_hub("me/head", revision="v2", create_pr=True, commit_message="New head")
+        assert fake_hub.calls[1:] == [("create_branch", "v2"), ("upload", "me/head", "New head", "v2", True)]
+        assert "config.json" in fake_hub.list_repo_files("me/head", "v2")
+        assert fake_hub.list_repo_files("me/head") == []
+
+    def test_a_card_of_a_person_is_kept(self, fake_hub):
+        speculator = Speculator(HeadDrafter())
+        speculator.push_to_hub("me/head")
+        speculator.push_to_hub("me/head", notes="again")
+        card = fake_hub.folder("me/head") / CARD_FILE
+        assert "again" in card.read_text()
+        card.write_text("# Mine")
+        speculator.push_to_hub("me/head")
+        assert card.read_text() == "# Mine"
+
+    def test_other_weights_in_the_repository_are_not_shadowed(self, fake_hub):
+        speculator = Speculator(HeadDrafter())
+        speculator.push_to_hub("me/head")
+        with pytest.raises(CheckpointError, match=r"already holds the weights model\.safetensors.*instead of b\.bin"):
+            speculator.push_to_hub("me/head", layout="b")
+        assert "b.bin" not in fake_hub.list_repo_files("me/head")
+
+    def test_what_cannot_be_saved_makes_no_repository(self, fake_hub):
+        with pytest.raises(CheckpointError, match="impossible"):
+            Speculator(HeadDrafter()).push_to_hub("me/head", layout="impossible")
+        assert fake_hub.calls == []
+
+
+class TestAcceptanceOptions:
+    def test_from_name_and_from_pretrained_take_them(self, tiny_model):
+        speculator = AutoSpeculator.from_name(
+            "prompt_lookup", target=tiny_model(), acceptance="typical", posterior_threshold=0.2, posterior_alpha=0.4
+        )
+        assert not speculator.lossless
+        assert (speculator.typical.posterior_threshold, speculator.typical.posterior_alpha) == (0.2, 0.4)
+        assert AutoSpeculator.from_name("prompt_lookup", target=tiny_model()).lossless
+
+    def test_refused_before_anything_is_read(self, tiny_model):
+        for make in (AutoSpeculator.from_name, AutoSpeculator.from_pretrained):
+            with pytest.raises(ValueError, match="'match' or 'typical'"):
+                make("absent", target=tiny_model(), acceptance="lucky")
+            with pytest.raises(ValueError, match="posterior_alpha are thresholds of acceptance='typical'"):
+                make("absent", target=tiny_model(), posterior_alpha=0.1)

@@ -1,0 +1,255 @@
+"""The tuner against brute force and simulated clocks: no test here looks at a real one."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+
+import pytest
+import torch
+
+from hf_speculate import Speculator, decoding, tuning
+from hf_speculate.observations import Observation, joined
+from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
+from hf_speculate.tuning import LADDER, LOSS_SHARE, LOSS_START, NOTHING, Acceptance, Budget, RoundCosts, Timings, Tuner
+
+from ..conftest import VOCAB_SIZE
+
+
+def random_rounds(count, seed=0):
+    """(accepted path, nodes, depth) of rounds with trees of several sizes."""
+    generator, rounds = random.Random(seed), []
+    for _ in range(count):
+        num_nodes, depth = generator.choice([4, 12, 31]), generator.choice([2, 4, 5])
+        path, node = [], 0
+        while len(path) < depth and generator.random() < 0.7:
+            node = generator.randint(node + 1, node + 4)
+            if node > num_nodes:
+                break
+            path.append(node)
+        rounds.append((path, num_nodes, depth))
+    return rounds
+
+
+class TestAcceptance:
+    def test_smaller_trees_are_judged_as_if_they_had_been_drafted(self, monkeypatch):
+        """Hazards from wide rounds against replays: what would the first n nodes to depth d have accepted?"""
+        monkeypatch.setattr(tuning, "_ACCEPTANCE_DECAY", 1.0)
+        acceptance = Acceptance()
+        rounds = [(path, 31, 5) for path, _, _ in random_rounds(4000)]
+        for path, num_nodes, depth in rounds:
+            acceptance.record(path, num_nodes, depth)
+        for size in range(bisect_left(LADDER, 31) + 1):
+            lengths = acceptance.expected_lengths(size, 5)
+            for depth in range(1, 6):
+                replayed = [1 + sum(node <= LADDER[size] for node in path[:depth]) for path, _, _ in rounds]
+                assert lengths[depth - 1] == pytest.approx(sum(replayed) / len(replayed), abs=0.02), (size, depth)
+
+    def test_rounds_of_different_sizes_count_where_they_say_something(self, monkeypatch):
+        monkeypatch.setattr(tuning, "_ACCEPTANCE_DECAY", 1.0)
+        acceptance, plain = Acceptance(), {}
+        for path, num_nodes, depth in random_rounds(600):
+            acceptance.record(path, num_nodes, depth)
+            for size, n in enumerate(LADDER):
+                if bisect_left(LADDER, num_nodes) < size:
+                    continue  # more than was drafted: unknown
+                for level in range(depth):
+                    inside = all(node <= n for node in path[:level]) and len(path) >= level
+                    if inside:
+                        trials, hits = plain.get((level, size), (0, 0))
+                        plain[level, size] = (trials + 1, hits + (len(path) > level and path[level] <= n))
+        for (level, size), (trials, hits) in plain.items():
+            assert (acceptance._trials[level][size], acceptance._hits[level][size]) == (trials, hits)
+
+    def test_a_path_accepted_to_the_end_says_nothing_about_what_comes_below(self):
+        acceptance = Acceptance()
+        for _ in range(50):
+            acceptance.record([1, 2], num_nodes=2, depth=2)
+        deeper = acceptance.expected_lengths(size=1, max_depth=4)
+        assert deeper[1] == pytest.approx(3.0, abs=0.1)
+        assert deeper[3] == pytest.approx(5.0, abs=0.5)
+
+    def test_old_rounds_fade(self):
+        acceptance = Acceptance()
+        for _ in range(200):
+            acceptance.record([1, 2, 3], 3, 3)
+        for _ in range(40):
+            acceptance.record([], 3, 3)
+        assert acceptance.expected_lengths(2, 3)[-1] < 1.3
+
+    def test_the_average_of_equal_rows_is_the_row(self):
+        row = Acceptance()
+        for path, num_nodes, depth in random_rounds(30):
+            row.record(path, num_nodes, depth)
+        mean = Acceptance.average([row, row, row])
+        assert (mean.widest, mean.deepest) == (31, 5)
+        for size in range(len(LADDER)):
+            assert mean.expected_lengths(size, 5) == pytest.approx(row.expected_lengths(size, 5))
+
+
+class TestTimings:
+    def test_between_observations_it_is_linear_and_never_falls(self):
+        timings = Timings(slope=0.02)
+        for size, seconds in ((1, 1.0), (9, 2.0), (17, 1.8)):
+            timings.record(size, seconds)
+        assert timings.at(5) == pytest.approx(1.5)
+        assert timings.at(17) == timings.at(13) == pytest.approx(2.0)
+        assert timings.at(40) > timings.at(17)
+
+    def test_one_observation_is_extended_by_the_slope(self):
+        timings = Timings(slope=0.1)
+        timings.record(10, 2.0)
+        assert timings.at(0) == pytest.approx(1.0)
+        assert timings.at(20) == pytest.approx(3.0)
+
+    def test_a_warm_up_is_forgotten_and_a_stray_value_moves_little(self):
+        timings = Timings(slope=0.02)
+        for seconds in (50.0, 1.0, 1.0, 1.0, 1000.0):
+            timings.record(1, seconds)
+        assert timings.at(1) < 1.2
+
+    def test_what_slows_one_size_slows_all(self):
+        timings = Timings(slope=0.02)
+        for _ in range(4):
+            timings.record(1, 1.0)
+            timings.record(9, 2.0)
+        for _ in range(60):
+            timings.record(9, 4.0)
+        assert timings.at(1) == pytest.approx(2.0, rel=0.05)
+
+
+class Simulation:
+    """Decoding one row where plain rounds cost 1 and others what `cost(num_nodes, depth)` says."""
+
+    def __init__(self, cost, accepts, widest=16, deepest=5):
+        self.cost, self.accepts, self.widest, self.deepest = cost, accepts, widest, deepest
+        self.tuner = Tuner(RoundCosts(), [Acceptance()])
+        self.seconds, self.tokens, self.budgets = 0.0, 0, []
+
+    def run(self, num_tokens):
+        while self.tokens < num_tokens:
+            budget = self.tuner.choose([0])
+            self.budgets.append(budget)
+            num_nodes = self.widest if budget.max_nodes is None else min(budget.max_nodes, self.widest)
+            depth = self.deepest if budget.max_depth is None else min(budget.max_depth, self.deepest)
+            path = [node for node in self.accepts(self.tokens)[:depth] if node <= num_nodes] if num_nodes else []
+            drafting = 0.05 * depth if num_nodes else 0.0
+            seconds = (self.cost(num_nodes) if num_nodes else 1.0) + drafting
+            self.tuner.record(num_nodes, depth, {0: path}, seconds=seconds, drafting_seconds=drafting)
+            self.seconds += seconds
+            self.tokens += len(path) + 1
+        return self
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("num_tokens", [256, 2000])
+def test_text_that_drafts_badly_costs_little_more_than_plain_decoding(slope, num_tokens):
+    run = Simulation(lambda n: 1 + slope * n, accepts=lambda _: []).run(num_tokens)
+    round_cost = 1 + 16 * slope + 0.25  # the rounds before the first choice are the widest
+    assert run.seconds - run.tokens <= LOSS_SHARE * run.seconds + LOSS_START + 2 * (round_cost - 1)
+    if slope < 0.5:
+        assert run.seconds <= 1.05 * run.tokens
+    assert run.budgets[-1] == NOTHING or slope == 0.01
+    assert any(budget != NOTHING for budget in run.budgets[len(run.budgets) // 2 :])  # it keeps trying
+
+
+def test_text_that_begins_to_draft_well_is_noticed():
+    run = Simulation(lambda n: 1 + 0.03 * n, accepts=lambda done: [] if done < 300 else [1, 2, 3, 4, 5]).run(300)
+    before = run.seconds
+    run.run(900)
+    assert run.seconds - before < 600 / 6 * (1 + 0.03 * 5 + 0.25) * 1.5
+
+
+@pytest.mark.parametrize("slope", [0.005, 0.05, 0.2])
+def test_the_chosen_budget_is_near_the_best_fixed_one(slope):
+    generator = random.Random(0)
+    paths = [path for path, _, _ in random_rounds(500)]
+
+    def cost(n):
+        return 1 + slope * n
+
+    run = Simulation(cost, accepts=lambda _: generator.choice(paths)).run(6000)
+    best = 1.0
+    for n in (n for n in LADDER if n <= 16):
+        for depth in range(1, 6):
+            expected = sum(1 + sum(node <= n for node in path[:depth]) for path in paths) / len(paths)
+            best = max(best, expected / (cost(n) + 0.05 * depth))
+    assert run.tokens / run.seconds > 0.93 * best
+
+
+def test_rows_are_judged_together():
+    """One row drafts well and one badly: what pays is the sum."""
+    costs = RoundCosts()
+    good, bad = Acceptance(), Acceptance()
+    tuner = Tuner(costs, [good, bad])
+    for _ in range(40):
+        tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
+        tuner.record(4, 4, {0: [1, 2, 3, 4], 1: []}, seconds=2.0, drafting_seconds=0.1)
+    assert tuner.choose([0, 1]).max_depth == 4
+    assert tuner._best([1])[1] < 1.0 < tuner._best([0])[1]
+
+
+def test_without_a_draft_ever_there_is_nothing_to_choose_from():
+    tuner = Tuner(RoundCosts(), [Acceptance()])
+    for _ in range(20):
+        assert tuner.choose([0]) == Budget()
+        tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
+
+
+class Clock:
+    """Stands in for the clock of the decoding loop: a forward over N nodes takes 1 + N / 10 seconds."""
+
+    def __init__(self, monkeypatch, model):
+        self.now = 0.0
+        monkeypatch.setattr(decoding.time, "perf_counter", lambda: self.now)
+        self.hook = model.register_forward_pre_hook(self.tick, with_kwargs=True)
+
+    def tick(self, _module, _args, kwargs):
+        self.now += 0.9 + 0.1 * kwargs["input_ids"].shape[1]
+
+
+@pytest.fixture
+def clock(monkeypatch, tiny_model):
+    clock = Clock(monkeypatch, tiny_model())
+    yield clock
+    clock.hook.remove()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_bad_drafts_are_switched_off_and_the_text_stays(clock, tiny_model, batch_size):
+    model, ids = tiny_model(), torch.randint(3, VOCAB_SIZE, (batch_size, 12))
+    plain = model.generate(ids, max_new_tokens=200)
+    plain_seconds, clock.now = clock.now, 0.0
+    fixed = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), adaptive=False)
+    model.generate(ids, max_new_tokens=200, speculator=fixed)
+    assert clock.now > 1.2 * plain_seconds
+    clock.now = 0.0
+    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), adaptive=True)
+    assert torch.equal(model.generate(ids, max_new_tokens=200, speculator=speculator), plain)
+    assert clock.now < 1.05 * plain_seconds
+    assert speculator.stats.rounds_without_draft > speculator.stats.rounds >= 3
+
+
+def test_good_drafts_stay_on_and_the_next_call_knows(clock, tiny_model, prompt):
+    model, ids = tiny_model(), prompt(12)
+    plain = model.generate(ids, max_new_tokens=128)
+    drafter = ScriptedDrafter(plain[:, 12:], (2, 1, 1, 1), accuracy=1.0, vocab_size=VOCAB_SIZE)
+    speculator = Speculator(drafter, adaptive=True)
+    assert torch.equal(model.generate(ids, max_new_tokens=128, speculator=speculator), plain)
+    assert speculator.stats.rounds_without_draft <= 2  # one to see what plain decoding costs, one for the last token
+    speculator.stats.reset()
+    model.generate(ids, max_new_tokens=128, speculator=speculator)
+    assert speculator.stats.rounds_without_draft <= 1
+    assert speculator.stats.mean_acceptance_length > 4
+
+
+def test_joined_observations_are_the_rows_one_after_the_other():
+    def observation(start, lengths, width):
+        tokens = torch.arange(start, start + 2 * width).view(2, width)
+        return Observation(tokens, {3: tokens[..., None].double()}, torch.tensor(lengths))
+
+    whole = joined([observation(0, [3, 1], 3), observation(10, [0, 1], 1), observation(20, [2, 2], 2)])
+    assert whole.lengths.tolist() == [5, 4]
+    assert whole.tokens[0].tolist() == [0, 1, 2, 20, 21]
+    assert whole.tokens[1, :4].tolist() == [3, 11, 22, 23]
+    assert torch.equal(whole.features[3][..., 0][1, :4], whole.tokens[1, :4].double())

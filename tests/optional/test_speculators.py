@@ -1,0 +1,126 @@
+"""The `speculators` package reads what we write: its own forward gives our draft logits (`make peers`).
+
+It wants another transformers than we do, so it runs in an environment of its own: SPECULATORS_PYTHON names the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_speculate import AutoSpeculator
+from hf_speculate_plugins.commands.convert import convert_checkpoint
+from hf_speculate_plugins.eagle import EagleHead, EagleSpec, write_head
+from hf_speculate_plugins.eagle.calibration import chain_logits
+
+
+PYTHON = os.environ.get("SPECULATORS_PYTHON")
+HIDDEN, VOCAB, LAYERS, COUNT, STEPS = 32, 96, 7, 12, 3
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+HEADS = {
+    "plain": {},
+    "residual and own layers": {"norm_before_residual": True, "feature_layers": (1, 3, 6), "draft_vocab_size": VOCAB},
+    "qwen3, two layers, 3.1": {
+        "qk_norm": True,
+        "num_layers": 2,
+        "windows": (None, None),
+        "head_dim": 16,
+        "norm_before_fc": True,
+        "feed_back_normed": True,
+    },
+    "four layers, norms of each, llama3": {
+        "num_features": 4,
+        "feature_layers": (1, 2, 4, 5),
+        "fc_norm": True,
+        "rope": LLAMA3 | {"original_max_position_embeddings": 64},
+    },
+}
+
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON is not set: `make peers` sets it up")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A tiny target on disk, and loaded."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder, LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def save_head(folder, target_folder, **changes) -> None:
+    sizes = {"hidden_size": HIDDEN, "target_hidden_size": HIDDEN, "vocab_size": VOCAB, "draft_vocab_size": 40}
+    sizes |= {"num_layers": 1, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    spec = EagleSpec(dialect="speculators", version=3, **{**sizes, **changes})
+    head = EagleHead(spec)
+    for parameter in head.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1)
+    ids = torch.randperm(VOCAB)[: spec.draft_vocab_size].sort().values
+    write_head(
+        folder,
+        head,
+        ids if spec.draft_vocab_size < VOCAB else None,
+        "speculators",
+        num_target_layers=LAYERS,
+        target_name=str(target_folder),
+        target_architectures=["LlamaForCausalLM"],
+    )
+
+
+def assert_peer_agrees(folder: Path, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    drafter = AutoSpeculator.from_pretrained(folder, target=model).drafter
+    token_ids = torch.randint(3, VOCAB, (COUNT + 1,))
+    with torch.no_grad():
+        hidden = model(token_ids[None], output_hidden_states=True).hidden_states
+        features = [hidden[layer] for layer in drafter.entry_layers]
+        entries = range(COUNT - STEPS + 1)  # their chains stay within the text
+        logits = chain_logits(drafter.head, token_ids, drafter.head.fuse(features), entries, STEPS)
+    inputs = {"states": torch.cat(features, dim=-1)[:, :-1].contiguous(), "token_ids": token_ids[None, 1:].clone()}
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    script = Path(__file__).with_name("read_with_speculators.py")
+    arguments = [PYTHON, script, folder, tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, env=environment, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = load_file(tmp_path / "outputs.safetensors")
+    theirs = found["logits"][:, : len(entries)].transpose(0, 1)
+    torch.testing.assert_close(theirs, logits, atol=1e-4, rtol=1e-4)
+    if drafter.target_ids is not None:
+        assert torch.equal(found["d2t"] + torch.arange(len(drafter.target_ids)), drafter.target_ids)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_we_save(target, tmp_path, name):
+    folder, model = target
+    torch.manual_seed(1)
+    save_head(tmp_path / "head", folder, **HEADS[name])
+    assert_peer_agrees(tmp_path / "head", model, tmp_path)
+
+
+def test_a_head_that_we_convert(target, tmp_path):
+    """From SpecForge's layout, without embeddings, with default layers: what is added comes from the target's files."""
+    folder, model = target
+    torch.manual_seed(1)
+    save_head(tmp_path / "source", folder, feature_layers=(2, 3, 4))
+    convert_checkpoint(tmp_path / "source", tmp_path / "specforge", "specforge", folder)
+    tensors = load_file(tmp_path / "specforge" / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, tmp_path / "specforge" / "model.safetensors")
+    convert_checkpoint(tmp_path / "specforge", tmp_path / "head", "speculators", folder)
+    assert_peer_agrees(tmp_path / "head", model, tmp_path)
