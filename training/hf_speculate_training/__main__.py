@@ -1,0 +1,24 @@
+"""`python -m hf_speculate_training train`: the command as a module, which is what `accelerate launch -m` starts."""
+
+import typer
+
+from hf_speculate.errors import SpeculateError
+
+from .commands import TRAIN_EXAMPLES, train, train_bench
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command("train", epilog=TRAIN_EXAMPLES)(train)
+app.command("train-bench")(train_bench)
+
+
+@app.callback()
+def _only_names_commands() -> None:
+    """Training of speculative heads, see `hf-speculate --help` for the rest."""
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except SpeculateError as error:
+        raise SystemExit(f"hf-speculate: error: {error}") from error

@@ -1,0 +1,163 @@
+"""Examples as tokens, with a mark on those that the target is to emit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from hf_speculate.errors import SpeculateError
+
+from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document: token ids and, for each, whether the target is to emit it."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Turns examples into documents.
+
+    Args:
+        tokenizer: the target's.
+        end_ids: tokens at which the target stops. The end-of-turn token belongs to what it emits; what a template
+            writes behind it does not.
+        turns: "together": a conversation is one document, with a loss on every assistant turn. "separate": every
+            assistant turn is a document of its own after the history that the template shows there; right for
+            templates that rewrite earlier turns (those that drop the reasoning of all but the last).
+        append_eos: whether plain texts and completions end with the tokenizer's eos token, as documents that the target
+            was trained on do.
+    """
+
+    tokenizer: Any
+    end_ids: Collection[int] = ()
+    turns: Literal["together", "separate"] = "together"
+    append_eos: bool = True
+
+    def __call__(self, example: Example) -> list[Encoded]:
+        """The documents of an example.
+
+        Raises:
+            SpeculateError: the tokenizer has no chat template, or one whose turns cannot be told apart.
+            RecordError: this example cannot be rendered; others may.
+        """
+        if isinstance(example, Tokens):
+            return [Encoded(list(example.input_ids), list(example.loss_mask))]
+        if isinstance(example, Plain):
+            ids = self.tokenizer(example.text, verbose=False)["input_ids"]
+            return [self._ended(Encoded(ids, [True] * len(ids)))]
+        if isinstance(example, Completion):
+            return [self._ended(self._completion(example))]
+        return self._chat(example)
+
+    def text_prompt_ids(self, text: str) -> list[int]:
+        """What `generate` is given for a text to go on with: without the eos token that some tokenizers append."""
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
+
+    def chat_prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """What `generate` is given for the assistant's next turn."""
+        return self._tokenized(self._rendered(messages, True))["input_ids"]
+
+    def _ended(self, encoded: Encoded) -> Encoded:
+        eos = self.tokenizer.eos_token_id
+        if not self.append_eos or eos is None or encoded.input_ids[-1:] == [eos]:
+            return encoded
+        return Encoded([*encoded.input_ids, eos], [*encoded.loss_mask, True])
+
+    def _completion(self, example: Completion) -> Encoded:
+        """The prompt is tokenised alone, as `generate` would be given it; what follows is what it would emit."""
+        prompt = self.text_prompt_ids(example.prompt)
+        completion = self.tokenizer(example.completion, add_special_tokens=False, verbose=False)["input_ids"]
+        return Encoded([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+
+    def _chat(self, example: Chat) -> list[Encoded]:
+        answers = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
+        if not answers:
+            return []
+        if self.turns == "separate":
+            return [self._last_turn(example.messages[: index + 1]) for index in answers]
+        messages = example.messages[: answers[-1] + 1]
+        if has_generation_marks(self.tokenizer):
+            return [self._marked(messages)]
+        text = self._rendered(messages, False)
+        spans = [self._span(messages, index, text) for index in answers]
+        return [self._masked(text, spans)]
+
+    def _last_turn(self, messages: Sequence[Message]) -> Encoded:
+        text = self._rendered(messages, False)
+        return self._masked(text, [self._span(messages, len(messages) - 1, text)])
+
+    def _marked(self, messages: Sequence[Message]) -> Encoded:
+        """Templates with `{% generation %}` say themselves what the assistant writes."""
+        self._rendered(messages, False)  # for its errors
+        encoded = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return Encoded(encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]])
+
+    def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
+        """Where turn `index` stands in the rendered conversation, in characters."""
+        before, after = self._rendered(messages[:index], True), self._rendered(messages[: index + 1], False)
+        if after.startswith(before) and text.startswith(after):
+            return len(before), len(after)
+        if after.startswith(before):
+            raise SpeculateError(
+                "the chat template rewrites earlier turns when others follow, so the turns of a rendered conversation "
+                "cannot be told apart. Possible: turns='separate' (every assistant turn becomes a document of its "
+                "own), or a template with {% generation %} marks."
+            )
+        raise SpeculateError(
+            f"the chat template renders what precedes an assistant turn ({before[-60:]!r} with the generation prompt) "
+            f"in another way than the conversation with that turn ({after[-120:]!r}): what the target is to emit "
+            "cannot be told. Possible: a template with {% generation %} marks, or pre-tokenised data (input_ids and "
+            "loss_mask)."
+        )
+
+    def _masked(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+        encoded = self._tokenized(text)
+        ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        mask = [False] * len(ids)
+        for begin, end in spans:
+            turn = [i for i, start in enumerate(starts) if begin <= start < end]
+            ends = [i for i in turn if ids[i] in self.end_ids]
+            for i in turn:
+                mask[i] = not ends or i <= ends[-1]
+        return Encoded(ids, mask)
+
+    def _tokenized(self, text: str) -> Any:
+        if not self.tokenizer.is_fast:
+            raise SpeculateError(
+                f"{type(self.tokenizer).__name__} does not tell where its tokens stand in the text. Possible: the fast "
+                "version of this tokenizer, or pre-tokenised data (input_ids and loss_mask)."
+            )
+        # The template writes the special tokens itself.
+        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+
+    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        if not self.tokenizer.chat_template:
+            raise SpeculateError(
+                "the data are conversations, but the target's tokenizer has no chat template. Possible: set "
+                "tokenizer.chat_template to the one that the target was trained with, or give data with text or "
+                "prompt + completion."
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RecordError(f"the chat template refuses it: {error}") from error
+
+
+def has_generation_marks(tokenizer: Any) -> bool:
+    """Whether the chat template marks what the assistant writes."""
+    template = tokenizer.chat_template
+    return isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

@@ -1,0 +1,176 @@
+"""Rows of documents: best-fit packing, and the collator that makes a `Batch` of rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from torch.utils.data import get_worker_info
+
+from hf_speculate.errors import SpeculateError
+
+from ..batches import NO_DOCUMENT, Batch
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs items into rows: the longest first, each into the row with the least room that takes it.
+
+    Args:
+        lengths: of the items, each from 1 to `capacity`.
+    Returns:
+        Indices of the items of each row. The same lengths give the same rows.
+    """
+    if lengths and max(lengths) > capacity:
+        raise SpeculateError(f"a document of {max(lengths)} tokens does not fit into rows of {capacity}.")
+    rows: list[list[int]] = []
+    rows_by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[item]
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                del rows_by_room[room], rooms[place]
+        rows[row].append(item)
+        if room > length:
+            if room - length not in rows_by_room:
+                insort(rooms, room - length)
+            rows_by_room.setdefault(room - length, []).append(row)
+    return rows
+
+
+Row = dict[str, Tensor]
+
+
+def make_row(documents: Iterable[Mapping[str, Any]]) -> Row:
+    """One row, unpadded: the tensors of a `Batch` without the batch dimension."""
+    parts: dict[str, list[Tensor]] = {"input_ids": [], "position_ids": [], "document_ids": [], "loss_mask": []}
+    for number, document in enumerate(documents):
+        ids = torch.as_tensor(document["input_ids"], dtype=torch.int64)
+        parts["input_ids"].append(ids)
+        parts["position_ids"].append(torch.arange(len(ids)))
+        parts["document_ids"].append(torch.full_like(ids, number))
+        parts["loss_mask"].append(torch.as_tensor(document["loss_mask"], dtype=torch.bool))
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+class RowDataset(TorchDataset):
+    """Rows of encoded documents (`PreparedData.train`), for a sampler and `Collator`.
+
+    Args:
+        documents: records with `input_ids`, `loss_mask` and `length`.
+        max_length: tokens of a row.
+        packing: several documents a row; otherwise one.
+    """
+
+    def __init__(self, documents: Any, max_length: int, packing: bool = True):
+        self.max_length = max_length
+        self.documents = documents.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
+        self.lengths: list[int] = list(documents["length"])
+        self.rows = (
+            best_fit_decreasing(self.lengths, max_length) if packing else [[i] for i in range(len(self.lengths))]
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return make_row(self.documents[i] for i in self.rows[index])
+
+    def row_length(self, index: int) -> int:
+        """Tokens of a row, without reading it."""
+        return sum(self.lengths[i] for i in self.rows[index])
+
+    @property
+    def fill(self) -> float:
+        """Share of the tokens of all rows, padded to `max_length`, that are not padding."""
+        return sum(self.lengths) / (len(self.rows) * self.max_length)
+
+
+class StreamedRows(TorchIterableDataset):
+    """Rows of documents that are read on the way, packed within windows of `window` documents."""
+
+    def __init__(
+        self, documents: Iterable[Mapping[str, Any]], max_length: int, packing: bool = True, window: int = 512
+    ):
+        self.documents, self.max_length = documents, max_length
+        self.window = window if packing else 1
+
+    def __iter__(self) -> Iterator[Row]:
+        documents, is_empty = iter(self.documents), True
+        while window := list(islice(documents, self.window)):
+            is_empty = False
+            yield from self._packed(window)
+        if is_empty and get_worker_info() is None:  # one worker of many may have no share
+            raise SpeculateError(
+                "no document of the stream can be used: there are no records, or none with tokens that the "
+                "target is to emit."
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to the stream, which may shuffle by it."""
+        pass_on: Callable[[int], None] | None = getattr(self.documents, "set_epoch", None)
+        if pass_on is not None:
+            pass_on(epoch)
+
+    def _packed(self, documents: list[Mapping[str, Any]]) -> Iterator[Row]:
+        lengths = [len(document["input_ids"]) for document in documents]
+        for row in best_fit_decreasing(lengths, self.max_length):
+            yield make_row(documents[i] for i in row)
+
+
+class Collator:
+    """Pads rows on the right to a common length; the states of rows from a cache are padded with zeros.
+
+    Args:
+        pad_token_id: fills `input_ids`; any id of the vocabulary will do.
+        length: pad to this length always (static shapes); None: to the longest row of the batch.
+    """
+
+    def __init__(self, pad_token_id: int | None = None, length: int | None = None):
+        self.pad_token_id, self.length = pad_token_id or 0, length
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        width = self.length or max(len(row["input_ids"]) for row in rows)
+        padded = [self._padded(row, width) for row in rows]
+        batch: dict[str, Any] = {name: torch.stack([row[name] for row in padded]) for name in padded[0]}
+        if "last_hidden" in rows[0]:
+            batch |= _padded_states(rows, width)
+        return cast(Batch, batch)
+
+    def _padded(self, row: Mapping[str, Any], width: int) -> Row:
+        missing = width - len(row["input_ids"])
+        if missing < 0:
+            raise SpeculateError(f"a row of {width - missing} tokens does not fit into the collator's length {width}.")
+        filling = {
+            "input_ids": torch.full((missing,), self.pad_token_id),
+            "position_ids": torch.arange(missing),
+            "document_ids": torch.full((missing,), NO_DOCUMENT),
+            "loss_mask": torch.zeros(missing, dtype=torch.bool),
+        }
+        return {name: torch.cat([row[name], filling[name]]) for name in filling}
+
+
+def _padded_states(rows: Sequence[Mapping[str, Any]], width: int) -> dict[str, Any]:
+    """`last_hidden` and `features`, [B, width, H]."""
+
+    def stacked(states: Sequence[Tensor]) -> Tensor:
+        result = states[0].new_zeros(len(states), width, states[0].shape[-1])
+        for place, state in enumerate(states):
+            result[place, : len(state)] = state
+        return result
+
+    layers = rows[0]["features"]
+    features = {layer: stacked([row["features"][layer] for row in rows]) for layer in layers}
+    return {"last_hidden": stacked([row["last_hidden"] for row in rows]), "features": features}

@@ -1,0 +1,302 @@
+"""From a source to documents of tokens: encoded, cut to length, split into training and evaluation, accounted for."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PretrainedConfig
+from transformers.utils import logging
+
+from hf_speculate.errors import SpeculateError
+
+from ..fingerprints import content_fingerprint
+from . import encoding
+from . import records as records_module
+from .encoding import Encoded, Encoder
+from .loading import Records, Source, describe_source, load_records
+from .options import DataOptions, resolve_max_length
+from .packing import RowDataset, StreamedRows
+from .records import RecordError, read_record
+
+
+logger = logging.get_logger(__name__)
+
+_FEATURES = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+        "length": Value("int32"),
+        "loss_tokens": Value("int32"),
+        "bucket": Value("float64"),
+        "note": Value("string"),
+        "record": Value("int64"),
+    }
+)
+_DROPPED = "dropped: "
+_TRUNCATED = "truncated"
+_NO_LOSS_TOKENS = "no assistant tokens"
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of the records; `None` counts are unknown because the data are streamed.
+
+    Attributes:
+        source: where they came from.
+        fingerprint: sha256 over all documents that were kept (ids and masks, in order); of a stream, over its name.
+        num_documents, num_tokens, num_loss_tokens: of training and evaluation together.
+        num_eval_documents: those of them that are held out.
+        notes: how many documents were truncated or dropped, and why.
+    """
+
+    source: str
+    fingerprint: str
+    num_documents: int | None = None
+    num_tokens: int | None = None
+    num_loss_tokens: int | None = None
+    num_eval_documents: int | None = None
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For provenance: JSON-serialisable."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Documents of tokens: records with `input_ids`, `loss_mask`, `length` and `loss_tokens`.
+
+    Attributes:
+        train, evaluation: `datasets` objects; `evaluation` is None when nothing is held out.
+        max_length: the longest that a document can be.
+        options: as given.
+    """
+
+    train: Records
+    evaluation: Records | None
+    max_length: int
+    report: DataReport
+    options: DataOptions
+
+    def rows(self, which: Literal["train", "evaluation"] = "train") -> RowDataset | StreamedRows:
+        """Rows for `Collator`, packed if the options say so."""
+        documents: Any = self.train if which == "train" else self.evaluation
+        if documents is None:
+            raise SpeculateError("no data are held out: set eval_fraction, or give evaluation data of their own.")
+        make = StreamedRows if isinstance(documents, IterableDataset) else RowDataset
+        return make(documents, self.max_length, self.options.packing)
+
+
+def prepare_data(
+    source: Source,
+    tokenizer: Any,
+    options: DataOptions | None = None,
+    *,
+    target_config: PretrainedConfig | None = None,
+    end_ids: Collection[int] | None = None,
+) -> PreparedData:
+    """Reads, encodes and splits data.
+
+    Args:
+        source: see `load_records`.
+        tokenizer: the target's.
+        options: see `DataOptions`.
+        target_config: for the target's context length and vocabulary.
+        end_ids: tokens at which the target stops (default: the tokenizer's eos token).
+    Raises:
+        SpeculateError: no records, none that can be used, none with a token that the target is to emit, a
+            `max_length` beyond the target's context; a chat without a template.
+    """
+    options = options or DataOptions()
+    max_length = resolve_max_length(options.max_length, tokenizer, target_config)
+    name = describe_source(source)
+    records = load_records(
+        source,
+        split=options.split,
+        config=options.config,
+        revision=options.revision,
+        streaming=options.streaming,
+        columns=options.columns,
+        limit=options.limit,
+    )
+    if end_ids is None:
+        end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    encoder = Encoder(
+        tokenizer=tokenizer, end_ids=frozenset(end_ids), turns=options.turns, append_eos=options.append_eos
+    )
+    arguments = {
+        "encoder": encoder,
+        "code": _code_fingerprint(),
+        "options": options,
+        "max_length": max_length,
+        "vocab_size": None if target_config is None else target_config.get_text_config(decoder=True).vocab_size,
+    }
+    shared: dict[str, Any] = {"batched": True, "with_indices": True, "fn_kwargs": arguments, "features": _FEATURES}
+    if isinstance(records, IterableDataset):
+        columns = records.column_names or list(next(iter(records), {}))
+        if not columns:
+            raise SpeculateError(f"the data {name!r} hold no records.")
+        documents = records.map(_encode_batch, remove_columns=columns, **shared).filter(_is_kept, input_columns="note")
+        return _split(documents, max_length, options, DataReport(name, _hash(f"{name} {options}")))
+    documents = records.map(
+        _encode_batch,
+        remove_columns=records.column_names,
+        num_proc=options.num_proc,
+        desc="tokenising",
+        **shared,
+    )
+    notes = Counter(note for note in documents["note"] if note)
+    kept = documents.filter(_is_kept, input_columns="note", desc="keeping")
+    _report_notes(notes, len(documents), len(kept), name, max_length)
+    report = DataReport(
+        source=name,
+        fingerprint=fingerprint(kept),
+        num_documents=len(kept),
+        num_tokens=sum(kept["length"]),
+        num_loss_tokens=sum(kept["loss_tokens"]),
+        notes=dict(notes),
+    )
+    return _split(kept, max_length, options, report)
+
+
+def fingerprint(documents: Dataset) -> str:
+    """sha256 over ids and masks of all documents, in order."""
+    digest = hashlib.sha256()
+    for batch in documents.select_columns(["input_ids", "loss_mask"]).with_format("arrow").iter(1000):
+        for name, kind in (("input_ids", np.int32), ("loss_mask", np.bool_)):
+            column = batch[name].combine_chunks()  # type: ignore[attr-defined]
+            digest.update(np.asarray(column.value_lengths(), dtype=np.int32).tobytes())
+            digest.update(column.flatten().to_numpy(zero_copy_only=False).astype(kind).tobytes())
+    return digest.hexdigest()
+
+
+def _code_fingerprint() -> str:
+    """`datasets` keeps what `map` made, under a hash of the arguments; a change of this code must change it."""
+    return content_fingerprint(
+        [inspect.getsource(module) for module in (encoding, records_module, sys.modules[__name__])]
+    )
+
+
+def _encode_batch(
+    batch: dict[str, list[Any]],
+    indices: list[int],
+    code: str,
+    encoder: Encoder,
+    options: DataOptions,
+    max_length: int,
+    vocab_size: int | None,
+) -> dict[str, list[Any]]:
+    rows: list[dict[str, Any]] = []
+    for place, index in enumerate(indices):
+        record = {name: values[place] for name, values in batch.items()}
+        try:
+            documents = encoder(read_record(record, options.chat))
+        except RecordError as error:
+            rows.append(_row(Encoded([], []), 0.0, f"{_DROPPED}{error}", index))
+            continue
+        for document in documents or [Encoded([], [])]:
+            _check_ids(document, vocab_size, index)
+            bucket = _bucket(documents[0], options.seed) if documents else 0.0
+            rows += [_row(piece, bucket, note, index) for piece, note in _pieces(document, max_length, options.long)]
+    return {name: [row[name] for row in rows] for name in _FEATURES}
+
+
+def _pieces(document: Encoded, max_length: int, long: str) -> list[tuple[Encoded, str]]:
+    """A document in the form in which it is used, with a note on what happened to it."""
+    ids, mask = document.input_ids, document.loss_mask
+    if len(ids) > max_length and long == "drop":
+        return [(document, f"{_DROPPED}longer than max_length")]
+    starts = range(0, max(len(ids), 1), max_length) if long == "split" else [0]
+    pieces = [Encoded(ids[s : s + max_length], mask[s : s + max_length]) for s in starts]
+    note = _TRUNCATED if len(ids) > max_length and long == "truncate" else ""
+    # The first token of a document is given, never emitted.
+    return [(piece, note if any(piece.loss_mask[1:]) else f"{_DROPPED}{_NO_LOSS_TOKENS}") for piece in pieces]
+
+
+def _row(document: Encoded, bucket: float, note: str, record: int) -> dict[str, Any]:
+    return {
+        "input_ids": document.input_ids,
+        "loss_mask": document.loss_mask,
+        "length": len(document.input_ids),
+        "loss_tokens": sum(document.loss_mask),
+        "bucket": bucket,
+        "note": note,
+        "record": record,
+    }
+
+
+def _check_ids(document: Encoded, vocab_size: int | None, index: int) -> None:
+    if vocab_size is not None and document.input_ids:
+        worst = max(document.input_ids, key=lambda token: abs(token - vocab_size / 2))
+        if not 0 <= worst < vocab_size:
+            raise SpeculateError(
+                f"record {index} holds token {worst}, but the target's vocabulary has {vocab_size} entries: the data "
+                "were tokenised, or the tokenizer made, for another model."
+            )
+
+
+def _bucket(document: Encoded, seed: int) -> float:
+    """Where between 0 and 1 the content falls."""
+    content = np.asarray(document.input_ids, dtype=np.int64).tobytes()
+    return int(_hash(f"{seed} ", content)[:13], 16) / 16**13
+
+
+def _hash(text: str, content: bytes = b"") -> str:
+    return hashlib.sha256(text.encode() + content).hexdigest()
+
+
+def _is_kept(note: str) -> bool:
+    return not note.startswith(_DROPPED)
+
+
+def _report_notes(notes: Counter[str], num_documents: int, num_kept: int, name: str, max_length: int) -> None:
+    if not num_kept:
+        raise SpeculateError(
+            f"of the {num_documents} documents in the data {name!r} none can be used: {_listed(notes)}."
+            + (
+                " Conversations need turns of the role 'assistant' that begin within max_length tokens."
+                if any(_NO_LOSS_TOKENS in note for note in notes)
+                else ""
+            )
+        )
+    if notes:
+        logger.warning(
+            f"{num_kept} of {num_documents} documents in the data {name!r} are used (max_length {max_length}): "
+            f"{_listed(notes)}."
+        )
+
+
+def _listed(notes: Counter[str]) -> str:
+    shown = [f"{count} {note.replace(_DROPPED, 'dropped, ')}" for note, count in notes.most_common(5)]
+    return "; ".join(shown) + (f"; and {len(notes) - 5} other reasons" if len(notes) > 5 else "")
+
+
+def _split(documents: Any, max_length: int, options: DataOptions, report: DataReport) -> PreparedData:
+    if not options.eval_fraction:
+        return PreparedData(documents, None, max_length, report, options)
+    shared = {"input_columns": "bucket", "fn_kwargs": {"fraction": options.eval_fraction}}
+    train, held_out = documents.filter(_in_train, **shared), documents.filter(_in_eval, **shared)
+    if isinstance(documents, Dataset):
+        if not len(train) or not len(held_out):
+            raise SpeculateError(
+                f"eval_fraction={options.eval_fraction} of {len(documents)} documents leaves {len(train)} for training "
+                f"and {len(held_out)} for evaluation: give more data or another fraction (or seed)."
+            )
+        report = replace(report, num_eval_documents=len(held_out))
+    return PreparedData(train, held_out, max_length, report, options)
+
+
+def _in_eval(bucket: float, fraction: float) -> bool:
+    return bucket < fraction
+
+
+def _in_train(bucket: float, fraction: float) -> bool:
+    return bucket >= fraction

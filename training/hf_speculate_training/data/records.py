@@ -1,0 +1,135 @@
+"""What a record says, whatever its columns are called.
+
+Read are, the first that a record has: `messages` (role, content), `conversations` (ShareGPT: from, value),
+`prompt` + `completion` (texts, or lists of messages), `text`, `input_ids` (with `loss_mask`, `assistant_masks`,
+`completion_mask` or `labels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from hf_speculate.errors import SpeculateError
+
+
+Message: TypeAlias = dict[str, Any]
+
+_MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_IGNORED_LABEL = -100
+
+
+class RecordError(SpeculateError, ValueError):
+    """A record that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages in OpenAI's form; what the assistant says is what the target is to emit."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text that the target is to emit after another one, without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A text; the target is to emit all of it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids and, for each, whether the target is to emit it."""
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+
+Example: TypeAlias = Chat | Completion | Plain | Tokens
+
+
+def read_record(record: Mapping[str, Any], as_chat: bool = False) -> Example:
+    """What a record says.
+
+    Args:
+        record: columns and values; columns that are None count as absent.
+        as_chat: `prompt` and `completion` are what user and assistant say, also where they are mere texts.
+    Raises:
+        RecordError: none of the known columns, or one of them is not what it should be.
+    """
+    given = {name: value for name, value in record.items() if value is not None}
+    if "input_ids" in given:
+        return _tokens(given)
+    for name in ("messages", "conversations"):
+        if name in given:
+            return Chat(_messages(given[name], name))
+    if "prompt" in given and "completion" in given:
+        return _completion(given["prompt"], given["completion"], as_chat)
+    if isinstance(given.get("prompt"), list):  # to be answered: nothing to train on yet
+        return Chat(_messages(given["prompt"], "prompt"))
+    if isinstance(given.get("prompt"), str) and "text" not in given:
+        return Chat(({"role": "user", "content": given["prompt"]},)) if as_chat else Completion(given["prompt"], "")
+    if isinstance(given.get("text"), str):
+        return Plain(given["text"])
+    raise RecordError(
+        "none of the columns messages, conversations, prompt + completion, text, input_ids; found: "
+        f"{', '.join(map(str, record)) or 'nothing'}. Name others with columns={{'prompt': 'question', …}}."
+    )
+
+
+def _tokens(record: Mapping[str, Any]) -> Tokens:
+    ids = tuple(record["input_ids"])
+    name = next((name for name in _MASKS if name in record), None)
+    if name is not None:
+        mask = tuple(bool(value) for value in record[name])
+    elif "labels" in record:
+        name, mask = "labels", tuple(label != _IGNORED_LABEL for label in record["labels"])
+    else:
+        mask = (True,) * len(ids)
+    if len(mask) != len(ids):
+        raise RecordError(f"{len(ids)} input_ids but {len(mask)} entries of {name}")
+    return Tokens(ids, mask)
+
+
+def _completion(prompt: Any, completion: Any, as_chat: bool) -> Example:
+    texts = isinstance(prompt, str), isinstance(completion, str)
+    if all(texts) and not as_chat:
+        return Completion(prompt, completion)
+    if all(texts):
+        return Chat(({"role": "user", "content": prompt}, {"role": "assistant", "content": completion}))
+    if any(texts):
+        raise RecordError("of prompt and completion one is a text and one a list of messages")
+    return Chat(_messages(prompt, "prompt") + _messages(completion, "completion"))
+
+
+def _messages(value: Any, column: str) -> tuple[Message, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(message, Mapping) for message in value):
+        raise RecordError(f"{column} is not a list of messages")
+    return tuple(_message(message, column) for message in value)
+
+
+def _message(message: Mapping[str, Any], column: str) -> Message:
+    # Arrow gives every message of a data set the same keys, None where a message has not got one.
+    given = {key: value for key, value in message.items() if value is not None}
+    role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", None))
+    if not isinstance(role, str):
+        raise RecordError(f"a message of {column} has no role")
+    if isinstance(content, list):
+        content = _joined_parts(content, column)
+    return {"role": _ROLES.get(role, role), "content": "" if content is None else content, **given}
+
+
+def _joined_parts(parts: list[Any], column: str) -> str:
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise RecordError(f"a message of {column} holds more than text")
+    return "".join(part["text"] for part in parts)

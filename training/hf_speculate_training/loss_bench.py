@@ -1,0 +1,125 @@
+"""Time and memory of the two forms of the losses, each in a process of its own: a peak is never that of another."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Literal
+
+import torch
+from torch import nn
+
+from .losses import HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
+from .teacher import Teacher
+
+
+Form = Literal["plain", "lean"]
+Kind = Literal["soft", "hard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossShape:
+    """What is measured.
+
+    Attributes:
+        num_entries: E, predictions of one batch.
+        num_positions: T, positions of the teacher (soft only).
+        hidden_size: of head and target.
+        vocab_size: columns, draft and target alike.
+        train_output: whether the output matrix gets a gradient (of the same size in both forms).
+        dtype: "float32" or "bfloat16", of all tensors.
+    """
+
+    num_entries: int = 1024
+    num_positions: int = 512
+    hidden_size: int = 256
+    vocab_size: int = 131072
+    train_output: bool = True
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFigures:
+    """One forward and backward: seconds (median of the repeats), and the peak of memory beyond weights and inputs."""
+
+    form: Form
+    kind: Kind
+    seconds: float
+    peak_bytes: int
+
+
+def measure_loss(
+    form: Form,
+    kind: Kind,
+    shape: LossShape | None = None,
+    *,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    repeats: int = 3,
+) -> LossFigures:
+    """Runs a loss forward and backward in a fresh process."""
+    arguments = (form, kind, asdict(shape or LossShape()), device, num_threads, repeats)
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measure, arguments)
+
+
+def _measure(form: Form, kind: Kind, shape: dict, device: str, num_threads: int | None, repeats: int) -> LossFigures:
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    loss = {"plain": plain_cross_entropy, "lean": lean_cross_entropy}[form]
+    states, output, targets, weights = loss_inputs(LossShape(**shape), kind, device)
+    # Whatever a first call loads and keeps is no memory of the loss.
+    small = loss_inputs(LossShape(**{**shape, "num_entries": 8, "num_positions": 8, "vocab_size": 64}), kind, device)
+    loss(*small).loss.backward()
+    held = held_bytes(device)
+    seconds = []
+    for _ in range(repeats):
+        states.grad = output.grad = None
+        start = time.perf_counter()
+        loss(states, output, targets, weights).loss.backward()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    peak = peak_bytes(device) - held
+    return LossFigures(form=form, kind=kind, seconds=sorted(seconds)[len(seconds) // 2], peak_bytes=peak)
+
+
+def loss_inputs(shape: LossShape, kind: Kind, device: str) -> tuple[torch.Tensor, torch.Tensor, Targets, torch.Tensor]:
+    """States, output matrix, targets and weights, as both losses take them."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+    options = {"device": device, "dtype": dtype}
+    states = torch.randn(shape.num_entries, shape.hidden_size, **options).requires_grad_()
+    output = torch.randn(shape.vocab_size, shape.hidden_size, **options).div_(shape.hidden_size**0.5)
+    output.requires_grad_(shape.train_output)
+    weights = torch.full((shape.num_entries,), 1 / shape.num_entries, device=device)
+    if kind == "hard":
+        return states, output, HardTargets(torch.randint(shape.vocab_size, weights.shape, device=device)), weights
+    lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, **options).requires_grad_(False)
+    hidden = torch.randn(shape.num_positions, shape.hidden_size, **options)
+    index = torch.randint(shape.num_positions, weights.shape, device=device)
+    rows = Teacher(lm_head, None, shape.vocab_size).read(hidden)
+    return states, output, SoftTargets(rows, index), weights
+
+
+def held_bytes(device: str) -> int:
+    """Bytes in use now."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # no /proc: what was used at most so far, a little more
+        return peak_bytes(device)
+
+
+def peak_bytes(device: str) -> int:
+    """Bytes in use at most so far."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,219 @@
+"""Heads as training begins: fresh ones shaped after the target, or published ones to go on from.
+
+Parameters are float32 and on the device of the target's last layer; what they share with the target stays the target's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate.hub import local_folder
+from hf_speculate_plugins.eagle import EagleHead, EagleSpec, load_head
+from hf_speculate_plugins.eagle.loading import check_fits, head_device
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
+
+from .teacher import is_dense
+
+
+_MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
+
+
+def new_eagle3(
+    target: PreTrainedModel,
+    target_ids: Int[Tensor, " Vd"] | None = None,
+    *,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    feature_layers: Sequence[int] | None = None,
+    own_embeddings: bool | None = None,
+    **switches: Any,
+) -> EagleHead:
+    """A fresh EAGLE-3 head.
+
+    Its output matrix begins as the target's rows, so that it speaks the target's language from the first step.
+
+    Args:
+        target_ids: the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
+        hidden_size: Hd, None for the target's; a wider or narrower head has embeddings of its own.
+        intermediate_size: None keeps the target's ratio to the hidden size.
+        num_heads, num_kv_heads: None: as many as fit `hidden_size` with the target's head size and grouping.
+        feature_layers: as `EagleSpec.feature_layers`. None: hidden states 2, L // 2 and L - 3, as other engines assume
+            where a file does not say; for targets of fewer than 6 layers three that are spread evenly.
+        own_embeddings: whether the head has (and trains) embeddings of its own, a copy of the target's at first. None:
+            only where it must.
+        switches: further fields of `EagleSpec` (`num_layers`, `norm_before_residual`, `fc_norm`, `windows`, …).
+
+    Raises:
+        TargetMismatchError: layers that the target has not; a size that cannot be divided into heads.
+    """
+    config = target.config.get_text_config(decoder=True)
+    width = hidden_size or config.hidden_size
+    if own_embeddings is False and width != config.hidden_size:
+        raise TargetMismatchError(
+            f"an EAGLE-3 head of width {width} cannot use the target's embeddings of width {config.hidden_size}; "
+            "leave own_embeddings out."
+        )
+    layers = feature_layers or _default_layers(config.num_hidden_layers)
+    sizes = _sizes(config, width, intermediate_size, num_heads, num_kv_heads, switches.get("num_layers", 1))
+    features = {"feature_layers": None if layers is None else tuple(layers), "num_features": len(layers or range(3))}
+    draft_vocab_size = config.vocab_size if target_ids is None else len(target_ids)
+    fixed = {"dialect": "speculators", "version": 3, "draft_vocab_size": draft_vocab_size}
+    spec = EagleSpec(**{**sizes, **features, **fixed, **switches})
+    check_fits(spec, target)
+    shares_embeddings = not (own_embeddings or width != config.hidden_size)
+    with torch.device("cpu"):
+        head = EagleHead(spec, target.get_input_embeddings() if shares_embeddings else None)
+    _initialise(head, config.initializer_range)
+    if not shares_embeddings:
+        _copy_rows(head.embed_tokens.weight, target.get_input_embeddings(), None)
+    _copy_rows(head.lm_head.weight, target.get_output_embeddings(), target_ids)
+    return head.to(head_device(target))
+
+
+def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any) -> EagleHead:
+    """A fresh EAGLE-1 head, of the target's width and with its embeddings and output matrix.
+
+    Args:
+        switches: further fields of `EagleSpec` (`intermediate_size`, `fc_bias`, `qkv_bias`, …).
+    """
+    config = target.config.get_text_config(decoder=True)
+    sizes = _sizes(config, config.hidden_size, None, None, None, num_layers)
+    fixed = {"dialect": "eagle1", "version": 1, "draft_vocab_size": config.vocab_size, "num_features": 1}
+    spec = EagleSpec(**{**sizes, **fixed, "norm_logits": False, "fc_bias": True, **switches})
+    check_fits(spec, target)
+    with torch.device("cpu"):
+        head = EagleHead(spec, target.get_input_embeddings(), target.get_output_embeddings())
+    _initialise(head, config.initializer_range)
+    return head.to(head_device(target))
+
+
+def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
+    """A published EAGLE head (folder or Hub id) to train on, and its draft vocabulary."""
+    loaded = load_head(local_folder(os.fspath(folder)), target)
+    return _trainable(loaded.head), loaded.target_ids
+
+
+def new_medusa(
+    target: PreTrainedModel,
+    num_heads: int = 4,
+    num_layers: int = 1,
+    *,
+    shared_lm_head: bool = True,
+    target_ids: Int[Tensor, " Vd"] | None = None,
+) -> MedusaHeads:
+    """Fresh Medusa heads: blocks that do nothing, so that each head predicts what the target does (paper, section 2.2).
+
+    Args:
+        shared_lm_head: all heads use the target's output matrix, which is not trained, and files are small; False gives
+            each its own copy, as the paper has it.
+        target_ids: a truncated vocabulary; the heads then share one matrix of their own, the target's rows.
+    """
+    config = target.config.get_text_config(decoder=True)
+    size = config.hidden_size
+    weight = None
+    if target_ids is not None:
+        weight = torch.empty(1, len(target_ids), size)
+        _copy_rows(weight[0], target.get_output_embeddings(), target_ids)
+    elif not shared_lm_head:
+        weight = torch.empty(num_heads, config.vocab_size, size)
+        _copy_rows(weight[0], target.get_output_embeddings(), None)
+        weight[1:] = weight[0]
+    blocks, biases = torch.zeros(num_heads, num_layers, size, size), torch.zeros(num_heads, num_layers, size)
+    return MedusaHeads(blocks, biases, weight, target_ids).to(head_device(target))
+
+
+def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHeads:
+    """Published Medusa heads (folder or Hub id) to train on."""
+    return _trainable(MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads)
+
+
+def _trainable(head: Any) -> Any:
+    for parameter in head.parameters():
+        parameter.data = parameter.data.float()
+    return head.requires_grad_(True)
+
+
+def _default_layers(num_layers: int) -> tuple[int, ...] | None:
+    if num_layers >= _MIN_LAYERS_OF_DEFAULT:
+        return None
+    return tuple(torch.linspace(1, num_layers, 3).round().int().tolist())
+
+
+def _sizes(
+    config: Any,
+    width: int,
+    intermediate_size: int | None,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    num_layers: int,
+) -> dict[str, Any]:
+    """Fields of an `EagleSpec` that follow the target's config where nothing else is asked for."""
+    return {
+        "hidden_size": width,
+        "target_hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_layers": num_layers,
+        "intermediate_size": intermediate_size or _scaled(config.intermediate_size, width, config.hidden_size),
+        **_head_sizes(config, width, num_heads, num_kv_heads),
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope": dict(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
+        "windows": (None,) * num_layers,
+    }
+
+
+def _scaled(size: int, width: int, target_width: int) -> int:
+    """`size` of a target of `target_width` for a head of `width`, a multiple of 16."""
+    return size if width == target_width else max(round(size * width / target_width / 16), 1) * 16
+
+
+def _head_sizes(config: Any, width: int, num_heads: int | None, num_kv_heads: int | None) -> dict[str, int]:
+    if num_heads is None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads if width == config.hidden_size else max(width // head_dim, 1)
+    else:
+        heads, head_dim = num_heads, width // num_heads
+    groups = config.num_attention_heads // config.num_key_value_heads
+    kv_heads = num_kv_heads or (heads // groups if heads % groups == 0 else heads)
+    if head_dim < 2 or head_dim % 2 or heads % kv_heads:
+        raise TargetMismatchError(
+            f"{heads} attention heads over {kv_heads} key heads of size {head_dim} do not make an EAGLE-3 head of "
+            f"width {width}: heads must have an even size, and be a multiple of the key heads."
+        )
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _initialise(head: EagleHead, std: float) -> None:
+    """Normal weights as the target's own; norms are ones already."""
+    for module in head.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+@torch.no_grad()
+def _copy_rows(weight: Float[Tensor, "N Hd"], source: Any, ids: Tensor | None) -> None:
+    """Begins with rows of the target's matrix; of another width, with their projection on its main directions.
+
+    Quantised matrices are left alone: what is there was drawn at random.
+    """
+    matrix = getattr(source, "weight", None)
+    if matrix is None or not (is_dense(source) or isinstance(source, nn.Embedding)) or not matrix.is_floating_point():
+        return
+    rows = (matrix if ids is None else matrix[ids.to(matrix.device)]).to(weight.device, torch.float32)
+    if rows.shape[1] != weight.shape[1]:
+        directions = torch.linalg.eigh(rows.mT @ rows).eigenvectors.flip(1)[:, : weight.shape[1]]
+        rows = rows @ directions
+    weight[:, : rows.shape[1]] = rows

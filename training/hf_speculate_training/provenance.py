@@ -1,0 +1,102 @@
+"""What a head was made from and with: `provenance.json` beside it, written when a run starts and again when it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_speculate.bench.environment import environment
+from hf_speculate.errors import SpeculateError
+from hf_speculate.speculator import unwrap
+
+from .fingerprints import target_fingerprint
+
+
+PROVENANCE_FILE = "provenance.json"
+_FORMAT = 1
+
+
+def describe_target(target: nn.Module) -> dict[str, Any]:
+    """Name, revision, dtype, quantisation, adapters and a fingerprint of the weights; JSON-serialisable."""
+    model = unwrap(target)
+    config = model.config
+    quantization = getattr(config, "quantization_config", None)
+    to_dict = getattr(quantization, "to_dict", None)
+    return {
+        "name": getattr(config, "_name_or_path", None) or None,
+        "revision": getattr(config, "_commit_hash", None),
+        "architecture": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": config._attn_implementation,
+        "quantization": to_dict() if to_dict else quantization,
+        "adapters": _adapters(target),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "fingerprint": target_fingerprint(target),
+    }
+
+
+def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], folder: str | os.PathLike) -> None:
+    """Raises `SpeculateError` if a run is resumed with something else than it was started with."""
+    different = {key: (before.get(key), now.get(key)) for key in before.keys() | now.keys()}
+    different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
+    if different:
+        listed = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in sorted(different.items()))
+        raise SpeculateError(
+            f"cannot resume in {os.fspath(folder)}: the {kind} is not the one that the run was started with "
+            f"({listed}). Resume with that one, or start anew in another folder."
+        )
+
+
+def read_provenance(folder: str | os.PathLike) -> dict[str, Any] | None:
+    """What the folder says of its head, None if it says nothing; raises `SpeculateError` if it cannot be read."""
+    path = Path(folder) / PROVENANCE_FILE
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpeculateError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise SpeculateError(f"{path} is not a provenance file.")
+    return found
+
+
+def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> None:
+    """Writes `provenance.json` at once or not at all; adds format, time and environment."""
+    path = Path(folder) / PROVENANCE_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    full = {"format": _FORMAT, "written": written, **content, "environment": environment()}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(full, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
+    """sha256 of the files of a head, by name; checkpoints and the provenance itself are left out."""
+    hashes = {}
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file() and path.name != PROVENANCE_FILE:
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+            hashes[path.name] = digest.hexdigest()
+    return hashes
+
+
+def _adapters(target: nn.Module) -> dict[str, Any] | None:
+    configs = getattr(target, "peft_config", None)
+    if not configs:
+        return None
+    return {
+        name: {"type": str(config.peft_type), "base": config.base_model_name_or_path}
+        for name, config in configs.items()
+    }
