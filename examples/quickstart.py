@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The quickest look at hf_speculate: the bundled model completes Python, plain and speculative, side by side.
 
-    make demo        # or: python examples/quickstart.py [--drafter prompt_lookup] [--tokens 128]
+    make demo        # or: python examples/quickstart.py [--drafter medusa] [--tokens 128]
 
 Prints both texts, tokens/s, speed-up and mean acceptance length, the picture of one round's draft tree with the
 accepted path, and as its last line everything as JSON. The texts are compared in fp32 (`identical`: equal token for
@@ -31,6 +31,7 @@ from hf_speculate.testing import LosslessReport, check_lossless
 
 HERE = Path(__file__).resolve().parent
 TARGET, DRAFT_MODEL = HERE / "pycoder", HERE / "pycoder-draft"
+HEADS = {"eagle3": HERE / "pycoder-eagle3", "medusa": HERE / "pycoder-medusa"}
 
 PROMPTS = [
     'class Stack:\n    """A last-in first-out stack"""\n\n    def __init__(self):\n        self.items = []\n\n    def',
@@ -111,8 +112,10 @@ def timed(model, ids, request, speculator):
     return output[0, ids.shape[1] :], time.perf_counter() - start
 
 
-def make_speculator(drafter: str, target, **draft_model_options) -> Speculator:
-    options = {"model": str(DRAFT_MODEL), **draft_model_options} if drafter == "draft_model" else {}
+def make_speculator(drafter: str, target) -> Speculator:
+    if drafter in HEADS:
+        return AutoSpeculator.from_pretrained(HEADS[drafter], target=target)
+    options = {"model": DRAFT_MODEL, "top_k": 3} if drafter == "draft_model" else {}
     return AutoSpeculator.from_name(drafter, target=target, **options)
 
 
@@ -168,7 +171,7 @@ def measure(console, model, speculator, prompts, requests, repeats) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drafter", choices=["draft_model", "prompt_lookup"], default="draft_model")
+    parser.add_argument("--drafter", choices=[*HEADS, "draft_model", "prompt_lookup"], default="eagle3")
     parser.add_argument("--tokens", type=int, default=80, help="new tokens per prompt")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and request")
     arguments = parser.parse_args()
@@ -194,9 +197,8 @@ def main() -> None:
     figures = measure(console, model, speculator, prompts, requests, arguments.repeats)
 
     console.print("\n[bold]3. One round[/]: what was drafted, and what the target accepted in one forward")
-    # A tree of a draft model shows more than its default, a chain.
-    recorder = Recorder(make_speculator(arguments.drafter, model, top_k=3, max_nodes=12).drafter)
-    timed(model, prompts[0], requests["temperature 0.8"], Speculator(recorder))
+    recorder = Recorder(make_speculator(arguments.drafter, model).drafter)
+    timed(model, prompts[0], requests["temperature 0.8"], Speculator(recorder, adaptive=False))
     tree, emitted = max(recorder.rounds, key=lambda item: (min(len(item[1]), 4), item[0].num_nodes))
     console.print(picture(tree, emitted, tokenizer))
 

@@ -13,6 +13,7 @@ How (2 CPU cores; the times are in the model cards):
     python examples/train_bundled.py                      # examples/pycoder
     python examples/train_bundled.py --draft              # examples/pycoder-draft, needs the target
     python examples/train_bundled.py --steps 20 --out /tmp/smoke
+    python examples/train_bundled.py --write-corpus runs/pycoder-data  # what heads are trained on, as JSON lines
 
 The schedule is warm-up, constant, linear decay to 0, in steps: until the decay begins, a run does not depend on
 `--steps`, so `--resume` with another `--steps` gives what a run with that number would have given from the start.
@@ -106,6 +107,15 @@ def is_held_out(name: str) -> bool:
 
 def fingerprint(corpus: Texts) -> str:
     return hashlib.sha256("".join(f"{name}\0{text}\0" for name, text in sorted(corpus.items())).encode()).hexdigest()
+
+
+def write_corpus(corpus: Texts, folder: Path) -> None:
+    """train.jsonl and eval.jsonl (the held-out files), a line a file of the standard library."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, held_out in (("train", False), ("eval", True)):
+        lines = [json.dumps({"text": text, "name": n}) for n, text in corpus.items() if is_held_out(n) == held_out]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        logger.info("%s: %d files", folder / f"{split}.jsonl", len(lines))
 
 
 def num_bytes(texts: Texts) -> int:
@@ -308,12 +318,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"training steps (default: {TARGET.steps}, draft {DRAFT.steps})")
     parser.add_argument("--layers", type=int, help="number of layers")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--write-corpus", type=Path, metavar="DIR", help="only write the corpus as JSON lines")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if args.write_corpus is not None:
+        write_corpus(read_corpus(), args.write_corpus)
+        return
     recipe = DRAFT if args.draft else TARGET
     recipe = replace(recipe, steps=args.steps or recipe.steps, num_layers=args.layers or recipe.num_layers)
     out = args.out or HERE / ("pycoder-draft" if args.draft else "pycoder")

@@ -21,15 +21,16 @@ LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 _ACCEPTANCE_DECAY = 0.93  # a memory of about 14 rounds
 _PRIOR_HAZARD = 0.7  # before anything was seen: optimistic, so that drafts get a try
-_COST_WEIGHT = 0.15
+_COST_WEIGHT = 0.2
+_COST_SURPRISE = 0.1  # a longer or shorter time counts as this much off: times have stray values on one side
 _PRIOR_COST_PER_NODE = 0.02  # of a one-token forward
 _CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next
 _EXPLORE_EVERY = 16  # rounds: then one is wider than what is known to be best
 _EXPLORED_ROUNDS = 2  # with everything the drafter has, before the first choice
 
 # What speculation may lose against plain decoding: a share of the time, and a start in one-token forwards.
-LOSS_SHARE = 0.02
-LOSS_START = 3.0
+LOSS_SHARE = 0.01
+LOSS_START = 2.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Timings:
     def record(self, size: int, seconds: float) -> None:
         """Learns one observation.
 
-        The first ones may hold a warm-up: the shortest of three counts. Later ones move an average, a stray long one by
-        little, and all other sizes with it: what slows one (a longer context) slows all.
+        The first ones may hold a warm-up: the shortest of three counts. Later ones move an estimate of the median, and
+        that of all other sizes half as far: what slows one (a longer context) slows all.
         """
         # Tables are replaced, never changed: other threads may be reading them.
         count = self._counts.get(size, 0) + 1
@@ -80,8 +81,10 @@ class Timings:
         if known is None or count <= 3:
             self._seconds = {**self._seconds, size: seconds if known is None else min(known, seconds)}
         else:
-            ratio = 1 + _COST_WEIGHT * (min(seconds / max(known, 1e-9), 2.0) - 1)
-            self._seconds = {other: value * ratio for other, value in self._seconds.items()}
+            surprise = seconds / max(known, 1e-9) - 1
+            ratio = 1 + _COST_WEIGHT * max(min(surprise, _COST_SURPRISE), -_COST_SURPRISE)
+            scaled = {other: value * ratio for other, value in self._seconds.items()}
+            self._seconds = {**scaled, size: scaled[size] * ratio}
 
     def at(self, size: int) -> float:
         """Estimated seconds at `size`; needs one observation at least. Never falls as `size` rises."""

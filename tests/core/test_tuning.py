@@ -113,9 +113,18 @@ class TestTimings:
         for _ in range(4):
             timings.record(1, 1.0)
             timings.record(9, 2.0)
-        for _ in range(60):
-            timings.record(9, 4.0)
-        assert timings.at(1) == pytest.approx(2.0, rel=0.05)
+        for step in range(200):  # a context that grows
+            timings.record(9, 2.0 + step / 100)
+        assert timings.at(9) == pytest.approx(4.0, rel=0.1)
+        assert timings.at(1) == pytest.approx(2.0**0.5, rel=0.1)
+
+    def test_the_ratio_of_two_sizes_is_learnt_in_the_end(self):
+        timings, generator = Timings(slope=0.02), random.Random(0)
+        for _ in range(300):
+            for size, seconds in ((1, 1.0), (4, 1.3)):
+                timings.record(size, seconds * (1 + 0.05 * generator.random() + 2 * (generator.random() < 0.1)))
+        assert timings.at(1) == pytest.approx(1.03, rel=0.04)
+        assert timings.at(4) / timings.at(1) == pytest.approx(1.3, rel=0.04)
 
 
 class Simulation:
@@ -147,10 +156,10 @@ def test_text_that_drafts_badly_costs_little_more_than_plain_decoding(slope, num
     run = Simulation(lambda n: 1 + slope * n, accepts=lambda _: []).run(num_tokens)
     round_cost = 1 + 16 * slope + 0.25  # the rounds before the first choice are the widest
     assert run.seconds - run.tokens <= LOSS_SHARE * run.seconds + LOSS_START + 2 * (round_cost - 1)
-    if slope < 0.5:
+    if slope < 0.5 or num_tokens > 256:
         assert run.seconds <= 1.05 * run.tokens
-    assert run.budgets[-1] == NOTHING or slope == 0.01
-    assert any(budget != NOTHING for budget in run.budgets[len(run.budgets) // 2 :])  # it keeps trying
+        assert any(budget != NOTHING for budget in run.budgets[len(run.budgets) // 2 :])  # it keeps trying
+    assert sum(budget == NOTHING for budget in run.budgets) > len(run.budgets) / 2
 
 
 def test_text_that_begins_to_draft_well_is_noticed():
