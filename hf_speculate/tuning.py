@@ -274,8 +274,8 @@ class Tuner:
         """The budget with the highest expected tokens per second, and these."""
         best, best_rate, smaller = NOTHING, 0.0, []
         widest, deepest = (max(getattr(a, name) for a in self.acceptances) for name in ("widest", "deepest"))
-        for size in range(bisect_left(LADDER, widest) + 1):
-            num_nodes = min(LADDER[min(size, len(LADDER) - 1)], widest)
+        for size in range(min(bisect_left(LADDER, widest) + 1, len(LADDER))):
+            num_nodes = min(LADDER[size], widest)
             lengths = [self.acceptances[row].expected_lengths(size, min(deepest, num_nodes)) for row in rows]
             totals = [sum(column) for column in zip(*lengths, strict=True)]
             # More nodes accept no less; what was seen of them may be older.

@@ -186,6 +186,11 @@ def test_the_chosen_budget_is_near_the_best_fixed_one(slope):
     assert run.tokens / run.seconds > 0.93 * best
 
 
+def test_trees_beyond_the_ladder_are_cut_to_it():
+    run = Simulation(lambda n: 1 + 0.0001 * n, accepts=lambda _: [1, 2, 140], widest=300).run(400)
+    assert max(budget.max_nodes or 0 for budget in run.budgets[20:]) <= 2 * LADDER[-1] + 1
+
+
 def test_rows_are_judged_together():
     """One row drafts well and one badly: what pays is the sum."""
     costs = RoundCosts()
