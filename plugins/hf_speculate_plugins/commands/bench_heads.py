@@ -155,7 +155,7 @@ def measure_heads(
         rows = []
         for name in heads:
             advance(name)
-            speculator = Speculator(HEADS[name][1](target, shape))
+            speculator = Speculator(HEADS[name][1](target, shape), adaptive=False)
             _round(target, prompt, speculator, 4, shape)  # warm-up
             measured = []
             for _ in range(repeats):
