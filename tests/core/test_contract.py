@@ -14,16 +14,11 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
+from ..inputs import padded_batch
+
 
 VOCAB_SIZE = 96
 NEW_TOKENS = 30
-
-
-def padded_batch(prompt, lengths):
-    width = max(lengths)
-    rows = [torch.nn.functional.pad(prompt(n, seed=i)[0], (width - n, 0)) for i, n in enumerate(lengths)]
-    mask = torch.stack([(torch.arange(width) >= width - n).long() for n in lengths])
-    return {"input_ids": torch.stack(rows), "attention_mask": mask}
 
 
 def drafters(model, script):

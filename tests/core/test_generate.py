@@ -10,7 +10,6 @@ import weakref
 import peft
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
@@ -18,7 +17,6 @@ from transformers import (
     GenerationMixin,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedTokenizerFast,
     TextIteratorStreamer,
     pipeline,
 )
@@ -28,6 +26,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+
+from ..inputs import character_tokenizer
 
 
 VOCAB_SIZE = 96
@@ -361,15 +361,6 @@ def test_features_are_the_targets_hidden_states_at_the_path(tiny_model, prompt):
         position += length
     untold = text.shape[1] - 1 - position
     assert 1 <= untold <= 4  # the last round only: no draft came after it
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """The printable ASCII characters and the newline, one token each (as byte-level BPE spells them)."""
-    characters = [chr(code) if code != 32 else "\u0120" for code in range(32, 127)] + ["\u010a"]
-    raw = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
 def test_stop_strings_work_without_any_file(tiny_model, prompt):

@@ -8,13 +8,14 @@ import threading
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
+
+from ..inputs import character_tokenizer
 
 
 VOCAB_SIZE = 96
@@ -23,12 +24,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The printable ASCII characters and the newline, one token each (as byte-level BPE spells them)."""
-    characters = [chr(code) if code != 32 else "\u0120" for code in range(32, 127)] + ["\u010a"]
-    raw = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="~", eos_token="|", bos_token="^")
+    return character_tokenizer(pad_token="~", eos_token="|", bos_token="^")
 
 
 def scripted(text, width, branching=(2, 2, 1)):

@@ -22,6 +22,8 @@ from hf_speculate.drafter import RAW_LAST
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification import Sampler
 
+from ..inputs import padded_batch
+
 
 VOCAB_SIZE = 96
 NEW_TOKENS = 16
@@ -67,13 +69,6 @@ REQUESTS = {
 NAMED = {kind.__name__: request for kind, request in REQUESTS.items()}
 NAMED["WatermarkSelfHash"] = {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")}
 ONLY_SAMPLING = {kind.__name__ for kind in REQUESTS if kind.__name__.endswith("Warper")}
-
-
-def padded_batch(prompt, lengths):
-    width = max(lengths)
-    rows = [torch.nn.functional.pad(prompt(n, seed=i)[0], (width - n, 0)) for i, n in enumerate(lengths)]
-    mask = torch.stack([(torch.arange(width) >= width - n).long() for n in lengths])
-    return {"input_ids": torch.stack(rows), "attention_mask": mask}
 
 
 def generate(model, inputs, speculator, **request):

@@ -15,11 +15,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
@@ -38,6 +36,11 @@ from hf_speculate_plugins.eagle.head import EagleHead
 from hf_speculate_plugins.eagle.loading import LoadedHead
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
+
+from ..inputs import character_tokenizer
+
+
+shared_tokenizer = cache(character_tokenizer)
 
 
 VOCAB_SIZE, HIDDEN = 96, 32
@@ -200,7 +203,7 @@ class Case:
         ]
         processors = [Stateful()] if request.pop("stateful", False) else []
         if "stop_strings" in request:
-            request["tokenizer"] = character_tokenizer()
+            request["tokenizer"] = shared_tokenizer()
         if "guidance_scale" in request:
             request["negative_prompt_ids"] = inputs["input_ids"].repeat_interleave(self.num_return_sequences, 0).flip(1)
         return {
@@ -208,15 +211,6 @@ class Case:
             "stopping_criteria": StoppingCriteriaList(criteria),
             "logits_processor": LogitsProcessorList(processors),
         }
-
-
-@cache
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    characters = [chr(code) if code != 32 else "\u0120" for code in range(32, 127)] + ["\u010a"]
-    raw = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
 @cache

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AsyncTextIteratorStreamer,
     DynamicCache,
@@ -32,6 +31,8 @@ from hf_speculate.noise import Noise
 from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
+from ..inputs import character_tokenizer
+
 
 VOCAB_SIZE = 96
 NEW_TOKENS = 40
@@ -39,12 +40,7 @@ NEW_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The printable ASCII characters and the newline, one token each (as byte-level BPE spells them)."""
-    characters = [chr(code) if code != 32 else "\u0120" for code in range(32, 127)] + ["\u010a"]
-    raw = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw)
+    return character_tokenizer()
 
 
 def perfect(model, inputs, branching=(2, 2, 2), **request):
