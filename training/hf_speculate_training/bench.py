@@ -8,9 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from .building import adapted_target, build_method
 from .data import Collator
 from .data.packing import make_row
 from .inputs import load_target
-from .loss_bench import Form, Kind, LossShape, held_bytes, measure_loss, peak_bytes
+from .loss_bench import Form, Kind, LossShape, held_bytes, measure_loss, measure_peer_loss, peak_bytes, run_apart
 from .recipe import MethodSection, TargetSection
 from .target_states import TargetReader
 
@@ -48,6 +46,7 @@ class TrainBenchSettings:
         repeats: steps; figures are medians over them, after one that is not counted.
         bf16: autocast.
         loss: shape for the forms of the loss; None leaves them out.
+        speculators_python: interpreter that has the `speculators` package, whose loss is then measured beside ours.
         threads, device: of torch.
     """
 
@@ -60,6 +59,7 @@ class TrainBenchSettings:
     repeats: int = 5
     bf16: bool = False
     loss: LossShape | None = field(default_factory=LossShape)
+    speculators_python: str | None = None
     threads: int | None = None
     device: str | None = None
 
@@ -75,15 +75,18 @@ def bench_train(settings: TrainBenchSettings) -> dict[str, Any]:
     result: dict[str, Any] = {"bench": "train", "target": target, "settings": asdict(settings), "methods": []}
     with progress("train", total=len(settings.methods) + len(losses)) as advance:
         for name in settings.methods:
-            # An executor, not a Pool: where its process dies (out of memory) it says so, and does not wait for ever.
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-                result["methods"].append(executor.submit(_measure_method, name, target, settings, device).result())
+            result["methods"].append(run_apart(_measure_method, name, target, settings, device))
             advance(name)
         result["losses"] = []
         for form, kind in losses:
             figures = measure_loss(form, kind, shape, device=device, num_threads=settings.threads)
             result["losses"].append(asdict(figures))
             advance(f"{kind} {form}")
+        if shape is not None and settings.speculators_python is not None:
+            for kind in ("soft", "hard"):
+                result["losses"].append(
+                    measure_peer_loss(settings.speculators_python, kind, shape, num_threads=settings.threads)
+                )
     return result | {"environment": environment(torch.device(device))}
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
-from hf_speculate.bench.commands import console
+from hf_speculate.bench.reporting import console
 from hf_speculate.errors import SpeculateError
 
 from .bench import TrainBenchSettings, bench_train, tables
@@ -61,6 +61,9 @@ def train_bench(
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast.")] = False,
     vocab: Annotated[int, typer.Option(min=0, help="Columns of the losses that are compared; 0: none.")] = 131072,
     entries: Annotated[int, typer.Option(min=1, help="Predictions in those losses.")] = 1024,
+    speculators_python: Annotated[
+        str | None, typer.Option(help="Interpreter with the `speculators` package: its loss beside ours, on the CPU.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
@@ -77,6 +80,7 @@ def train_bench(
         repeats=repeats,
         bf16=bf16,
         loss=LossShape(num_entries=entries, vocab_size=vocab) if vocab else None,
+        speculators_python=speculators_python,
         threads=threads,
         device=device,
     )

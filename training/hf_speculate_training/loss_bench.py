@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+
+from hf_speculate.errors import SpeculateError
 
 from .losses import HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
 from .teacher import Teacher
@@ -18,6 +25,7 @@ from .teacher import Teacher
 
 Form = Literal["plain", "lean"]
 Kind = Literal["soft", "hard"]
+Figures = TypeVar("Figures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +69,38 @@ def measure_loss(
     repeats: int = 3,
 ) -> LossFigures:
     """Runs a loss forward and backward in a fresh process."""
-    arguments = (form, kind, asdict(shape or LossShape()), device, num_threads, repeats)
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure, arguments)
+    return run_apart(_measure, form, kind, asdict(shape or LossShape()), device, num_threads, repeats)
+
+
+def measure_peer_loss(
+    python: str, kind: Kind, shape: LossShape, *, num_threads: int | None = None, repeats: int = 3
+) -> dict[str, Any]:
+    """The same for the loss of the `speculators` package, with the interpreter that it is installed for; on the CPU.
+
+    Raises:
+        SpeculateError: that interpreter cannot run it.
+    """
+    request = {"shape": asdict(shape), "kind": kind, "num_threads": num_threads, "repeats": repeats}
+    command = [python, str(Path(__file__).with_name("peer_loss.py")), json.dumps(request)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise SpeculateError(f"cannot run {python}: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise SpeculateError(
+            f"{python} cannot run the loss of `speculators`: {error.stderr.strip().splitlines()[-1:]}. It needs torch "
+            "and speculators 0.9 (`make peers` makes such an environment)."
+        ) from error
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_apart(measure: Callable[..., Figures], *arguments: Any) -> Figures:
+    """Calls `measure` in a fresh process.
+
+    An executor, not a Pool: where its process dies (out of memory) it says so, and does not wait for ever.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        return executor.submit(measure, *arguments).result()
 
 
 def _measure(form: Form, kind: Kind, shape: dict, device: str, num_threads: int | None, repeats: int) -> LossFigures:
