@@ -39,7 +39,7 @@ fix: $(SETUP)
 	$(BIN)/ruff format .
 
 bench: $(SETUP)
-	$(BIN)/hf-speculate bench all
+	$(BIN)/hf-speculate bench all --markdown
 
 bench-quick: $(SETUP)
 	$(BIN)/hf-speculate bench generate --quick

@@ -1,5 +1,7 @@
 """Speculative decoding as a plug-in for transformers: `model.generate(..., speculator=...)`."""
 
+from typing import TYPE_CHECKING, Any
+
 from .drafter import Drafter as Drafter
 from .drafter import DraftRequest as DraftRequest
 from .drafter import DraftSession as DraftSession
@@ -17,6 +19,19 @@ from .streaming import stream as stream
 from .tree import DraftTree as DraftTree
 
 
+if TYPE_CHECKING:
+    from .gguf import load_gguf as load_gguf
+
+
 __version__ = "0.1.0"
 
 install()
+
+
+def __getattr__(name: str) -> Any:
+    """`load_gguf` is imported when it is asked for: nothing else needs what it imports."""
+    if name == "load_gguf":
+        from .gguf import load_gguf
+
+        return load_gguf
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

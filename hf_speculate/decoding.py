@@ -6,21 +6,18 @@ Streaming, statistics and text are consumers of the generator `decode`, not part
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import TreeCache
-from .drafter import Drafter, DraftRequest, DraftSession, DraftState
-from .errors import DrafterError, SpeculateError
-from .features import FeatureTaps
+from .drafter import DraftState
+from .drafting import Drafting
 from .models import GenerativeModel
-from .observations import Observation, Observations
 from .processors import score_only
 from .scoring import Scorer, has_length_dependent_rope, rope_depth_limit
 from .sequences import Sequences
@@ -29,9 +26,6 @@ from .stopping import Stopping
 from .tree import DraftTree
 from .tuning import UNLIMITED, Tuner
 from .verification import Sampler, Verdict, verify
-
-
-Answer = TypeVar("Answer")
 
 
 def decode(run: Decoding) -> Generator[Verdict]:
@@ -48,7 +42,7 @@ def decode(run: Decoding) -> Generator[Verdict]:
                 output = run.score(tree)
                 verdict = run.verify(output.logits, tree)
                 run.record(output, verdict)
-                run.cache.keep(verdict.paths)
+                run.cache.keep(verdict.paths, ended=run.sequences.finished_rows)
                 run.observe(verdict, output.hidden_states)
                 run.learn(tree, verdict)
                 yield verdict
@@ -62,8 +56,7 @@ class Decoding:
 
     Attributes:
         target: the model.
-        drafter: what drafts for it.
-        request: what the drafter's session is told.
+        drafting: what drafts for it.
         scorer: the target's forward over trees (owns the cache).
         prefill_forward: runs the prompt, `hidden_states` layers given, and returns the model's output.
         sampler, stopping, sequences, stats: see there.
@@ -74,8 +67,7 @@ class Decoding:
     """
 
     target: GenerativeModel
-    drafter: Drafter
-    request: DraftRequest
+    drafting: Drafting
     scorer: Scorer
     prefill_forward: Callable[..., Any]
     sampler: Sampler
@@ -88,8 +80,6 @@ class Decoding:
 
     num_delivered: int | None = field(default=None, init=False)
     _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
-    _open_session: DraftSession | None = field(default=None, init=False)
-    _unobserved: Observations = field(default_factory=Observations, init=False)
     _round_start: float = field(default=0.0, init=False)
     _draft_seconds: float = field(default=0.0, init=False)
 
@@ -97,18 +87,9 @@ class Decoding:
     def cache(self) -> TreeCache:
         return self.scorer.cache
 
-    @property
-    def _session(self) -> DraftSession:
-        assert self._open_session is not None
-        return self._open_session
-
-    @cached_property
-    def _taps(self) -> FeatureTaps:
-        return FeatureTaps(self.target, self.drafter.feature_layers)
-
     @cached_property
     def _forward_kwargs(self) -> dict[str, Any]:
-        return {**self._taps.forward_kwargs, **self.sampler.records.forward_kwargs}
+        return {**self.drafting.forward_kwargs, **self.sampler.records.forward_kwargs}
 
     @cached_property
     def _has_length_dependent_rope(self) -> bool:
@@ -129,15 +110,17 @@ class Decoding:
             return "a stopping criterion that is not known to be row-wise"
         if self._has_length_dependent_rope:
             return "RoPE that depends on the longest position"
+        if self.scorer.needs_equal_rows:
+            return "attention that counts along the cache"
         return "a streamer" if self.stream_each_step else ""
 
     def prefill(self) -> Verdict:
         """Runs the prompt and chooses the first token of every row."""
         if self.lockstep_reason:
             self.stats.fallbacks[f"rows in lock-step: {self.lockstep_reason}"] += 1
-        with self._timed("prefill_seconds"):
-            self._open_session = self._ask_drafter(lambda: self.drafter.start(self.request))
-            with self._taps.listening():
+        with self.stats.timed("prefill_seconds"):
+            self.drafting.start()
+            with self.drafting.listening():
                 output = self.prefill_forward(**self._forward_kwargs)
             if output.past_key_values is not self.cache.cache:  # prefix tuning brings its own
                 self.scorer.cache = TreeCache(output.past_key_values, self.sequences.batch_size)
@@ -148,20 +131,21 @@ class Decoding:
             roots = prompt[:, -1] if prompt.shape[1] else prompt.new_zeros(prompt.shape[0])
             verdict = self._verify(output.logits[:, -1:], DraftTree.root_only(roots.cpu()))
             self.stats.prefill_tokens += sum(map(len, verdict.tokens))
-        with self._timed("drafter_prefill_seconds"):
-            self._observe_prompt(verdict, output.hidden_states)
+        with self.stats.timed("drafter_prefill_seconds"):
+            self.drafting.observe_prompt(self._known_tokens(), output.hidden_states)
         return verdict
 
     def draft(self) -> DraftTree:
         self._round_start = time.perf_counter()
-        with self._timed("drafter_seconds"):
+        with self.stats.timed("drafter_seconds"):
             self._release_noise()
             limits = self._depth_limits()
             rows = [row for row in range(self.sequences.batch_size) if self._takes_part(row)]
-            budget = UNLIMITED if self.tuner is None else self.tuner.choose(rows)
+            budget = UNLIMITED if self.tuner is None else self.tuner.choose(rows, self.cache.append_index)
             max_depth = max(limits[row] for row in rows)
-            state = self._draft_state(max_depth if budget.max_depth is None else min(max_depth, budget.max_depth))
-            tree = self._ask_for_tree(state) if state.max_depth else DraftTree.root_only(state.root_ids)
+            if budget.max_depth is not None:
+                max_depth = min(max_depth, budget.max_depth)
+            tree = self._draft(max_depth) if max_depth else DraftTree.root_only(self._root_ids)
             if budget.max_nodes is not None:
                 tree = tree.first(budget.max_nodes)
             tree = tree.pruned(limits) if tree.max_depth > min(limits) else tree
@@ -169,12 +153,14 @@ class Decoding:
         return tree
 
     def score(self, tree: DraftTree) -> Any:
-        with self._timed("target_seconds"), self._taps.listening():
+        with self.stats.timed("target_seconds"), self.drafting.listening():
             self.stats.target_forwards += 1
-            return self.scorer(tree, self._root_positions, forward_kwargs=self._forward_kwargs)
+            output = self.scorer(tree, self._root_positions, forward_kwargs=self._forward_kwargs)
+            self.drafting.skip(self.scorer.num_rerun)
+            return output
 
     def verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
-        with self._timed("target_seconds"):
+        with self.stats.timed("target_seconds"):
             verdict = self._verify(logits, tree)
         for row, tokens in enumerate(verdict.tokens):
             if tokens:
@@ -195,16 +181,12 @@ class Decoding:
 
     def observe(self, verdict: Verdict, hidden_states: Any) -> None:
         """Notes what the drafter will be told before its next draft."""
-        with self._timed("drafter_seconds"):
-            width = max(map(len, verdict.paths))
-            features = self._taps.at(hidden_states, verdict.paths)
-            tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in verdict.tokens])
-            lengths = torch.tensor([len(tokens) for tokens in verdict.tokens])
-            self._unobserved.add(Observation(tokens, features, lengths))
+        with self.stats.timed("drafter_seconds"):
+            self.drafting.observe(verdict, hidden_states)
 
     def learn(self, tree: DraftTree, verdict: Verdict) -> None:
         """Tells the tuner what the round cost and brought."""
-        if self.tuner is not None:
+        if self.tuner is not None and not self.scorer.was_compiled:
             self.tuner.record(
                 tree.num_nodes - 1,
                 tree.max_depth,
@@ -215,36 +197,23 @@ class Decoding:
 
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
+        try:
+            self._settle()
+        finally:
+            self.drafting.close()
+
+    def _settle(self) -> None:
         self.cache.restore()
-        if "_taps" in vars(self):  # not made yet if the drafter refused to start
-            self._taps.close()
         delivered = self.sequences.num_emitted
         if self.num_delivered is not None:
             delivered = [min(self.num_delivered, n) for n in delivered]
         if self._prompt_lengths is not None:
             wanted = (length + max(n - 1, 0) for length, n in zip(self._prompt_lengths, delivered, strict=True))
             self.cache.truncate([min(pair) for pair in zip(wanted, self.cache.lengths, strict=True)])
+            self.scorer.settle()
+        self.cache.release()
         if self.sampler.noise is not None:
             self.sampler.noise.finish(max(delivered))
-        if self._open_session is not None:
-            session, self._open_session = self._open_session, None
-            try:
-                observation = self._unobserved.take() if session.carries_over else None
-                if observation is not None:
-                    session.observe(*observation)
-            finally:
-                session.close()
-
-    def _ask_for_tree(self, state: DraftState) -> DraftTree:
-        observation = self._unobserved.take()
-        if observation is not None:
-            self._ask_drafter(lambda: self._session.observe(*observation))
-        tree = self._ask_drafter(lambda: self._session.draft(state))
-        if tree.batch_size != self.sequences.batch_size:
-            raise DrafterError(
-                f"drafter {self.drafter.name!r} drafted {tree.batch_size} rows for {self.sequences.batch_size}."
-            )
-        return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
 
     def _verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
         return verify(logits, tree, self.sampler, self.stopping, self.sequences, lockstep=self.lockstep)
@@ -279,12 +248,16 @@ class Decoding:
             return self.stopping.is_running(self.sequences, row)
         return not self.sequences.finished[row]
 
-    def _draft_state(self, max_depth: int) -> DraftState:
+    @property
+    def _root_ids(self) -> Tensor:
+        return torch.tensor([tokens[-1] for tokens in self.sequences.new_tokens])
+
+    def _draft(self, max_depth: int) -> DraftTree:
         sampler = self.sampler
         # An unknown processor may draw from the same RNG: no noise is drawn ahead of its turn then.
         shares_noise = sampler.noise is not None and sampler.row_wise
-        return DraftState(
-            root_ids=torch.tensor([tokens[-1] for tokens in self.sequences.new_tokens]),
+        state = DraftState(
+            root_ids=self._root_ids,
             active=tuple(map(self._takes_part, range(self.sequences.batch_size))),
             max_depth=max_depth,
             chains_only=self.scorer.shape == "chain",
@@ -292,48 +265,9 @@ class Decoding:
             _noise=sampler.noise if shares_noise else None,
             _warpers=score_only(sampler.processors),
         )
+        return self.drafting.draft(state)
 
-    def _observe_prompt(self, verdict: Verdict, hidden_states: Any) -> None:
-        """The prompt as one observation: the token after prompt position j is the prompt's next one."""
-        first = torch.tensor([tokens[0] for tokens in verdict.tokens])[:, None]
-        tokens = torch.cat([self.sequences.prompt[:, self.request.known_from + 1 :].cpu(), first], dim=1)
-        width = tokens.shape[1]
-        features = self._taps.last(hidden_states, width)
-        lengths = torch.full((tokens.shape[0],), width)
-        self._ask_drafter(lambda: self._session.observe(tokens, features, lengths))
-
-    def _ask_drafter(self, call: Callable[[], Answer]) -> Answer:
-        try:
-            return call()
-        except SpeculateError:
-            raise
-        except Exception as error:
-            raise DrafterError(
-                f"drafter {self.drafter.name!r} raised {type(error).__name__}: {error}. The text emitted so far and "
-                "the cache are valid; generate without `speculator=` to go on."
-            ) from error
-
-    @contextmanager
-    def _timed(self, counter: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self.stats, counter, getattr(self.stats, counter) + time.perf_counter() - start)
-
-
-def _is_chain(tree: DraftTree) -> bool:
-    return all(row == list(range(-1, len(row) - 1)) for row in tree.host.parents)
-
-
-def _first_branch(tree: DraftTree) -> DraftTree:
-    """The chain of first children of every row, for targets that cannot score branches."""
-    rows = []
-    for tokens, parents in zip(tree.host.token_ids, tree.host.parents, strict=True):
-        branch, last = [tokens[0]], 0
-        for node in range(1, len(tokens)):
-            if parents[node] == last:
-                branch.append(tokens[node])
-                last = node
-        rows.append((branch, range(-1, len(branch) - 1)))
-    return DraftTree.from_rows(rows)
+    def _known_tokens(self) -> Tensor:
+        """What came after each prompt position that the drafter will be told of: the prompt's next token."""
+        first = torch.tensor([tokens[:1] for tokens in self.sequences.new_tokens])
+        return torch.cat([self.sequences.prompt[:, self.drafting.request.known_from + 1 :].cpu(), first], dim=1)

@@ -1,6 +1,9 @@
-"""Where the modules of a target compute, also under a `device_map` with offloading."""
+"""Where the modules of a target compute, also under a `device_map` with offloading, and on what."""
 
 from __future__ import annotations
+
+import platform
+from functools import cache
 
 import torch
 from torch import nn
@@ -18,3 +21,24 @@ def execution_device(module: nn.Module) -> torch.device | None:
             if device is not None:
                 return torch.device(device)
     return None
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called by its maker: of a CPU the processor's name."""
+    if device.type == "cpu":
+        return _processor_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+@cache
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

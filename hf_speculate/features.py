@@ -28,18 +28,10 @@ class FeatureTaps:
 
     def __init__(self, target: GenerativeModel, layers: Sequence[int]):
         self.layers = tuple(layers)
+        self._target = target
         self._raw_last: Tensor | None = None
         self._listening = False
         self._hook: RemovableHandle | None = None
-        if RAW_LAST in self.layers:
-            thread = threading.get_ident()
-
-            def keep(_module, _inputs, output) -> None:
-                if self._listening and threading.get_ident() == thread:  # other threads may run the same model
-                    self._raw_last = output[0] if isinstance(output, tuple) else output
-
-            decoder: Any = target.get_decoder()
-            self._hook = decoder.layers[-1].register_forward_hook(keep)
 
     @property
     def forward_kwargs(self) -> dict[str, list[int]]:
@@ -50,11 +42,18 @@ class FeatureTaps:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Around the forwards that are tapped: processors, criteria and consumers may run the target as well."""
+        if RAW_LAST in self.layers and self._hook is None:
+            self._hook = self._tap_raw_last()
         self._listening = True
         try:
             yield
         finally:
             self._listening = False
+
+    def skip(self, count: int) -> None:
+        """Forgets the first positions of the last forward; those of the `hidden_states` tuple are the forward's own."""
+        if count and self._raw_last is not None:
+            self._raw_last = self._raw_last[:, count:]
 
     def last(self, hidden_states: Any, width: int) -> Mapping[int, Float[Tensor, "B J H"]]:
         """The states of the last `width` positions of the forward that returned `hidden_states`."""
@@ -69,13 +68,25 @@ class FeatureTaps:
         features = {}
         for layer in self.layers:
             states = self._states(hidden_states, layer)
-            features[layer] = states.gather(1, nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
+            if states.shape[1] > 1:
+                states = states.gather(1, nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
+            features[layer] = states
         return features
 
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._raw_last = None
+
+    def _tap_raw_last(self) -> RemovableHandle:
+        thread = threading.get_ident()
+
+        def keep(_module, _inputs, output) -> None:
+            if self._listening and threading.get_ident() == thread:  # other threads may run the same model
+                self._raw_last = output[0] if isinstance(output, tuple) else output
+
+        decoder: Any = self._target.get_decoder()
+        return decoder.layers[-1].register_forward_hook(keep)
 
     def _states(self, hidden_states: Any, layer: int) -> Tensor:
         if layer == RAW_LAST:

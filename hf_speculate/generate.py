@@ -20,10 +20,12 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.utils import logging
 
+from . import attention
 from .errors import UnsupportedRequestError
 from .models import GenerativeModel
 from .preparation import prepare
 from .prepared import PreparedCall, streamed
+from .recurrent import target_shape
 from .requests import (
     problem_with_acceptance,
     problem_with_arguments,
@@ -31,7 +33,6 @@ from .requests import (
     problem_with_model,
     problem_with_request,
 )
-from .scoring import supported_shape
 from .speculator import Speculator, attached, resolve
 
 
@@ -66,6 +67,7 @@ def install() -> None:
         original = getattr(GenerationMixin, name)
         _originals[name] = original
         setattr(GenerationMixin, name, wrap(original))
+    attention.install()
 
 
 def uninstall() -> None:
@@ -76,6 +78,7 @@ def uninstall() -> None:
         else:
             logger.warning(f"GenerationMixin.{name} was wrapped again after hf_speculate; leaving it as it is.")
     _originals.clear()
+    attention.uninstall()
 
 
 def _wrap_generate(original: Callable) -> Callable:
@@ -134,7 +137,7 @@ def _wrap_sample(original: Callable) -> Callable:
         if problem := problem or _problem_with_stream(note, input_ids, kwargs):
             _refuse(note, problem)
             return original(*arguments, **kwargs)
-        shape, reason = supported_shape(self, kwargs["past_key_values"])
+        shape, reason = target_shape(self, kwargs["past_key_values"])
         if shape == "single":
             note.speculator.stats.fallbacks[reason] += 1
             return original(*arguments, **kwargs)
@@ -170,7 +173,7 @@ def _problem_with_stream(note: _Note, input_ids: Tensor, kwargs: dict[str, Any])
             f"stream(tokenizer=...) yields the text of one sequence, the request has {input_ids.shape[0]}; without "
             "tokenizer= it yields the tokens of every row."
         )
-    shape, reason = supported_shape(note.model, kwargs["past_key_values"])
+    shape, reason = target_shape(note.model, kwargs["past_key_values"])
     if note.streamed and shape == "single":
         return f"stream cannot run this model ({reason}); generate(streamer=...) can."
     return ""

@@ -18,21 +18,29 @@ class Observation(NamedTuple):
     features: Mapping[int, Float[Tensor, "B J H"]]
     lengths: Int[Tensor, " B"]
 
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]], features: Mapping[int, Tensor]) -> Observation:
+        """From the tokens of every row, and features as wide as the longest of them."""
+        width = max(map(len, rows))
+        tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
+        return cls(tokens, features, torch.tensor([len(row) for row in rows]))
+
 
 class Observations:
     """Rounds in waiting. A drafter that is not asked for drafts is not bothered either: what rounds without a draft
-    committed is told in one piece before the next one, so that a pause costs no drafter forwards."""
+    committed is told in one piece before the next one, so that a pause costs no drafter forwards, and no tensors."""
 
     def __init__(self) -> None:
-        self._waiting: list[Observation] = []
+        self._waiting: list[tuple[Sequence[Sequence[int]], Mapping[int, Tensor]]] = []
 
-    def add(self, observation: Observation) -> None:
-        self._waiting.append(observation)
+    def add(self, rows: Sequence[Sequence[int]], features: Mapping[int, Tensor]) -> None:
+        """Notes one round, see `Observation.from_rows`."""
+        self._waiting.append((rows, features))
 
     def take(self) -> Observation | None:
         """All that waited, as one observation; None if nothing did."""
         waiting, self._waiting = self._waiting, []
-        return joined(waiting) if waiting else None
+        return joined([Observation.from_rows(*each) for each in waiting]) if waiting else None
 
 
 def joined(observations: Sequence[Observation]) -> Observation:

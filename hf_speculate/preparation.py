@@ -10,17 +10,18 @@ from transformers import GenerationConfig
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .acceptance import TypicalSampler
-from .cache import TreeCache
 from .conversations import cached_text
 from .decoding import Decoding
 from .drafter import DraftRequest
+from .drafting import Drafting
 from .models import GenerativeModel
 from .noise import Noise
 from .records import LayerRecord, Records, StepRecord
+from .recurrent import target_scorer, target_shape
 from .requests import prompt_learning, total_length
-from .scoring import Scorer, supported_shape
 from .sequences import Sequences
 from .speculator import Speculator
+from .static import compiled
 from .stats import SpeculationStats
 from .stopping import Stopping
 from .verification import Sampler
@@ -51,7 +52,7 @@ def prepare(
 ) -> Decoding:
     batch_size, stats = input_ids.shape[0], SpeculationStats()
     cache, attention_mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
-    shape, reason = supported_shape(model, cache)
+    shape, reason = target_shape(model, cache)
     if reason:
         stats.fallbacks[reason] += 1
     noise = None
@@ -76,8 +77,11 @@ def prepare(
         cache=cache,
         num_earlier=num_earlier,
         earlier_ids=cached_text(cache) if num_earlier else None,
+        adaptive=speculator.experience is not None,
     )
-    positions = model_kwargs["position_ids"][:, -1].expand(batch_size).tolist()
+    positions = [num_earlier + input_ids.shape[1] - 1] * batch_size
+    if model_kwargs.get("position_ids") is not None:
+        positions = model_kwargs["position_ids"][:, -1].expand(batch_size).tolist()
     if (adapter := prompt_learning(model)) is not None:
         if adapter.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
             # PEFT drops the position ids then: positions are those in the cache, padding counted.
@@ -86,11 +90,13 @@ def prepare(
         if attention_mask is not None:
             attention_mask = functional.pad(attention_mask, (adapter.num_virtual_tokens, 0), value=1)
     forward_kwargs = {k: v for k, v in model_kwargs.items() if v is not None and k not in _OWN_KWARGS}
+    scorer = target_scorer(model, cache, batch_size, attention_mask, shape, forward_kwargs)
+    if speculator.backend is not None:
+        scorer = compiled(scorer, speculator.backend, speculator.drafter.feature_layers, stats.fallbacks)
     return Decoding(
         target=model,
-        drafter=speculator.drafter,
-        request=request,
-        scorer=Scorer(model, TreeCache(cache, batch_size), attention_mask, shape, forward_kwargs),
+        drafting=Drafting(speculator.drafter, request),
+        scorer=scorer,
         prefill_forward=lambda **taps: model._prefill(input_ids, generation_config, {**model_kwargs, **taps}),
         sampler=sampler,
         stopping=stopping,

@@ -63,7 +63,7 @@ class PreparedCall:
         finally:
             with self._timed():
                 loop.close()
-            text = self.run.request.text
+            text = self.run.drafting.request.text
             if text is not None:
                 remember_text(self.run.cache.cache, text + self.run.sequences.new_tokens[0])
             stats.calls += 1

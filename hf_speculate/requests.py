@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .models import GenerativeModel
 from .processors import see_rows_alone
+from .scoring import takes_position_ids
 from .speculator import Speculator
 
 
@@ -65,7 +66,7 @@ def problem_with_inputs(
     if unknown or cache.is_compileable:
         kind = "offloaded " if cache.offloading else ""
         return f"speculator= was given with a {kind}{type(cache).__name__}; pass a DynamicCache, or none."
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+    if takes_position_ids(model) and (not isinstance(position_ids, Tensor) or position_ids.dim() != 2):
         return f"speculator= needs a model with two-dimensional position ids; {type(model).__name__} has other ones."
     if kwargs.get("token_type_ids") is not None:
         return "token_type_ids are not supported with a speculator."

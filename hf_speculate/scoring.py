@@ -6,6 +6,7 @@ architecture: any decoder-only model whose forward takes a 4-D mask, position id
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,8 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache import PreallocatedLayer, TreeCache, has_only_full_attention
+from .attention import TreeAttention
+from .cache import TreeCache, is_indexable
 from .devices import execution_device
+from .errors import CacheStateError
+from .layers import PreallocatedLayer
+from .masks import LayerType, layer_types, num_left_padding
 from .tree import DraftTree
 
 
@@ -28,13 +33,35 @@ Shape = Literal["tree", "chain", "single"]
 
 def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
     """The widest draft that `model` can score with `cache`, and why it is not wider ("" for trees)."""
-    if not has_only_full_attention(cache):
+    if not is_indexable(cache):
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         return "single", f"cache layers {kinds} cannot be indexed: no drafts"
+    try:
+        layer_types(model.config)
+    except CacheStateError as error:
+        return "single", f"{error} No drafts."
+    if reason := counts_along_cache(model):
+        return "chain", f"{reason}: chains only"
     attention = model.config._attn_implementation
     if attention not in TREE_ATTENTION:
         return "chain", f"attention {attention!r} takes no tree mask: chains only"
     return "tree", ""
+
+
+def takes_position_ids(model: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def counts_along_cache(model: PreTrainedModel) -> str:
+    """Why the place of an entry in the cache matters to `model`, beside its position and mask; "" if it does not."""
+    config = model.config.get_text_config(decoder=True)
+    if not takes_position_ids(model):
+        return f"{type(model).__name__} takes no position ids"
+    if getattr(config, "alibi", False):
+        return "ALiBi counts along the cache"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "local attention counts along the cache"
+    return ""
 
 
 def _rope_parameters(config: PreTrainedConfig) -> Iterator[dict]:
@@ -79,6 +106,11 @@ class Scorer:
         forward_kwargs: further keyword arguments of every forward.
     """
 
+    was_compiled = False
+    """Whether the last forward was compiled first, so that its time says nothing about others."""
+    num_rerun = 0
+    """Committed tokens that the last forward ran again in front of the nodes."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -92,8 +124,11 @@ class Scorer:
         self.shape = shape
         self._prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._forward_kwargs = dict(forward_kwargs or {})
+        self._layer_types = layer_types(model.config)
+        self._takes_position_ids = takes_position_ids(model)
         # Of offloaded embeddings `model.device` is "meta".
         self.device = execution_device(model.get_input_embeddings()) or model.device
+        self.attention = TreeAttention(model, self.device)
 
     def __call__(
         self,
@@ -118,24 +153,39 @@ class Scorer:
         device = self.device
         depths = tree.plan.depths[:, num_cached:]
         position_ids = torch.tensor(root_positions, device=depths.device)[:, None] + depths
+        positions = {"position_ids": position_ids.to(device)} if self._takes_position_ids else {}
         return self.model(
             input_ids=tree.token_ids[:, num_cached:].to(device),
-            position_ids=position_ids.to(device),
-            attention_mask=self.mask(tree, num_cached),
+            attention_mask=self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix),
             past_key_values=self.cache.cache,
             use_cache=True,
             logits_to_keep=tree.num_nodes - num_cached,
             return_dict=True,
+            **positions,
             **self._forward_kwargs,
             **(forward_kwargs or {}),
         )
 
-    def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | None:
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers do not see all of the text."""
+        return any(layer_type.window is not None for layer_type in self._layer_types)
+
+    @property
+    def needs_equal_rows(self) -> bool:
+        """Whether rows must have the same length: something that no mask of ours reaches counts along the cache."""
+        return self.shape == "chain" and (self.has_windows or bool(counts_along_cache(self.model)))
+
+    def settle(self) -> None:
+        """Brings the cache up to everything committed, where it lags behind."""
+
+    def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | dict[str, Tensor] | None:
         """The attention mask of a forward over the nodes of `tree` behind the first `num_cached`.
 
         Returns:
-            None for a root alone over a prefix without holes (the stock decoding step), additive
-            [B, 1, N - num_cached, M + N] for trees, int64 [B, M + N] for chains under the model's own causal mask.
+            None for a root alone over a prefix without holes (the stock decoding step), int64 [B, M + N] for chains
+            under the model's own causal mask, additive [B, 1, N - num_cached, M + N] for trees (M: the entries that the
+            layers show), one for each layer type where they differ.
         """
         num_prefix, num_nodes = self.cache.append_index, tree.num_nodes
         visible = self._visible_prefix(num_prefix)
@@ -143,19 +193,39 @@ class Scorer:
             return None
         if self.shape == "chain" and visible is not None:
             return torch.cat([visible, visible.new_ones(visible.shape[0], num_nodes)], dim=1).long()
+        masks = {kind.name: self._tree_mask(tree, num_cached, visible, kind) for kind in self._layer_types}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _tree_mask(self, tree: DraftTree, num_cached: int, visible: Tensor | None, layer_type: LayerType) -> Tensor:
+        """Additive [B, 1, N - num_cached, M + N] for the layers of one type."""
         dtype, device = self._attention_dtype, self.device
-        size = (tree.batch_size, 1, num_nodes - num_cached, num_prefix + num_nodes)
-        mask = torch.zeros(size, dtype=dtype, device=device)
+        first, end = self.cache.visible_from(layer_type.layer_index), self.cache.append_index
+        num_prefix = end - first
+        mask = torch.zeros(
+            (tree.batch_size, 1, tree.num_nodes - num_cached, num_prefix + tree.num_nodes), dtype=dtype, device=device
+        )
         if visible is not None:
-            mask[..., :num_prefix].masked_fill_(~visible[:, None, None, :], torch.finfo(dtype).min)
+            mask[..., :num_prefix].masked_fill_(~visible[:, None, None, first:], torch.finfo(dtype).min)
         mask[..., num_prefix:] = tree.plan.bias(dtype, device)[:, None, num_cached:]
+        if layer_type.hides_any(end + tree.max_depth + 1):
+            lengths = torch.tensor(self.cache.lengths, device=device)[:, None]
+            nodes = lengths + tree.plan.depths.to(device)
+            prefix = torch.arange(first, end, device=device).expand(tree.batch_size, -1)
+            seen = torch.cat([prefix, nodes], dim=1)
+            too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self._prompt_mask, device))
+            mask.masked_fill_(too_far[:, None], torch.finfo(dtype).min)
         return mask
+
+    @property
+    def _sees_prefix(self) -> bool:
+        """Whether every node attends to all committed entries."""
+        return self._prompt_mask is None and not self.cache.is_ragged and not self.has_windows
 
     @property
     def _attention_dtype(self) -> torch.dtype:
         """dtype of queries and keys, which `sdpa` wants of its mask; under autocast it is not the model's."""
-        first = next(iter(self.cache.cache.layers), None)
-        return first.dtype if isinstance(first, PreallocatedLayer) and first.is_initialized else self.model.dtype
+        first = next((layer for layer in self.cache.cache.layers if isinstance(layer, PreallocatedLayer)), None)
+        return first.dtype if first is not None and first.is_initialized else self.model.dtype
 
     def _visible_prefix(self, num_prefix: int) -> Tensor | None:
         """bool [B, num_prefix]: entries that are real; None if all are."""

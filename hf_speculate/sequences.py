@@ -35,6 +35,10 @@ class Sequences:
         return [len(tokens) for tokens in self.new_tokens]
 
     @property
+    def finished_rows(self) -> list[int]:
+        return [row for row, is_finished in enumerate(self.finished) if is_finished]
+
+    @property
     def new_shape(self) -> tuple[int, int]:
         """Shape of the new tokens in the result: (B, steps)."""
         return self.batch_size, max(self.num_emitted)

@@ -22,6 +22,7 @@ from .models import GenerativeModel
 from .registry import installed_drafters, load_drafter
 from .stats import SpeculationStats
 from .tuning import Experience
+from .tuning_file import TuningFile, find_tuning
 
 
 class Speculator:
@@ -37,9 +38,14 @@ class Speculator:
             allow, and nothing where nothing pays (see `tuning`). False: always what the options say; then rounds, and
             with them 16-bit ties, do not depend on the clock. None: True unless the environment variable
             HF_SPECULATE_ADAPTIVE is 0.
+        tuning: what `hf-speculate tune` measured of this drafter: what `adaptive` knows from the start.
+        compile: the target's forwards over trees go through `torch.compile` with static shapes (see `static`): each of
+            up to 8 graphs takes seconds to minutes when it is first needed, and is kept as long as the model. A string
+            names a backend of `torch.compile`. What cannot be compiled runs as always, and `stats.fallbacks` says why.
 
     Attributes:
         experience: what `adaptive` has learnt, None if it is off.
+        backend: of `torch.compile`, None if the target is not compiled.
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
         lossless: True: the text is the target's own (see README, "What lossless means"). False with "typical".
     """
@@ -52,6 +58,8 @@ class Speculator:
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
         adaptive: bool | None = None,
+        tuning: TuningFile | None = None,
+        compile: bool | str = False,
     ):
         if not isinstance(drafter, Drafter):
             raise TypeError(
@@ -64,7 +72,8 @@ class Speculator:
         )
         if adaptive is None:
             adaptive = os.environ.get("HF_SPECULATE_ADAPTIVE", "1") != "0"
-        self.experience = Experience() if adaptive else None
+        self.experience = Experience(tuning) if adaptive else None
+        self.backend = compile if isinstance(compile, str) else ("inductor" if compile else None)
         self.stats = SpeculationStats()
 
     @property
@@ -163,6 +172,8 @@ class AutoSpeculator:
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
         adaptive: bool | None = None,
+        tuning: str | os.PathLike | Literal[False] | None = None,
+        compile: bool | str = False,
         **options: Any,
     ) -> Speculator:
         """A speculator by drafter name, e.g. `from_name("prompt_lookup", target=model, max_ngram=4)`.
@@ -170,18 +181,23 @@ class AutoSpeculator:
         Args:
             name: an installed drafter, see `hf-speculate drafters`.
             target: the model that it will draft for (PEFT-wrapped and compiled models are looked through).
-            acceptance, posterior_threshold, posterior_alpha, adaptive: see `Speculator`.
+            acceptance, posterior_threshold, posterior_alpha, adaptive, compile: see `Speculator`.
+            tuning: a file of `hf-speculate tune`: the size of the trees, unless the options say anything about it, and
+                what `adaptive` knows from the start.
             options: the drafter's options; unknown ones raise `TypeError`.
         Raises:
+            CheckpointError: a tuning file that cannot be read, or is another drafter's.
             DrafterNotFoundError: no such drafter (with a suggestion).
             TargetMismatchError: it does not fit the target.
         """
         rule = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
         _typical_rule(acceptance, **rule)  # what it refuses is refused before weights are read
         target = unwrap(target)
-        drafter = load_drafter(name).for_target(target, **options)
+        method = load_drafter(name)
+        tuned = find_tuning(tuning, None, name)
+        drafter = method.for_target(target, **_tuned(options, tuned, method, target))
         drafter.check_target(target)
-        return Speculator(drafter, acceptance, **rule, adaptive=adaptive)
+        return Speculator(drafter, acceptance, **rule, adaptive=adaptive, tuning=tuned, compile=compile)
 
     @staticmethod
     def from_pretrained(
@@ -197,21 +213,38 @@ class AutoSpeculator:
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
         adaptive: bool | None = None,
+        tuning: str | os.PathLike | Literal[False] | None = None,
+        compile: bool | str = False,
         **options: Any,
     ) -> Speculator:
         """A speculator from the folder or Hub repository of a head or draft model; the layout is recognised.
 
         Args:
-            name_or_path: folder, or Hub id.
+            name_or_path: folder, or Hub id; several, or names of drafters, joined with "+" draft together.
             target: the model that it will draft for.
             revision, token, cache_dir, local_files_only, subfolder: as everywhere on the Hub.
-            acceptance, posterior_threshold, posterior_alpha, adaptive: see `Speculator`.
+            acceptance, posterior_threshold, posterior_alpha, adaptive, compile: see `Speculator`.
+            tuning: a file of `hf-speculate tune`: the size of the trees, unless the options say anything about it, and
+                what `adaptive` knows from the start. None: the folder's `tuning.json`, if it has one; False: none.
             options: the drafter's options.
         Raises:
             DrafterNotFoundError: neither a folder nor a repository that can be had.
             CheckpointError: no installed drafter recognises it, or it is broken.
             TargetMismatchError: it belongs to another target.
         """
+        if parts := _parts(name_or_path):
+            return AutoSpeculator.from_name(
+                "combined",
+                target,
+                acceptance=acceptance,
+                posterior_threshold=posterior_threshold,
+                posterior_alpha=posterior_alpha,
+                adaptive=adaptive,
+                tuning=tuning,
+                compile=compile,
+                parts=parts,
+                **options,
+            )
         rule = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
         _typical_rule(acceptance, **rule)
         target = unwrap(target)
@@ -223,9 +256,26 @@ class AutoSpeculator:
             local_files_only=local_files_only,
             subfolder=subfolder,
         )
-        drafter = drafter_class_for(folder).from_folder(folder, target, **options)
+        method = drafter_class_for(folder)
+        tuned = find_tuning(tuning, folder, method.name)
+        drafter = method.from_folder(folder, target, **_tuned(options, tuned, method, target))
         drafter.check_target(target)
-        return Speculator(drafter, acceptance, **rule, adaptive=adaptive)
+        return Speculator(drafter, acceptance, **rule, adaptive=adaptive, tuning=tuned, compile=compile)
+
+
+def _parts(name_or_path: str | os.PathLike) -> list[str]:
+    """The drafters that "a+b" names; none if that is a folder. (Hub ids have no "+".)"""
+    name = os.fspath(name_or_path)
+    return name.split("+") if "+" in name and not os.path.exists(name) else []
+
+
+def _tuned(
+    options: dict[str, Any], tuning: TuningFile | None, method: type[Drafter], target: PreTrainedModel
+) -> dict[str, Any]:
+    """The user's options and, where they say nothing about the size of trees, the tuned ones."""
+    if tuning is None or method.knobs is None:
+        return options
+    return {**tuning.options_for(target, options, method.knobs.names), **options}
 
 
 def unwrap(model: nn.Module) -> GenerativeModel:

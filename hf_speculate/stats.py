@@ -8,9 +8,24 @@ share of a round, so a batch of 4 rows makes 4.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+
+class _Stopwatch:
+    """Adds the time between entering and leaving to a counter, however it is left."""
+
+    def __init__(self, stats: SpeculationStats, counter: str):
+        self._stats, self._counter, self._start = stats, counter, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_exception: object) -> None:
+        seconds = getattr(self._stats, self._counter) + time.perf_counter() - self._start
+        setattr(self._stats, self._counter, seconds)
 
 
 @dataclass
@@ -44,6 +59,10 @@ class SpeculationStats:
     def reset(self) -> None:
         """Sets every counter to zero."""
         self.__init__()
+
+    def timed(self, counter: str) -> _Stopwatch:
+        """A context manager that adds the time spent in it to one of the counters of seconds."""
+        return _Stopwatch(self, counter)
 
     def record_round(self, num_drafted: int, depth: int, num_emitted: int, num_accepted: int) -> None:
         """Counts one row's round.

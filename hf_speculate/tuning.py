@@ -1,7 +1,8 @@
 """How much to draft: the budget of every round, chosen from measured costs and measured acceptance; or nothing.
 
 The nodes of a tree come best first (`DraftTree`), so its first n nodes are the drafter's tree of n nodes: a round with
-a wide tree tells what every smaller and shallower one would have accepted. Costs are measured on the rounds themselves.
+a wide tree tells what every smaller and shallower one would have accepted. Costs are measured on the rounds themselves;
+where `hf-speculate tune` has measured them before (`TuningFile`), the rounds correct these.
 A round gets the budget with the highest expected tokens per second. Where that is no draft at all, drafts are still
 tried now and then, as often as a fixed share of the time pays for: `Tuner` never spends more.
 """
@@ -15,17 +16,15 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from .costs import RoundCosts
+from .reach import LADDER, Acceptance
+from .tuning_file import Setting, TuningFile, cached_costs
 
-# Sizes of trees between which the tuner chooses (draft nodes, the root not counted).
-LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-_ACCEPTANCE_DECAY = 0.93  # a memory of about 14 rounds
-_PRIOR_HAZARD = 0.7  # before anything was seen: optimistic, so that drafts get a try
-_COST_WEIGHT = 0.2
-_COST_SURPRISE = 0.1  # a longer or shorter time counts as this much off: times have stray values on one side
-_PRIOR_COST_PER_NODE = 0.02  # of a one-token forward
 _CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next
 _EXPLORE_EVERY = 16  # rounds: then one is wider than what is known to be best
+_PLAN_EVERY = 4  # rounds: planning takes about a hundredth of a small model's round
+_PLAN_SURPRISE = 1.5  # a round that takes so many times what it was planned to take calls for a new plan
 _EXPLORED_ROUNDS = 2  # with everything the drafter has, before the first choice
 
 # What speculation may lose against plain decoding: a share of the time, and a start in one-token forwards.
@@ -50,145 +49,6 @@ UNLIMITED = Budget()
 NOTHING = Budget(0, 0)
 
 
-class Timings:
-    """Seconds as a function of a size, from observations at some sizes: robust averages, linear in between.
-
-    Args:
-        slope: relative rise per unit of size that is assumed beyond what was observed.
-    """
-
-    def __init__(self, slope: float):
-        self._slope = slope
-        self._seconds: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
-
-    def __contains__(self, size: int) -> bool:
-        return size in self._seconds
-
-    def __bool__(self) -> bool:
-        return bool(self._seconds)
-
-    def record(self, size: int, seconds: float) -> None:
-        """Learns one observation.
-
-        The first ones may hold a warm-up: the shortest of three counts. Later ones move an estimate of the median, and
-        that of all other sizes half as far: what slows one (a longer context) slows all.
-        """
-        # Tables are replaced, never changed: other threads may be reading them.
-        count = self._counts.get(size, 0) + 1
-        self._counts = {**self._counts, size: count}
-        known = self._seconds.get(size)
-        if known is None or count <= 3:
-            self._seconds = {**self._seconds, size: seconds if known is None else min(known, seconds)}
-        else:
-            surprise = seconds / max(known, 1e-9) - 1
-            ratio = 1 + _COST_WEIGHT * max(min(surprise, _COST_SURPRISE), -_COST_SURPRISE)
-            scaled = {other: value * ratio for other, value in self._seconds.items()}
-            self._seconds = {**scaled, size: scaled[size] * ratio}
-
-    def at(self, size: int) -> float:
-        """Estimated seconds at `size`; needs one observation at least. Never falls as `size` rises."""
-        sizes = sorted(self._seconds)
-        values: list[float] = []
-        for known in sizes:
-            values.append(max(self._seconds[known], values[-1] if values else 0.0))
-        position = bisect_left(sizes, size)
-        if position < len(sizes) and sizes[position] == size:
-            return values[position]
-        if position == 0:
-            return values[0] * (1 + self._slope * size) / (1 + self._slope * sizes[0])
-        low, low_value = sizes[position - 1], values[position - 1]
-        if position == len(sizes):
-            return low_value * (1 + self._slope * size) / (1 + self._slope * low)
-        share = (size - low) / (sizes[position] - low)
-        return low_value + share * (values[position] - low_value)
-
-
-@dataclass
-class RoundCosts:
-    """What a round costs on one target at one batch size: drafting by depth, everything else by nodes (root included).
-
-    Shared by all calls of a speculator; `Tuner` reads and feeds it.
-    """
-
-    rounds: Timings = field(default_factory=lambda: Timings(_PRIOR_COST_PER_NODE))
-    drafting: Timings = field(default_factory=lambda: Timings(1.0))
-
-    def plain(self) -> float:
-        """Seconds of a round without a draft."""
-        return self.rounds.at(1)
-
-    def drafted(self, num_nodes: int, depth: int) -> float:
-        """Seconds of a round that drafts `num_nodes` nodes, the deepest at `depth`."""
-        return self.rounds.at(num_nodes + 1) + (self.drafting.at(depth) if self.drafting else 0.0)
-
-
-class Acceptance:
-    """How far trees of every size on the ladder are accepted, from rounds of any size at least as wide.
-
-    For every depth d and size n: the share of rounds whose path went on to depth d within the first n nodes, out of
-    those where it had come to depth d - 1 within them. Old rounds fade. A path accepted to the end of its tree says
-    nothing about the depth below (it is censored there).
-    """
-
-    def __init__(self) -> None:
-        self.widest = self.deepest = 0  # of the trees that were seen
-        self._trials: list[list[float]] = []  # [depth - 1][size]
-        self._hits: list[list[float]] = []
-
-    def record(self, path: Sequence[int], num_nodes: int, depth: int) -> None:
-        """Learns one row's round.
-
-        Args:
-            path: indices of the accepted draft nodes, from depth 1 on.
-            num_nodes: draft nodes of the row's tree.
-            depth: of the deepest of them.
-        """
-        self.widest, self.deepest = max(self.widest, num_nodes), max(self.deepest, depth)
-        while len(self._trials) < depth:
-            self._trials.append([0.0] * len(LADDER))
-            self._hits.append([0.0] * len(LADDER))
-        observed = bisect_left(LADDER, num_nodes) + 1  # the size that holds the whole tree stands for it
-        first = 0  # sizes below `first` have lost the path already
-        for level in range(min(len(path) + 1, depth)):
-            next_first = bisect_left(LADDER, path[level]) if level < len(path) else observed
-            trials, hits = self._trials[level], self._hits[level]
-            for size in range(first, min(observed, len(LADDER))):
-                trials[size] = _ACCEPTANCE_DECAY * trials[size] + 1
-                hits[size] = _ACCEPTANCE_DECAY * hits[size] + (size >= next_first)
-            first = next_first
-
-    def fade(self, weight: float) -> None:
-        """Weakens what is known: something new may have begun."""
-        for table in (self._trials, self._hits):
-            for row in table:
-                row[:] = [weight * value for value in row]
-
-    @classmethod
-    def average(cls, rows: Sequence[Acceptance]) -> Acceptance:
-        """What the rows of a batch know together, with the weight of one of them."""
-        new = cls()
-        new.widest, new.deepest = max(row.widest for row in rows), max(row.deepest for row in rows)
-        for level in range(max(len(row._trials) for row in rows)):
-            known = [row for row in rows if level < len(row._trials)]
-            for name in ("_trials", "_hits"):
-                columns = zip(*(getattr(row, name)[level] for row in known), strict=True)
-                getattr(new, name).append([sum(column) / len(known) for column in columns])
-        return new
-
-    def expected_lengths(self, size: int, max_depth: int) -> list[float]:
-        """Expected tokens of a round, bonus token included, with the first `LADDER[size]` nodes cut to depth 1, 2, …"""
-        lengths, reach, length, hazard = [], 1.0, 1.0, _PRIOR_HAZARD
-        for level in range(max_depth):
-            if level < len(self._trials):
-                trials, hits = self._trials[level][size], self._hits[level][size]
-                hazard = (hits + hazard) / (trials + 1)
-            reach *= hazard
-            length += reach
-            lengths.append(length)
-        return lengths
-
-
 class Tuner:
     """Chooses the budget of every round of one request.
 
@@ -204,23 +64,37 @@ class Tuner:
         self._is_censored = False
         self._elapsed = 0.0
         self._loss = 0.0
-        self._is_paused = False
+        self._stake = 0.0  # what the next draft may lose, while there is none because that is too much
+        self._context = 0
+        self._plan: tuple[Budget, float, float] | None = None
+        self._plan_rows: Sequence[int] = ()
+        self._plan_context = 0
+        self._plan_age = 0
 
-    def choose(self, rows: Sequence[int]) -> Budget:
-        """The budget of the next round, in which `rows` take part."""
+    def choose(self, rows: Sequence[int], context: int = 0) -> Budget:
+        """The budget of the next round.
+
+        Args:
+            rows: that take part.
+            context: cache entries of the longest row.
+        """
+        self._context = context
         if self._explored < _EXPLORED_ROUNDS:
             return UNLIMITED if self._may_lose(0.0) else NOTHING
-        if 1 not in self._costs.rounds:
-            return NOTHING  # what plain decoding costs is yet to be seen
-        budget, rate = self._best(rows)
-        share_lost = 1 - rate * self._costs.plain() / len(rows)
-        if share_lost > 0 and not self._may_lose(share_lost * self._seconds(budget)):
-            self._is_paused = True
+        if not self._costs.rounds.knows(1, context):
+            return NOTHING  # what plain decoding costs here is yet to be seen
+        if self._stake and not self._may_lose(self._stake):
+            return NOTHING  # nothing was learnt since: such a round costs next to nothing
+        budget, rate, seconds = self._planned(rows)
+        share_lost = 1 - rate * self._costs.plain(context) / len(rows)
+        if share_lost > 0 and not self._may_lose(share_lost * seconds):
+            self._stake = share_lost * seconds
             return NOTHING
-        if self._is_paused:  # what came meanwhile was not seen: what was seen before counts half
+        if self._stake:  # what came meanwhile was not seen: what was seen before counts half
             for row in rows:
                 self.acceptances[row].fade(0.5)
-        self._is_paused = False
+            self._plan = None
+        self._stake = 0.0
         if not self._may_lose(0.0):
             return NOTHING
         return self._wider(budget) if self._is_censored or self._explored % _EXPLORE_EVERY == 0 else budget
@@ -243,23 +117,28 @@ class Tuner:
             seconds: the whole round; `drafting_seconds` of these went into the draft.
         """
         costs = self._costs
-        costs.rounds.record(num_nodes + 1, seconds - drafting_seconds)
-        self._elapsed += seconds
+        costs.rounds.record(num_nodes + 1, seconds - drafting_seconds, self._context)
         if num_nodes == 0 or not paths:
+            self._elapsed += costs.plain(self._context)
             return
-        costs.drafting.record(depth, drafting_seconds)
+        costs.drafting.record(depth, drafting_seconds, self._context)
+        if self._plan is not None and seconds > _PLAN_SURPRISE * self._plan[2]:
+            self._plan = None
+        # As it is estimated: one round that was held up by something else says nothing about drafting.
+        seconds = costs.verifying(num_nodes, self._context) + costs.drafting_to(depth, self._context)
+        self._elapsed += seconds
         self._explored += 1
         for row, path in paths.items():
             self.acceptances[row].record(path, num_nodes, depth)
         tokens = 1 + sum(map(len, paths.values())) / len(paths)
         deepest = max(acceptance.deepest for acceptance in self.acceptances)
         self._is_censored = depth < deepest and tokens - 1 >= depth - 0.5  # most rows were accepted to the end
-        self._loss = max(self._loss + seconds - tokens * costs.plain(), 0.0)
+        self._loss = max(self._loss + seconds - tokens * costs.plain(self._context), 0.0)
 
     def _may_lose(self, seconds: float) -> bool:
         if not self._costs.rounds:
             return True
-        return self._loss + seconds <= LOSS_SHARE * self._elapsed + LOSS_START * self._costs.plain()
+        return self._loss + seconds <= LOSS_SHARE * self._elapsed + LOSS_START * self._costs.plain(self._context)
 
     def _wider(self, budget: Budget) -> Budget:
         """What a round must draft to tell whether more than `budget` would be accepted."""
@@ -267,38 +146,54 @@ class Tuner:
         assert budget.max_depth is not None
         return Budget(2 * budget.max_nodes + 1, budget.max_depth + 2)
 
-    def _seconds(self, budget: Budget) -> float:
-        return self._costs.drafted(budget.max_nodes or 1, budget.max_depth or 1)
+    def _planned(self, rows: Sequence[int]) -> tuple[Budget, float, float]:
+        """`_best`, of the last rounds as a rule."""
+        self._plan_age += 1
+        has_moved = rows != self._plan_rows or abs(self._context - self._plan_context) > 0.1 * self._plan_context
+        if self._plan is None or has_moved or self._plan_age >= _PLAN_EVERY:
+            self._plan, self._plan_rows, self._plan_age = self._best(rows), rows, 0
+            self._plan_context = self._context
+        return self._plan
 
-    def _best(self, rows: Sequence[int]) -> tuple[Budget, float]:
-        """The budget with the highest expected tokens per second, and these."""
-        best, best_rate, smaller = NOTHING, 0.0, []
+    def _best(self, rows: Sequence[int]) -> tuple[Budget, float, float]:
+        """The budget with the highest expected tokens per second, these, and the seconds that it takes."""
+        costs, context = self._costs, self._context
         widest, deepest = (max(getattr(a, name) for a in self.acceptances) for name in ("widest", "deepest"))
+        drafting = [costs.drafting_to(depth, context) for depth in range(1, deepest + 1)]
+        best, best_rate, best_seconds, smaller = NOTHING, 0.0, 0.0, []
         for size in range(min(bisect_left(LADDER, widest) + 1, len(LADDER))):
             num_nodes = min(LADDER[size], widest)
             lengths = [self.acceptances[row].expected_lengths(size, min(deepest, num_nodes)) for row in rows]
             totals = [sum(column) for column in zip(*lengths, strict=True)]
             # More nodes accept no less; what was seen of them may be older.
             smaller = [max(pair) for pair in zip(totals, smaller, strict=False)] + totals[len(smaller) :]
+            verifying = costs.verifying(num_nodes, context)
             for depth, expected in enumerate(smaller, start=1):
-                budget = Budget(num_nodes, depth)
-                rate = expected / self._seconds(budget)
-                if rate > best_rate:
-                    best, best_rate = budget, rate
-        return best, best_rate
+                seconds = verifying + drafting[depth - 1]
+                if expected > best_rate * seconds:
+                    best, best_rate, best_seconds = Budget(num_nodes, depth), expected / seconds, seconds
+        return best, best_rate, best_seconds
 
 
 class Experience:
-    """What a speculator has learnt about its targets; targets that are gone are forgotten."""
+    """What a speculator has learnt about its targets; targets that are gone are forgotten.
 
-    def __init__(self) -> None:
+    Args:
+        tuning: what was measured beforehand, if anything.
+    """
+
+    def __init__(self, tuning: TuningFile | None = None) -> None:
+        self._tuning = tuning
         self._known: WeakKeyDictionary[PreTrainedModel, _Known] = WeakKeyDictionary()
 
     def tuner(self, target: PreTrainedModel, batch_size: int) -> Tuner:
-        """For one request; it begins with what earlier ones taught."""
-        known = self._known.setdefault(target, _Known())
-        costs = known.costs.setdefault(batch_size, RoundCosts())
-        return Tuner(costs, [Acceptance.average([known.acceptance]) for _ in range(batch_size)])
+        """For one request; it begins with what earlier ones, or `hf-speculate tune`, taught."""
+        known = self._known.get(target)
+        if known is None:
+            known = self._known[target] = _Known(self._tuning.acceptance if self._tuning else Acceptance())
+        if batch_size not in known.costs:
+            known.costs[batch_size] = self._measured(target, batch_size)
+        return Tuner(known.costs[batch_size], [Acceptance.average([known.acceptance]) for _ in range(batch_size)])
 
     def learn(self, target: PreTrainedModel, tuner: Tuner) -> None:
         """Keeps what a finished request taught about acceptance, for what the next text is worth."""
@@ -306,8 +201,16 @@ class Experience:
         acceptance.fade(_CARRIED_WEIGHT)
         self._known[target].acceptance = acceptance
 
+    def _measured(self, target: PreTrainedModel, batch_size: int) -> RoundCosts:
+        """What `hf-speculate tune` measured in this very setting: with this drafter, or else of the target alone."""
+        setting = Setting.of(target, batch_size)
+        if self._tuning is not None and self._tuning.costs.setting == setting:
+            return RoundCosts(self._tuning.costs.rounds, self._tuning.drafting)
+        costs = cached_costs(setting)
+        return RoundCosts(costs.rounds if costs else None)
+
 
 @dataclass
 class _Known:
+    acceptance: Acceptance
     costs: dict[int, RoundCosts] = field(default_factory=dict)
-    acceptance: Acceptance = field(default_factory=Acceptance)

@@ -1,4 +1,4 @@
-"""Benchmarks: `hf-speculate bench generate|overhead|cache`. Every baseline is measured in the same run.
+"""Benchmarks: `hf-speculate bench ...`. Every baseline is measured in the same run.
 
 What the figures mean:
 
@@ -15,16 +15,28 @@ What the figures mean:
 - seeds: a prompt has the same seed for every method and repeat; repeats vary the machine, not the text.
 - speed-up against a baseline: seconds of the baseline / seconds of the method within one repeat; median over repeats.
   Below 1 is a slow-down; such rows stay in the table.
-- eager: stock `generate` with its dynamic cache. Stock speculative modes: `prompt_lookup_num_tokens=` and
-  `assistant_model=` with their default settings (batch 1 only). `best_stock_speculative` is the one of them that is
+- eager: stock `generate` with its dynamic cache. stock compiled: with a static cache, the decoding forward under
+  `torch.compile`, compiled in two warm-up calls of full length. Stock speculative modes: `prompt_lookup_num_tokens=`
+  and `assistant_model=` with their default settings (batch 1 only). `best_stock_speculative` is the one of them that is
   fastest at that temperature and batch size.
 - rounds, mean acceptance length, acceptance rate by depth, engine efficiency: see `hf_speculate.stats`.
-- identical: share of rows whose text is eager's token for token. The first divergence of a row is looked at again with
-  `hf_speculate.testing.check_lossless`, which proves that it is a numerical tie and gives the margin of that decision,
-  or says that it is not.
+- time to first token: from the call to the first token that is handed on, in calls of their own that end there.
+- memory: the most that one call (the longest prompt) takes beyond what is there before it: allocated on an accelerator;
+  on Linux the growth of the process's resident set, after what the allocator kept is handed back. `drafter_mb` are the
+  drafter's own weights.
+- identical: share of rows whose text is eager's token for token. The first divergence of a row is run again with the
+  same trees through `hf_speculate.testing.check_lossless`, which proves that it is a numerical tie and gives the margin
+  of that decision, or says that it is not. (In batches only the margin in a plain forward of that row alone is given.)
 """
 
+from .acceptance import AcceptanceSettings as AcceptanceSettings
+from .acceptance import bench_acceptance as bench_acceptance
+from .batch import bench_batch as bench_batch
 from .cache import bench_cache as bench_cache
+from .context import ContextSettings as ContextSettings
+from .context import bench_context as bench_context
 from .generate import GenerateSettings as GenerateSettings
 from .generate import bench_generate as bench_generate
+from .loss import LossSettings as LossSettings
+from .loss import bench_loss as bench_loss
 from .overhead import bench_overhead as bench_overhead

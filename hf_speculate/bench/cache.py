@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import TreeCache
 from ..errors import SpeculateError
 from .environment import environment, find_device, find_dtype
+from .grid import Grid
 from .timing import progress, spread, synchronize
 
 
@@ -122,28 +122,30 @@ def bench_cache(
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The result as one table for the terminal."""
-    shape = result["shape"]
-    title = (
-        f"KV cache, {shape['num_layers']} layers x {shape['num_kv_heads']} KV heads x {shape['head_dim']}, "
-        f"{shape['dtype']}: median microseconds, all layers"
-    )
-    rendered = Table(title=title, title_justify="left")
-    rendered.add_column("context", justify="right")
-    for operation in OPERATIONS:
-        for name in ("ours", "stock"):
-            rendered.add_column(f"{operation.replace('_', ' ')}\n{name}", justify="right")
-    rendered.add_column("growth\nper entry", justify="right")
-    for row in result["rows"]:
-        cells = [f"{row[name][op]['median']:,.0f}" for op in OPERATIONS for name in ("ours", "stock")]
-        rendered.add_row(f"{row['length']}", *cells, f"{row['ours']['grow_per_entry']['median']:.2f}")
-    first, last = result["rows"][0]["length"], result["rows"][-1]["length"]
-    ratio = result["ratio"]
-    cells = [f"{ratio[name][op]:.2f}x" for op in OPERATIONS for name in ("ours", "stock")]
-    rendered.add_section()
-    rendered.add_row(f"{last} / {first}", *cells, f"{ratio['ours']['grow_per_entry']:.2f}x")
-    return rendered
+def tables(result: dict[str, Any]) -> list[Grid | str]:
+    """The result as one table."""
+    shape, ratio, contexts = result["shape"], result["ratio"], result["rows"]
+    pairs = [(name, operation) for operation in OPERATIONS for name in ("ours", "stock")]
+    rows = []
+    for row in contexts:
+        cells = [f"{row[name][operation]['median']:,.0f}" for name, operation in pairs]
+        rows.append([f"{row['length']}", *cells, f"{row['ours']['grow_per_entry']['median']:.2f}"])
+    cells = [f"{ratio[name][operation]:.2f}x" for name, operation in pairs]
+    first, last = contexts[0]["length"], contexts[-1]["length"]
+    rows.append([f"{last} / {first}", *cells, f"{ratio['ours']['grow_per_entry']:.2f}x"])
+    return [
+        Grid(
+            title=f"KV cache, {shape['num_layers']} layers x {shape['num_kv_heads']} KV heads x {shape['head_dim']}, "
+            f"{shape['dtype']}: median microseconds, all layers",
+            columns=[
+                "context",
+                *(f"{operation.replace('_', ' ')}\n{name}" for name, operation in pairs),
+                "growth\nper entry",
+            ],
+            rows=rows,
+            breaks=[len(contexts)],
+        )
+    ]
 
 
 def _measure(shape: CacheShape, length: int, repeats: int, device: torch.device) -> dict[str, Any]:

@@ -1,23 +1,43 @@
-"""The sub-commands of `hf-speculate bench`."""
+"""The sub-commands of `hf-speculate bench` that run on real text, and `all`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console, RenderableType
-from transformers.utils import logging
 
-from ..errors import SpeculateError
-from . import cache, overhead, summary
-from .cache import bench_cache
+from . import acceptance, batch, generate_tables, loss
+from .acceptance import AcceptanceSettings, bench_acceptance
+from .batch import BATCH_SIZES, bench_batch
+from .everything import bench_all_command
 from .generate import GenerateSettings, bench_generate
-from .methods import default_target
-from .overhead import ModelShape, bench_overhead
+from .loss import BAD_DRAFTERS, LossSettings, bench_loss
+from .plots import require_matplotlib, write_plots
+from .reporting import (
+    Category,
+    Device,
+    JsonOnly,
+    Layers,
+    Limit,
+    Markdown,
+    Out,
+    PromptFiles,
+    Quick,
+    Rates,
+    Raw,
+    Repeats,
+    Specs,
+    Target,
+    TargetDtype,
+    Temperatures,
+    Threads,
+    prepare,
+    report,
+)
+from .shape_commands import add_shape_commands
+from .shapes import SHAPES
+from .synthetic import DEFAULT_RATES, read_profile
 
 
 _GENERATE_EXAMPLES = """
@@ -32,25 +52,27 @@ Examples:
 
   hf-speculate bench generate -s draft_model:model=./draft,depth=4,top_k=2
 
-  hf-speculate bench generate --prompts spec_bench.jsonl --limit 60
+  hf-speculate bench generate --prompts spec_bench.jsonl --category math_reasoning --category rag --limit 60
+
+  hf-speculate bench generate --shape 8B --acceptance 0.8,0.6,0.45,0.3 --compile-baseline
 """
 
-_OVERHEAD_EXAMPLES = """
+_ACCEPTANCE_EXAMPLES = """
 Examples:
 
-  hf-speculate bench overhead --threads 2
+  hf-speculate bench acceptance -s ./head:depth=6,top_k=6 -s draft_model:model=./draft,top_k=4
 
-  hf-speculate bench overhead --nodes 8 --nodes 64 --accuracy 0.8 --dtype float32
-
-  hf-speculate bench overhead --layers 2 --vocab 4000
+  hf-speculate bench acceptance --prompts files.jsonl --prompt-tokens 64 --first-token 200 --nodes 16
 """
 
-_CACHE_EXAMPLES = """
+_LOSS_EXAMPLES = """
 Examples:
 
-  hf-speculate bench cache
+  hf-speculate bench loss --threads 2
 
-  hf-speculate bench cache --lengths 256 --lengths 32768 --json
+  hf-speculate bench loss --target ./model --drafter random --always
+
+  hf-speculate bench loss -s draft_model:model=./another-tongue
 """
 
 
@@ -61,170 +83,204 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
-Out = Annotated[Path | None, typer.Option(help="Write the JSON here too.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens and repeats: under a minute.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch (default: torch's own).")]
-Device = Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")]
-Repeats = Annotated[int | None, typer.Option(min=1, help="Repeats; figures are medians over them.")]
-
 
 @app.command("generate", epilog=_GENERATE_EXAMPLES)
 def bench_generate_command(
-    target: Annotated[str | None, typer.Option(help="Path or Hub id (default: examples/pycoder).")] = None,
-    speculator: Annotated[
-        list[str] | None,
-        typer.Option("--speculator", "-s", help="NAME_OR_PATH:option=value,... (repeatable)."),
+    target: Target = None,
+    speculator: Specs = None,
+    prompts: PromptFiles = None,
+    category: Category = None,
+    limit: Limit = None,
+    raw: Raw = False,
+    dtype: TargetDtype = "auto",
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"Random weights and a synthetic drafter instead of a target: {', '.join(SHAPES)}."),
     ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSON lines with prompt, text, question, turns or messages (repeatable)."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file, spread over its categories.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
+    layers: Layers = None,
+    acceptance: Rates = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Of the synthetic drafter's trees.")] = 16,
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (default: 1).")] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0, help="Repeatable; 0 is greedy (default: 0 and 1).")
-    ] = None,
+    temperature: Temperatures = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of every row (default: 128).")] = None,
+    compile_baseline: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile-baseline/--no-compile-baseline",
+            help="Stock with static cache and torch.compile too (default: on accelerators).",
+        ),
+    ] = None,
     lookup_tokens: Annotated[int, typer.Option(min=1, help="prompt_lookup_num_tokens of stock.")] = 10,
     repeats: Repeats = None,
     threads: Threads = None,
     device: Device = None,
     quick: Quick = False,
     json_only: JsonOnly = False,
+    markdown: Markdown = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw PNGs into this folder (needs matplotlib).")] = None,
     out: Out = None,
 ) -> None:
-    """Tokens per second of speculators beside stock eager, prompt lookup and assisted generation."""
-    _prepare(threads)
+    """Tokens per second of speculators beside stock eager, compiled, prompt lookup and assisted generation."""
+    prepare(threads)
+    if plot is not None:
+        require_matplotlib()  # before the long part
     settings = GenerateSettings(
         target=target,
         speculators=speculator,
         prompts=prompts or (),
-        limit=limit or (3 if quick else None),
+        categories=category,
+        limit=limit or (2 if quick else None),
         raw=raw,
         dtype=dtype,
         batch_sizes=batch_size or (1,),
-        temperatures=temperature or (0.0, 1.0),
+        temperatures=temperature or ((0.0, 1.0) if shape is None else (0.0,)),
         max_new_tokens=max_new_tokens or (48 if quick else 128),
+        shape=shape,
+        layers=layers,
+        profile=None if shape is None else read_profile(acceptance or DEFAULT_RATES, nodes),
+        compile_baseline=compile_baseline,
         prompt_lookup_num_tokens=lookup_tokens,
         repeats=repeats or (2 if quick else 3),
+        round_costs=plot is not None,
         device=device,
     )
     result = bench_generate(settings)
-    _report(result, [summary.table(result)], json_only, out)
+    written = [] if plot is None else write_plots(result, plot)
+    parts = [*generate_tables.tables(result), *(f"wrote {path}" for path in written)]
+    report(result, parts, json_only=json_only, markdown=markdown, out=out)
 
 
-@app.command("overhead", epilog=_OVERHEAD_EXAMPLES)
-def bench_overhead_command(
-    nodes: Annotated[list[int] | None, typer.Option(min=2, help="Tree sizes (default: 8, 16, 32).")] = None,
-    accuracy: Annotated[float, typer.Option(min=0, max=1, help="Of the scripted drafter, a level.")] = 0.7,
-    layers: Annotated[int, typer.Option(min=1)] = 24,
-    hidden: Annotated[int, typer.Option(help="Hidden size; heads have 64 channels.", min=128)] = 896,
-    vocab: Annotated[int, typer.Option(min=64)] = 151936,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16.")] = "bfloat16",
-    context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 256,
-    max_new_tokens: Annotated[int | None, typer.Option(min=2, help="Default: 96.")] = None,
+@app.command("batch")
+def bench_batch_command(
+    target: Target = None,
+    speculator: Specs = None,
+    prompts: PromptFiles = None,
+    category: Category = None,
+    limit: Limit = None,
+    raw: Raw = False,
+    dtype: TargetDtype = "auto",
+    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (default: 1, 2, 4, 8).")] = None,
+    temperature: Temperatures = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of every row (default: 64).")] = None,
     repeats: Repeats = None,
     threads: Threads = None,
     device: Device = None,
-    quick: Quick = False,
     json_only: JsonOnly = False,
+    markdown: Markdown = False,
     out: Out = None,
 ) -> None:
-    """Where the time of a round goes, at Qwen2-0.5B shape with random weights and a scripted drafter."""
-    _prepare(threads)
-    result = bench_overhead(
-        nodes or (8, 16, 32),
-        shape=ModelShape.scaled(hidden_size=hidden, num_hidden_layers=layers, vocab_size=vocab),
+    """Throughput at batch 1, 2, 4, 8 beside plain generate, with the automatic switch on and off."""
+    prepare(threads)
+    settings = GenerateSettings(
+        target=target,
+        speculators=speculator,
+        prompts=prompts or (),
+        categories=category,
+        limit=limit or 8,
+        raw=raw,
         dtype=dtype,
-        accuracy=accuracy,
-        prompt_length=context,
-        max_new_tokens=max_new_tokens or (32 if quick else 96),
-        repeats=repeats or (1 if quick else 3),
+        batch_sizes=batch_size or BATCH_SIZES,
+        temperatures=temperature or (0.0,),
+        max_new_tokens=max_new_tokens or 64,
+        compile_baseline=False,
+        repeats=repeats or 3,
         device=device,
     )
-    _report(result, [overhead.table(result)], json_only, out)
+    result = bench_batch(settings)
+    report(result, batch.tables(result), json_only=json_only, markdown=markdown, out=out)
 
 
-@app.command("cache", epilog=_CACHE_EXAMPLES)
-def bench_cache_command(
-    lengths: Annotated[
-        list[int] | None, typer.Option(min=1, help="Context lengths (default: 256, 1024, 4096, 16384).")
+@app.command("acceptance", epilog=_ACCEPTANCE_EXAMPLES)
+def bench_acceptance_command(
+    target: Target = None,
+    speculator: Specs = None,
+    prompts: PromptFiles = None,
+    category: Category = None,
+    limit: Limit = None,
+    raw: Raw = False,
+    dtype: TargetDtype = "auto",
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Draft nodes of the fixed trees, the root not counted (default: 8, 16, 32)."),
     ] = None,
-    repeats: Repeats = None,
+    temperature: Temperatures = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Take so many tokens of each text, without chat template.")
+    ] = None,
+    first_token: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of every prompt.")] = 96,
     threads: Threads = None,
     device: Device = None,
-    quick: Quick = False,
     json_only: JsonOnly = False,
+    markdown: Markdown = False,
     out: Out = None,
 ) -> None:
-    """Cost of append and keep over the context length, beside stock DynamicCache."""
-    _prepare(threads)
-    result = bench_cache(
-        lengths or (256, 1024, 4096, 16384),
-        repeats=repeats or (5 if quick else 30),
+    """Mean acceptance length and acceptance by depth of fixed trees, several speculators side by side. No clock."""
+    prepare(threads)
+    settings = AcceptanceSettings(
+        target=target,
+        speculators=speculator,
+        prompts=prompts or (),
+        categories=category,
+        limit=limit,
+        raw=raw,
+        dtype=dtype,
+        nodes=nodes or (8, 16, 32),
+        temperatures=temperature or (0.0, 1.0),
+        prompt_tokens=prompt_tokens,
+        first_token=first_token,
+        max_new_tokens=max_new_tokens,
         device=device,
     )
-    _report(result, [cache.table(result)], json_only, out)
+    result = bench_acceptance(settings)
+    report(result, acceptance.tables(result), json_only=json_only, markdown=markdown, out=out)
 
 
-@app.command("all")
-def bench_all_command(
-    threads: Threads = None, device: Device = None, quick: Quick = False, json_only: JsonOnly = False, out: Out = None
+@app.command("loss", epilog=_LOSS_EXAMPLES)
+def bench_loss_command(
+    target: Target = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Repeatable (default: all). {'; '.join(f'{k}: {v}' for k, v in BAD_DRAFTERS.items())}."),
+    ] = None,
+    speculator: Specs = None,
+    prompts: PromptFiles = None,
+    category: Category = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 1,
+    raw: Raw = False,
+    dtype: TargetDtype = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of every prompt.")] = 256,
+    always: Annotated[bool, typer.Option("--always", help="Without the automatic switch.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Every call begins without what earlier ones taught the switch.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes; figures are medians over them.")] = 7,
+    threads: Threads = None,
+    device: Device = None,
+    json_only: JsonOnly = False,
+    markdown: Markdown = False,
+    out: Out = None,
 ) -> None:
-    """All three with their defaults: bundled target, Qwen2-0.5B shape."""
-    _prepare(threads)
-    settings = GenerateSettings(target=default_target(), device=device)  # absent: say so before the long part
-    if quick:
-        settings.limit, settings.max_new_tokens, settings.repeats = 3, 48, 2
-    parts = {
-        "cache": (cache.table, lambda: bench_cache(device=device, repeats=5 if quick else 30)),
-        "overhead": (
-            overhead.table,
-            lambda: bench_overhead(device=device, max_new_tokens=32 if quick else 96, repeats=1 if quick else 3),
-        ),
-        "generate": (summary.table, lambda: bench_generate(settings)),
-    }
-    results = {}
-    for name, (table, measure) in parts.items():
-        results[name] = measure()
-        if not json_only:
-            console().print(table(results[name]))
-    _report({"bench": "all", **results}, [], json_only, out)
+    """What speculation costs on text that drafts badly: drafters that are never right beside plain generate."""
+    prepare(threads)
+    settings = LossSettings(
+        target=target,
+        speculators=speculator,
+        drafters=drafter or tuple(BAD_DRAFTERS),
+        prompts=prompts or (),
+        categories=category,
+        limit=limit,
+        raw=raw,
+        dtype=dtype,
+        max_new_tokens=max_new_tokens,
+        adaptive=not always,
+        fresh=fresh,
+        repeats=repeats,
+        device=device,
+    )
+    result = bench_loss(settings)
+    report(result, loss.tables(result), json_only=json_only, markdown=markdown, out=out)
 
 
-def _prepare(threads: int | None) -> None:
-    logging.disable_progress_bar()  # of transformers: "Loading weights"
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def console() -> Console:
-    """For tables on stdout; wide where that is a file or a pipe, so that no figure is cut off."""
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
-def _rounded(value: Any) -> Any:
-    """Floats to six significant digits: the rest is noise that makes the line long."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _report(result: dict[str, Any], tables: list[RenderableType], json_only: bool, out: Path | None) -> None:
-    """Tables, then the whole result as one line of JSON, the last one of stdout."""
-    line = json.dumps(_rounded(result))
-    if out is not None:
-        try:
-            out.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            typer.echo(line)
-            raise SpeculateError(f"cannot write {out}: {error}") from error
-    if not json_only:
-        for table in tables:
-            console().print(table)
-    typer.echo(line)
+add_shape_commands(app)
+app.command("all")(bench_all_command)

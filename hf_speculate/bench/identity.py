@@ -2,69 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from ..errors import LosslessnessError
 from ..models import GenerativeModel
 from ..testing import check_lossless
 from .methods import Method
-
-
-class _Request(Protocol):
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def input_ids(self) -> Tensor: ...
+from .replay import replayed
+from .runs import Request, Run
 
 
 def compare_texts(
     model: GenerativeModel,
     method: Method,
-    texts: Mapping[tuple[str, int], list[list[int]]],
-    requests: Sequence[_Request],
+    runs: Sequence[Run],
+    requests: Sequence[Request],
     arguments: dict[str, Any],
     max_proofs: int,
 ) -> dict[str, Any] | None:
     """Compares a method's texts with eager's.
 
     Args:
-        texts: (method, request) -> new tokens of every row.
+        runs: of all methods; texts are those of the first repeat.
         arguments: the request that made them.
-        max_proofs: how many divergences are run again, for their margins (batch 1 only).
+        max_proofs: how many divergences are run again, with the same trees, for a proof.
     Returns:
         share of identical rows and the divergences; None where no equality is promised (eager itself, and stock's
         speculative modes when sampling).
     """
     if method.kind == "eager" or (method.kind == "stock_speculative" and arguments["do_sample"]):
         return None
+    first = {(run.method, run.request): run for run in runs if run.repeat == 0}
     num_rows, divergences = 0, []
     for request in requests:
-        pairs = zip(texts["eager", request.index], texts[method.name, request.index], strict=True)
-        for row, (plain, ours) in enumerate(pairs):
+        run = first[method.name, request.index]
+        for row, (plain, ours) in enumerate(zip(first["eager", request.index].rows, run.rows, strict=True)):
             num_rows += 1
             step = next((i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b), None)
             if step is None:
                 continue
             found = {"prompt": request.index, "row": row, "step": step}
-            if method.kind == "speculator" and len(request.input_ids) == 1 and len(divergences) < max_proofs:
-                found |= _proof(model, method, request, arguments)
+            if method.kind == "speculator" and len(run.rows) == 1 and len(divergences) < max_proofs:
+                found |= _proof(model, method, request, run, arguments)
+            elif not arguments["do_sample"]:
+                found |= _margin(model, request, row, plain[:step], (plain[step], ours[step]))
             divergences.append(found)
     return {"share": 1 - len(divergences) / num_rows, "num_rows": num_rows, "divergences": divergences}
 
 
-def _proof(model: GenerativeModel, method: Method, request: _Request, arguments: dict[str, Any]) -> dict[str, Any]:
+def _proof(
+    model: GenerativeModel, method: Method, request: Request, run: Run, arguments: dict[str, Any]
+) -> dict[str, Any]:
     """Both runs again, with logits: margin and error at the first divergence, and whether they make it a tie."""
     seed = request.index if arguments["do_sample"] else None
-    speculator = method.arguments["speculator"]
+    speculator = replayed(method.arguments["speculator"], run.budgets)
     try:
         report = check_lossless(model, speculator, [request.input_ids], seeds=[seed], **arguments)
     except LosslessnessError as error:
         return {"is_tie": False, "why": str(error)}
-    if not report.ties:  # the second time the texts agree: the forward itself is not reproducible
+    if not report.ties:  # the same trees, and now the texts agree: the forward itself is not reproducible
         return {"is_tie": None, "why": "not reproduced"}
     tie = report.ties[0]
     return {
@@ -74,3 +73,14 @@ def _proof(model: GenerativeModel, method: Method, request: _Request, arguments:
         "logit_error": tie.logit_error,
         "max_logit": tie.max_logit,
     }
+
+
+def _margin(
+    model: GenerativeModel, request: Request, row: int, emitted: Sequence[int], choices: tuple[int, int]
+) -> dict[str, Any]:
+    """How far the two choices are apart in a plain forward of that row alone. That proves nothing: no `is_tie`."""
+    prompt = request.input_ids[row][request.attention_mask[row].bool()]
+    with torch.inference_mode():
+        ids = torch.cat([prompt, prompt.new_tensor(emitted)])[None]
+        logits = model(ids, logits_to_keep=1).logits[0, -1].float()
+    return {"margin": (logits[choices[0]] - logits[choices[1]]).abs().item(), "max_logit": logits.abs().max().item()}

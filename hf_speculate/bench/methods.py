@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    CompileConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,7 +26,9 @@ from ..speculator import AutoSpeculator, Speculator
 from .environment import find_dtype
 
 
-Kind = Literal["eager", "stock_speculative", "speculator"]
+Kind = Literal["eager", "stock_compiled", "stock_speculative", "speculator"]
+
+COMPILED = "stock compiled"
 
 BUNDLED = "pycoder"
 BUNDLED_DRAFT = "pycoder-draft"
@@ -38,15 +41,22 @@ class Method:
 
     Attributes:
         name: what tables call it.
-        kind: "eager" and "stock_speculative" are the baselines.
+        kind: all but "speculator" are baselines.
         arguments: of `generate`, beyond those that all methods share.
         spec: the speculator as it was asked for.
+        num_warm_ups: calls before the measurement.
+        warms_up_whole: warm-up calls emit as many tokens as measured ones (what is compiled for one length).
     """
 
     name: str
     kind: Kind
     arguments: dict[str, Any]
     spec: str | None = None
+    num_warm_ups: int = 1
+    warms_up_whole: bool = False
+
+    def warm_up_tokens(self, max_new_tokens: int) -> int:
+        return max_new_tokens if self.warms_up_whole else min(max_new_tokens, 16)
 
     def runs_at(self, batch_size: int) -> bool:
         return self.kind != "stock_speculative" or batch_size == 1
@@ -85,32 +95,48 @@ class SpeculatorSpec:
         source = self.source if self.source in installed_drafters() else Path(self.source).name
         return f"{source}:{options}" if options else source
 
-    def make(self, target: GenerativeModel) -> Speculator:
-        """The speculator; every problem is a `SpeculateError` that names the spec."""
+    def make(self, target: GenerativeModel, **defaults: Any) -> Speculator:
+        """The speculator; every problem is a `SpeculateError` that names the spec. Its own options beat `defaults`."""
+        options = defaults | self.options
         try:
             if self.source in installed_drafters():
-                return AutoSpeculator.from_name(self.source, target=target, **self.options)
-            return AutoSpeculator.from_pretrained(self.source, target=target, **self.options)
+                return AutoSpeculator.from_name(self.source, target=target, **options)
+            return AutoSpeculator.from_pretrained(self.source, target=target, **options)
         except (TypeError, ValueError, OSError) as error:
             if isinstance(error, SpeculateError):
                 raise
             raise SpeculateError(f"cannot make speculator {self.text!r}: {_first_line(error)}") from error
 
 
-def stock_methods(assistant: PreTrainedModel | None, num_lookup_tokens: int) -> list[Method]:
-    """The baselines; assisted generation where there is a draft model."""
-    methods = [
-        Method(name="eager", kind="eager", arguments={}),
-        Method(
-            name="stock prompt lookup",
-            kind="stock_speculative",
-            arguments={"prompt_lookup_num_tokens": num_lookup_tokens},
-        ),
-    ]
+def eager_method() -> Method:
+    """Stock `generate` with its dynamic cache."""
+    return Method(name="eager", kind="eager", arguments={})
+
+
+def compiled_method() -> Method:
+    """Stock `generate` with a static cache, its decoding forward compiled, also on a CPU."""
+    config = CompileConfig()
+    config._compile_all_devices = True  # type: ignore[assignment]
+    arguments = {"cache_implementation": "static", "compile_config": config}
+    # Two calls: the first compiles, on accelerators the second records graphs.
+    return Method(name=COMPILED, kind="stock_compiled", arguments=arguments, num_warm_ups=2, warms_up_whole=True)
+
+
+def stock_speculative_methods(assistant: PreTrainedModel | None, num_lookup_tokens: int) -> list[Method]:
+    """Stock prompt lookup, and assisted generation where there is a draft model."""
+    arguments: dict[str, dict[str, Any]] = {"stock prompt lookup": {"prompt_lookup_num_tokens": num_lookup_tokens}}
     if assistant is not None:
-        arguments = {"assistant_model": assistant}
-        methods.append(Method(name="stock assisted", kind="stock_speculative", arguments=arguments))
-    return methods
+        arguments["stock assisted"] = {"assistant_model": assistant}
+    return [Method(name=name, kind="stock_speculative", arguments=given) for name, given in arguments.items()]
+
+
+def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
+    """Raises `SpeculateError` where two of them would have the same name in tables."""
+    specs = [SpeculatorSpec.parse(text) for text in texts]
+    names = [spec.label for spec in specs]
+    if len(set(names)) != len(names):
+        raise SpeculateError(f"two speculators have the same name: {', '.join(names)}.")
+    return specs
 
 
 def speculator_methods(specs: Sequence[SpeculatorSpec], target: GenerativeModel) -> list[Method]:
@@ -120,9 +146,6 @@ def speculator_methods(specs: Sequence[SpeculatorSpec], target: GenerativeModel)
         speculator = spec.make(target)
         arguments = {"speculator": speculator}
         methods.append(Method(name=spec.label, kind="speculator", arguments=arguments, spec=spec.text))
-    names = [method.name for method in methods]
-    if len(set(names)) != len(names):
-        raise SpeculateError(f"two speculators are the same: {', '.join(names)}.")
     return methods
 
 
@@ -177,13 +200,18 @@ def default_target() -> str:
     return found
 
 
-def default_speculators(target: str) -> list[str]:
-    """Prompt lookup, and for the bundled target what there is for it: heads and a draft model."""
+def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
+    """Prompt lookup, and for the bundled target what there is for it: heads and a draft model.
+
+    Args:
+        branches: a level of the draft model; 1 is a chain.
+    """
     if target != bundled(BUNDLED):
-        return ["prompt_lookup"]
+        return parse_specs(["prompt_lookup"])
     heads = [folder for folder in map(bundled, BUNDLED_HEADS) if folder]
     draft = bundled(BUNDLED_DRAFT)
-    return ["prompt_lookup", *heads, *([f"draft_model:model={draft}"] if draft else [])]
+    draft_specs = [f"draft_model:model={draft}" + (f",top_k={branches}" if branches > 1 else "")] if draft else []
+    return parse_specs(["prompt_lookup", *heads, *draft_specs])
 
 
 def _value(text: str) -> Any:

@@ -8,64 +8,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 
-from ..cache import TreeCache
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..scoring import Scorer
 from ..speculator import Speculator
 from ..stats import SpeculationStats
 from ..testing import ScriptedDrafter
-from ..tree import DraftTree
 from .environment import environment, find_device, find_dtype
-from .timing import ForwardTimer, progress, spread, timed
-
-
-# Large against what the layers add to the residual stream: every step repeats the last token by a wide margin, so that
-# rounding never changes the text that the script was made from.
-_EMBEDDING_STD = 4.0
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A Qwen2 architecture; the default is Qwen2-0.5B."""
-
-    hidden_size: int = 896
-    intermediate_size: int = 4864
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 14
-    num_key_value_heads: int = 2
-    vocab_size: int = 151936
-
-    @classmethod
-    def scaled(cls, hidden_size: int, num_hidden_layers: int, vocab_size: int) -> ModelShape:
-        """The default's proportions at another size: heads of 64 channels, as few KV heads, the same MLP ratio."""
-        default, num_heads = cls(), max(hidden_size // 64, 1)
-        num_kv_heads = next(n for n in (2, 1) if num_heads % n == 0)
-        return cls(
-            hidden_size=64 * num_heads,
-            intermediate_size=default.intermediate_size * 64 * num_heads // default.hidden_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads,
-            vocab_size=vocab_size,
-        )
-
-    def build(self, dtype: torch.dtype, device: torch.device) -> GenerativeModel:
-        """A model with random weights (tied embeddings) whose greedy choices have wide margins."""
-        config = Qwen2Config(**asdict(self), tie_word_embeddings=True, max_position_embeddings=32768)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False).to(device)
-        embeddings = model.get_input_embeddings().weight
-        embeddings.mul_(_EMBEDDING_STD / config.initializer_range)
-        return model
+from .grid import Grid, ratio
+from .runs import fixed_length
+from .shapes import ModelShape, random_prompt
+from .timing import ForwardTimer, progress, timed
+from .verify_cost import branching, verify_seconds
 
 
 def bench_overhead(
@@ -98,9 +57,8 @@ def bench_overhead(
     with progress("overhead", total=2 + repeats * (1 + len(nodes))) as advance:
         model = shape.build(torch_dtype, on)
         advance("model built")
-        generator = torch.Generator().manual_seed(1)
-        prompt = torch.randint(3, shape.vocab_size, (1, prompt_length), generator=generator).to(on)
-        verify = _verify_times(model, prompt, sorted({1, *nodes}), on)
+        prompt = random_prompt(prompt_length, shape.vocab_size).to(on)
+        verify = verify_seconds(model, prompt, sorted({1, *nodes}))
         advance("verify measured")
         script = _plain(model, prompt, max_new_tokens + max(nodes))[:, prompt_length:]
         speculators = {}
@@ -110,7 +68,7 @@ def bench_overhead(
         plain: list[dict[str, float]] = []
         rounds: dict[int, list[dict[str, Any]]] = {n: [] for n in nodes}
         for speculator in speculators.values():  # warm-up
-            model.generate(prompt, speculator=speculator, **_request(8))
+            model.generate(prompt, speculator=speculator, **fixed_length(8))
         for _ in range(repeats):
             plain.append(_plain_times(model, prompt, max_new_tokens, on))
             advance("plain")
@@ -141,63 +99,38 @@ def bench_overhead(
     }
 
 
-def branching(num_nodes: int) -> tuple[int, ...]:
-    """Children a depth of a scripted tree with `num_nodes` nodes, root included: log2(N) + 1 levels, evenly filled."""
-    depth = min(num_nodes.bit_length(), num_nodes - 1)
-    return tuple((num_nodes - 1 - level + depth - 1) // depth for level in range(depth))
-
-
-def table(result: dict[str, Any]) -> Table:
-    """The result as one table for the terminal."""
+def tables(result: dict[str, Any]) -> list[Grid | str]:
+    """The result as one table."""
     shape, plain = result["shape"], result["plain"]
-    title = (
-        f"Round at {shape['num_hidden_layers']} layers x {shape['hidden_size']}, vocabulary {shape['vocab_size']}, "
-        f"{result['dtype']}, context {result['prompt_length']}, {result['environment']['threads']} threads: "
-        "milliseconds a round"
-    )
-    caption = (
-        f"plain generate: {plain['token_ms']:.1f} ms a token, {plain['forward_ms']:.1f} of it forward "
-        f"({plain['forward_share']:.1%}); one bare forward of one token: {result['verify_1_ms']:.1f} ms"
-    )
-    rendered = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    columns = (
-        "nodes",
-        "verify(N)\n/ verify(1)",
-        "round",
-        "forward",
-        "target",
-        "drafter",
-        "rest",
-        "engine\nefficiency",
-    )
-    for column in (*columns, "forward\nefficiency", "tokens\na round", "speed-up"):
-        rendered.add_column(column, justify="right")
-    for row in result["rows"]:
-        rendered.add_row(
+    columns = ("nodes", "verify(N)\n/ verify(1)", "round", "forward", "target", "drafter", "rest", "engine\nefficiency")
+    rows = [
+        [
             f"{row['nodes']}",
             f"{row['verify_ratio']:.2f}",
             *(f"{row[name]:.2f}" for name in ("round_ms", "forward_ms", "target_ms", "drafter_ms", "rest_ms")),
             f"{row['engine_efficiency']:.3f}",
             f"{row['forward_efficiency']:.3f}",
             f"{row['mean_acceptance_length']:.2f}",
-            f"{row['speedup']:.2f}x",
+            ratio(row["speedup"]),
+        ]
+        for row in result["rows"]
+    ]
+    return [
+        Grid(
+            title=f"Round at {shape['num_hidden_layers']} layers x {shape['hidden_size']}, vocabulary "
+            f"{shape['vocab_size']}, {result['dtype']}, context {result['prompt_length']}, "
+            f"{result['environment']['threads']} threads: milliseconds a round",
+            columns=[*columns, "forward\nefficiency", "tokens\na round", "speed-up"],
+            rows=rows,
+            caption=f"plain generate: {plain['token_ms']:.1f} ms a token, {plain['forward_ms']:.1f} of it forward "
+            f"({plain['forward_share']:.1%}); one bare forward of one token: {result['verify_1_ms']:.1f} ms",
         )
-    return rendered
-
-
-def _request(max_new_tokens: int) -> dict[str, Any]:
-    return {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "return_dict_in_generate": True,
-    }
+    ]
 
 
 def _plain(model: GenerativeModel, prompt: Tensor, max_new_tokens: int) -> Tensor:
-    request = _request(max_new_tokens) | {"speculator": None}
-    return model.generate(prompt, **request).sequences
+    request = fixed_length(max_new_tokens) | {"speculator": None}
+    return model.generate(prompt, **request)
 
 
 def _plain_times(model: GenerativeModel, prompt: Tensor, max_new_tokens: int, device: torch.device) -> dict[str, float]:
@@ -217,7 +150,7 @@ def _round_times(
     model: GenerativeModel, prompt: Tensor, speculator: Speculator, max_new_tokens: int, device: torch.device
 ) -> dict[str, Any]:
     with ForwardTimer(model, device) as timer:
-        request = _request(max_new_tokens) | {"speculator": speculator}
+        request = fixed_length(max_new_tokens) | {"speculator": speculator, "return_dict_in_generate": True}
         seconds, output = timed(lambda: model.generate(prompt, **request), device)
     stats: SpeculationStats = output.speculation
     count = stats.target_forwards
@@ -240,34 +173,3 @@ def _round_times(
 
 def _medians(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: statistics.median(repeat[name] for repeat in repeats) for name in repeats[0]}
-
-
-def _verify_times(
-    model: GenerativeModel, prompt: Tensor, nodes: Sequence[int], device: torch.device, repeats: int = 8
-) -> dict[int, dict[str, float]]:
-    """Seconds of one bare forward over N nodes behind the prompt."""
-    cache = TreeCache(DynamicCache(config=model.config), batch_size=1)
-    with torch.inference_mode():
-        model(prompt, past_key_values=cache.cache, use_cache=True, logits_to_keep=1)
-        cache.commit_appended()
-        scorer = Scorer(model, cache)
-        trees = {n: _tree(n, prompt) for n in nodes}
-        times: dict[int, list[float]] = {n: [] for n in nodes}
-        for repeat in range(repeats + 1):
-            for n, tree in trees.items():
-                seconds, _ = timed(lambda tree=tree: scorer(tree, [prompt.shape[1]]), device)
-                cache.restore()
-                if repeat:  # the first is warm-up
-                    times[n].append(seconds)
-    return {n: spread(values) for n, values in times.items()}
-
-
-def _tree(num_nodes: int, prompt: Tensor) -> DraftTree:
-    if num_nodes == 1:
-        return DraftTree.root_only(prompt[:, -1].cpu())
-    parents, node = [-1], 0
-    for count in branching(num_nodes):
-        first = len(parents)
-        parents += [node] * count
-        node = first
-    return DraftTree(torch.arange(3, 3 + num_nodes)[None], parents)

@@ -44,10 +44,20 @@ _BUILTIN = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt before tokenisation: a text, or the messages of a chat."""
+    """One prompt before tokenisation: a text, or the messages of a chat.
+
+    Attributes:
+        later_turns: what the user says after the answer, and so on (Spec-Bench, MT-Bench).
+    """
 
     category: str
     content: str | tuple[dict[str, Any], ...]
+    later_turns: tuple[str, ...] = ()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """As a chat: a text is the user's message."""
+        return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
 
 
 def builtin_prompts(limit: int | None = None) -> list[Prompt]:
@@ -55,17 +65,18 @@ def builtin_prompts(limit: int | None = None) -> list[Prompt]:
     return [Prompt("python", text) for text in _BUILTIN[:limit]]
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: str | Path, limit: int | None = None, categories: Sequence[str] | None = None) -> list[Prompt]:
     """Prompts of a JSON-lines file.
 
-    Fields, the first that a line has: `prompt`, `text`, `question`, `turns` (Spec-Bench and MT-Bench: the first turn
-    is used), `messages`. A list of {"role", "content"} is a chat. `category` groups prompts in the tables (default:
-    the file's name).
+    Fields, the first that a line has: `prompt`, `text`, `question`, `turns` (Spec-Bench and MT-Bench: a list of what
+    the user says), `messages`. A list of {"role", "content"} is a chat. `category` groups prompts in the tables
+    (default: the file's name).
 
     Args:
         limit: at most this many, taken evenly over the categories, each in the file's order.
+        categories: only these.
     Raises:
-        SpeculateError: no such file, no JSON, none of the fields, no prompts.
+        SpeculateError: no such file, no JSON, none of the fields, no prompts, an unknown category.
     """
     path = Path(path)
     groups: dict[str, list[Prompt]] = {}
@@ -74,6 +85,10 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         groups.setdefault(prompt.category, []).append(prompt)
     if not groups:
         raise SpeculateError(f"no prompts in {path}.")
+    if categories is not None:
+        if unknown := [name for name in categories if name not in groups]:
+            raise SpeculateError(f"{path} has no category {', '.join(unknown)}; there are {', '.join(groups)}.")
+        groups = {name: group for name, group in groups.items() if name in categories}
     if limit is None:
         return [prompt for group in groups.values() for prompt in group]
     rounds = zip_longest(*groups.values())
@@ -91,13 +106,17 @@ def tokenize(prompts: Sequence[Prompt], tokenizer, *, use_chat_template: bool) -
                 f"the prompts of {prompt.category!r} are chats, but the target's tokenizer has no chat template."
             )
         if is_chat or use_chat_template:
-            messages = list(content) if is_chat else [{"role": "user", "content": content}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+            ids = chat_ids(prompt.messages, tokenizer)
         else:
             ids = tokenizer(content, return_tensors="pt").input_ids[0]
         result.append((prompt.category, ids))
     return result
+
+
+def chat_ids(messages: Sequence[dict[str, Any]], tokenizer) -> Tensor:
+    """int64 [S]: a chat through the tokenizer's template, up to where the answer begins."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -121,8 +140,8 @@ def _prompt_of(line: dict[str, Any], default_category: str, where: str) -> Promp
         raise SpeculateError(f"{where} has none of the fields {', '.join(FIELDS)}; found: {', '.join(line)}.")
     value = line[field]
     category = str(line.get("category") or default_category)
-    if field == "turns" and isinstance(value, list):
-        value = value[0]
+    if field == "turns" and isinstance(value, list) and all(isinstance(turn, str) for turn in value):
+        return Prompt(category, value[0], tuple(value[1:]))
     if isinstance(value, str):
         return Prompt(category, value)
     if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.conversations import Conversations, common_prefix
-from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState, Knobs
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.scoring import Scorer, supported_shape
 from hf_speculate.tree import DraftTree
@@ -62,6 +62,7 @@ class DraftModelDrafter(Drafter):
     """
 
     name = "draft_model"
+    knobs = Knobs(depth="depth", width="top_k", nodes="max_nodes", explored={"depth": 12, "top_k": 8, "max_nodes": 64})
 
     def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):
         self.model = model.eval()
@@ -195,6 +196,8 @@ class DraftModelSession(DraftSession):
         if carried is None:
             return None
         num_alike, cache = carried
+        if num_alike < cache.shortest_length:  # sliding windows have moved on
+            return None
         cache.truncate([num_alike])
         return cache
 

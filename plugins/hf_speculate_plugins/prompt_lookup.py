@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState, Knobs
 from hf_speculate.tree import ROOT_PARENT, DraftTree
 
 
@@ -53,6 +53,9 @@ class PromptLookupDrafter(Drafter):
     """Drafts from the text itself; fits every target."""
 
     name = "prompt_lookup"
+    knobs = Knobs(
+        depth="depth", width="branches", nodes="max_nodes", explored={"depth": 24, "branches": 8, "max_nodes": 96}
+    )
 
     def __init__(self, options: PromptLookupOptions | None = None):
         self.options = options or PromptLookupOptions()
@@ -97,6 +100,10 @@ class PromptLookupSession(DraftSession):
             rows.append(self._draft_row(index, root, state) if is_active else ([root], [ROOT_PARENT]))
         return DraftTree.from_rows(rows)
 
+    def grade(self, row: int) -> int:
+        """Length of the n-gram that was found."""
+        return self._indices[row].match_size
+
     def _draft_row(self, index: SuffixIndex, root: int, state: DraftState) -> tuple[list[int], list[int]]:
         options = self.options
         depth = min(options.depth, state.max_depth)
@@ -124,10 +131,14 @@ class SuffixIndex:
     """Where every n-gram of a growing text ended, for n from `min_ngram` to `max_ngram`.
 
     An appended token costs one dictionary entry per n; nothing is rescanned.
+
+    Attributes:
+        match_size: n of the longest match that the last `continuations` found; 0 for none.
     """
 
     def __init__(self, min_ngram: int, max_ngram: int):
         self.tokens: list[int] = []
+        self.match_size = 0
         self._sizes = range(min_ngram, max_ngram + 1)
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
@@ -148,6 +159,7 @@ class SuffixIndex:
         starts: list[int] = []
         first_tokens: set[int] = set()
         length = len(self.tokens)
+        self.match_size = 0
         for size in reversed(self._sizes):
             if size > length or len(starts) >= count:
                 continue
@@ -156,6 +168,7 @@ class SuffixIndex:
             for end in reversed(latest):
                 if end < length and self.tokens[end] not in first_tokens:
                     starts.append(end)
+                    self.match_size = max(self.match_size, size)
                     first_tokens.add(self.tokens[end])
                     if len(starts) >= count:
                         break

@@ -20,17 +20,17 @@ REMEMBERING = ("draft_model", "eagle1", "eagle3")
 def trees(model, monkeypatch, speculator, **inputs):
     """The text, the cache, and (token, parent) of every drafted node by the length of the whole text."""
     seen = {}
-    ask = decoding.Decoding._ask_for_tree
+    ask = decoding.Decoding._draft
 
-    def ask_and_note(run, state):
-        tree = ask(run, state)
+    def ask_and_note(run, max_depth):
+        tree = ask(run, max_depth)
         nodes = zip(tree.host.token_ids[0], tree.host.parents[0], strict=True)
         length = run.cache.lengths[0]
         seen[length] = [node for node in nodes if node[1] != PADDING_PARENT]
         return tree
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoding.Decoding, "_ask_for_tree", ask_and_note)
+        patch.setattr(decoding.Decoding, "_draft", ask_and_note)
         output = model.generate(**inputs, pad_token_id=0, speculator=speculator, return_dict_in_generate=True)
     return output.sequences, output.past_key_values, seen
 

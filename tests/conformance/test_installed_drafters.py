@@ -24,6 +24,11 @@ VARIANTS = {
         "chain": lambda tiny_model, target: {"model": tiny_model("llama", seed=1)},
         "tree": lambda tiny_model, target: {"model": tiny_model("qwen2", seed=1), "top_k": 3, "depth": 3},
     },
+    "combined": {
+        "lookup and tree": lambda tiny_model, target: {
+            "parts": [("prompt_lookup", {"min_ngram": 1}), ("draft_model", {"model": tiny_model("llama", seed=1)})]
+        },
+    },
 }
 # Drafters that need trained heads: their own tests run `check_drafter` on heads made for the purpose.
 TESTED_WITH_THEIR_HEADS = {"eagle", "medusa"}

@@ -21,7 +21,7 @@ class Script:
     def __init__(self, every: int):
         self.every, self.count = every, 0
 
-    def choose(self, rows):
+    def choose(self, rows, context):
         self.count += 1
         return UNLIMITED if self.count % self.every == 0 else NOTHING
 
@@ -58,10 +58,10 @@ DRAFTERS = {
 def trees_by_length(model, inputs, drafter, every, monkeypatch):
     """(token, parent) of every node drafted, by row and the number of tokens that the row had."""
     seen = {}
-    ask = decoding.Decoding._ask_for_tree
+    ask = decoding.Decoding._draft
 
-    def ask_and_note(run, state):
-        tree = ask(run, state)
+    def ask_and_note(run, max_depth):
+        tree = ask(run, max_depth)
         for row, length in enumerate(run.sequences.num_emitted):
             nodes = zip(tree.host.token_ids[row], tree.host.parents[row], strict=True)
             seen[row, length] = [node for node in nodes if node[1] != PADDING_PARENT]
@@ -70,7 +70,7 @@ def trees_by_length(model, inputs, drafter, every, monkeypatch):
     speculator = Speculator(drafter, adaptive=True)
     assert speculator.experience is not None
     with monkeypatch.context() as patch:
-        patch.setattr(decoding.Decoding, "_ask_for_tree", ask_and_note)
+        patch.setattr(decoding.Decoding, "_draft", ask_and_note)
         patch.setattr(speculator.experience, "tuner", lambda *_: Script(every))
         patch.setattr(speculator.experience, "learn", lambda *_: None)
         text = model.generate(**inputs, max_new_tokens=64, pad_token_id=0, speculator=speculator)

@@ -3,60 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_speculate import SpeculateError
 from hf_speculate.bench import GenerateSettings, bench_cache, bench_generate, bench_overhead
 from hf_speculate.bench.cache import CacheShape
 from hf_speculate.bench.methods import SpeculatorSpec
-from hf_speculate.bench.overhead import ModelShape, branching
 from hf_speculate.bench.prompts import Prompt, builtin_prompts, read_prompts, tokenize
+from hf_speculate.bench.shapes import ModelShape
+from hf_speculate.bench.verify_cost import branching
+from hf_speculate.bench.workload import WorkloadSettings, load_workload
 from hf_speculate.cli import app
 
+from ..inputs import character_tokenizer
 
-VOCAB_SIZE = 320
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 TINY = ("--limit", "2", "--max-new-tokens", "12", "--repeats", "2")
-
-
-def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<pad>": 0, "<s>": 1} | {letter: index for index, letter in enumerate(alphabet, start=3)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
-    fast.chat_template = chat_template
-    return fast
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A target and a draft model of the same vocabulary, as users have them."""
-    root = tmp_path_factory.mktemp("models")
-    for name, seed in (("target", 0), ("draft", 1)):
-        config = Qwen2Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
-        model.save_pretrained(root / name)
-        byte_tokenizer().save_pretrained(root / name)
-    return root
 
 
 def run(*arguments: str):
@@ -65,10 +32,10 @@ def run(*arguments: str):
     return result
 
 
-def test_generate_reports_every_method(folders, tmp_path):
+def test_generate_reports_every_method(bench_folders, tmp_path):
     out = tmp_path / "result.json"
-    speculators = ("-s", "prompt_lookup", "-s", f"draft_model:model={folders / 'draft'},depth=2,top_k=2")
-    result = run("generate", "--target", folders / "target", *speculators, *TINY, "--threads", 1, "--out", out)
+    speculators = ("-s", "prompt_lookup", "-s", f"draft_model:model={bench_folders / 'draft'},depth=2,top_k=2")
+    result = run("generate", "--target", bench_folders / "target", *speculators, *TINY, "--threads", 1, "--out", out)
     found = json.loads(result.stdout.splitlines()[-1])
     assert found == json.loads(out.read_text())
     ours = ["prompt_lookup", "draft_model:model=draft,depth=2,top_k=2"]
@@ -79,6 +46,7 @@ def test_generate_reports_every_method(folders, tmp_path):
     for row in found["rows"]:
         assert row["tokens_per_second"]["min"] <= row["tokens_per_second"]["median"] <= row["tokens_per_second"]["max"]
         assert set(row["speedup"]) == {"eager", "stock prompt lookup", "stock assisted", "best_stock_speculative"}
+        assert row["time_to_first_token"]["median"] > 0
         if row["kind"] == "speculator":
             assert row["identical"]["share"] == 1.0  # fp32
             assert row["speculation"]["calls"] == 4
@@ -87,19 +55,26 @@ def test_generate_reports_every_method(folders, tmp_path):
     assert list(found["temperatures"]) == ["0", "1"]
     for headline in found["temperatures"].values():
         assert {"eager", "best_stock_speculative"} <= set(headline["speedup"])
+    assert found["speedup"] == found["temperatures"]["0"]["speedup"]
     assert found["environment"]["threads"] == 1
     assert found["environment"]["versions"]["transformers"]
 
 
-def test_json_prints_nothing_else(folders):
-    result = run("generate", "--target", folders / "target", *TINY, "--temperature", 0, "--json")
+def test_json_prints_nothing_else(bench_folders):
+    result = run("generate", "--target", bench_folders / "target", *TINY, "--temperature", 0, "--json")
     assert json.loads(result.stdout)["rows"][-1]["method"] == "prompt_lookup"
     assert result.stdout.count("\n") == 1
 
 
-def test_batches_leave_out_what_stock_cannot_do(folders):
+def test_batches_leave_out_what_stock_cannot_do(bench_folders):
     settings = GenerateSettings(
-        target=str(folders / "target"), limit=3, batch_sizes=(2,), temperatures=(0.0,), max_new_tokens=8, repeats=1
+        target=str(bench_folders / "target"),
+        limit=3,
+        batch_sizes=(2,),
+        temperatures=(0.0,),
+        max_new_tokens=8,
+        repeats=1,
+        apart=False,
     )
     found = bench_generate(settings)
     assert [row["method"] for row in found["rows"]] == ["eager", "prompt_lookup"]
@@ -109,7 +84,7 @@ def test_batches_leave_out_what_stock_cannot_do(folders):
     assert found["temperatures"]["0"]["speedup"]["best_stock_speculative"] is None
 
 
-def test_categories_and_prompts_that_do_not_fit(folders, tmp_path):
+def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = [
         {"category": "a", "turns": ["def f(x):", "second turn"]},
@@ -118,7 +93,12 @@ def test_categories_and_prompts_that_do_not_fit(folders, tmp_path):
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     settings = GenerateSettings(
-        target=str(folders / "target"), prompts=[path], temperatures=(0.0,), max_new_tokens=6, repeats=1
+        target=str(bench_folders / "target"),
+        prompts=[path],
+        temperatures=(0.0,),
+        max_new_tokens=6,
+        repeats=1,
+        apart=False,
     )
     found = bench_generate(settings)
     assert (found["num_prompts"], found["num_skipped_prompts"]) == (2, 1)
@@ -128,7 +108,7 @@ def test_categories_and_prompts_that_do_not_fit(folders, tmp_path):
         bench_generate(settings)
 
 
-def test_a_wrong_text_is_called_one(folders, monkeypatch):
+def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
     from hf_speculate import decoding
 
     verify = decoding.verify
@@ -138,7 +118,7 @@ def test_a_wrong_text_is_called_one(folders, monkeypatch):
 
     monkeypatch.setattr(decoding, "verify", wrong)
     settings = GenerateSettings(
-        target=str(folders / "target"), limit=1, temperatures=(0.0,), max_new_tokens=6, repeats=1
+        target=str(bench_folders / "target"), limit=1, temperatures=(0.0,), max_new_tokens=6, repeats=1, apart=False
     )
     identical = bench_generate(settings)["rows"][-1]["identical"]
     assert identical["share"] == 0.0
@@ -191,8 +171,8 @@ def test_speculator_specs():
     assert SpeculatorSpec.parse("owner/head").options == {}
 
 
-def test_unknown_option_names_the_speculator(folders):
-    settings = GenerateSettings(target=str(folders / "target"), speculators=["prompt_lookup:depht=3"])
+def test_unknown_option_names_the_speculator(bench_folders):
+    settings = GenerateSettings(target=str(bench_folders / "target"), speculators=["prompt_lookup:depht=3"])
     with pytest.raises(SpeculateError, match=r"prompt_lookup:depht=3.*depht"):
         bench_generate(settings)
 
@@ -205,13 +185,56 @@ def test_limit_is_spread_over_categories(tmp_path):
     assert len(read_prompts(path)) == 15
 
 
+def test_spec_bench_format(tmp_path):
+    """question_id, category, turns, and sometimes a reference; several turns are a conversation."""
+    path = tmp_path / "question.jsonl"
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Shorter."]},
+        {"question_id": 321, "category": "rag", "turns": ["Who?"], "reference": ["me"]},
+        {"question_id": 82, "category": "writing", "turns": ["Draft."]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = read_prompts(path)
+    assert found == [
+        Prompt("writing", "Write.", ("Shorter.",)),
+        Prompt("writing", "Draft."),
+        Prompt("rag", "Who?"),
+    ]
+    assert found[0].messages == [{"role": "user", "content": "Write."}]
+    assert read_prompts(path, categories=["rag"]) == [found[2]]
+    assert read_prompts(path, limit=1, categories=["rag", "writing"]) == [found[0]]
+    with pytest.raises(SpeculateError, match="has no category maths; there are writing, rag"):
+        read_prompts(path, categories=["maths"])
+
+
+def test_later_turns_come_after_the_targets_own_answers(bench_folders, tmp_path):
+    """Through the chat template; each turn is a prompt, the answers before it are plain greedy ones."""
+    folder = tmp_path / "chat"
+    shutil.copytree(bench_folders / "target", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"category": "c", "turns": ["one", "two", "three"]}))
+    workload = load_workload(WorkloadSettings(target=str(folder), prompts=[path], max_new_tokens=5))
+    texts = [tokenizer.decode(ids) for _, ids in workload.prompts]
+    assert texts[0] == "<user>one>"
+    plain = workload.model.generate(workload.prompts[0][1][None], max_new_tokens=5, do_sample=False)
+    answer = tokenizer.decode(plain[0, len(workload.prompts[0][1]) :])
+    assert texts[1] == f"<user>one<assistant>{answer}<user>two>"
+    assert texts[2].startswith(texts[1][:-1] + "<assistant>")
+    assert texts[2].endswith("<user>three>")
+    raw = load_workload(WorkloadSettings(target=str(folder), prompts=[path], max_new_tokens=5, raw=True))
+    assert [tokenizer.decode(ids) for _, ids in raw.prompts] == ["one"]
+
+
 @pytest.mark.parametrize(
     ("line", "content"),
     [
         ({"prompt": "p", "answer": "a"}, "p"),
         ({"text": "t"}, "t"),
         ({"question": "q"}, "q"),
-        ({"turns": ["one", "two"]}, "one"),
+        ({"turns": ["one"]}, "one"),
         ({"messages": [{"role": "user", "content": "u"}]}, ({"role": "user", "content": "u"},)),
     ],
 )
@@ -238,15 +261,14 @@ def test_broken_prompt_files(text, message, tmp_path):
 
 
 def test_chat_template_is_applied():
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}>{% endif %}"
-    tokenizer = byte_tokenizer(template)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
     [(_, ids)] = tokenize([Prompt("x", "hi")], tokenizer, use_chat_template=True)
     assert tokenizer.decode(ids) == "<user>hi>"
     [(_, ids)] = tokenize([Prompt("x", "hi")], tokenizer, use_chat_template=False)
     assert tokenizer.decode(ids) == "hi"
     with pytest.raises(SpeculateError, match="no chat template"):
-        tokenize([Prompt("x", ({"role": "user", "content": "hi"},))], byte_tokenizer(), use_chat_template=False)
+        tokenize([Prompt("x", ({"role": "user", "content": "hi"},))], character_tokenizer(), use_chat_template=False)
 
 
 def test_builtin_prompts_end_where_code_goes_on():

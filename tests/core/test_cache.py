@@ -10,8 +10,9 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Qwen2Config, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_speculate.cache import PreallocatedLayer, TreeCache, has_only_full_attention
+from hf_speculate.cache import TreeCache, is_indexable
 from hf_speculate.errors import CacheStateError
+from hf_speculate.layers import PreallocatedLayer
 
 
 HEADS, HEAD_DIM = 2, 4
@@ -292,16 +293,13 @@ class TestTakeOver:
         assert TreeCache(cache, 1).lengths == (4,)
         assert all(a is b for a, b in zip(cache.layers, layers, strict=True))
 
-    @pytest.mark.parametrize("kind", ["sliding", "static", "offloaded"])
+    @pytest.mark.parametrize("kind", ["static", "offloaded"])
     def test_caches_that_cannot_be_indexed_are_refused_and_left_alone(self, kind):
         config = Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-        if kind == "static":
-            cache = StaticCache(config=config, max_cache_len=16)
-        else:
-            cache = DynamicCache(config=config) if kind == "sliding" else DynamicCache()
-            cache.offloading = kind == "offloaded"
+        cache = StaticCache(config=config, max_cache_len=16) if kind == "static" else DynamicCache(config=config)
+        cache.offloading = kind == "offloaded"
         before = list(cache.layers)
-        assert not has_only_full_attention(cache)
+        assert not is_indexable(cache)
         with pytest.raises(CacheStateError, match=f"{type(cache).__name__} with layers"):
             TreeCache(cache, 1)
         assert cache.layers == before

@@ -24,7 +24,7 @@ def test_no_command_shows_help_with_examples():
     assert "drafters" in shown
 
 
-@pytest.mark.parametrize("command", ["generate", "overhead", "cache", "all"])
+@pytest.mark.parametrize("command", ["generate", "acceptance", "batch", "loss", "overhead", "context", "cache", "all"])
 def test_every_bench_has_help(command):
     result = run("bench", command, "--help")
     assert result.exit_code == 0

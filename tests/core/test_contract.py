@@ -180,6 +180,39 @@ class TestBatch:
         assert speculator.stats.prefill_tokens + speculator.stats.emitted_tokens == NEW_TOKENS
 
 
+class TestPromptsOfEmbeddings:
+    """Lengths and continuations count embeddings where there are no tokens."""
+
+    @pytest.mark.parametrize("with_ids", [False, True])
+    @pytest.mark.parametrize(
+        "limit", [{"max_length": 25}, {"max_new_tokens": 12}, {"max_length": 30, "min_length": 24}]
+    )
+    def test_lengths(self, tiny_model, prompt, limit, with_ids):
+        model, ids = tiny_model(dtype=torch.float64), prompt(9)
+        given = {"inputs_embeds": model.get_input_embeddings()(ids)} | ({"input_ids": ids} if with_ids else {})
+        free = model.generate(**given, max_new_tokens=NEW_TOKENS)[:, 9 * with_ids :]
+        request = {**limit, "eos_token_id": int(free[0, 4])}
+        plain = model.generate(**given, **request)
+        if "min_length" not in limit:  # the end is drafted, and comes before the limit
+            assert plain.shape[1] <= 9 * with_ids + 5
+        for name, drafter in drafters(model, free).items():
+            ours = model.generate(**given, **request, speculator=Speculator(drafter))
+            assert torch.equal(ours, plain), name
+
+    def test_going_on_from_their_cache(self, tiny_model, prompt):
+        model, ids = tiny_model(dtype=torch.float64), prompt(9)
+        embed = model.get_input_embeddings()
+        start, request = embed(ids) * 1.1, {"max_new_tokens": 10, "return_dict_in_generate": True}
+        whole = model.generate(inputs_embeds=start, **{**request, "max_new_tokens": 20}).sequences
+        for name, drafter in drafters(model, whole).items():
+            first = model.generate(inputs_embeds=start, **request, speculator=Speculator(drafter))
+            assert torch.equal(first.sequences, whole[:, :10]), name
+            longer = torch.cat([start, embed(first.sequences)], dim=1)
+            second = {"inputs_embeds": longer, "past_key_values": first.past_key_values, **request}
+            ours = model.generate(**second, speculator=Speculator(drafters(model, whole[:, 10:])[name]))
+            assert torch.equal(ours.sequences, whole[:, 10:]), name
+
+
 class MultiTokenEnd(StoppingCriteria):
     """The behaviour of lm-eval's `MultiTokenEOSCriteria`: stateful, by row index, one verdict for the whole batch."""
 

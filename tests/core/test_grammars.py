@@ -84,7 +84,8 @@ def outlines_processor(model, tokenizer, batch_size):
     outlines = pytest.importorskip("outlines")
     from outlines.backends import get_json_schema_logits_processor
 
-    return get_json_schema_logits_processor("outlines_core", outlines.from_transformers(model, tokenizer), SCHEMA)
+    own_model = outlines.from_transformers(model, tokenizer)
+    return get_json_schema_logits_processor("outlines_core", own_model, json.dumps(SCHEMA))
 
 
 LIBRARIES = {"xgrammar": xgrammar_processor, "llguidance": llguidance_processor, "outlines": outlines_processor}

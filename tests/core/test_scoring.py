@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, Qwen2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
@@ -216,11 +216,15 @@ class TestSupportedShape:
     def test_trees_need_no_excuse(self, tiny_model, attention):
         assert supported_shape(tiny_model(attention=attention), DynamicCache()) == ("tree", "")
 
-    def test_layers_that_forget_take_no_drafts(self, tiny_model):
+    def test_sliding_windows_take_trees(self, tiny_model):
         config = Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+        assert supported_shape(tiny_model(), DynamicCache(config=config)) == ("tree", "")
+
+    def test_layers_that_cannot_be_indexed_take_no_drafts(self, tiny_model):
+        config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
         shape, reason = supported_shape(tiny_model(), DynamicCache(config=config))
         assert shape == "single"
-        assert "DynamicSlidingWindowLayer" in reason
+        assert "LinearAttentionLayer" in reason
 
 
 def rope_config(tiny_model, **parameters):

@@ -15,8 +15,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -443,14 +441,16 @@ class TestBadInput:
         with pytest.raises(UnsupportedRequestError, match="beam_search"):
             hf_speculate.stream(model, **inputs, num_beams=2, max_new_tokens=3)
 
-    def test_caches_without_an_index(self, prompt):
-        config = MistralConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=1, sliding_window=8,
-            num_attention_heads=4, num_key_value_heads=2,
-        )  # fmt: skip
-        model = MistralForCausalLM(config).eval()
+    def test_caches_without_an_index(self, tiny_model, prompt, strange_cache):
+        model = tiny_model()
         with pytest.raises(UnsupportedRequestError, match=r"generate\(streamer=\.\.\.\) can"):
-            hf_speculate.stream(model, prompt(6), speculator="prompt_lookup", max_new_tokens=3)
+            hf_speculate.stream(
+                model,
+                prompt(6),
+                speculator="prompt_lookup",
+                max_new_tokens=3,
+                past_key_values=strange_cache(model),
+            )
 
     def test_generate_works_after_an_error(self, setting):
         model, inputs, text = setting

@@ -8,10 +8,12 @@ from bisect import bisect_left
 import pytest
 import torch
 
-from hf_speculate import Speculator, decoding, tuning
+from hf_speculate import Speculator, decoding
+from hf_speculate.costs import CostSurface, RoundCosts
 from hf_speculate.observations import Observation, joined
+from hf_speculate.reach import LADDER, Acceptance
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
-from hf_speculate.tuning import LADDER, LOSS_SHARE, LOSS_START, NOTHING, Acceptance, Budget, RoundCosts, Timings, Tuner
+from hf_speculate.tuning import LOSS_SHARE, LOSS_START, NOTHING, Budget, Tuner
 
 from ..conftest import VOCAB_SIZE
 
@@ -32,10 +34,9 @@ def random_rounds(count, seed=0):
 
 
 class TestAcceptance:
-    def test_smaller_trees_are_judged_as_if_they_had_been_drafted(self, monkeypatch):
+    def test_smaller_trees_are_judged_as_if_they_had_been_drafted(self):
         """Hazards from wide rounds against replays: what would the first n nodes to depth d have accepted?"""
-        monkeypatch.setattr(tuning, "_ACCEPTANCE_DECAY", 1.0)
-        acceptance = Acceptance()
+        acceptance = Acceptance(decay=1.0)
         rounds = [(path, 31, 5) for path, _, _ in random_rounds(4000)]
         for path, num_nodes, depth in rounds:
             acceptance.record(path, num_nodes, depth)
@@ -45,9 +46,8 @@ class TestAcceptance:
                 replayed = [1 + sum(node <= LADDER[size] for node in path[:depth]) for path, _, _ in rounds]
                 assert lengths[depth - 1] == pytest.approx(sum(replayed) / len(replayed), abs=0.02), (size, depth)
 
-    def test_rounds_of_different_sizes_count_where_they_say_something(self, monkeypatch):
-        monkeypatch.setattr(tuning, "_ACCEPTANCE_DECAY", 1.0)
-        acceptance, plain = Acceptance(), {}
+    def test_rounds_of_different_sizes_count_where_they_say_something(self):
+        acceptance, plain = Acceptance(decay=1.0), {}
         for path, num_nodes, depth in random_rounds(600):
             acceptance.record(path, num_nodes, depth)
             for size, n in enumerate(LADDER):
@@ -85,46 +85,6 @@ class TestAcceptance:
         assert (mean.widest, mean.deepest) == (31, 5)
         for size in range(len(LADDER)):
             assert mean.expected_lengths(size, 5) == pytest.approx(row.expected_lengths(size, 5))
-
-
-class TestTimings:
-    def test_between_observations_it_is_linear_and_never_falls(self):
-        timings = Timings(slope=0.02)
-        for size, seconds in ((1, 1.0), (9, 2.0), (17, 1.8)):
-            timings.record(size, seconds)
-        assert timings.at(5) == pytest.approx(1.5)
-        assert timings.at(17) == timings.at(13) == pytest.approx(2.0)
-        assert timings.at(40) > timings.at(17)
-
-    def test_one_observation_is_extended_by_the_slope(self):
-        timings = Timings(slope=0.1)
-        timings.record(10, 2.0)
-        assert timings.at(0) == pytest.approx(1.0)
-        assert timings.at(20) == pytest.approx(3.0)
-
-    def test_a_warm_up_is_forgotten_and_a_stray_value_moves_little(self):
-        timings = Timings(slope=0.02)
-        for seconds in (50.0, 1.0, 1.0, 1.0, 1000.0):
-            timings.record(1, seconds)
-        assert timings.at(1) < 1.2
-
-    def test_what_slows_one_size_slows_all(self):
-        timings = Timings(slope=0.02)
-        for _ in range(4):
-            timings.record(1, 1.0)
-            timings.record(9, 2.0)
-        for step in range(200):  # a context that grows
-            timings.record(9, 2.0 + step / 100)
-        assert timings.at(9) == pytest.approx(4.0, rel=0.1)
-        assert timings.at(1) == pytest.approx(2.0**0.5, rel=0.1)
-
-    def test_the_ratio_of_two_sizes_is_learnt_in_the_end(self):
-        timings, generator = Timings(slope=0.02), random.Random(0)
-        for _ in range(300):
-            for size, seconds in ((1, 1.0), (4, 1.3)):
-                timings.record(size, seconds * (1 + 0.05 * generator.random() + 2 * (generator.random() < 0.1)))
-        assert timings.at(1) == pytest.approx(1.03, rel=0.04)
-        assert timings.at(4) / timings.at(1) == pytest.approx(1.3, rel=0.04)
 
 
 class Simulation:
@@ -211,15 +171,15 @@ def test_without_a_draft_ever_there_is_nothing_to_choose_from():
 
 
 class Clock:
-    """Stands in for the clock of the decoding loop: a forward over N nodes takes 1 + N / 10 seconds."""
+    """Stands in for the clock: a forward over one node takes a second, each further node `slope` of one."""
 
-    def __init__(self, monkeypatch, model):
-        self.now = 0.0
+    def __init__(self, monkeypatch, model, slope=0.1):
+        self.now, self.slope = 0.0, slope
         monkeypatch.setattr(decoding.time, "perf_counter", lambda: self.now)
         self.hook = model.register_forward_pre_hook(self.tick, with_kwargs=True)
 
     def tick(self, _module, _args, kwargs):
-        self.now += 0.9 + 0.1 * kwargs["input_ids"].shape[1]
+        self.now += 1 + self.slope * (kwargs["input_ids"].shape[1] - 1)
 
 
 @pytest.fixture
@@ -267,3 +227,79 @@ def test_joined_observations_are_the_rows_one_after_the_other():
     assert whole.tokens[0].tolist() == [0, 1, 2, 20, 21]
     assert whole.tokens[1, :4].tolist() == [3, 11, 22, 23]
     assert torch.equal(whole.features[3][..., 0][1, :4], whole.tokens[1, :4].double())
+
+
+class TestContext:
+    """Rounds whose nodes cost more the longer the context: at 8000 a wide tree loses, at 200 it wins."""
+
+    @staticmethod
+    def seconds(nodes, context):
+        return 1 + context / 8000 + nodes * (0.02 + 0.4 * context / 8000)
+
+    def rounds(self, tuner, count, context):
+        """Budgets of rounds in which every draft is accepted to its fourth node."""
+        budgets = []
+        for _ in range(count):
+            budget = tuner.choose([0], context)
+            nodes = 16 if budget.max_nodes is None else min(budget.max_nodes, 16)
+            depth = 5 if budget.max_depth is None else min(budget.max_depth, 5)
+            path = [node for node in (1, 3, 6, 12)[:depth] if node <= nodes]
+            seconds = self.seconds(nodes, context)
+            tuner.record(nodes, depth, {0: path}, seconds=seconds, drafting_seconds=0.0)
+            budgets.append(budget)
+        return budgets
+
+    def test_a_longer_context_shrinks_the_trees_at_once(self):
+        tuner = Tuner(RoundCosts(), [Acceptance()])
+        short = self.rounds(tuner, 60, context=200)
+        assert max(budget.max_nodes for budget in short[-12:]) >= 12
+        long = self.rounds(tuner, 8, context=8000)
+        assert long[0] == NOTHING  # what plain decoding costs there
+        assert long[1].max_nodes >= 6
+        assert [budget.max_nodes for budget in long[2:6]] == [3] * 4
+        assert self.rounds(tuner, 8, context=200)[1].max_nodes >= 12
+
+    def test_with_measured_costs_from_the_first_round(self):
+        contexts, sizes = (200, 4000, 8000), (1, 2, 5, 9, 17)
+        table = tuple(tuple(self.seconds(size - 1, context) for size in sizes) for context in contexts)
+        tuner = Tuner(RoundCosts(CostSurface(contexts, sizes, table)), [Acceptance()])
+        self.rounds(tuner, 60, context=200)
+        assert [budget.max_nodes for budget in self.rounds(tuner, 4, context=8000)] == [3] * 4
+
+    def test_a_round_that_was_held_up_does_not_switch_drafting_off(self):
+        tuner = Tuner(RoundCosts(), [Acceptance()])
+        self.rounds(tuner, 40, context=200)
+        tuner.choose([0], 200)
+        tuner.record(12, 4, {0: [1, 3, 6, 12]}, seconds=500.0, drafting_seconds=0.0)
+        assert NOTHING not in self.rounds(tuner, 20, context=200)
+
+
+def test_acceptance_survives_json_and_can_be_weighed():
+    acceptance = Acceptance(decay=1.0)
+    for path, num_nodes, depth in random_rounds(200):
+        acceptance.record(path, num_nodes, depth)
+    again = Acceptance.from_json(acceptance.to_json())
+    assert again.to_json() == acceptance.to_json()
+    light = acceptance.weighing(8.0)
+    assert max(light._trials[0]) == pytest.approx(8.0)
+    before = light.expected_lengths(5, 5)
+    assert before == pytest.approx(acceptance.expected_lengths(5, 5), abs=0.2)
+    for _ in range(30):
+        light.record([], 31, 5)
+    assert light.expected_lengths(5, 5)[-1] < 1.5  # a new text is soon believed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ladder", [1, 2], "trees of"),
+        ("deepest", 7, "levels"),
+        ("hits", [[2.0] * len(LADDER)], "hits <= trials"),
+        ("trials", [[1.0]], "pairs"),
+    ],
+)
+def test_broken_acceptance_is_refused(name, value, message):
+    acceptance = Acceptance()
+    acceptance.record([1], 1, 1)
+    with pytest.raises(ValueError, match=message):
+        Acceptance.from_json({**acceptance.to_json(), name: value})

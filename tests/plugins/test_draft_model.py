@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_speculate import AutoSpeculator, DraftRequest, DraftState, Speculator
 from hf_speculate.errors import TargetMismatchError
@@ -209,21 +209,35 @@ class TestRefusals:
             DraftModelOptions(**{name: 0})
 
     def test_a_model_whose_cache_forgets(self, tiny_model):
-        config = Qwen2Config(
+        config = Lfm2Config(
             vocab_size=96,
             hidden_size=32,
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            use_sliding_window=True,
-            sliding_window=8,
-            max_window_layers=1,
+            layer_types=["conv", "full_attention"],
         )
         target = tiny_model()
-        drafter = drafter_for(target, Qwen2ForCausalLM(config))
-        with pytest.raises(TargetMismatchError, match="Qwen2ForCausalLM cannot be a draft model"):
+        drafter = drafter_for(target, Lfm2ForCausalLM(config))
+        with pytest.raises(TargetMismatchError, match="Lfm2ForCausalLM cannot be a draft model"):
             drafter.start(DraftRequest(target=target, input_ids=torch.tensor([[1, 2]])))
+
+
+@pytest.mark.parametrize("top_k", [1, 3], ids=["chain", "tree"])
+def test_a_draft_model_with_sliding_windows_drafts_as_it_would_write(tiny_model, prompt, top_k):
+    """The target is its own draft model: every draft is accepted, over many windows."""
+    config = Qwen2Config(
+        **tiny_model("qwen2").config.to_dict()
+        | {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    model.generation_config.pad_token_id = 0
+    plain = model.generate(prompt(12), max_new_tokens=60)
+    speculator = Speculator(DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=top_k)))
+    assert torch.equal(model.generate(prompt(12), max_new_tokens=60, speculator=speculator), plain)
+    assert speculator.stats.acceptance_rate_by_depth[1] > 0.95
 
 
 @pytest.mark.parametrize("size", [90, 110])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from hf_speculate.conversations import Conversations
-from hf_speculate.drafter import Drafter, DraftRequest, SavedHead
+from hf_speculate.drafter import Drafter, DraftRequest, Knobs, SavedHead
 from hf_speculate.hub import local_folder
 
 from ..checkpoints import LoadReport, tensor_shapes
@@ -76,6 +76,13 @@ class EagleDrafter(Drafter):
     """
 
     name = "eagle"
+    knobs = Knobs(
+        depth="depth",
+        width="top_k",
+        nodes="max_nodes",
+        explored={"depth": 12, "top_k": 8, "max_nodes": 64, "tree": None},
+        others=("tree",),
+    )
 
     def __init__(self, loaded: LoadedHead, target: PreTrainedModel, options: EagleOptions | None = None):
         self.head, self.target_ids, self.report = loaded.head, loaded.target_ids, loaded.report

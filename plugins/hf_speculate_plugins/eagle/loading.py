@@ -202,17 +202,17 @@ def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None
     """
     name = "embed_tokens.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
-    own = checkpoint.tensors.get(name)
-    fits = theirs.weight.shape == (spec.vocab_size, spec.hidden_size)
+    own, shape = checkpoint.tensors.get(name), _embedding_shape(theirs)
+    fits = shape == (spec.vocab_size, spec.hidden_size)
     if own is None or choice == "target":
         if not fits:
             raise CheckpointError(
                 f"{checkpoint.folder} has no embeddings of its own ({name}) of width {spec.hidden_size}, and the "
-                f"target's are {tuple(theirs.weight.shape)}."
+                f"target's are {shape}."
             )
         keys.share(name, "asked for" if own is not None else "not in the file")
         return theirs
-    if not fits or own.shape != theirs.weight.shape or choice == "own":
+    if not fits or tuple(own.shape) != shape or choice == "own":
         return None
     if is_copy(own, theirs.weight):
         keys.share(name, "equal to the target's")
@@ -256,6 +256,12 @@ def is_copy(own: Tensor, theirs: Tensor) -> bool:
         if not torch.allclose(ours.float(), theirs[rows].float(), rtol=0, atol=1e-6):
             return False
     return True
+
+
+def _embedding_shape(module: Any) -> tuple[int, ...]:
+    """Rows and width of an embedding module; a quantised matrix has the shape of its packing."""
+    weight = module.weight
+    return tuple(weight.shape) if weight.is_floating_point() else (module.num_embeddings, module.embedding_dim)
 
 
 def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:

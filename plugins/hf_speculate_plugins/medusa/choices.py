@@ -7,7 +7,6 @@ Source: arXiv:2401.10774, section 2.1.2 (tree attention) and 2.3.3 (optimised tr
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,8 @@ from functools import lru_cache
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from hf_speculate.planning import best_first
 
 from ..choices import Choices, canonical, parents_of
 
@@ -29,33 +30,29 @@ MAX_RANKS = 10
 _TOP1 = (0.56, 0.32, 0.20, 0.15, 0.12)
 DEFAULT_ACCURACIES: Accuracies = tuple(tuple(top1 / (r + 1) ** 2 for r in range(MAX_RANKS)) for top1 in _TOP1)
 
+# Ranks under the likely paths to every head: enough to learn how often each rank of each head is right.
+EXPLORED_CHOICES: Choices = tuple(
+    (*path, rank)
+    for paths, ranks in (
+        (((),), 10),
+        (((0,), (1,), (2,)), 8),
+        (((0, 0), (0, 1), (1, 0)), 6),
+        (((0, 0, 0),), 6),
+        (((0, 0, 0, 0),), 6),
+    )
+    for path in paths
+    for rank in range(ranks)
+)
+
 
 def computed_choices(accuracies: Sequence[Sequence[float]], max_nodes: int) -> Choices:
-    """The tree of `max_nodes` nodes with the highest expected number of accepted tokens.
-
-    The value of a node is the product of the accuracies on its path, the probability that all of it is accepted if
-    heads err independently; the expected length is the sum of the values. As no node is worth more than its parent,
-    taking the best node that is within reach, again and again, is optimal.
+    """The tree of `max_nodes` nodes with the highest expected number of accepted tokens, see `best_first`.
 
     Args:
         accuracies: `accuracies[d][k]`, how often the token of rank k of head d is the right one.
         max_nodes: nodes without the root.
     """
-    chosen: list[tuple[int, ...]] = []
-    reachable: list[tuple[float, tuple[int, ...]]] = []
-
-    def reach_children(parent: tuple[int, ...], value: float) -> None:
-        if len(parent) < len(accuracies):
-            for rank, accuracy in enumerate(accuracies[len(parent)]):
-                if accuracy > 0:
-                    heapq.heappush(reachable, (-value * accuracy, (*parent, rank)))
-
-    reach_children((), 1.0)
-    while reachable and len(chosen) < max_nodes:
-        negative_value, choice = heapq.heappop(reachable)
-        chosen.append(choice)
-        reach_children(choice, -negative_value)
-    return canonical(chosen)
+    return canonical(path for path, _ in best_first(accuracies, max_nodes))
 
 
 def measured_accuracies(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.devices import execution_device
-from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState, SavedHead
+from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState, Knobs, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.tree import DraftTree
 
@@ -25,7 +25,7 @@ from ..choices import checked_choices
 from ..target_files import TargetFiles
 from . import layouts
 from .backbone import check_backbone
-from .choices import DEFAULT_ACCURACIES, StaticTree, column_index, computed_choices, static_tree
+from .choices import DEFAULT_ACCURACIES, EXPLORED_CHOICES, StaticTree, column_index, computed_choices, static_tree
 from .conversion import convert_heads
 from .heads import MedusaHeads
 from .layouts import LayoutName
@@ -93,6 +93,11 @@ class MedusaDrafter(Drafter):
     """
 
     name = "medusa"
+    knobs = Knobs(
+        choices="choices",
+        explored={"choices": EXPLORED_CHOICES, "accuracies": None, "max_nodes": None},
+        others=("accuracies", "max_nodes"),
+    )
 
     def __init__(
         self,
@@ -166,6 +171,11 @@ class MedusaDrafter(Drafter):
     ) -> tuple[SavedHead, LoadReport]:
         """Writes the heads in `folder` to `path` in another layout, see `convert_heads`."""
         return convert_heads(folder, path, layout, target)
+
+    def with_options(self, **options: Any) -> Self:
+        new = super().with_options(**options)
+        new.tree = new._make_tree()
+        return new
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares hidden size, vocabulary and number of layers."""

@@ -1,0 +1,253 @@
+"""A GGUF file with its weights packed, beside the same file dequantised, as transformers loads it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ..errors import SpeculateError
+from ..models import GenerativeModel
+from ..speculator import Speculator
+from ..testing import ScriptedDrafter
+from .environment import environment, find_dtype
+from .grid import Grid, ratio
+from .memory import peak_memory
+from .methods import neutralize
+from .reporting import JsonOnly, Markdown, Out, Quick, Repeats, Threads, prepare, report
+from .runs import fixed_length
+from .shapes import random_prompt
+from .timing import progress, timed
+from .verify_cost import branching, verify_seconds
+
+
+PACKED, DENSE = "packed", "dequantised"
+
+_VERIFIED = (1, 4, 8, 16, 32)
+
+
+def bench_gguf(
+    path: str | None = None,
+    *,
+    kind: str = "Q4_0",
+    backend: str = "auto",
+    dtype: str = "bfloat16",
+    nodes: Sequence[int] = (4, 8),
+    accuracy: float = 0.7,
+    prompt_length: int = 64,
+    max_new_tokens: int = 64,
+    repeats: int = 3,
+) -> dict[str, Any]:
+    """Greedy decoding of a packed and a dequantised model, plain and with a scripted drafter, on the CPU.
+
+    Args:
+        path: a file; None writes one of Qwen2-0.5B shape with random weights, of type `kind` ("Q4_K_M" is the mix).
+        nodes: tree sizes, root included.
+        accuracy: of the scripted drafter, a level.
+    Returns:
+        JSON-serialisable. `rows`: tokens/s over the whole call (medians over repeats), and the seconds of the
+        dequantised model's plain call / those of the row within one repeat (median). `forward`: milliseconds of a bare
+        forward over N nodes behind the prompt, and of the prompt. `memory`: bytes of the file, of the packed weights,
+        and what loading took at most.
+    """
+    if min(nodes, default=0) < 2 or not 0 <= accuracy <= 1 or max_new_tokens < 2 or repeats < 1 or prompt_length < 1:
+        raise SpeculateError(
+            f"bench gguf needs trees of at least 2 nodes, 0 <= accuracy <= 1, 2 new tokens, a prompt and one repeat; "
+            f"got nodes {list(nodes)}, accuracy {accuracy}, {max_new_tokens} new tokens, a prompt of {prompt_length}, "
+            f"{repeats} repeats."
+        )
+    torch_dtype = find_dtype(dtype)
+    with _file(path, kind) as found, progress("gguf", total=3 + repeats) as advance:
+        memory, models = _load(found, torch_dtype, backend)
+        advance("models loaded")
+        prompt = random_prompt(prompt_length, models[PACKED].config.vocab_size)
+        forward = {name: _forward(model, prompt) for name, model in models.items()}
+        advance("forwards measured")
+        methods = _methods(models, prompt, nodes, accuracy, max_new_tokens)
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        found_stats: dict[str, Any] = {}
+        for repeat in range(repeats + 1):
+            for name, (model, speculator) in methods.items():
+                request = fixed_length(max_new_tokens if repeat else 4)  # the first is warm-up
+                request |= {"speculator": speculator, "return_dict_in_generate": True}
+                taken, output = timed(lambda m=model, r=request: m.generate(prompt, **r), model.device)
+                found_stats[name] = getattr(output, "speculation", None)
+                if repeat:
+                    seconds[name].append(taken)
+            advance(f"repeat {repeat}")
+    return {
+        "bench": "gguf",
+        "file": os.path.basename(path) if path else f"random {kind}, Qwen2-0.5B shape",
+        "dtype": dtype,
+        "accuracy": accuracy,
+        "prompt_length": prompt_length,
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "memory": memory,
+        "forward": forward,
+        "rows": [_row(name, seconds, found_stats[name], max_new_tokens) for name in methods],
+        "environment": environment(torch.device("cpu")),
+    }
+
+
+def tables(result: dict[str, Any]) -> list[Grid | str]:
+    """Speed, cost of a forward, memory."""
+    title = f"{result['file']}, {result['dtype']}, {result['environment']['threads']} threads"
+    speed = Grid(
+        title=f"{title}: {result['max_new_tokens']} tokens behind a prompt of {result['prompt_length']}",
+        columns=["method", "tokens/s", "of dequantised\nplain", "of packed\nplain", "tokens\na round"],
+        rows=[
+            [
+                row["method"],
+                f"{row['tokens_per_second']:.1f}",
+                ratio(row["speedup"]),
+                ratio(row["of_packed_plain"]),
+                f"{row['mean_acceptance_length']:.2f}" if row["mean_acceptance_length"] else "",
+            ]
+            for row in result["rows"]
+        ],
+        words=["method"],
+        caption=f"scripted drafter, right at a level with probability {result['accuracy']}",
+    )
+    sizes = list(result["forward"][PACKED]["verify_ms"])
+    forward = Grid(
+        title="One forward over N nodes: milliseconds (of one node's)",
+        columns=["weights", *(f"N={n}" for n in sizes), "prompt"],
+        rows=[[name, *_cells(row)] for name, row in result["forward"].items()],
+        words=["weights"],
+    )
+    memory = result["memory"]
+    line = (
+        f"file {memory['file_mb']:.0f} MB, packed weights {memory['packed_mb']:.0f} MB + {memory['mapped_mb']:.0f} MB "
+        f"mapped ({', '.join(memory['backends'])})"
+    )
+    if memory["peak_of_loading_mb"] is not None:
+        line += f", at most {memory['peak_of_loading_mb']:.0f} MB while loading"
+    return [speed, forward, line]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    times: dict[int, float] = row["verify_ms"]
+    return [*(f"{ms:.1f} ({ms / times[1]:.2f}x)" for ms in times.values()), f"{row['prompt_ms']:.0f}"]
+
+
+def bench_gguf_command(
+    file: Annotated[Path | None, typer.Argument(help="A GGUF file (default: random weights).")] = None,
+    kind: Annotated[str, typer.Option("--type", help="Of the random weights: Q4_0, Q8_0, Q4_K_M ...")] = "Q4_0",
+    backend: Annotated[str, typer.Option(help="auto, int4, dequantize.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32, float16.")] = "bfloat16",
+    nodes: Annotated[list[int] | None, typer.Option(min=2, help="Tree sizes (default: 4, 8).")] = None,
+    accuracy: Annotated[float, typer.Option(min=0, max=1, help="Of the scripted drafter, a level.")] = 0.7,
+    context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 64,
+    max_new_tokens: Annotated[int | None, typer.Option(min=2, help="Default: 64.")] = None,
+    repeats: Repeats = None,
+    threads: Threads = None,
+    quick: Quick = False,
+    json_only: JsonOnly = False,
+    markdown: Markdown = False,
+    out: Out = None,
+) -> None:
+    """A GGUF file packed beside dequantised, plain and speculative; by default of Qwen2-0.5B shape, random weights."""
+    prepare(threads)
+    result = bench_gguf(
+        None if file is None else str(file),
+        kind=kind,
+        backend=backend,
+        dtype=dtype,
+        nodes=nodes or (4, 8),
+        accuracy=accuracy,
+        prompt_length=context,
+        max_new_tokens=max_new_tokens or (24 if quick else 64),
+        repeats=repeats or (1 if quick else 3),
+    )
+    report(result, tables(result), json_only=json_only, markdown=markdown, out=out)
+
+
+@contextmanager
+def _file(path: str | None, kind: str) -> Iterator[str]:
+    """The file at `path`, or one with random weights for the time of the measurement."""
+    from ..gguf.random_files import FileShape, find_recipe, write_random_file
+
+    if path is not None:
+        yield path
+        return
+    shape = FileShape()
+    recipe = find_recipe(kind, shape)
+    with tempfile.TemporaryDirectory() as folder:
+        written = os.path.join(folder, "random.gguf")
+        write_random_file(written, shape, recipe)
+        yield written
+
+
+def _load(path: str, dtype: torch.dtype, backend: str) -> tuple[dict[str, Any], dict[str, GenerativeModel]]:
+    """What loading took, and the two models."""
+    from ..gguf import load_model, packing_report
+
+    models: dict[str, Any] = {}
+
+    def load() -> None:
+        models[PACKED] = load_model(path, dtype=dtype, backend=backend)
+
+    peak = peak_memory(load, torch.device("cpu"))
+    packing = packing_report(models[PACKED])
+    folder, name = os.path.split(os.path.abspath(path))
+    models[DENSE] = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype).eval()
+    for model in models.values():
+        neutralize(model)
+    memory = {
+        "file_mb": os.path.getsize(path) / 2**20,
+        "packed_mb": packing.resident / 2**20,
+        "mapped_mb": packing.mapped / 2**20,
+        "peak_of_loading_mb": peak["above_start_mb"] if peak else None,
+        "backends": list(packing.backends),
+    }
+    return memory, models
+
+
+def _forward(model: GenerativeModel, prompt: Tensor) -> dict[str, Any]:
+    verify = verify_seconds(model, prompt, _VERIFIED, repeats=5)
+    with torch.inference_mode():
+        seconds = [timed(lambda: model(prompt, logits_to_keep=1), model.device)[0] for _ in range(3)]
+    return {
+        "verify_ms": {n: 1e3 * spread["median"] for n, spread in verify.items()},
+        "prompt_ms": 1e3 * statistics.median(seconds),
+    }
+
+
+def _methods(
+    models: dict[str, GenerativeModel], prompt: Tensor, nodes: Sequence[int], accuracy: float, max_new_tokens: int
+) -> dict[str, tuple[GenerativeModel, Speculator | None]]:
+    """Name -> model and speculator; each model is drafted for from its own text."""
+    methods: dict[str, tuple[GenerativeModel, Speculator | None]] = {}
+    for name in (DENSE, PACKED):
+        model = models[name]
+        methods[f"{name}, plain"] = (model, None)
+        request = fixed_length(max_new_tokens + max(nodes)) | {"speculator": None}
+        script = model.generate(prompt, **request)[:, prompt.shape[1] :]
+        for n in nodes:
+            drafter = ScriptedDrafter(script, branching(n), accuracy=accuracy, vocab_size=model.config.vocab_size)
+            methods[f"{name}, trees of {n}"] = (model, Speculator(drafter, adaptive=False))
+    return methods
+
+
+def _row(name: str, seconds: dict[str, list[float]], stats: Any, max_new_tokens: int) -> dict[str, Any]:
+    def speedup(baseline: str) -> float:
+        pairs = zip(seconds[f"{baseline}, plain"], seconds[name], strict=True)
+        return statistics.median(theirs / ours for theirs, ours in pairs)
+
+    return {
+        "method": name,
+        "tokens_per_second": max_new_tokens / statistics.median(seconds[name]),
+        "speedup": speedup(DENSE),
+        "of_packed_plain": speedup(PACKED),
+        "mean_acceptance_length": stats.mean_acceptance_length if stats else None,
+    }

@@ -1,0 +1,219 @@
+"""One timed `generate` call, and many of them in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from ..errors import SpeculateError
+from ..models import GenerativeModel
+from ..stats import SpeculationStats
+from ..tuning import Budget
+from .methods import Method
+from .replay import recorded_budgets
+from .timing import synchronize, timed
+
+
+@dataclass(frozen=True)
+class Request:
+    """One `generate` call: prompts of one category, left-padded to a batch."""
+
+    index: int
+    category: str
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.input_ids.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One timed `generate` call.
+
+    Attributes:
+        request: index of the request.
+        rows: new tokens of every row.
+        budgets: what an adaptive speculator drafted a round, where that is recorded (`replay`).
+    """
+
+    method: str
+    request: int
+    category: str
+    repeat: int
+    seconds: float
+    rows: list[list[int]]
+    stats: SpeculationStats | None
+    budgets: list[Budget] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+def fixed_length(max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+    """Arguments of `generate` that all methods share: exactly so many tokens, greedy or plain sampling.
+
+    `top_k=0`: the library's default of 50 is not plain sampling.
+    """
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    return {"max_new_tokens": max_new_tokens, "eos_token_id": None, "pad_token_id": 0, **sampling}
+
+
+def batches(prompts: Sequence[tuple[str, Tensor]], batch_size: int, device: torch.device) -> list[Request]:
+    """Batches within a category; the last of a category is filled up with its first prompts."""
+    groups: dict[str, list[Tensor]] = {}
+    for category, ids in prompts:
+        groups.setdefault(category, []).append(ids)
+    requests = []
+    for category, group in groups.items():
+        for start in range(0, len(group), batch_size):
+            members = [group[i % len(group)] for i in range(start, start + batch_size)]
+            width = max(map(len, members))
+            rows = [torch.nn.functional.pad(ids, (width - len(ids), 0)) for ids in members]
+            mask = [torch.nn.functional.pad(torch.ones_like(ids), (width - len(ids), 0)) for ids in members]
+            request = Request(len(requests), category, torch.stack(rows).to(device), torch.stack(mask).to(device))
+            requests.append(request)
+    return requests
+
+
+def fitting(
+    prompts: Sequence[tuple[str, Tensor]], model: GenerativeModel, max_new_tokens: int
+) -> list[tuple[str, Tensor]]:
+    """The prompts that leave room for the new tokens in the target's context; raises `SpeculateError` for none."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    found = [p for p in prompts if len(p[1]) and (context is None or len(p[1]) + max_new_tokens <= context)]
+    if not found:
+        shortest = min(len(ids) for _, ids in prompts)
+        raise SpeculateError(
+            f"no prompt fits: the shortest has {shortest} tokens and {max_new_tokens} new ones are asked for, the "
+            f"target's context is {context}."
+        )
+    return found
+
+
+def generate_once(
+    model: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any], repeat: int = 0
+) -> Run:
+    """One call, seeded by the request."""
+    arguments = {"speculator": None, "return_dict_in_generate": True, **arguments, **method.arguments}
+    torch.manual_seed(request.index)
+    seconds, output = timed(
+        lambda: model.generate(request.input_ids, attention_mask=request.attention_mask, **arguments), model.device
+    )
+    return Run(
+        method=method.name,
+        request=request.index,
+        category=request.category,
+        repeat=repeat,
+        seconds=seconds,
+        rows=output.sequences[:, request.length :].tolist(),
+        stats=getattr(output, "speculation", None),
+        budgets=recorded_budgets(arguments["speculator"]),
+    )
+
+
+def measure_in_turn(
+    model: GenerativeModel,
+    methods: Sequence[Method],
+    requests: Sequence[Request],
+    arguments: dict[str, Any],
+    repeats: int,
+    advance: Callable[[str], None],
+    before_each: Callable[[Method], None] | None = None,
+) -> list[Run]:
+    """Every method on every request, `repeats` times, one after the other in an order that rotates.
+
+    Drift of the machine hits all methods alike; each has a warm-up before. `advance` is called `num_steps` times,
+    `before_each` before every call, warm-up included.
+
+    Raises:
+        SpeculateError: a method emitted another number of tokens than it was asked for.
+    """
+    wanted = arguments["max_new_tokens"]
+    longest = max(requests, key=lambda request: request.length)
+    for method in methods:
+        for _ in range(method.num_warm_ups):
+            if before_each is not None:
+                before_each(method)
+            generate_once(model, method, longest, arguments | {"max_new_tokens": method.warm_up_tokens(wanted)})
+        advance("warm-up")
+    runs = []
+    for repeat in range(repeats):
+        for request in requests:
+            for method in rotated(methods, repeat + request.index):
+                if before_each is not None:
+                    before_each(method)
+                run = generate_once(model, method, request, arguments, repeat)
+                if lengths := {len(row) for row in run.rows} - {wanted}:
+                    raise SpeculateError(
+                        f"{method.name} emitted {sorted(lengths)} tokens instead of {wanted}: tokens/s would not be "
+                        "comparable."
+                    )
+                runs.append(run)
+                advance(method.name)
+    return runs
+
+
+def num_steps(num_methods: int, num_requests: int, repeats: int) -> int:
+    """How often `measure_in_turn` calls `advance`."""
+    return num_methods * (repeats * num_requests + 1)
+
+
+def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
+    """The methods in the order of this turn."""
+    first = turn % len(methods)
+    return [*methods[first:], *methods[:first]]
+
+
+def seconds_by_repeat(
+    runs: Sequence[Run], method: str, of: Callable[[Run], float] = lambda run: run.seconds
+) -> list[float]:
+    """Seconds of a method, one sum over the requests a repeat."""
+    seconds: dict[int, float] = {}
+    for run in runs:
+        if run.method == method:
+            seconds[run.repeat] = seconds.get(run.repeat, 0.0) + of(run)
+    return [seconds[repeat] for repeat in sorted(seconds)]
+
+
+def merged(stats: Iterable[SpeculationStats]) -> SpeculationStats:
+    """Statistics of several calls together."""
+    whole = SpeculationStats()
+    for one in stats:
+        whole.merge(one)
+    return whole
+
+
+class _FirstToken(StoppingCriteria):
+    """Notes the time of the first token and ends the call there."""
+
+    def __init__(self) -> None:
+        self.time: float | None = None
+
+    def __call__(self, input_ids, scores, **kwargs) -> Any:
+        synchronize(input_ids.device)
+        self.time = self.time or time.perf_counter()
+        return torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def seconds_to_first_token(
+    model: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any]
+) -> float:
+    """Seconds from the call to the first token that is handed on, in a call that could have emitted all of them.
+
+    Stock's speculative modes hand on nothing before their first round of candidates is verified.
+    """
+    first = _FirstToken()
+    synchronize(model.device)
+    start = time.perf_counter()
+    generate_once(model, method, request, arguments | {"stopping_criteria": StoppingCriteriaList([first])})
+    assert first.time is not None
+    return first.time - start

@@ -1,0 +1,169 @@
+"""Target and prompts of a benchmark on real text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import SpeculateError
+from ..models import GenerativeModel
+from .environment import environment, find_device
+from .methods import SpeculatorSpec, default_specs, default_target, load_target, parse_specs
+from .prompts import Prompt, builtin_prompts, chat_ids, read_prompts, tokenize
+from .runs import fitting
+
+
+@dataclass(kw_only=True)
+class WorkloadSettings:
+    """What every benchmark on real text asks for.
+
+    Attributes:
+        target: path or Hub id; None is the bundled target.
+        speculators: `NAME_OR_PATH[:option=value,...]`; None is prompt lookup (and what is bundled for the bundled
+            target).
+        prompts: JSON-lines files; none is the built-in set.
+        categories: only prompts of these.
+        limit: at most this many prompts of each file.
+        raw: leave the tokenizer's chat template aside (of several turns, only the first is used then).
+        dtype: of the target, "auto" is the checkpoint's.
+        max_new_tokens: each row emits exactly this many.
+        device: None is the accelerator if there is one.
+    """
+
+    target: str | None = None
+    speculators: Sequence[str] | None = None
+    prompts: Sequence[str | Path] = ()
+    categories: Sequence[str] | None = None
+    limit: int | None = None
+    raw: bool = False
+    dtype: str = "auto"
+    max_new_tokens: int = 128
+    device: str | None = None
+
+    @property
+    def target_name(self) -> str:
+        return self.target or default_target()
+
+    def specs(self) -> list[SpeculatorSpec]:
+        return default_specs(self.target_name) if self.speculators is None else parse_specs(self.speculators)
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises `SpeculateError` for a count below 1; None is not given."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise SpeculateError(f"{name.replace('_', ' ')} must be at least 1, got {value}.")
+
+
+def check_temperatures(temperatures: Sequence[float]) -> None:
+    """Raises `SpeculateError` for a negative one."""
+    if min(temperatures) < 0:
+        raise SpeculateError(f"a temperature must be 0 (greedy) or more, got {min(temperatures)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A target and the prompts that fit it.
+
+    Attributes:
+        prompts: (category, int64 [S]) of each.
+        num_skipped: prompts that are too long.
+    """
+
+    name: str
+    model: GenerativeModel
+    prompts: list[tuple[str, Tensor]]
+    num_skipped: int
+    prompt_sets: list[str]
+    uses_chat_template: bool
+
+    def describe(self) -> dict[str, Any]:
+        """What a result says about it."""
+        model = self.model
+        return {
+            "target": self.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": model.config._attn_implementation,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "prompt_sets": self.prompt_sets,
+            "num_prompts": len(self.prompts),
+            "num_skipped_prompts": self.num_skipped,
+            "mean_prompt_length": sum(len(ids) for _, ids in self.prompts) / len(self.prompts),
+            "chat_template": self.uses_chat_template,
+            "environment": environment(model.device),
+        }
+
+
+def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None) -> Workload:
+    """Loads target and prompts.
+
+    Args:
+        prompt_tokens: take these tokens of every text (without a chat template); texts that end before are left out.
+    """
+    device = find_device(settings.device)
+    groups = [read_prompts(path, settings.limit, settings.categories) for path in settings.prompts]
+    if not groups:
+        groups = [builtin_prompts(settings.limit)]
+    chosen = [prompt for group in groups for prompt in group]
+    model, tokenizer = load_target(settings.target_name, settings.dtype, device)
+    uses_chat_template = bool(tokenizer.chat_template) and not settings.raw and prompt_tokens is None
+    prompts = tokenize(chosen, tokenizer, use_chat_template=uses_chat_template)
+    if prompt_tokens is not None:
+        prompts = _cut(prompts, prompt_tokens)
+    elif uses_chat_template:
+        prompts += [p for prompt in chosen for p in _later_turns(prompt, model, tokenizer, settings.max_new_tokens)]
+        order = list(dict.fromkeys(prompt.category for prompt in chosen))
+        prompts.sort(key=lambda prompt: order.index(prompt[0]))
+    kept = fitting(prompts, model, settings.max_new_tokens)
+    return Workload(
+        name=settings.target_name,
+        model=model,
+        prompts=kept,
+        num_skipped=len(prompts) - len(kept),
+        prompt_sets=[str(path) for path in settings.prompts] or ["built-in"],
+        uses_chat_template=uses_chat_template,
+    )
+
+
+def describe_target(result: dict[str, Any]) -> str:
+    """The beginning of a table's title."""
+    env = result["environment"]
+    return (
+        f"{result['target']} ({result['parameters'] / 1e6:.1f} M parameters, {result['dtype']}), {env['device']}, "
+        f"{env['threads']} threads: {result['num_prompts']} prompts, {result['max_new_tokens']} new tokens"
+    )
+
+
+def _cut(prompts: Sequence[tuple[str, Tensor]], taken: slice) -> list[tuple[str, Tensor]]:
+    wanted = taken.stop - taken.start
+    cut = [(category, ids[taken]) for category, ids in prompts]
+    kept = [prompt for prompt in cut if len(prompt[1]) == wanted]
+    if not kept:
+        longest = max(len(ids) for _, ids in prompts)
+        raise SpeculateError(
+            f"no prompt has {taken.stop} tokens (the longest has {longest}): tokens {taken.start} to "
+            f"{taken.stop} of each were asked for."
+        )
+    return kept
+
+
+def _later_turns(
+    prompt: Prompt, model: GenerativeModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
+) -> list[tuple[str, Tensor]]:
+    """The prompts of a conversation's later turns; the target's own greedy answers stand before them."""
+    found, messages = [], prompt.messages
+    for turn in prompt.later_turns:
+        ids = chat_ids(messages, tokenizer)[None].to(model.device)
+        arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
+        with torch.inference_mode():
+            output = model.generate(ids, **arguments, eos_token_id=tokenizer.eos_token_id, speculator=None)
+        answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        found.append((prompt.category, chat_ids(messages, tokenizer)))
+    return found

@@ -1,0 +1,120 @@
+"""The drafter's side of a request: what it is asked and told, and what its errors mean to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .drafter import Drafter, DraftRequest, DraftSession, DraftState
+from .errors import DrafterError, SpeculateError
+from .features import FeatureTaps
+from .models import GenerativeModel
+from .observations import Observations
+from .tree import DraftTree
+from .verification import Verdict
+
+
+Answer = TypeVar("Answer")
+
+
+class Drafting:
+    """A drafter at work on one request: its session, and the taps that get it the target's hidden states.
+
+    Args:
+        drafter: the method.
+        request: what its session is told.
+    """
+
+    def __init__(self, drafter: Drafter, request: DraftRequest):
+        self.drafter = drafter
+        self.request = request
+        self._taps = FeatureTaps(cast(GenerativeModel, request.target), drafter.feature_layers)
+        self._unobserved = Observations()
+        self._open_session: DraftSession | None = None
+
+    def start(self) -> None:
+        """Opens the session."""
+        self._open_session = self._ask(lambda: self.drafter.start(self.request))
+
+    @property
+    def _session(self) -> DraftSession:
+        assert self._open_session is not None
+        return self._open_session
+
+    @property
+    def forward_kwargs(self) -> dict[str, Any]:
+        """What the target's forwards have to be asked for."""
+        return self._taps.forward_kwargs
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Around the forwards whose hidden states the drafter gets."""
+        return self._taps.listening()
+
+    def skip(self, num_rerun: int) -> None:
+        """Forgets what the last forward showed of its first tokens: they were run again, in front of the nodes."""
+        self._taps.skip(num_rerun)
+
+    def observe_prompt(self, tokens: Tensor, hidden_states: Any) -> None:
+        """Tells of the prompt; `tokens` [B, J]: what came after each of its known positions, see `DraftSession`."""
+        features = self._taps.last(hidden_states, tokens.shape[1])
+        lengths = torch.full((tokens.shape[0],), tokens.shape[1])
+        self._ask(lambda: self._session.observe(tokens, features, lengths))
+
+    def observe(self, verdict: Verdict, hidden_states: Any) -> None:
+        """Notes what the drafter will be told before its next draft."""
+        rows = tuple(map(tuple, verdict.tokens))  # the consumer of the verdict may change its lists
+        self._unobserved.add(rows, self._taps.at(hidden_states, verdict.paths))
+
+    def draft(self, state: DraftState) -> DraftTree:
+        """A tree that the target can score, of as many rows as the request."""
+        if (observation := self._unobserved.take()) is not None:
+            self._ask(lambda: self._session.observe(*observation))
+        tree = self._ask(lambda: self._session.draft(state))
+        if tree.batch_size != len(state.active):
+            raise DrafterError(f"drafter {self.drafter.name!r} drafted {tree.batch_size} rows for {len(state.active)}.")
+        return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
+
+    def close(self) -> None:
+        """Closes the session; one that carries over is told of the last rounds before."""
+        self._taps.close()
+        session, self._open_session = self._open_session, None
+        if session is None:
+            return
+        try:
+            observation = self._unobserved.take() if session.carries_over else None
+            if observation is not None:
+                session.observe(*observation)
+        finally:
+            session.close()
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        try:
+            return call()
+        except SpeculateError:
+            raise
+        except Exception as error:
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} raised {type(error).__name__}: {error}. The text emitted so far and "
+                "the cache are valid; generate without `speculator=` to go on."
+            ) from error
+
+
+def _is_chain(tree: DraftTree) -> bool:
+    return all(row == list(range(-1, len(row) - 1)) for row in tree.host.parents)
+
+
+def _first_branch(tree: DraftTree) -> DraftTree:
+    """The chain of first children of every row, for targets that cannot score branches."""
+    rows: list[tuple[Sequence[int], Sequence[int]]] = []
+    for tokens, parents in zip(tree.host.token_ids, tree.host.parents, strict=True):
+        branch, last = [tokens[0]], 0
+        for node in range(1, len(tokens)):
+            if parents[node] == last:
+                branch.append(tokens[node])
+                last = node
+        rows.append((branch, range(-1, len(branch) - 1)))
+    return DraftTree.from_rows(rows)

@@ -1,0 +1,17 @@
+"""GGUF files as targets whose weights stay packed: `hf_speculate.load_gguf(path)`.
+
+reading    the header, every length checked against the size of the file
+formats    what the bytes of a block mean: integers, scale and offset per group
+model      which model the file holds: configuration, names, shapes
+int4       packs for torch's int4 kernel
+backends   where products with packed matrices are computed
+modules    packed linear layers, fused projections, embeddings
+loading    all of it together
+report     what a loaded model keeps where
+"""
+
+from .backends import BACKENDS as BACKENDS
+from .loading import load_gguf as load_gguf
+from .loading import load_model as load_model
+from .report import PackingReport as PackingReport
+from .report import packing_report as packing_report

@@ -1,0 +1,141 @@
+"""Where products with packed matrices are computed: one interface, chosen at load for a device and a dtype.
+
+A backend serves decoding and verification alike: the bits of a row never depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import UnsupportedRequestError
+from . import int4
+from .formats import FORMATS
+from .matrices import Matrix
+
+
+# What is known by this name is not packed: transformers' own linear layers.
+DENSE = "dense"
+
+# Weights that `dequantize` has in memory at a time, in float32 and in the model's dtype.
+BUFFER_WEIGHTS = 1 << 22
+
+
+class Backend(ABC):
+    """Packs matrices of blocks and multiplies with them.
+
+    Attributes:
+        name: for `load_gguf(backend=)` and reports.
+    """
+
+    name: str
+
+    @abstractmethod
+    def problem(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why it cannot be used there; "" where it can."""
+
+    @abstractmethod
+    def pack(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """What `multiply` needs: `weight`, uint8, and other tensors by name.
+
+        Raises:
+            CheckpointError: scales that are not finite.
+        """
+
+    @abstractmethod
+    def multiply(self, inputs: Float[Tensor, "M K"], layer: Any) -> Float[Tensor, "M N"]:
+        """x @ w.T without bias.
+
+        Args:
+            layer: has the packed tensors as attributes, `block_type` and `out_features` (N).
+        """
+
+
+class Int4Backend(Backend):
+    """torch's int4 kernel for CPUs (AVX2, AVX-512; slow code elsewhere). See `int4` for what it holds exactly."""
+
+    name = "int4"
+
+    def problem(self, device, dtype):
+        if device.type != "cpu":
+            return f"it computes on the CPU, not on {device.type!r}"
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"it computes in bfloat16, float16 or float32, not {dtype}"
+        if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+            return f"torch {torch.__version__} has no such kernel (2.6 has)"
+        return ""
+
+    def pack(self, matrix, dtype, device):
+        weight, scales_and_zeros = int4.pack(matrix, dtype)
+        return {"weight": weight, "scales_and_zeros": scales_and_zeros}
+
+    def multiply(self, inputs, layer):
+        if inputs.device.type != "cpu" or layer.weight.device.type != "cpu":
+            raise UnsupportedRequestError(
+                "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
+                f"load_gguf(..., device={str(inputs.device)!r})."
+            )
+        products = int4.multiply(inputs, layer.weight, layer.scales_and_zeros, int4.LAYOUTS[layer.block_type])
+        return products[:, : layer.out_features].to(inputs.dtype)
+
+
+class DequantizeBackend(Backend):
+    """Keeps the blocks of the file and dequantises some rows at a time at every call.
+
+    As small as the file, on any device, and the plain reference of the others; many times slower than dense weights
+    where few rows are computed.
+    """
+
+    name = "dequantize"
+
+    # Matrix libraries sum in another order when there are few rows. Every product is one of this many rows.
+    _ROWS = 16
+
+    def problem(self, device, dtype):
+        return ""
+
+    def pack(self, matrix, dtype, device):
+        weight = torch.empty(matrix.num_rows, matrix.parts[0].entry.row_bytes, dtype=torch.uint8, device=device)
+        for start, rows in matrix.chunks(BUFFER_WEIGHTS):
+            _, scales, offsets = FORMATS[matrix.type].split(rows)
+            int4.check_finite(scales if offsets is None else scales + offsets, matrix)
+            weight[start : start + len(rows)] = rows
+        return {"weight": weight}
+
+    def multiply(self, inputs, layer):
+        num_inputs, block_format = inputs.shape[0], FORMATS[layer.block_type]
+        tiles = functional.pad(inputs, (0, 0, 0, -num_inputs % self._ROWS)).split(self._ROWS)
+        step = max(BUFFER_WEIGHTS // inputs.shape[1], 1)
+        products = inputs.new_empty(num_inputs, layer.out_features)
+        for start in range(0, layer.out_features, step):
+            weights = block_format.dequantize(layer.weight[start : start + step]).to(inputs.dtype)
+            made = torch.cat([functional.linear(tile, weights) for tile in tiles])
+            products[:, start : start + step] = made[:num_inputs]
+        return products
+
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Int4Backend(), DequantizeBackend())}
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend | None:
+    """The backend called `name`, the fastest that runs there for "auto", None for "dense".
+
+    Raises:
+        UnsupportedRequestError: an unknown name, or a backend that cannot run there.
+    """
+    if name == DENSE:
+        return None
+    if name == "auto":
+        return next(backend for backend in BACKENDS.values() if not backend.problem(device, dtype))
+    if name not in BACKENDS:
+        raise UnsupportedRequestError(
+            f"unknown GGUF backend {name!r}; possible: auto, {', '.join(BACKENDS)}, {DENSE} (nothing stays packed)."
+        )
+    if problem := BACKENDS[name].problem(device, dtype):
+        raise UnsupportedRequestError(f"GGUF backend {name!r} cannot be used here: {problem}.")
+    return BACKENDS[name]

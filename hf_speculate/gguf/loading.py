@@ -1,0 +1,310 @@
+"""`load_gguf`: a transformers model and its tokenizer from a GGUF file, weights packed as they come."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
+
+from ..errors import CheckpointError
+from ..models import GenerativeModel
+from .backends import Backend, choose_backend
+from .formats import DENSE_TYPES, FORMATS, dense_values
+from .matrices import Matrix, TensorRows, half_split_order
+from .model import (
+    ATTENTION,
+    EMBEDDINGS,
+    FINAL_NORM,
+    MLP,
+    NORMS,
+    OUTPUT,
+    ModelPlan,
+    plain_frequencies,
+    plan_model,
+    read_vector,
+)
+from .modules import FusedLinear, PackedEmbedding, PackedLinear, Projection
+from .quantizer import PackedGgufQuantizer
+from .reading import GgufFile, read_header
+from .report import packing_report
+
+
+logger = logging.get_logger(__name__)
+
+# Weights of a matrix that is not packed that are in float32 at a time.
+_DENSE_CHUNK = 1 << 22
+
+
+def load_gguf(
+    path_or_repo: str | os.PathLike[str],
+    *,
+    gguf_file: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    backend: str = "auto",
+    attn_implementation: str | None = None,
+    **hub_kwargs: Any,
+) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
+    """A causal LM of architecture llama or qwen2 from a GGUF file, its quantised weights kept packed in memory.
+
+    Types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, F16, BF16, F32, and files that mix them. The model is an ordinary
+    `LlamaForCausalLM` or `Qwen2ForCausalLM` for inference; it cannot be trained nor saved.
+
+    Args:
+        path_or_repo: a file; or a folder or Hub repository that holds `gguf_file`.
+        dtype: of everything that is not packed, and what products are rounded to.
+        device: the CPU by default.
+        tokenizer: instead of the one in the file.
+        backend: "auto" takes "int4" (torch's int4 kernel) on a CPU and "dequantize" (blocks dequantised at every call,
+            as small as the file and slow) elsewhere; "dense" dequantises at load.
+        attn_implementation: as in `from_pretrained`.
+        hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only` ...
+    Returns:
+        Model (in eval mode) and tokenizer. `hf_speculate.gguf.packing_report(model)` says what lies where.
+    Raises:
+        CheckpointError: no such file; broken, cut off, of another architecture, with missing or unknown metadata or
+            tensors. All but scales that are not finite are found before weights are read.
+        UnsupportedRequestError: a backend that does not exist or does not run there.
+    """
+    path = _find(path_or_repo, gguf_file, hub_kwargs)
+    file = read_header(path)
+    plan = plan_model(file)
+    on = torch.device(device or "cpu")
+    chosen = choose_backend(backend, on, dtype)
+    tokenizer = tokenizer if tokenizer is not None else read_tokenizer(file)
+    model = build_model(plan, dtype, on, chosen, attn_implementation)
+    logger.info(f"{path}: {packing_report(model)}")
+    return model, tokenizer
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+    backend: str = "auto",
+    attn_implementation: str | None = None,
+) -> GenerativeModel:
+    """The model of `load_gguf` alone, also from a file without a tokenizer. Arguments and errors: see there."""
+    on = torch.device(device or "cpu")
+    plan, chosen = plan_model(read_header(path)), choose_backend(backend, on, dtype)
+    return build_model(plan, dtype, on, chosen, attn_implementation)
+
+
+def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    """The tokenizer in a file with its chat template, as transformers understands it.
+
+    Raises:
+        CheckpointError: there is none, or of a kind that transformers does not know.
+    """
+    if "tokenizer.ggml.model" not in file.metadata or "tokenizer.ggml.tokens" not in file.metadata:
+        raise CheckpointError(f"{file.path!r} holds no tokenizer (tokenizer.ggml.*): pass `tokenizer=`.")
+    try:
+        architecture, description, options = get_gguf_tokenizer(file.path)
+        backend, _ = convert_gguf_tokenizer(architecture, description)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+    except (ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"the tokenizer in {file.path!r} cannot be read ({type(error).__name__}: {error}): pass `tokenizer=`."
+        ) from error
+
+
+def build_model(
+    plan: ModelPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: Backend | None,
+    attn_implementation: str | None = None,
+) -> GenerativeModel:
+    """The model of a plan, read matrix by matrix.
+
+    Args:
+        backend: for everything that is stored in blocks; None dequantises it at load.
+    """
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.device("meta"), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, **options)
+    builder = _Builder(plan, dtype, device, backend)
+    builder.fill(model)
+    _hand_back_memory()
+    remaining = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if remaining:
+        raise CheckpointError(f"{plan.file.path!r} has nothing for {', '.join(remaining)}.")
+    model.requires_grad_(False).eval()
+    model.hf_quantizer = PackedGgufQuantizer()
+    # Embeddings and output layer are packed apart: nothing must ever make them one again.
+    model._tied_weights_keys = {}
+    model.all_tied_weights_keys = {}
+    model.name_or_path = plan.file.path
+    model.generation_config = GenerationConfig(
+        bos_token_id=plan.bos_token_id,
+        eos_token_id=list(plan.eos_token_ids) or None,
+        pad_token_id=plan.pad_token_id,
+    )
+    return model
+
+
+class _Builder:
+    """Makes the modules of one model."""
+
+    def __init__(self, plan: ModelPlan, dtype: torch.dtype, device: torch.device, backend: Backend | None):
+        self.plan = plan
+        self.file = plan.file
+        self.dtype = dtype
+        self.device = device
+        self.backend = backend
+
+    def fill(self, model: Any) -> None:
+        decoder = model.model
+        decoder.embed_tokens = self._embeddings()
+        if self.plan.is_tied:
+            model.lm_head = self._tied_output(decoder.embed_tokens)
+        else:
+            model.lm_head = self._linear(self._matrix([OUTPUT]), None)
+        for index, layer in enumerate(logging.tqdm(decoder.layers, desc="Packing layers")):
+            self._fill_layer(layer, f"blk.{index}.")
+        decoder.norm.weight = self._vector(FINAL_NORM)
+        self._place_rotary(decoder)
+
+    def _fill_layer(self, layer: Any, prefix: str) -> None:
+        for name, module in NORMS.items():
+            getattr(layer, module).weight = self._vector(f"{prefix}{name}.weight")
+        for parent, names, fused in (
+            (layer.self_attn, ATTENTION, ("attn_q", "attn_k", "attn_v")),
+            (layer.mlp, MLP, ("ffn_gate", "ffn_up")),
+        ):
+            for group in self._groups(prefix, fused):
+                for name, module in zip(group, self._projections(prefix, group), strict=True):
+                    setattr(parent, names[name], module)
+            for name in names.keys() - set(fused):
+                setattr(parent, names[name], self._projections(prefix, [name])[0])
+
+    def _groups(self, prefix: str, names: Iterable[str]) -> list[list[str]]:
+        """Projections of one input, those together that are packed and of one type."""
+        groups: dict[Any, list[str]] = {}
+        for name in names:
+            kind = self.file.tensors[f"{prefix}{name}.weight"].type
+            is_packed = self.backend is not None and kind in FORMATS
+            has_bias = f"{prefix}{name}.bias" in self.file.tensors
+            groups.setdefault((kind, has_bias) if is_packed else name, []).append(name)
+        return list(groups.values())
+
+    def _projections(self, prefix: str, names: list[str]) -> list[nn.Module]:
+        """One module for each name; several share one product."""
+        matrix = self._matrix([f"{prefix}{name}.weight" for name in names])
+        biases = [self._bias(f"{prefix}{name}.bias") for name in names]
+        linear = self._linear(matrix, None if biases[0] is None else torch.cat(biases))  # type: ignore[arg-type]
+        if len(names) == 1:
+            return [linear]
+        assert isinstance(linear, PackedLinear)
+        fused = FusedLinear(linear, matrix.sizes)
+        return [Projection(fused, index) for index in range(len(names))]
+
+    def _matrix(self, names: list[str]) -> Matrix:
+        return Matrix(tuple(TensorRows(self.file, self.file.tensors[name], self._order(name)) for name in names))
+
+    def _order(self, name: str) -> Tensor | None:
+        """Which rows of a tensor of the file are transformers' rows; None where they are in order."""
+        if not self.plan.permutes:
+            return None
+        config, rows = self.plan.config, self.file.tensors[name].shape[0]
+        if ".attn_q." in name:
+            return half_split_order(rows, config.num_attention_heads)
+        return half_split_order(rows, config.num_key_value_heads) if ".attn_k." in name else None
+
+    def _linear(self, matrix: Matrix, bias: Tensor | None) -> nn.Module:
+        """A packed layer where blocks are to stay packed, else an ordinary one."""
+        if self.backend is None or matrix.type in DENSE_TYPES:
+            return self._dense_linear(self._dense(matrix), bias)
+        tensors = self.backend.pack(matrix, self.dtype, self.device)
+        return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, self.backend, tensors, bias)
+
+    def _dense_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+        with torch.device("meta"):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        # Embeddings that are tied hand in their parameter, which stays the same one.
+        linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+        return linear
+
+    def _dense(self, matrix: Matrix) -> Tensor:
+        weights = torch.empty(matrix.num_rows, matrix.num_columns, dtype=self.dtype, device=self.device)
+        for start, rows in matrix.chunks(_DENSE_CHUNK):
+            is_dense = matrix.type in DENSE_TYPES
+            values = dense_values(rows, matrix.type) if is_dense else FORMATS[matrix.type].dequantize(rows)
+            weights[start : start + len(rows)] = values
+        if not weights.isfinite().all():
+            raise CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some weights are not finite.")
+        return weights
+
+    def _embeddings(self) -> nn.Module:
+        """Packed ones keep the file's bytes: their rows are read one by one, which no kernel's layout offers."""
+        matrix = self._matrix([EMBEDDINGS])
+        if self.backend is None or matrix.type in DENSE_TYPES:
+            weight = self._dense(matrix)
+            return nn.Embedding(matrix.num_rows, matrix.num_columns, _weight=weight, _freeze=True)
+        part = matrix.parts[0]
+        # Of tied matrices on the CPU, only the output layer's copy is held in memory.
+        is_mapped = self.plan.is_tied and self.device.type == "cpu"
+        weight = self.file.map(part.entry) if is_mapped else part.read(0, matrix.num_rows).to(self.device)
+        return PackedEmbedding(weight, matrix.type, self.dtype, is_mapped)
+
+    def _tied_output(self, embeddings: nn.Module) -> nn.Module:
+        if isinstance(embeddings, nn.Embedding):
+            return self._dense_linear(embeddings.weight, None)
+        return self._linear(self._matrix([EMBEDDINGS]), None)
+
+    def _vector(self, name: str) -> nn.Parameter:
+        values = read_vector(self.file, self.file.tensors[name]).to(self.device, self.dtype)
+        if not values.isfinite().all():
+            raise CheckpointError(f"{self.file.path!r}: {name!r} holds values that are not finite.")
+        return nn.Parameter(values, requires_grad=False)
+
+    def _bias(self, name: str) -> Tensor | None:
+        if name not in self.file.tensors:
+            return None
+        order, values = self._order(name), self._vector(name).data
+        return values if order is None else values[order.to(values.device)]
+
+    def _place_rotary(self, decoder: Any) -> None:
+        """RoPE's frequencies are computed, not loaded; with the factors of the file where it has some."""
+        with torch.device("cpu"):
+            rotary = type(decoder.rotary_emb)(self.plan.config)
+        if self.plan.rope_factors is not None:
+            frequencies = plain_frequencies(self.plan.config) / self.plan.rope_factors
+            rotary.inv_freq.copy_(frequencies)
+            rotary.original_inv_freq = rotary.inv_freq.clone()
+        decoder.rotary_emb = rotary.to(self.device)
+
+
+def _hand_back_memory() -> None:
+    """Buffers of packing that the C library keeps between what stays: a tenth of a small model's size."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _find(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_kwargs: dict[str, Any]) -> str:
+    """The path of the file, downloaded if need be."""
+    path = os.fspath(path_or_repo)
+    if gguf_file is None:
+        if os.path.isfile(path):
+            return path
+        what = "a folder: name the file in it with `gguf_file=`" if os.path.isdir(path) else "no file"
+        raise CheckpointError(f"{path!r} is {what}. (A Hub repository takes `gguf_file=` too.)")
+    try:
+        found = cached_file(path, gguf_file, **hub_kwargs)
+    except OSError as error:
+        raise CheckpointError(f"{gguf_file!r} of {path!r} cannot be had: {error}") from error
+    assert found is not None
+    return found

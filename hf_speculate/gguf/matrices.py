@@ -1,0 +1,83 @@
+"""Matrices as the packers see them: rows of one or more tensors of a file, in the order of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+from .reading import GgufFile, TensorEntry
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """The rows of one tensor.
+
+    Attributes:
+        order: int64 [rows], which row of the file each row is; None where they are in order.
+    """
+
+    file: GgufFile
+    entry: TensorEntry
+    order: Int64[Tensor, " N"] | None = None
+
+    def read(self, start: int, stop: int) -> UInt8[Tensor, "R bytes"]:
+        # Mapped for the time of the copy only: pages of a file that stay mapped count as resident.
+        rows = self.file.map(self.entry)
+        return rows[start:stop].clone() if self.order is None else rows[self.order[start:stop]]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Tensors of one type and width, one below the other: `y = x @ matrix.T` computes all their products at once."""
+
+    parts: tuple[TensorRows, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(part.entry.name for part in self.parts)
+
+    @property
+    def type(self) -> str:
+        return self.parts[0].entry.type
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each part."""
+        return tuple(part.entry.num_rows for part in self.parts)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def num_columns(self) -> int:
+        return self.parts[0].entry.shape[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.entry.num_bytes for part in self.parts)
+
+    def read(self, start: int, stop: int) -> UInt8[Tensor, "R bytes"]:
+        """The bytes of some rows."""
+        pieces, first = [], 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            begin, end = max(start - first, 0), min(stop - first, size)
+            if begin < end:
+                pieces.append(part.read(begin, end))
+            first += size
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def chunks(self, num_weights: int, multiple: int = 1) -> Iterator[tuple[int, UInt8[Tensor, "R bytes"]]]:
+        """(first row, bytes) of about `num_weights` weights at a time; all but the last are a multiple of rows."""
+        step = max(num_weights // (self.num_columns * multiple), 1) * multiple
+        for start in range(0, self.num_rows, step):
+            yield start, self.read(start, min(start + step, self.num_rows))
+
+
+def half_split_order(num_rows: int, num_heads: int) -> Int64[Tensor, " N"]:
+    """Rows of llama.cpp's q and k (pairs that rotate together are neighbours) in transformers' order (halves)."""
+    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -1,0 +1,295 @@
+"""Which model a file holds: its configuration, and the tensors that such a model has, checked before any is read.
+
+Names of keys and tensors: `gguf-py/gguf/constants.py` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..errors import CheckpointError
+from .formats import DENSE_TYPES, FORMATS, dense_values
+from .reading import GgufFile, TensorEntry
+
+
+_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+
+# Projections of a layer: name in the file -> name in transformers.
+ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+
+EMBEDDINGS, OUTPUT, FINAL_NORM, ROPE_FACTORS = (
+    "token_embd.weight",
+    "output.weight",
+    "output_norm.weight",
+    "rope_freqs.weight",
+)
+
+# Tokens that end a turn where the metadata name only one of them, as llama.cpp has it.
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_CONTROL_TOKEN = 3
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model that can be built from a file.
+
+    Attributes:
+        config: of the transformers model; without a dtype.
+        rope_factors: float32 [head_dim / 2], what each RoPE frequency is divided by; None: by nothing.
+        eos_token_ids: every token that ends a text.
+        bos_token_id, pad_token_id: None where the file names none.
+        permutes: whether rows of q and k are in llama.cpp's order.
+    """
+
+    file: GgufFile
+    config: PreTrainedConfig
+    rope_factors: Tensor | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    permutes: bool
+
+    @property
+    def is_tied(self) -> bool:
+        return OUTPUT not in self.file.tensors
+
+
+def plan_model(file: GgufFile) -> ModelPlan:
+    """Understands a file without reading its weights.
+
+    Raises:
+        CheckpointError: another architecture; metadata or tensors that are missing, unknown, misshapen or of a type
+            that is not supported.
+    """
+    reader = _Metadata(file)
+    architecture = reader.get("general.architecture", str)
+    if architecture not in _CONFIGS:
+        raise CheckpointError(
+            f"{file.path!r} holds a model of architecture {architecture!r}; supported: {', '.join(_CONFIGS)}. "
+            "(transformers' from_pretrained(gguf_file=) loads more, dequantised.)"
+        )
+    sizes = _sizes(reader, architecture)
+    _check_tensors(file, architecture, sizes)
+    factors = _rope_factors(file, sizes["head_dim"])
+    config = _config(reader, architecture, sizes, factors)
+    return ModelPlan(
+        file=file,
+        config=config,
+        rope_factors=factors,
+        eos_token_ids=_end_tokens(file, config.vocab_size),
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+        permutes=architecture == "llama",
+    )
+
+
+class _Metadata:
+    """Typed access to the metadata of a file."""
+
+    def __init__(self, file: GgufFile):
+        self.file = file
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of `key`; raises `CheckpointError` where it is of another type, or missing without a default."""
+        value = self.file.metadata.get(key, default)
+        if value is None:
+            raise CheckpointError(f"{self.file.path!r}: the metadata have no {key!r}.")
+        if kind is float and isinstance(value, int):
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is {value!r}, which is no {kind.__name__}.")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, int, default)
+        if value < 1:
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is {value}.")
+        return value
+
+
+def _sizes(reader: _Metadata, architecture: str) -> dict[str, int]:
+    """Sizes by the names that transformers' configurations have."""
+    if reader.get(f"{architecture}.expert_count", int, 0):
+        raise CheckpointError(f"{reader.file.path!r} holds a mixture of experts, which is not supported.")
+    hidden_size = reader.size(f"{architecture}.embedding_length")
+    num_heads = reader.size(f"{architecture}.attention.head_count")
+    head_dim = reader.size(f"{architecture}.attention.key_length", max(hidden_size // num_heads, 1))
+    for key in (f"{architecture}.rope.dimension_count", f"{architecture}.attention.value_length"):
+        if reader.size(key, head_dim) != head_dim:
+            raise CheckpointError(
+                f"{reader.file.path!r}: {key!r} is {reader.size(key)} in heads of {head_dim}: rotating or keeping a "
+                "part of a head is not supported."
+            )
+    num_layers, num_tensors = reader.size(f"{architecture}.block_count"), len(reader.file.tensors)
+    if num_layers > num_tensors:  # before the names of all layers are made
+        raise CheckpointError(f"{reader.file.path!r}: {num_layers} layers are announced, but {num_tensors} tensors.")
+    embeddings = reader.file.tensors.get(EMBEDDINGS)
+    if embeddings is None:
+        raise CheckpointError(f"{reader.file.path!r}: tensor {EMBEDDINGS!r} is missing.")
+    return {
+        "vocab_size": embeddings.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": reader.size(f"{architecture}.feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": reader.size(f"{architecture}.attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": reader.size(f"{architecture}.context_length"),
+    }
+
+
+def _expected(architecture: str, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """(name, shape, whether it must be there) of every tensor of the architecture."""
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    q_size = sizes["num_attention_heads"] * sizes["head_dim"]
+    kv_size = sizes["num_key_value_heads"] * sizes["head_dim"]
+    yield EMBEDDINGS, (sizes["vocab_size"], hidden), True
+    yield OUTPUT, (sizes["vocab_size"], hidden), False
+    yield FINAL_NORM, (hidden,), True
+    yield ROPE_FACTORS, (sizes["head_dim"] // 2,), False
+    matrices = {
+        "attn_q": (q_size, hidden),
+        "attn_k": (kv_size, hidden),
+        "attn_v": (kv_size, hidden),
+        "attn_output": (hidden, q_size),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    with_bias = ("attn_q", "attn_k", "attn_v") if architecture == "qwen2" else ()
+    for layer in range(sizes["num_hidden_layers"]):
+        for name in NORMS:
+            yield f"blk.{layer}.{name}.weight", (hidden,), True
+        for name, shape in matrices.items():
+            yield f"blk.{layer}.{name}.weight", shape, True
+            yield f"blk.{layer}.{name}.bias", shape[:1], name in with_bias
+
+
+def _check_tensors(file: GgufFile, architecture: str, sizes: dict[str, int]) -> None:
+    """Every tensor is accounted for: there, of its shape, of a type that can be read."""
+    expected = {name: (shape, needed) for name, shape, needed in _expected(architecture, sizes)}
+    missing = [name for name, (_, needed) in expected.items() if needed and name not in file.tensors]
+    unknown = [name for name in file.tensors if name not in expected]
+    for problem, names in (("are missing", missing), ("are not known", unknown)):
+        if names:
+            raise CheckpointError(
+                f"{file.path!r}: {len(names)} tensors of a {architecture} model {problem}: {', '.join(names[:8])}."
+            )
+    for name, entry in file.tensors.items():
+        if entry.shape != expected[name][0]:
+            raise CheckpointError(
+                f"{file.path!r}: tensor {name!r} is {list(entry.shape)}; the metadata say {list(expected[name][0])}."
+            )
+        allowed = [*DENSE_TYPES, *(FORMATS if len(entry.shape) == 2 else ())]
+        if entry.type not in allowed:
+            raise CheckpointError(
+                f"{file.path!r}: tensor {name!r} is of type {entry.type}; supported here: {', '.join(allowed)}."
+            )
+
+
+def read_vector(file: GgufFile, entry: TensorEntry) -> Tensor:
+    """A tensor of values (a norm, a bias) in the type of the file, in memory of its own."""
+    return dense_values(file.map(entry).clone(), entry.type).view(entry.shape)
+
+
+def _rope_factors(file: GgufFile, head_dim: int) -> Tensor | None:
+    entry = file.tensors.get(ROPE_FACTORS)
+    if entry is None:
+        return None
+    factors = read_vector(file, entry).float()
+    if not (factors.isfinite().all() and factors.min() > 0):
+        raise CheckpointError(f"{file.path!r}: {ROPE_FACTORS!r} holds factors that are not positive numbers.")
+    return factors
+
+
+def _config(reader: _Metadata, architecture: str, sizes: dict[str, int], factors: Tensor | None) -> PreTrainedConfig:
+    tensors = reader.file.tensors
+    options: dict[str, Any] = {
+        **sizes,
+        "rms_norm_eps": reader.get(f"{architecture}.attention.layer_norm_rms_epsilon", float),
+        "tie_word_embeddings": OUTPUT not in tensors,
+        "rope_parameters": _rope_parameters(reader, architecture, sizes),
+    }
+    if architecture == "llama":
+        options["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        options["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    try:
+        config = _CONFIGS[architecture](**options)
+    except Exception as error:  # transformers validates in several ways
+        raise CheckpointError(f"{reader.file.path!r}: its metadata make no {architecture} model: {error}") from error
+    config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[architecture]]
+    if factors is not None:
+        _name_factors(config, factors)
+    return config
+
+
+def _rope_parameters(reader: _Metadata, architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
+    prefix = f"{architecture}.rope"
+    parameters = {"rope_type": "default", "rope_theta": reader.get(f"{prefix}.freq_base", float, 10000.0)}
+    kind = reader.get(f"{prefix}.scaling.type", str, "none")
+    linear = reader.get(f"{prefix}.scale_linear", float, 1.0)  # how files before 2023-09 say it
+    if kind == "none" and linear == 1.0:
+        return parameters
+    if kind not in ("none", "linear", "yarn"):
+        raise CheckpointError(
+            f"{reader.file.path!r}: RoPE scaling {kind!r} is not supported; supported: none, linear, yarn, and factors "
+            f"in {ROPE_FACTORS!r}."
+        )
+    if kind == "none":
+        return parameters | {"rope_type": "linear", "factor": linear}
+    parameters |= {"rope_type": kind, "factor": reader.get(f"{prefix}.scaling.factor", float)}
+    if kind == "yarn":
+        if reader.get(f"{prefix}.scaling.attn_factor", float, 1.0) != 1.0:
+            raise CheckpointError(f"{reader.file.path!r}: yarn with an attention factor of its own is not supported.")
+        original = reader.size(f"{prefix}.scaling.original_context_length", sizes["max_position_embeddings"])
+        parameters["original_max_position_embeddings"] = original
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if f"{prefix}.scaling.{theirs}" in reader.file.metadata:
+                parameters[ours] = reader.get(f"{prefix}.scaling.{theirs}", float)
+    return parameters
+
+
+def _name_factors(config: Any, factors: Tensor) -> None:
+    """Gives Llama 3's scaling its name in `config`, where the factors are those that its usual parameters make.
+
+    A file holds the factors only; the model uses them as they are, with or without the name.
+    """
+    plain = config.rope_parameters
+    if plain["rope_type"] != "default" or torch.equal(factors, torch.ones_like(factors)):
+        return
+    config.rope_parameters = plain | {
+        "rope_type": "llama3",
+        "factor": factors.max().item(),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    if not torch.allclose(scaled, plain_frequencies(config) / factors, rtol=1e-4, atol=0):
+        config.rope_parameters = plain
+
+
+def plain_frequencies(config: Any) -> Tensor:
+    """float32 [head_dim / 2]: RoPE's frequencies without any scaling."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    return 1.0 / config.rope_parameters["rope_theta"] ** exponents
+
+
+def _end_tokens(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
+    """Those that the metadata name, and control tokens that are known to end a turn."""
+    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found = [token for token in named if isinstance(token, int)]
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
+    for text in _END_TEXTS:
+        if text in tokens and types[tokens.index(text) :][:1] == [_CONTROL_TOKEN]:
+            found.append(tokens.index(text))
+    return tuple(token for token in dict.fromkeys(found) if token < vocab_size)

@@ -1,0 +1,113 @@
+"""How far the trees of a drafter are accepted, learnt from rounds of any size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+# Sizes of trees between which the tuner chooses (draft nodes, the root not counted).
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+_DECAY = 0.93  # a memory of about 14 rounds
+_PRIOR_HAZARD = 0.7  # before anything was seen: optimistic, so that drafts get a try
+_PRIOR_WEIGHT = 0.5  # rounds; what is left of it when nothing is ever accepted (2 %) must not seem worth a node
+
+
+class Acceptance:
+    """How far trees of every size on the ladder are accepted, from rounds of any size at least as wide.
+
+    For every depth d and size n: the share of rounds whose path went on to depth d within the first n nodes, out of
+    those where it had come to depth d - 1 within them. Old rounds fade. A path accepted to the end of its tree says
+    nothing about the depth below (it is censored there).
+
+    Args:
+        decay: of what is known, with every round.
+    """
+
+    def __init__(self, decay: float = _DECAY) -> None:
+        self._decay = decay
+        self.widest = self.deepest = 0  # of the trees that were seen
+        self._trials: list[list[float]] = []  # [depth - 1][size]
+        self._hits: list[list[float]] = []
+
+    def record(self, path: Sequence[int], num_nodes: int, depth: int) -> None:
+        """Learns one row's round.
+
+        Args:
+            path: indices of the accepted draft nodes, from depth 1 on.
+            num_nodes: draft nodes of the row's tree.
+            depth: of the deepest of them.
+        """
+        self.widest, self.deepest = max(self.widest, num_nodes), max(self.deepest, depth)
+        while len(self._trials) < depth:
+            self._trials.append([0.0] * len(LADDER))
+            self._hits.append([0.0] * len(LADDER))
+        observed = bisect_left(LADDER, num_nodes) + 1  # the size that holds the whole tree stands for it
+        first = 0  # sizes below `first` have lost the path already
+        for level in range(min(len(path) + 1, depth)):
+            next_first = bisect_left(LADDER, path[level]) if level < len(path) else observed
+            trials, hits = self._trials[level], self._hits[level]
+            for size in range(first, min(observed, len(LADDER))):
+                trials[size] = self._decay * trials[size] + 1
+                hits[size] = self._decay * hits[size] + (size >= next_first)
+            first = next_first
+
+    def fade(self, weight: float) -> None:
+        """Weakens what is known: something new may have begun."""
+        for table in (self._trials, self._hits):
+            for row in table:
+                row[:] = [weight * value for value in row]
+
+    def weighing(self, rounds: float) -> Acceptance:
+        """The same knowledge with the weight of so many rounds."""
+        new = Acceptance.average([self])
+        most = max((max(row) for row in self._trials), default=0.0)
+        new.fade(rounds / most if most else 1.0)
+        return new
+
+    def to_json(self) -> dict[str, Any]:
+        tables = {"trials": self._trials, "hits": self._hits}
+        return {"widest": self.widest, "deepest": self.deepest, "ladder": list(LADDER), **tables}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Acceptance:
+        """Raises `KeyError`, `TypeError` or `ValueError` for what `to_json` cannot have written."""
+        if tuple(value["ladder"]) != LADDER:
+            raise ValueError(f"acceptance is known for trees of {value['ladder']} nodes, not of {list(LADDER)}")
+        new = cls()
+        new.widest, new.deepest = int(value["widest"]), int(value["deepest"])
+        new._trials, new._hits = ([[float(x) for x in row] for row in value[name]] for name in ("trials", "hits"))
+        if not len(new._trials) == len(new._hits) == new.deepest:
+            raise ValueError(f"acceptance tables do not have {new.deepest} levels")
+        for trials, hits in zip(new._trials, new._hits, strict=True):
+            if not len(trials) == len(hits) == len(LADDER) or any(
+                not 0 <= hit <= trial < float("inf") for trial, hit in zip(trials, hits, strict=True)
+            ):
+                raise ValueError(f"a level of the acceptance tables is not {len(LADDER)} pairs 0 <= hits <= trials")
+        return new
+
+    @classmethod
+    def average(cls, rows: Sequence[Acceptance]) -> Acceptance:
+        """What the rows of a batch know together, with the weight of one of them."""
+        new = cls()
+        new.widest, new.deepest = max(row.widest for row in rows), max(row.deepest for row in rows)
+        for level in range(max(len(row._trials) for row in rows)):
+            known = [row for row in rows if level < len(row._trials)]
+            for name in ("_trials", "_hits"):
+                columns = zip(*(getattr(row, name)[level] for row in known), strict=True)
+                getattr(new, name).append([sum(column) / len(known) for column in columns])
+        return new
+
+    def expected_lengths(self, size: int, max_depth: int) -> list[float]:
+        """Expected tokens of a round, bonus token included, with the first `LADDER[size]` nodes cut to depth 1, 2, …"""
+        lengths, reach, length, hazard = [], 1.0, 1.0, _PRIOR_HAZARD
+        for level in range(max_depth):
+            if level < len(self._trials):
+                trials, hits = self._trials[level][size], self._hits[level][size]
+                hazard = (hits + _PRIOR_WEIGHT * hazard) / (trials + _PRIOR_WEIGHT)
+            reach *= hazard
+            length += reach
+            lengths.append(length)
+        return lengths

@@ -1,0 +1,114 @@
+"""The drafter's side of a request: what it is told, when, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import torch
+
+import hf_speculate
+from hf_speculate import Speculator
+from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import Drafting
+from hf_speculate.tree import DraftTree
+from hf_speculate.verification import Verdict
+
+
+class Listener(Drafter, DraftSession):
+    """Drafts chains of the token after the root's; notes what it is told."""
+
+    name = "listener"
+
+    def __init__(self, feature_layers=(), carries_over=False):
+        self.feature_layers = feature_layers
+        self.carries_over = carries_over
+        self.seen = []
+        self.num_closed = 0
+
+    @classmethod
+    def for_target(cls, target, **options):
+        return cls(**options)
+
+    def start(self, request):
+        return self
+
+    def draft(self, state):
+        return DraftTree.chain((state.root_ids[:, None] + torch.arange(3)) % 90)
+
+    def observe(self, tokens, features, lengths):
+        self.seen.append((tokens.tolist(), {layer: states.clone() for layer, states in features.items()}, lengths))
+
+    def close(self):
+        self.num_closed += 1
+
+
+def state(root_ids):
+    active = (True,) * len(root_ids)
+    return DraftState(
+        root_ids=torch.tensor(root_ids), active=active, max_depth=3, chains_only=False, num_emitted=(1,) * len(active)
+    )
+
+
+def drafting(model, listener):
+    new = Drafting(listener, DraftRequest(target=model, input_ids=torch.zeros(2, 3, dtype=torch.long)))
+    new.start()
+    return new
+
+
+def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model):
+    listener = Listener(feature_layers=(1,))
+    run, states = drafting(tiny_model(), listener), torch.arange(6.0).view(3, 2, 1, 1)
+    for step, paths in enumerate(([[0], [0]], [[0], []], [[0], [0]])):
+        tokens = [[10 * row + step] * len(path) for row, path in enumerate(paths)]
+        run.observe(Verdict(paths, tokens, [0, 0]), (None, states[step]))
+    assert not listener.seen
+    run.draft(state([2, 12]))
+    ((tokens, features, lengths),) = listener.seen
+    assert lengths.tolist() == [3, 2]
+    assert [row[:length] for row, length in zip(tokens, lengths, strict=True)] == [[0, 1, 2], [10, 12]]
+    assert features[1][0, :, 0].tolist() == [0, 2, 4]
+    assert features[1][1, :2, 0].tolist() == [1, 5]
+
+
+def test_states_of_a_tree_are_those_of_the_path(tiny_model):
+    listener = Listener(feature_layers=(1,))
+    run = drafting(tiny_model(), listener)
+    run.observe(Verdict([[0, 2], [0]], [[5, 6], [7]], [1, 0]), (None, torch.arange(6.0).view(2, 3, 1)))
+    run.draft(state([6, 7]))
+    assert listener.seen[0][1][1][..., 0].tolist() == [[0, 2], [3, 3]]
+
+
+def test_a_consumer_may_change_the_lists_that_it_gets(tiny_model, prompt):
+    model, ids, seen = tiny_model(), prompt(9), []
+    for changes_them in (False, True):
+        listener = Listener()
+        for rows in hf_speculate.stream(model, ids, speculator=Speculator(listener), max_new_tokens=12):
+            if changes_them:
+                rows[0].clear()
+        seen.append([(tokens, lengths.tolist()) for tokens, _, lengths in listener.seen])
+    assert len(seen[0]) > 3
+    assert seen[1] == seen[0]
+
+
+def test_only_a_session_that_carries_over_is_told_of_the_last_rounds(tiny_model):
+    for carries_over in (False, True):
+        listener = Listener(carries_over=carries_over)
+        run = drafting(tiny_model(), listener)
+        run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None)
+        run.close()
+        run.close()
+        assert len(listener.seen) == carries_over
+        assert listener.num_closed == 1
+
+
+def test_the_hook_on_the_last_layer_is_there_from_the_first_forward_to_the_end(tiny_model):
+    model = tiny_model()
+    hooks = model.model.layers[-1]._forward_hooks
+    before = len(hooks)
+    run = drafting(model, Listener(feature_layers=(RAW_LAST,)))
+    assert len(hooks) == before
+    for _ in range(2):
+        with run.listening():
+            model(torch.tensor([[1, 2], [3, 4]]))
+        assert len(hooks) == before + 1
+    run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None)
+    run.close()
+    assert len(hooks) == before
