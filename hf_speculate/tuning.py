@@ -30,6 +30,8 @@ _EXPLORED_ROUNDS = 2  # with everything the drafter has, before the first choice
 # What speculation may lose against plain decoding: a share of the time, and a start in one-token forwards.
 LOSS_SHARE = 0.01
 LOSS_START = 2.0
+# Of what it won, so many one-token forwards may be lost again: a few unlucky rounds do not stop what pays.
+_BANK = 8.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class Tuner:
         tokens = 1 + sum(map(len, paths.values())) / len(paths)
         deepest = max(acceptance.deepest for acceptance in self.acceptances)
         self._is_censored = depth < deepest and tokens - 1 >= depth - 0.5  # most rows were accepted to the end
-        self._loss = max(self._loss + seconds - tokens * costs.plain(self._context), 0.0)
+        plain = costs.plain(self._context)
+        self._loss = max(self._loss + seconds - tokens * plain, -_BANK * plain)
 
     def _may_lose(self, seconds: float) -> bool:
         if not self._costs.rounds:

@@ -41,9 +41,9 @@ class EagleOptions:
         tree: a static tree instead, as a list of paths of ranks, e.g. `[(0,), (1,), (0, 0)]`.
     """
 
-    depth: int = 5
+    depth: int = 8
     top_k: int = 4
-    max_nodes: int = 16
+    max_nodes: int = 24
     tree: StaticTree | Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
