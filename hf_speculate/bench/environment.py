@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..devices import device_name
 from ..errors import SpeculateError
 from ..registry import installed_drafters
 
@@ -29,7 +30,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "versions": {name: found for name, found in versions.items() if found or name in _PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": device_name(torch.device("cpu")),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -57,17 +58,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _device_name(device: torch.device | None) -> str:

@@ -127,7 +127,7 @@ class CombinedSession(DraftSession):
 
     def __init__(self, drafter: CombinedDrafter, request: DraftRequest):
         self._drafter = drafter
-        self._ledger = drafter.ledger.copy()
+        self._ledger = drafter.ledger.carried()
         self._is_selective = request.adaptive
         self._parts: list[_Part] = []
         try:

@@ -11,6 +11,7 @@ from hf_speculate.tree import ROOT_PARENT, DraftTree
 
 
 _DECAY = 0.97  # a memory of about 30 rounds
+_CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next, which may be sampled otherwise
 _PRIOR_WEIGHT = 2.0
 _PRIOR_PER_DEPTH = 0.6
 _PRIOR_GAIN = 1.5  # tokens: so that every part gets a try
@@ -49,9 +50,15 @@ class Ledger:
         self._counts: list[dict[int, _Counts]] = [{} for _ in range(num_parts)]
         self._gains: dict[tuple[int, tuple[tuple[int, int], ...]], float] = {}
 
-    def copy(self) -> Ledger:
-        """For a session of its own: drafters are shared by threads."""
-        return deepcopy(self)
+    def carried(self) -> Ledger:
+        """For a new text, in a session of its own: what earlier texts taught, with less weight."""
+        new = deepcopy(self)
+        for kinds in new._counts:
+            for counts in kinds.values():
+                counts.trials = [_CARRIED_WEIGHT * value for value in counts.trials]
+                counts.hits = [_CARRIED_WEIGHT * value for value in counts.hits]
+        new._gains = {key: _PRIOR_GAIN + _CARRIED_WEIGHT * (gain - _PRIOR_GAIN) for key, gain in new._gains.items()}
+        return new
 
     def record(self, part: int, grade: int, tree: DraftTree, row: int, tokens: Sequence[int]) -> int:
         """Learns what became of a row's draft, and returns how deep the text followed it.

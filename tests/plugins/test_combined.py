@@ -76,6 +76,19 @@ def test_grades_are_kept_apart():
     assert ledger.values(0, 2, [-1, 0])[1] < 0.1
 
 
+def test_a_new_text_unlearns_sooner_than_the_old_one_would():
+    old, chain = Ledger(1), tree([5, 1], [-1, 0])
+    for _ in range(60):
+        old.record(0, 0, chain, 0, [1])
+    new = old.carried()
+    before = new.values(0, 0, [-1, 0])[1]
+    assert before > 0.9
+    for ledger in (old, new):
+        for _ in range(10):
+            ledger.record(0, 0, chain, 0, [4])
+    assert new.values(0, 0, [-1, 0])[1] < old.values(0, 0, [-1, 0])[1] - 0.1
+
+
 def test_values_never_rise_towards_the_leaves():
     ledger = Ledger(1)
     for _ in range(9):  # node 2 is a hit whenever it is known; its parent is seen to miss later
