@@ -82,6 +82,7 @@ class Decoding:
     _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
     _round_start: float = field(default=0.0, init=False)
     _draft_seconds: float = field(default=0.0, init=False)
+    _drafted_depth: int = field(default=0, init=False)
 
     @property
     def cache(self) -> TreeCache:
@@ -146,6 +147,7 @@ class Decoding:
             if budget.max_depth is not None:
                 max_depth = min(max_depth, budget.max_depth)
             tree = self._draft(max_depth) if max_depth else DraftTree.root_only(self._root_ids)
+            self._drafted_depth = tree.max_depth
             if budget.max_nodes is not None:
                 tree = tree.first(budget.max_nodes)
             tree = tree.pruned(limits) if tree.max_depth > min(limits) else tree
@@ -189,7 +191,7 @@ class Decoding:
         if self.tuner is not None and not self.scorer.was_compiled:
             self.tuner.record(
                 tree.num_nodes - 1,
-                tree.max_depth,
+                self._drafted_depth,  # of levels that were not scored, the draft took time and the text saw nothing
                 {row: path[1:] for row, path in enumerate(verdict.paths) if path},
                 seconds=time.perf_counter() - self._round_start,
                 drafting_seconds=self._draft_seconds,

@@ -9,6 +9,7 @@ from hf_speculate import Speculator
 from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.drafting import Drafting
 from hf_speculate.tree import DraftTree
+from hf_speculate.tuning import Budget
 from hf_speculate.verification import Verdict
 
 
@@ -112,3 +113,22 @@ def test_the_hook_on_the_last_layer_is_there_from_the_first_forward_to_the_end(t
     run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None)
     run.close()
     assert len(hooks) == before
+
+
+def test_the_tuner_learns_how_deep_was_drafted_not_how_deep_was_scored(tiny_model, prompt, monkeypatch):
+    """Levels that are cut off took time, and a path that ends where they began did not find them."""
+    seen = []
+
+    class OneNode:
+        def choose(self, rows, context):
+            return Budget(max_nodes=1)
+
+        def record(self, num_nodes, depth, paths, **seconds):
+            seen.append((num_nodes, depth))
+
+    speculator = Speculator(Listener(), adaptive=True)
+    monkeypatch.setattr(speculator.experience, "tuner", lambda *_: OneNode())
+    monkeypatch.setattr(speculator.experience, "learn", lambda *_: None)
+    tiny_model().generate(prompt(6), max_new_tokens=12, min_new_tokens=12, pad_token_id=0, speculator=speculator)
+    assert seen[0] == (1, 2)
+    assert {depth for _, depth in seen[:-2]} == {2}

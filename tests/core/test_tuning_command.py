@@ -101,7 +101,7 @@ def test_a_survey_plays_its_budgets_and_tells_what_was_drafted(tiny_model, promp
     drafter = ScriptedDrafter(text, (2, 2, 1), accuracy=1.0, vocab_size=VOCAB_SIZE)
     budgets = [Budget(), Budget(max_depth=2), Budget(0, 0), Budget(max_nodes=2)]
     found = survey(model, drafter, ids, budgets, NOTHING, request(80))
-    assert [(r.nodes, r.depth) for r in found.rounds] == [(5, 3), (4, 2), (0, 0), (2, 1)]
+    assert [(r.nodes, r.depth) for r in found.rounds] == [(5, 3), (4, 2), (0, 0), (2, 3)]
     assert [r.context for r in found.rounds] == [12, 16, 19, 20]
     assert [len(r.path) for r in found.drafted] == [3, 2, 0, 1] or len(found.drafted) == 3
     assert found.drafted[0].parents[:3] == (-1, 0, 0)
