@@ -291,7 +291,7 @@ print(status("VmRSS") - start, status("VmHWM") - start, os.path.getsize(sys.argv
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M"])
 def test_resident_memory(kind, tmp_path):
-    """At most 1.25 x the file, as it stands and while loading (and 24 MB that the allocator may keep)."""
+    """At most 1.25 x the file, and 24 MB that the allocator may keep; while loading, 48 MB for what is being packed."""
     recipe = q4_k_m(16) if kind == "Q4_K_M" else one_type(kind)
     large = FileShape("llama", 8192, 1024, 2816, 16, 8, 2, 512, is_tied=False)
     write_random_file(tmp_path / "large.gguf", large, recipe)
@@ -300,8 +300,8 @@ def test_resident_memory(kind, tmp_path):
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     resident, peak, file = map(int, printed.split())
     assert file > 100e6
-    for what, found in (("resident", resident), ("at most while loading", peak)):
-        assert found < 1.25 * file + 24e6, f"{what}: {found / file:.2f} x the file"
+    for what, found, spare in (("resident", resident, 24e6), ("at most while loading", peak, 48e6)):
+        assert found < 1.25 * file + spare, f"{what}: {found / file:.2f} x the file"
 
 
 def test_models_copy_cast_and_refuse_to_be_saved(write, tmp_path):
