@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .tree import PADDING_PARENT
+from .tree import PADDING_PARENT, node_depths
 
 
 Path = tuple[int, ...]
@@ -51,10 +51,7 @@ class DraftedRound:
     @cached_property
     def depths(self) -> list[int]:
         """Depth of every node."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return depths
+        return node_depths(self.parents)
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,13 @@ def unwrap(model: nn.Module) -> GenerativeModel:
     return cast(GenerativeModel, seen)
 
 
+def make_speculator(name_or_path: str, target: nn.Module, **options: Any) -> Speculator:
+    """`AutoSpeculator.from_name` or `from_pretrained`: the name of a drafter wins over a path."""
+    if name_or_path in installed_drafters():
+        return AutoSpeculator.from_name(name_or_path, target, **options)
+    return AutoSpeculator.from_pretrained(name_or_path, target, **options)
+
+
 _resolved: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Speculator]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.WeakKeyDictionary()
 
@@ -309,8 +316,7 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
     key = os.fspath(speculator)
     known = _resolved.setdefault(model, {})
     if key not in known:
-        make = AutoSpeculator.from_name if key in installed_drafters() else AutoSpeculator.from_pretrained
-        known[key] = make(key, target=model)
+        known[key] = make_speculator(key, model)
     return known[key]
 
 

@@ -71,20 +71,26 @@ class TreePlan:
         return TreePlan(depths=depths, ancestors=ancestors, max_depth=max_depth)
 
 
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Distance of every node from the root, of one row; 0 for padding."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
+
+
 @lru_cache(maxsize=256)
 def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
     all_depths, all_ancestors = [], []
     for row_parents in parents:
-        depths: list[int] = []
         ancestors: list[list[bool]] = []
         for node, parent in enumerate(row_parents):
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
             seen = list(ancestors[parent]) if parent >= 0 else [False] * len(row_parents)
             seen[node] = True
             ancestors.append(seen)
-        all_depths.append(depths)
+        all_depths.append(node_depths(row_parents))
         all_ancestors.append(ancestors)
-    max_depth = max(max(depths) for depths in all_depths)
+    max_depth = max(map(max, all_depths))
     return TreePlan(depths=torch.tensor(all_depths), ancestors=torch.tensor(all_ancestors), max_depth=max_depth)
 
 
@@ -246,8 +252,4 @@ class HostTree:
 
     def depth(self, row: int) -> int:
         """Depth of the deepest draft node of a row."""
-        depths = [0] * len(self.parents[row])
-        for node, parent in enumerate(self.parents[row]):
-            if parent >= 0:
-                depths[node] = depths[parent] + 1
-        return max(depths)
+        return max(node_depths(self.parents[row]))

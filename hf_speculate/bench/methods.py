@@ -22,7 +22,7 @@ from transformers import (
 from ..errors import DrafterNotFoundError, SpeculateError
 from ..models import GenerativeModel
 from ..registry import installed_drafters, unknown_drafter_message
-from ..speculator import AutoSpeculator, Speculator
+from ..speculator import Speculator, make_speculator
 from .environment import find_dtype
 
 
@@ -99,9 +99,7 @@ class SpeculatorSpec:
         """The speculator; every problem is a `SpeculateError` that names the spec. Its own options beat `defaults`."""
         options = defaults | self.options
         try:
-            if self.source in installed_drafters():
-                return AutoSpeculator.from_name(self.source, target=target, **options)
-            return AutoSpeculator.from_pretrained(self.source, target=target, **options)
+            return make_speculator(self.source, target, **options)
         except (TypeError, ValueError, OSError) as error:
             if isinstance(error, SpeculateError):
                 raise

@@ -86,15 +86,21 @@ def report(
 ) -> None:
     """Tables, then the whole result as one line of JSON, the last one of stdout."""
     line = json.dumps(rounded(result))
-    if out is not None:
-        try:
-            out.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            typer.echo(line)
-            raise SpeculateError(f"cannot write {out}: {error}") from error
+    save_line(line, out)
     if not json_only:
         show(parts, markdown)
     typer.echo(line)
+
+
+def save_line(line: str, out: Path | None) -> None:
+    """Writes the line of JSON to `out` too. Where that fails, what was measured is printed before the error."""
+    if out is None:
+        return
+    try:
+        out.write_text(line + "\n", encoding="utf-8")
+    except OSError as error:
+        typer.echo(line)
+        raise SpeculateError(f"cannot write {out}: {error}") from error
 
 
 def rounded(value: Any) -> Any:

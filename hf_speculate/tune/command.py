@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from transformers.utils import logging
 
 from ..bench.methods import default_target
-from ..bench.reporting import console
+from ..bench.reporting import console, prepare
 from ..tuning_file import TUNING_FILE
 from . import report
 from .running import TuneSettings, as_json
@@ -52,9 +50,7 @@ def tune(
 
     The last line of stdout is one line of JSON.
     """
-    logging.disable_progress_bar()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    prepare(threads)
     settings = TuneSettings(
         target=target or default_target(),
         speculator=speculator,

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.observations import Observation, joined
-from hf_speculate.registry import installed_drafters
-from hf_speculate.speculator import AutoSpeculator
+from hf_speculate.speculator import make_speculator
 from hf_speculate.tree import DraftTree
 
 from .ledger import Ledger, merge_row
@@ -90,9 +89,7 @@ def _part(part: Any, target: PreTrainedModel) -> Drafter:
     if isinstance(part, Drafter):
         return part
     name, options = (part, {}) if isinstance(part, str | os.PathLike) else part
-    name = os.fspath(name)
-    make = AutoSpeculator.from_name if name in installed_drafters() else AutoSpeculator.from_pretrained
-    return make(name, target=target, **options).drafter
+    return make_speculator(os.fspath(name), target, **options).drafter
 
 
 @dataclass

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 from hf_speculate.drafter import DraftSession
-from hf_speculate.tree import ROOT_PARENT, DraftTree
+from hf_speculate.tree import ROOT_PARENT, DraftTree, node_depths
 
 
 _DECAY = 0.97  # a memory of about 30 rounds
@@ -71,13 +71,13 @@ class Ledger:
         """
         counts = self._counts[part].setdefault(grade, _Counts())
         token_ids, parents = tree.host.token_ids[row], tree.host.parents[row]
-        depths, length = [0] * len(parents), 0
+        depths, length = node_depths(parents), 0
         on_path, unknown = {0}, set[int]()
         for node in range(1, len(parents)):
             parent = parents[node]
             if parent < 0:  # padding
                 continue
-            depths[node] = depth = depths[parent] + 1
+            depth = depths[node]
             if parent in unknown or (parent in on_path and depth > len(tokens)):
                 unknown.add(node)
             else:
@@ -100,11 +100,10 @@ class Ledger:
     def values(self, part: int, grade: int, parents: Sequence[int]) -> list[float]:
         """Estimated probability of every node of a tree to be accepted (1 for the root), never above its parent's."""
         counts = self._counts[part].get(grade) or _Counts()
-        values, depths = [1.0] * len(parents), [0] * len(parents)
+        values, depths = [1.0] * len(parents), node_depths(parents)
         for node in range(1, len(parents)):
             parent = parents[node]
             if parent >= 0:
-                depths[node] = depths[parent] + 1
                 values[node] = min(counts.value(node, depths[node]), values[parent])
         return values
 

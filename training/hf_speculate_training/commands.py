@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
-from hf_speculate.bench.reporting import console
-from hf_speculate.errors import SpeculateError
+from hf_speculate.bench.reporting import console, save_line
 
 from .bench import TrainBenchSettings, bench_train, tables
 from .dry_run import describe_run
@@ -86,11 +85,7 @@ def train_bench(
     )
     result = bench_train(settings)
     line = json.dumps(result)
-    if out is not None:
-        try:
-            out.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SpeculateError(f"cannot write {out}: {error}") from error
+    save_line(line, out)
     if not json_only:
         for table in tables(result):
             console().print(table)
