@@ -213,10 +213,13 @@ class Drafter(ABC):
         name: the entry point's name.
         feature_layers: indices into the target's `hidden_states` tuple (0: embeddings, k: output of layer k - 1, L:
             after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
+        chooses_depth: whether a session finds out itself how deep a draft pays, if the request is `adaptive`: the loop
+            then chooses the number of nodes only.
         knobs: what `hf-speculate tune` may turn; None: nothing, it then only predicts what the options bring.
     """
 
     name: ClassVar[str]
+    chooses_depth: ClassVar[bool] = False
     knobs: ClassVar[Knobs | None] = None
     feature_layers: tuple[int, ...] = ()
 

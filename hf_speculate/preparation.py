@@ -24,6 +24,7 @@ from .speculator import Speculator
 from .static import compiled
 from .stats import SpeculationStats
 from .stopping import Stopping
+from .tuning import Tuner
 from .verification import Sampler
 
 
@@ -103,8 +104,14 @@ def prepare(
         sequences=Sequences(input_ids, None if pad is None else int(pad)),
         stats=stats,
         prompt_positions=positions,
-        tuner=speculator.experience.tuner(model, batch_size) if speculator.experience else None,
+        tuner=_tuner(speculator, model, batch_size),
     )
+
+
+def _tuner(speculator: Speculator, model: GenerativeModel, batch_size: int) -> Tuner | None:
+    if speculator.experience is None:
+        return None
+    return speculator.experience.tuner(model, batch_size, chooses_depth=not speculator.drafter.chooses_depth)
 
 
 def _records(config: GenerationConfig) -> Records:

@@ -57,11 +57,14 @@ class Tuner:
     Args:
         costs: of the target at this batch size.
         acceptances: one a row.
+        chooses_depth: whether the depth is to be chosen as well; else a draft is thought of as it comes, and costs the
+            same however deep it is.
     """
 
-    def __init__(self, costs: RoundCosts, acceptances: Sequence[Acceptance]):
+    def __init__(self, costs: RoundCosts, acceptances: Sequence[Acceptance], chooses_depth: bool = True):
         self.acceptances = acceptances
         self._costs = costs
+        self._chooses_depth = chooses_depth
         self._explored = _EXPLORED_ROUNDS if acceptances[0].widest else 0
         self._is_censored = False
         self._elapsed = 0.0
@@ -123,11 +126,13 @@ class Tuner:
         if num_nodes == 0 or not paths:
             self._elapsed += costs.plain(self._context)
             return
-        costs.drafting.record(depth, drafting_seconds, self._context)
+        if not self._chooses_depth:  # where a draft ended, there was no more to be had: that is no censoring
+            depth = max(depth, *(acceptance.deepest for acceptance in self.acceptances))
+        costs.drafting.record(self._cost_depth(depth), drafting_seconds, self._context)
         if self._plan is not None and seconds > _PLAN_SURPRISE * self._plan[2]:
             self._plan = None
         # As it is estimated: one round that was held up by something else says nothing about drafting.
-        seconds = costs.verifying(num_nodes, self._context) + costs.drafting_to(depth, self._context)
+        seconds = costs.verifying(num_nodes, self._context) + costs.drafting_to(self._cost_depth(depth), self._context)
         self._elapsed += seconds
         self._explored += 1
         for row, path in paths.items():
@@ -138,6 +143,9 @@ class Tuner:
         plain = costs.plain(self._context)
         self._loss = max(self._loss + seconds - tokens * plain, -_BANK * plain)
 
+    def _cost_depth(self, depth: int) -> int:
+        return depth if self._chooses_depth else 1
+
     def _may_lose(self, seconds: float) -> bool:
         if not self._costs.rounds:
             return True
@@ -146,8 +154,7 @@ class Tuner:
     def _wider(self, budget: Budget) -> Budget:
         """What a round must draft to tell whether more than `budget` would be accepted."""
         assert budget.max_nodes is not None
-        assert budget.max_depth is not None
-        return Budget(2 * budget.max_nodes + 1, budget.max_depth + 2)
+        return Budget(2 * budget.max_nodes + 1, None if budget.max_depth is None else budget.max_depth + 2)
 
     def _planned(self, rows: Sequence[int]) -> tuple[Budget, float, float]:
         """`_best`, of the last rounds as a rule."""
@@ -162,7 +169,7 @@ class Tuner:
         """The budget with the highest expected tokens per second, these, and the seconds that it takes."""
         costs, context = self._costs, self._context
         widest, deepest = (max(getattr(a, name) for a in self.acceptances) for name in ("widest", "deepest"))
-        drafting = [costs.drafting_to(depth, context) for depth in range(1, deepest + 1)]
+        drafting = [costs.drafting_to(self._cost_depth(depth), context) for depth in range(1, deepest + 1)]
         best, best_rate, best_seconds, smaller = NOTHING, 0.0, 0.0, []
         for size in range(min(bisect_left(LADDER, widest) + 1, len(LADDER))):
             num_nodes = min(LADDER[size], widest)
@@ -174,7 +181,8 @@ class Tuner:
             for depth, expected in enumerate(smaller, start=1):
                 seconds = verifying + drafting[depth - 1]
                 if expected > best_rate * seconds:
-                    best, best_rate, best_seconds = Budget(num_nodes, depth), expected / seconds, seconds
+                    best = Budget(num_nodes, depth if self._chooses_depth else None)
+                    best_rate, best_seconds = expected / seconds, seconds
         return best, best_rate, best_seconds
 
 
@@ -189,14 +197,15 @@ class Experience:
         self._tuning = tuning
         self._known: WeakKeyDictionary[PreTrainedModel, _Known] = WeakKeyDictionary()
 
-    def tuner(self, target: PreTrainedModel, batch_size: int) -> Tuner:
-        """For one request; it begins with what earlier ones, or `hf-speculate tune`, taught."""
+    def tuner(self, target: PreTrainedModel, batch_size: int, chooses_depth: bool = True) -> Tuner:
+        """For one request, see `Tuner`; it begins with what earlier ones, or `hf-speculate tune`, taught."""
         known = self._known.get(target)
         if known is None:
             known = self._known[target] = _Known(self._tuning.acceptance if self._tuning else Acceptance())
         if batch_size not in known.costs:
             known.costs[batch_size] = self._measured(target, batch_size)
-        return Tuner(known.costs[batch_size], [Acceptance.average([known.acceptance]) for _ in range(batch_size)])
+        acceptances = [Acceptance.average([known.acceptance]) for _ in range(batch_size)]
+        return Tuner(known.costs[batch_size], acceptances, chooses_depth)
 
     def learn(self, target: PreTrainedModel, tuner: Tuner) -> None:
         """Keeps what a finished request taught about acceptance, for what the next text is worth."""

@@ -112,7 +112,7 @@ class _Plan(Experience):
         super().__init__()
         self._tuner = tuner
 
-    def tuner(self, target, batch_size: int) -> Tuner:
+    def tuner(self, target, batch_size: int, chooses_depth: bool = True) -> Tuner:
         return self._tuner
 
     def learn(self, target, tuner: Tuner) -> None:

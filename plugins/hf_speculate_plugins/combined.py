@@ -1,8 +1,8 @@
 """Several drafters in one tree: `speculator="examples/pycoder-eagle3+prompt_lookup"`.
 
 A head is right more often, a lookup costs nothing and goes deeper where the text repeats itself. Every part drafts its
-own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted (`ledger`). A part that
-costs time is left out of a round whose cheaper drafts are so sure that it would not pay; it is tried now and then.
+own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted (`ledger`). Every part
+drafts as deep as pays beside the drafts of the cheaper ones, or not at all; now and then all draft all they can.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_speculate.costs import Timings
 from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.observations import Observation, joined
 from hf_speculate.speculator import make_speculator
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _TRY_EVERY = 16  # rounds: then every part drafts, whether it seems to pay or not
 _SMOOTHING = 0.2
+_SECONDS_PER_LEVEL = 1.0  # relative to the first, before any draft was timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,7 @@ class CombinedDrafter(Drafter):
     """
 
     name = "combined"
+    chooses_depth = True
 
     def __init__(self, parts: Sequence[Drafter], options: CombinedOptions | None = None):
         if len(parts) < 2:
@@ -97,26 +100,35 @@ class _Part:
     """One drafter at work.
 
     Attributes:
-        draft_seconds: what a draft takes, reading what was committed included; None before the first.
-        tree: of this round, None where it was left out.
+        seconds: what a draft takes by its depth, reading what was committed included.
+        tree, depth: of this round, and how deep it was asked to be; None and 0 where it was left out.
     """
 
     session: DraftSession
     feature_layers: Sequence[int]
     waiting: list[Observation] = field(default_factory=list)
-    draft_seconds: float | None = None
+    seconds: Timings = field(default_factory=lambda: Timings(_SECONDS_PER_LEVEL))
     tree: DraftTree | None = None
+    depth: int = 0
 
     def read(self) -> None:
         if self.waiting:
             waiting, self.waiting = self.waiting, []
             self.session.observe(*joined(waiting))
 
-    def draft(self, state: DraftState) -> None:
+    def draft(self, state: DraftState, depth: int) -> None:
         start = time.perf_counter()
         self.read()
-        self.tree = self.session.draft(state)
-        self.draft_seconds = _smoothed(self.draft_seconds, time.perf_counter() - start)
+        self.tree, self.depth = self.session.draft(replace(state, max_depth=depth)), depth
+        self.seconds.record(depth, time.perf_counter() - start)
+
+    def forget(self) -> None:
+        self.tree, self.depth = None, 0
+
+    @property
+    def cost(self) -> float:
+        """Seconds of its shortest draft: by these the parts take turns."""
+        return self.seconds.at(1) if self.seconds else 0.0
 
 
 class CombinedSession(DraftSession):
@@ -153,10 +165,10 @@ class CombinedSession(DraftSession):
         self._num_drafts += 1
         rows = [row for row, is_active in enumerate(state.active) if is_active]
         for part in self._parts:
-            part.tree = None
-        for part in sorted(self._parts, key=lambda part: part.draft_seconds or 0.0):
-            if self._pays(part, rows):
-                part.draft(state)
+            part.forget()
+        for part in sorted(self._parts, key=lambda part: part.cost):
+            if depth := self._best_depth(part, rows, state.max_depth):
+                part.draft(state, depth)
         merged = [
             merge_row(row, root, self._ledger, self._drafts(), self._drafter.options.max_nodes)
             for row, root in enumerate(state.root_ids.tolist())
@@ -185,39 +197,43 @@ class CombinedSession(DraftSession):
     def _drafts(self) -> list[tuple[int, DraftSession, DraftTree]]:
         return [(i, part.session, part.tree) for i, part in enumerate(self._parts) if part.tree is not None]
 
-    def _pays(self, part: _Part, rows: Sequence[int]) -> bool:
-        """Whether a part's expected tokens are worth its time, given the drafts of the cheaper ones."""
+    def _best_depth(self, part: _Part, rows: Sequence[int], max_depth: int) -> int:
+        """How deep a part should draft, given the drafts of the cheaper ones: for the most tokens a second."""
         drafts = self._drafts()
-        is_known = part.draft_seconds is not None and self._rest_seconds is not None
-        if not drafts or not is_known or not self._is_selective or self._num_drafts % _TRY_EVERY == 0:
-            return True
-        assert part.draft_seconds is not None
+        is_known = bool(part.seconds) and self._rest_seconds is not None
+        if not is_known or not self._is_selective or self._num_drafts % _TRY_EVERY == 0:
+            return max_depth
         assert self._rest_seconds is not None
-        spent = self._rest_seconds + sum(self._parts[index].draft_seconds or 0.0 for index, _, _ in drafts)
-        limit = self._drafter.options.max_nodes
-        tokens, gain, index = 0.0, 0.0, self._parts.index(part)
+        spent = self._rest_seconds + sum(self._parts[i].seconds.at(self._parts[i].depth) for i, _, _ in drafts)
+        limit, index = self._drafter.options.max_nodes, self._parts.index(part)
+        tokens, gains = 0.0, [0.0] * max_depth
         for row in rows:
             tokens += 1 + merge_row(row, 0, self._ledger, drafts, limit).expected_length
-            gain += self._ledger.expected_gain(index, _grades(drafts, row))
-        return (tokens + gain) / (spent + part.draft_seconds) > tokens / spent
+            more = self._ledger.expected_gains(index, _grades(drafts, row), max_depth)
+            gains = [sum(pair) for pair in zip(gains, more, strict=True)]
+        best, best_rate = 0, tokens / spent if drafts else 0.0
+        for depth, gain in enumerate(gains, start=1):
+            rate = (tokens + gain) / (spent + part.seconds.at(depth))
+            if rate > best_rate:
+                best, best_rate = depth, rate
+        return best
 
     def _learn(self, tokens: list[list[int]], lengths: list[int]) -> None:
         drafts = self._drafts() if self._has_seen_prompt else []
-        by_cost = sorted(drafts, key=lambda draft: self._parts[draft[0]].draft_seconds or 0.0)
+        by_cost = sorted(drafts, key=lambda draft: self._parts[draft[0]].cost)
         for row, length in enumerate(lengths):
             if not length:
                 continue
-            reached = {}
-            for index, session, tree in drafts:
-                reached[index] = self._ledger.record(index, session.grade(row), tree, row, tokens[row][:length])
-            best = 0
-            for position, (index, _, _) in enumerate(by_cost):
-                if position:
-                    gain = max(reached[index] - best, 0)
-                    self._ledger.record_gain(index, _grades(by_cost[:position], row), gain)
-                best = max(best, reached[index])
+            before = 0
+            for position, (index, session, tree) in enumerate(by_cost):
+                reached = self._ledger.record(index, session.grade(row), tree, row, tokens[row][:length])
+                drafted, cheaper = self._parts[index].depth, _grades(by_cost[:position], row)
+                # A draft that was followed to the end of the text that is known might have been followed further.
+                drafted = reached if reached == length else drafted
+                self._ledger.record_gain(index, cheaper, reached=reached, drafted=drafted, before=before)
+                before = max(before, reached)
         for part in self._parts:
-            part.tree = None  # learnt from
+            part.forget()  # learnt from
 
 
 def _grades(drafts: Sequence[tuple[int, DraftSession, DraftTree]], row: int) -> tuple[tuple[int, int], ...]:

@@ -14,8 +14,7 @@ _DECAY = 0.97  # a memory of about 30 rounds
 _CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next, which may be sampled otherwise
 _PRIOR_WEIGHT = 2.0
 _PRIOR_PER_DEPTH = 0.6
-_PRIOR_GAIN = 1.5  # tokens: so that every part gets a try
-_GAIN_SMOOTHING = 0.1
+_PRIOR_HAZARD = 0.6  # of a part's next level, before anything was seen: so that every part gets a try
 
 
 @dataclass
@@ -32,11 +31,52 @@ class _Counts:
         self.trials[node] = _DECAY * self.trials[node] + 1
         self.hits[node] = _DECAY * self.hits[node] + is_hit
 
-    def value(self, node: int, depth: int) -> float:
-        prior = _PRIOR_PER_DEPTH**depth
-        if node >= len(self.trials):
-            return prior
-        return (self.hits[node] + _PRIOR_WEIGHT * prior) / (self.trials[node] + _PRIOR_WEIGHT)
+    def value(self, node: int, depth: int) -> tuple[float, float]:
+        """Share of hits, and the weight of that in rounds; half unknown ones are thought to be as their depth says."""
+        prior, is_known = _PRIOR_PER_DEPTH**depth, node < len(self.trials)
+        trials, hits = (self.trials[node], self.hits[node]) if is_known else (0.0, 0.0)
+        weight = trials + _PRIOR_WEIGHT
+        return (hits + _PRIOR_WEIGHT * prior) / weight, weight
+
+
+@dataclass
+class _Gains:
+    """How much further than cheaper drafts a part's drafts go, level by level.
+
+    Attributes:
+        trials: rounds in which the level above was reached and this one was drafted.
+        hits: those in which it was reached, `new` of them where no cheaper draft came so far.
+    """
+
+    trials: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
+
+    def record(self, reached: int, drafted: int, cheaper: int) -> None:
+        missing = drafted - len(self.trials)
+        for values in (self.trials, self.hits, self.new):
+            values += [0.0] * missing
+        for level in range(min(reached + 1, drafted)):
+            is_hit = level < reached
+            self.trials[level] = _DECAY * self.trials[level] + 1
+            self.hits[level] = _DECAY * self.hits[level] + is_hit
+            self.new[level] = _DECAY * self.new[level] + (is_hit and level >= cheaper)
+
+    def expected(self, depth: int) -> list[float]:
+        """Tokens beyond the cheaper drafts', of drafts to depth 1, 2, … `depth`."""
+        gains, gain, reach, hazard, share = [], 0.0, 1.0, _PRIOR_HAZARD, 1.0
+        for level in range(depth):
+            if level < len(self.trials):
+                trials, hits, new = self.trials[level], self.hits[level], self.new[level]
+                hazard = (hits + _PRIOR_WEIGHT * hazard) / (trials + _PRIOR_WEIGHT)
+                share = (new + _PRIOR_WEIGHT * share) / (hits + _PRIOR_WEIGHT)
+            reach *= hazard
+            gain += reach * share
+            gains.append(gain)
+        return gains
+
+    def faded(self, weight: float) -> _Gains:
+        return _Gains(*([weight * value for value in values] for values in (self.trials, self.hits, self.new)))
 
 
 class Ledger:
@@ -48,7 +88,7 @@ class Ledger:
 
     def __init__(self, num_parts: int):
         self._counts: list[dict[int, _Counts]] = [{} for _ in range(num_parts)]
-        self._gains: dict[tuple[int, tuple[tuple[int, int], ...]], float] = {}
+        self._gains: dict[tuple[int, tuple[tuple[int, int], ...]], _Gains] = {}
 
     def carried(self) -> Ledger:
         """For a new text, in a session of its own: what earlier texts taught, with less weight."""
@@ -57,7 +97,7 @@ class Ledger:
             for counts in kinds.values():
                 counts.trials = [_CARRIED_WEIGHT * value for value in counts.trials]
                 counts.hits = [_CARRIED_WEIGHT * value for value in counts.hits]
-        new._gains = {key: _PRIOR_GAIN + _CARRIED_WEIGHT * (gain - _PRIOR_GAIN) for key, gain in new._gains.items()}
+        new._gains = {key: gains.faded(_CARRIED_WEIGHT) for key, gains in new._gains.items()}
         return new
 
     def record(self, part: int, grade: int, tree: DraftTree, row: int, tokens: Sequence[int]) -> int:
@@ -88,24 +128,45 @@ class Ledger:
                     length = max(length, depth)
         return length
 
-    def record_gain(self, part: int, cheaper: tuple[tuple[int, int], ...], tokens: int) -> None:
-        """Learns how many tokens `part` brought beyond what the cheaper parts drafted, of the grades `cheaper`."""
-        known = self.expected_gain(part, cheaper)
-        self._gains[part, cheaper] = known + _GAIN_SMOOTHING * (tokens - known)
+    def record_gain(
+        self, part: int, cheaper: tuple[tuple[int, int], ...], *, reached: int, drafted: int, before: int
+    ) -> None:
+        """Learns how far the text followed a draft of `part`, beside cheaper parts' drafts of the grades `cheaper`.
 
-    def expected_gain(self, part: int, cheaper: tuple[tuple[int, int], ...]) -> float:
-        """Tokens a row that `part` is expected to bring beside drafts of these grades."""
-        return self._gains.get((part, cheaper), _PRIOR_GAIN)
+        Args:
+            reached: depth to which it did.
+            drafted: depth to which it might have.
+            before: depth to which the text followed the cheaper drafts.
+        """
+        self._gains.setdefault((part, cheaper), _Gains()).record(reached, drafted, before)
+
+    def expected_gains(self, part: int, cheaper: tuple[tuple[int, int], ...], depth: int) -> list[float]:
+        """Tokens a row that `part` is expected to bring beside drafts of these grades: drafted to 1, 2, … `depth`."""
+        return self._gains.get((part, cheaper), _Gains()).expected(depth)
 
     def values(self, part: int, grade: int, parents: Sequence[int]) -> list[float]:
-        """Estimated probability of every node of a tree to be accepted (1 for the root), never above its parent's."""
+        """Estimated probability of every node of a tree to be accepted (1 for the root), never rising: a part's own
+        order, in which it put what it was surest of first, says more than the few rounds that are remembered."""
         counts = self._counts[part].get(grade) or _Counts()
-        values, depths = [1.0] * len(parents), node_depths(parents)
-        for node in range(1, len(parents)):
-            parent = parents[node]
-            if parent >= 0:
-                values[node] = min(counts.value(node, depths[node]), values[parent])
-        return values
+        depths = node_depths(parents)
+        known = [
+            counts.value(node, depths[node]) if parent >= 0 else (float(not node), 1.0)  # the root, padding
+            for node, parent in enumerate(parents)
+        ]
+        return falling([value for value, _ in known], [weight for _, weight in known])
+
+
+def falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The never rising sequence nearest to `values` (weighted least squares, by pooling adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(values, weights, strict=True):
+        length = 1
+        while pools and pools[-1][0] < value:
+            mean, other, count = pools.pop()
+            value = (mean * other + value * weight) / (other + weight)
+            weight, length = weight + other, length + count
+        pools.append((value, weight, length))
+    return [mean for mean, _, length in pools for _ in range(length)]
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,24 @@ def test_without_a_draft_ever_there_is_nothing_to_choose_from():
         tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
 
 
+def test_a_drafter_that_chooses_its_depth_is_asked_for_nodes_only():
+    """Half its drafts end at depth 1, where it found no more, half are right to depth 4. That a short one was right to
+    its end promises nothing; and what deeper drafts took is no reason to ask for shallower ones."""
+    tuner = Tuner(RoundCosts(), [Acceptance()], chooses_depth=False)
+    for _ in range(60):
+        tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
+        tuner.record(4, 4, {0: [1, 2, 3, 4]}, seconds=1.9, drafting_seconds=0.7)
+        tuner.record(4, 1, {0: [1]}, seconds=1.3, drafting_seconds=0.1)
+    budget, rate, seconds = tuner._best([0])
+    assert budget == Budget(4, None)
+    assert rate * seconds == pytest.approx((5 + 2) / 2, abs=0.2)
+    by_depth = Tuner(RoundCosts(), [Acceptance()])
+    for _ in range(60):
+        by_depth.record(4, 4, {0: [1, 2, 3, 4]}, seconds=1.9, drafting_seconds=0.7)
+        by_depth.record(4, 1, {0: [1]}, seconds=1.3, drafting_seconds=0.1)
+    assert by_depth._best([0])[0].max_depth == 4  # the short ones count as cut off there
+
+
 class Clock:
     """Stands in for the clock: a forward over one node takes a second, each further node `slope` of one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_lossless
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins import combined
 from hf_speculate_plugins.combined import CombinedDrafter, CombinedOptions
-from hf_speculate_plugins.ledger import Ledger, merge_row
+from hf_speculate_plugins.ledger import Ledger, falling, merge_row
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions, SuffixIndex
 
 
@@ -172,6 +173,85 @@ def test_a_part_that_does_not_pay_is_left_out_and_tried_again(monkeypatch, tiny_
         session.observe(torch.tensor([emitted]), {}, torch.tensor([4]))
     session.close()
     assert 64 / 16 <= slow.count < 40, slow.count
+
+
+class Layered(RandomDrafter):
+    """Right to depth 2, wrong below; every level takes some time."""
+
+    def __init__(self, clock, seconds, **options):
+        super().__init__(**options)
+        self.clock, self.seconds, self.depths = clock, seconds, []
+
+    def start(self, request):
+        session = super().start(request)
+
+        def draft(state):
+            self.clock.now += self.seconds * state.max_depth
+            self.depths.append(state.max_depth)
+            tokens = [int(state.root_ids[0]), 11, 12, *[90] * 6][: state.max_depth + 1]
+            return tree(tokens, list(range(-1, len(tokens) - 1)))
+
+        session.draft = draft
+        return session
+
+
+@pytest.mark.parametrize("is_paid", [True, False])
+def test_a_part_drafts_as_deep_as_pays(monkeypatch, tiny_model, is_paid):
+    """Levels that are never accepted are left out; without adapting, and on a try now and then, all of them come."""
+    clock = Clock(monkeypatch)
+    layered = Layered(clock, 0.02 if is_paid else 3.0, vocab_size=VOCAB_SIZE)
+    session = CombinedDrafter([EmptyDrafter(), layered]).start(request_of(tiny_model(), torch.tensor([[1]])))
+    session.observe(torch.tensor([[2]]), {}, torch.tensor([1]))
+    for _ in range(64):
+        session.draft(state([1]))
+        clock.now += 0.1
+        session.observe(torch.tensor([[11, 12, 13]]), {}, torch.tensor([3]))
+    session.close()
+    later = layered.depths[-3:]
+    if is_paid:
+        assert sorted(later)[1] == 2, layered.depths
+        assert max(layered.depths) > 2
+    else:
+        assert len(layered.depths) < 12, layered.depths
+
+
+def test_gains_count_what_cheaper_drafts_did_not_have():
+    ledger = Ledger(2)
+    before = ledger.expected_gains(1, (), 4)
+    assert before[0] > 0.5  # untried parts get a try
+    assert before == sorted(before)
+    for _ in range(60):
+        ledger.record_gain(1, (), reached=3, drafted=4, before=2)
+    gains = ledger.expected_gains(1, (), 4)
+    assert gains == pytest.approx([0, 0, 1, 1], abs=0.2)
+    assert ledger.expected_gains(1, ((0, 2),), 4) == before
+
+
+def test_a_draft_that_was_too_short_says_nothing_of_deeper_levels():
+    ledger = Ledger(1)
+    for _ in range(20):
+        ledger.record_gain(0, (), reached=2, drafted=2, before=0)
+    first, second, third = ledger.expected_gains(0, (), 3)
+    assert third - second > 0.5 * first
+
+
+def test_falling_pools_what_rises():
+    assert falling([0.9, 0.2, 0.4, 0.3, 0.1], [1, 1, 1, 2, 1]) == pytest.approx([0.9, 0.3, 0.3, 0.3, 0.1])
+    assert falling([0.1, 0.2, 0.6], [1, 1, 1]) == pytest.approx([0.3] * 3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        values = torch.rand(9, generator=generator).tolist()
+        weights = (torch.rand(9, generator=generator) + 0.1).tolist()
+        found = falling(values, weights)
+        assert all(after <= before for before, after in pairwise(found))
+        # Least squares over sequences that fall: no better one has the mean of any other split (min-max formula).
+        for i in range(9):
+            tails = [min(weighted(values, weights, low, high) for low in range(i + 1)) for high in range(i + 1, 10)]
+            assert found[i] == pytest.approx(max(tails))
+
+
+def weighted(values, weights, low, high):
+    return sum(v * w for v, w in zip(values[low:high], weights[low:high], strict=True)) / sum(weights[low:high])
 
 
 def test_without_adapting_every_part_drafts_every_round(monkeypatch, tiny_model):
