@@ -14,7 +14,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -99,9 +98,9 @@ class DraftState:
     ) -> Float[Tensor, "B N W"]:
         """Scores by which children of nodes at `depth` should be ranked (top-k of these are the children).
 
-        For a greedy request these are the logits. For a sampled one they are
-        `log_softmax(warped logits) - log(noise of that step)`: the target samples with the same noise, so drafting
-        with it raises acceptance (Gumbel top-k coupling) and cannot change the text.
+        For a greedy request these are the logits. For a sampled one they are `warped logits - log(noise of that step)`:
+        the target samples with the same noise, so drafting with it raises acceptance (Gumbel top-k coupling) and cannot
+        change the text. Scores of different nodes are comparable only after `log_softmax`.
 
         Args:
             draft_logits: logits of the drafter, any float dtype.
@@ -111,7 +110,7 @@ class DraftState:
         if self._noise is None:
             return draft_logits
         scores = draft_logits.float().flatten(0, 1)
-        scores = torch.log_softmax(self._warpers(None, scores), dim=-1).view(draft_logits.shape)  # type: ignore[arg-type]
+        scores = self._warpers(None, scores).view(draft_logits.shape)  # type: ignore[arg-type]
         noise = self._noise.rows([n + depth for n in self.num_emitted]).to(scores.device)
         if token_ids is not None:
             noise = noise[:, token_ids]

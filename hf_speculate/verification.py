@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .noise import Noise
-from .processors import Tier, processors_of_row, required_tier, see_rows_alone
+from .processors import Tier, processors_of_row, required_tier, see_rows_alone, without_inspection
 from .records import Records
 from .sequences import Sequences
 from .stopping import Stopping
@@ -71,7 +71,7 @@ class Sampler:
     def __init__(
         self, processors: LogitsProcessorList, noise: Noise | None, records: Records, tier: Tier | None = None
     ):
-        self.processors = processors
+        self.processors = without_inspection(processors)
         self.noise = noise
         self.records = records
         self.required_tier: Tier = required_tier(processors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers.generation import logits_process as lp
 
 from hf_speculate import Speculator
 from hf_speculate.drafter import RAW_LAST
+from hf_speculate.processors import without_inspection
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification import Sampler
 
@@ -263,3 +265,21 @@ def test_scores_that_cannot_be_sampled_from_are_stocks_error(tiny_model, prompt,
                 logits_processor=LogitsProcessorList([processor]),
                 speculator=speculator,
             )
+
+
+def test_known_processors_are_called_without_a_look_at_their_signatures(monkeypatch):
+    """The same scores as stock's list; a processor that may want more arguments keeps stock's call."""
+    ids: Any = torch.tensor([[5, 6, 5]])
+    scores: Any = torch.randn(1, 96, generator=torch.Generator().manual_seed(0))
+    known = LogitsProcessorList([lp.RepetitionPenaltyLogitsProcessor(1.3), lp.TopKLogitsWarper(7)])
+    expected = known(ids, scores.clone())
+    fast = without_inspection(known)
+    monkeypatch.setattr(lp.inspect, "signature", None)
+    assert torch.equal(fast(ids, scores.clone()), expected)
+
+    class Custom(lp.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores
+
+    for unknown in (LogitsProcessorList([Custom()]), type("Mine", (LogitsProcessorList,), {})(known)):
+        assert without_inspection(unknown) is unknown

@@ -175,6 +175,11 @@ def test_empty_data(byte_tokenizer, tmp_path):
     (tmp_path / "image.png").write_bytes(b"x")
     with pytest.raises(SpeculateError, match=r"\.png.*give one of .json"):
         prepare_data(tmp_path / "image.png", byte_tokenizer)
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "1.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "mixed" / "2.jsonl").write_text('{"id": "7", "messages": [{"role": "user", "content": "a"}]}\n')
+    with pytest.raises(SpeculateError, match="2 files, read as one table: their columns must be the same"):
+        prepare_data(tmp_path / "mixed", byte_tokenizer)
 
 
 def test_unknown_columns(byte_tokenizer, write_lines):

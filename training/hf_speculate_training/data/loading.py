@@ -147,4 +147,5 @@ def _problem(name: str, files: list[str] | None, error: BaseException) -> str:
     line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
     if files is None:
         return f"cannot read the data {name!r}: it is neither a file or folder here nor readable from the Hub ({line})."
-    return f"cannot read the data {name!r}: {line}"
+    together = f" ({len(files)} files, read as one table: their columns must be the same)" if len(files) > 1 else ""
+    return f"cannot read the data {name!r}{together}: {line}"
