@@ -47,7 +47,7 @@ class TypicalAcceptance:
         entropies = -(probs * (probs + 1e-5).log()).sum(-1)
         return (torch.exp(-entropies) * self.posterior_alpha).clamp(max=self.posterior_threshold), entropies
 
-    def last_nodes(self, scores: Float[Tensor, "B N V"], tree: DraftTree) -> Int[Tensor, " B"]:
+    def last_nodes(self, scores: Float[Tensor, "R N V"], tree: DraftTree) -> Int[Tensor, " R"]:
         """The node at the end of each row's accepted path: the deepest, and of those the one of the likeliest path.
 
         Args:
@@ -87,19 +87,20 @@ class TypicalSampler(Sampler):
         super().__init__(processors, None, records)
         self.rule = rule
 
-    def chooser(self, logits: Float[Tensor, "B N V"], tree: DraftTree, sequences: Sequences) -> Choose:
+    def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
         scores = self._all_scores(logits, tree, sequences, "scores" if self.required_tier == "scores" else "prefix")
         last_nodes = self.rule.last_nodes(scores, tree).to(scores.device)
         most_probable = scores.argmax(-1)
         ends, table = last_nodes.tolist(), most_probable.tolist()
-        next_nodes = [_next_on_path(tree.host.parents[row], end) for row, end in enumerate(ends)]
+        next_nodes = [_next_on_path(tree.host.parents[slot], end) for slot, end in enumerate(ends)]
 
         def choose(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             tokens = []
             for row, node in zip(rows, nodes, strict=True):
-                self._record(sequences, row, logits[row, node], scores[row, node])
-                child = next_nodes[row].get(node)
-                tokens.append(table[row][node] if child is None else tree.host.token_ids[row][child])
+                slot = tree.slot(row)
+                self._record(sequences, row, logits[slot, node], scores[slot, node])
+                child = next_nodes[slot].get(node)
+                tokens.append(table[slot][node] if child is None else tree.host.token_ids[slot][child])
             return tokens
 
         return choose

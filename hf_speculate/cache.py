@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSli
 
 from .errors import CacheStateError
 from .layers import PreallocatedLayer, SlidingLayer
+from .rows import RowsAside
 
 
 _OURS: dict[type, type[PreallocatedLayer]] = {
@@ -38,7 +39,8 @@ class TreeCache:
 
     The object's `layers` are replaced in place by our own (the user's own cache object stays the one that is used and
     returned). Rows of a batch append at the common index `max(lengths)` and have their own lengths; the entries of row
-    r in `[lengths[r], max(lengths))` are holes that a mask must hide.
+    r in `[lengths[r], max(lengths))` are holes that a mask must hide. Rows that have ended can be set aside: the layers
+    then hold `rows` only, and are appended to by forwards over these.
 
     Args:
         cache: a `Cache` whose layers all hold attention states, see `is_indexable`.
@@ -61,6 +63,8 @@ class TreeCache:
             cache.layer_class_to_replicate = PreallocatedLayer
         self.cache = cache
         self.lengths: tuple[int, ...] = (cache.get_seq_length(),) * batch_size
+        self.rows: Sequence[int] = range(batch_size)
+        self._aside: RowsAside | None = None
         self._ended: Collection[int] = ()
         self._sliding = [layer for layer in cache.layers if isinstance(layer, SlidingLayer)]
         self.release()
@@ -72,13 +76,19 @@ class TreeCache:
         return is_indexable(cache)
 
     @property
+    def present_lengths(self) -> Sequence[int]:
+        """Of the rows that the layers hold."""
+        return self.lengths if self._aside is None else [self.lengths[row] for row in self.rows]
+
+    @property
     def append_index(self) -> int:
-        """Where the next forward writes: the length of the longest row."""
-        return max(self.lengths)
+        """Where the next forward writes: the length of the longest row that is there."""
+        return max(self.present_lengths)
 
     @property
     def is_ragged(self) -> bool:
-        return min(self.lengths) != max(self.lengths)
+        lengths = self.present_lengths
+        return min(lengths) != max(lengths)
 
     def commit_appended(self) -> None:
         """Accepts everything that forwards have appended (prefill), all rows alike."""
@@ -91,15 +101,36 @@ class TreeCache:
 
         Args:
             paths: for each row the accepted nodes in order (indices into the appended block; strictly increasing).
-                An empty path leaves the row as it was.
+                An empty path leaves the row as it was. Those of rows that are set aside are empty.
             ended: rows that will never be appended to again; sliding windows need not wait for them.
 
         Moves at most `max(len(path))` entries a row behind the committed prefix; the prefix is never touched.
         """
         base = self.append_index
         lengths = tuple(length + len(path) for length, path in zip(self.lengths, paths, strict=True))
-        self._move(base, paths)
+        self._move(base, [paths[row] for row in self.rows])
         self.lengths, self._ended, self._before_prompt = lengths, ended, []
+        self.restore()
+
+    def set_aside(self, rows: Collection[int]) -> None:
+        """Takes rows that will not be appended to again out of the layers, until `bring_back`.
+
+        Cost: a copy of what stays; no memory beyond that, but for one layer at a time.
+        """
+        remaining = [row for row in self.rows if row not in rows]
+        self._aside = self._aside or RowsAside(len(self.lengths))
+        self._aside.select(self._layers, remaining, self.lengths)
+        self.rows = remaining
+        self.restore()
+
+    def bring_back(self) -> None:
+        """Makes the layers hold all rows and agree with `lengths` again; also after an interruption of anything here.
+
+        Entries behind the end of a row that was set aside are 0.
+        """
+        if self._aside is not None:
+            self._aside.bring_back(self._layers, self.lengths)
+            self.rows, self._aside = range(len(self.lengths)), None
         self.restore()
 
     @property
@@ -146,7 +177,7 @@ class TreeCache:
 
     def _pin_windows(self) -> None:
         if self._sliding:
-            running = (length for row, length in enumerate(self.lengths) if row not in self._ended)
+            running = (self.lengths[row] for row in self.rows if row not in self._ended)
             shortest = min(running, default=self.append_index)
             for layer in self._sliding:
                 layer.pinned_from = layer.window_start(shortest)
@@ -157,7 +188,7 @@ class TreeCache:
             return
         width = max(len(path) for path in paths)
         sources, destinations = [], []
-        for length, path in zip(self.lengths, paths, strict=True):
+        for length, path in zip(self.present_lengths, paths, strict=True):
             stay = range(length + len(path), length + width)
             sources.append([base + node for node in path] + list(stay))
             destinations.append(list(range(length, length + width)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,10 +130,10 @@ class Timings:
 
     Args:
         slope: relative rise per unit of size where nothing was measured or observed.
-        surface: seconds that were measured.
+        surface: seconds that were measured, or are known of something much alike.
     """
 
-    def __init__(self, slope: float, surface: CostSurface | None = None):
+    def __init__(self, slope: float, surface: Shape | None = None):
         self._surface = surface
         self._prior: Shape = surface or (lambda size, _: 1 + slope * size)
         self._tables: dict[int, _Table] = {}
@@ -160,6 +161,14 @@ class Timings:
         """Estimated seconds; relative ones where nothing is known."""
         return self._table(context).at(size, context)
 
+    def frozen(self) -> Shape | None:
+        """What is known now as a shape; None if that is nothing."""
+        if not self:
+            return None
+        twin = copy(self)
+        twin._tables = {octave: table.copy() for octave, table in self._tables.items()}
+        return twin.at
+
     def _octave(self, context: int) -> int:
         return 0 if self._surface is not None else (context // 512).bit_length()
 
@@ -183,9 +192,13 @@ class RoundCosts:
         rounds, drafting: what was measured beforehand, if anything.
     """
 
-    def __init__(self, rounds: CostSurface | None = None, drafting: CostSurface | None = None):
+    def __init__(self, rounds: Shape | None = None, drafting: Shape | None = None):
         self.rounds = Timings(_PRIOR_COST_PER_NODE, rounds)
         self.drafting = Timings(_PRIOR_COST_PER_LEVEL, drafting)
+
+    def as_prior(self) -> RoundCosts:
+        """Costs of another number of rows: begun with what is known here, which the first observations stretch."""
+        return RoundCosts(self.rounds.frozen(), self.drafting.frozen())
 
     def plain(self, context: int = 0) -> float:
         """Seconds of a round without a draft."""

@@ -38,6 +38,7 @@ def decode(run: Decoding) -> Generator[Verdict]:
         yield run.prefill()
         with run.target._optimize_model_for_decode():
             while not all(run.sequences.finished):
+                run.leave_out_finished()
                 tree = run.draft()
                 output = run.score(tree)
                 verdict = run.verify(output.logits, tree)
@@ -136,7 +137,16 @@ class Decoding:
             self.drafting.observe_prompt(self._known_tokens(), output.hidden_states)
         return verdict
 
+    def leave_out_finished(self) -> None:
+        """From here on, as far as it pays, the target runs the other rows only; the tokens of finished ones are known.
+        In lock-step it runs all: what is called with the whole batch must see what stock shows it."""
+        if self.lockstep or not any(self.sequences.finished):
+            return
+        if self.scorer.leave_out(self.sequences.finished_rows) and self.tuner is not None:
+            self.tuner.leave(len(self.cache.rows))
+
     def draft(self) -> DraftTree:
+        """A tree for every row that the target is going to run."""
         self._round_start = time.perf_counter()
         with self.stats.timed("drafter_seconds"):
             self._release_noise()
@@ -150,7 +160,9 @@ class Decoding:
             self._drafted_depth = tree.max_depth
             if budget.max_nodes is not None:
                 tree = tree.first(budget.max_nodes)
-            tree = tree.pruned(limits) if tree.max_depth > min(limits) else tree
+            if tree.max_depth > min(limits[row] for row in rows):
+                tree = tree.pruned(limits)
+            tree = tree.select(self.cache.rows)
         self._draft_seconds = time.perf_counter() - self._round_start
         return tree
 
@@ -167,8 +179,8 @@ class Decoding:
         for row, tokens in enumerate(verdict.tokens):
             if tokens:
                 self.stats.record_round(
-                    num_drafted=tree.host.num_drafted(row),
-                    depth=tree.host.depth(row),
+                    num_drafted=tree.host.num_drafted(tree.slot(row)),
+                    depth=tree.host.depth(tree.slot(row)),
                     num_emitted=len(tokens),
                     num_accepted=verdict.num_accepted[row],
                 )
@@ -177,14 +189,15 @@ class Decoding:
     def record(self, output: Any, verdict: Verdict) -> None:
         """Keeps the hidden states and attentions of the accepted paths if the request asked for them."""
         records, cache = self.sampler.records, self.cache
-        for row, path in enumerate(verdict.paths) if records.forward_kwargs else ():
+        for slot, row in enumerate(cache.rows) if records.forward_kwargs else ():
+            path = verdict.paths[row]
             first_step = len(self.sequences.new_tokens[row]) - len(path)
-            records.add_path(output, row, path, first_step, cache.lengths[row], cache.append_index)
+            records.add_path(output, slot, row, path, first_step, cache.lengths[row], cache.append_index)
 
     def observe(self, verdict: Verdict, hidden_states: Any) -> None:
         """Notes what the drafter will be told before its next draft."""
         with self.stats.timed("drafter_seconds"):
-            self.drafting.observe(verdict, hidden_states)
+            self.drafting.observe(verdict, hidden_states, self.cache.rows)
 
     def learn(self, tree: DraftTree, verdict: Verdict) -> None:
         """Tells the tuner what the round cost and brought."""
@@ -205,7 +218,7 @@ class Decoding:
             self.drafting.close()
 
     def _settle(self) -> None:
-        self.cache.restore()
+        self.cache.bring_back()
         delivered = self.sequences.num_emitted
         if self.num_delivered is not None:
             delivered = [min(self.num_delivered, n) for n in delivered]

@@ -64,10 +64,10 @@ class Drafting:
         lengths = torch.full((tokens.shape[0],), tokens.shape[1])
         self._ask(lambda: self._session.observe(tokens, features, lengths))
 
-    def observe(self, verdict: Verdict, hidden_states: Any) -> None:
-        """Notes what the drafter will be told before its next draft."""
-        rows = tuple(map(tuple, verdict.tokens))  # the consumer of the verdict may change its lists
-        self._unobserved.add(rows, self._taps.at(hidden_states, verdict.paths))
+    def observe(self, verdict: Verdict, hidden_states: Any, rows: Sequence[int]) -> None:
+        """Notes what the drafter will be told before its next draft; `rows`: those that the target's forward ran."""
+        tokens = tuple(map(tuple, verdict.tokens))  # the consumer of the verdict may change its lists
+        self._unobserved.add(tokens, self._taps.at(hidden_states, verdict.paths, rows))
 
     def draft(self, state: DraftState) -> DraftTree:
         """A tree that the target can score, of as many rows as the request."""

@@ -59,15 +59,27 @@ class FeatureTaps:
         """The states of the last `width` positions of the forward that returned `hidden_states`."""
         return {layer: self._states(hidden_states, layer)[:, -width:] for layer in self.layers}
 
-    def at(self, hidden_states: Any, paths: Sequence[Sequence[int]]) -> Mapping[int, Float[Tensor, "B J H"]]:
-        """The states at the nodes of one path a row; rows with shorter paths repeat node 0 as padding."""
+    def at(
+        self, hidden_states: Any, paths: Sequence[Sequence[int]], rows: Sequence[int]
+    ) -> Mapping[int, Float[Tensor, "B J H"]]:
+        """The states at the nodes of one path a row; rows with shorter paths repeat node 0 as padding.
+
+        Args:
+            rows: those that the forward ran. The others, whose paths are empty, get states of another row.
+        """
         if not self.layers:
             return {}
         width = max(map(len, paths))
         nodes = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths])
+        slots = None
+        if len(rows) < len(paths):
+            slot_of = {row: slot for slot, row in enumerate(rows)}
+            slots = torch.tensor([slot_of.get(row, 0) for row in range(len(paths))])
         features = {}
         for layer in self.layers:
             states = self._states(hidden_states, layer)
+            if slots is not None:
+                states = states.index_select(0, slots.to(states.device))
             if states.shape[1] > 1:
                 states = states.gather(1, nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
             features[layer] = states

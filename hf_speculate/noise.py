@@ -42,13 +42,16 @@ class Noise:
             self._rows.append(torch.empty(self._shape, device=self._device).exponential_())
         return self._rows[step - self._first_step]
 
-    def rows(self, steps: Sequence[int]) -> Float[Tensor, "B V"]:
-        """Noise of every row of the batch at its own step.
+    def rows(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> Float[Tensor, "R V"]:
+        """Noise of `rows` (None: of every row of the batch), each at its own step.
 
         A row that has ended may ask for a step that was released; it gets the first one kept, as what is drafted or
         chosen for it is ignored.
         """
-        return torch.stack([self.row(max(step, self._first_step))[row] for row, step in enumerate(steps)])
+        chosen = range(len(steps)) if rows is None else rows
+        return torch.stack(
+            [self.row(max(step, self._first_step))[row] for row, step in zip(chosen, steps, strict=True)]
+        )
 
     def release_before(self, step: int) -> None:
         """Forgets the rows of steps before `step`; they were used by every row of the batch."""

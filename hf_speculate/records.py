@@ -93,23 +93,24 @@ class Records:
             self.attentions.add_prompt(output.attentions or ())
 
     def add_path(
-        self, output: Any, row: int, path: Sequence[int], first_step: int, length: int, num_prefix: int
+        self, output: Any, slot: int, row: int, path: Sequence[int], first_step: int, length: int, num_prefix: int
     ) -> None:
         """Records one row's accepted path out of a forward over a tree.
 
         Args:
-            output: the model's; hidden states [B, N, H], attentions [B, heads, N, M + N], a tensor a layer.
+            output: the model's; hidden states [R, N, H], attentions [R, heads, N, M + N], a tensor a layer.
+            slot: where these have the row.
             path: its nodes, root first; node `path[j]` is what step `first_step + j` was computed from.
             length: committed entries of the row.
             num_prefix: M, entries of the cache before the nodes; those in [length, M) are other rows'.
         """
         for index, node in enumerate(path):
             if self.hidden_states is not None:
-                states = [layer[row, node][None].clone() for layer in output.hidden_states]
+                states = [layer[slot, node][None].clone() for layer in output.hidden_states]
                 self.hidden_states.add(first_step + index, row, states)
             if self.attentions is not None:
                 keys = [*range(length), *(num_prefix + ancestor for ancestor in path[: index + 1])]
-                weights = [layer[row, :, node, keys][:, None] for layer in output.attentions or ()]
+                weights = [layer[slot, :, node, keys][:, None] for layer in output.attentions or ()]
                 self.attentions.add(first_step + index, row, weights)
 
     def complete(self, batch_size: int, num_steps: int) -> dict[str, Any]:

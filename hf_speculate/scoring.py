@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from .devices import execution_device
 from .errors import CacheStateError
 from .layers import PreallocatedLayer
 from .masks import LayerType, layer_types, num_left_padding
+from .rows import may_hold_rows
 from .tree import DraftTree
 
 
@@ -29,6 +31,9 @@ from .tree import DraftTree
 TREE_ATTENTION = ("eager", "sdpa")
 
 Shape = Literal["tree", "chain", "single"]
+
+# Rounds of running a finished row that cost as much as one copy of a row. (CPU, 0.5B: ...)
+_COPY_SHARE = 0.125
 
 
 def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
@@ -122,7 +127,9 @@ class Scorer:
         self.model = model
         self.cache = cache
         self.shape = shape
-        self._prompt_mask = None if prompt_mask is None else prompt_mask.bool()
+        self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
+        self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
+        self._num_idle = 0
         self._forward_kwargs = dict(forward_kwargs or {})
         self._layer_types = layer_types(model.config)
         self._takes_position_ids = takes_position_ids(model)
@@ -141,18 +148,19 @@ class Scorer:
         """Scores nodes of `tree`; the cache then holds N appended, uncommitted entries a row.
 
         Args:
-            tree: B rows; must be a chain if `shape` is "chain".
-            root_positions: position id of the root of each row.
+            tree: the rows that the cache holds (`TreeCache.rows`); must be a chain if `shape` is "chain".
+            root_positions: position id of the root of each row of the batch.
             num_cached: the first nodes, already appended by calls since the last commit; only the others are run
                 (how a drafter grows a tree level by level).
             forward_kwargs: further keyword arguments of this forward.
         Returns:
-            The model's output; `logits` is [B, N - num_cached, V], `logits[r, i]` scores the token after node
-            `num_cached + i`.
+            The model's output, of these rows; `logits` is [R, N - num_cached, V], `logits[r, i]` scores the token after
+            node `num_cached + i`.
         """
         device = self.device
         depths = tree.plan.depths[:, num_cached:]
-        position_ids = torch.tensor(root_positions, device=depths.device)[:, None] + depths
+        roots = torch.tensor([root_positions[row] for row in self.cache.rows], device=depths.device)
+        position_ids = roots[:, None] + depths
         positions = {"position_ids": position_ids.to(device)} if self._takes_position_ids else {}
         return self.model(
             input_ids=tree.token_ids[:, num_cached:].to(device),
@@ -175,6 +183,31 @@ class Scorer:
     def needs_equal_rows(self) -> bool:
         """Whether rows must have the same length: something that no mask of ours reaches counts along the cache."""
         return self.shape == "chain" and (self.has_windows or bool(counts_along_cache(self.model)))
+
+    def leave_out(self, finished: Sequence[int]) -> bool:
+        """Before a round: takes rows that have finished out of the cache, and so out of the forwards.
+
+        Finished rows cost their share of every forward, leaving them out costs one copy of the others: it is done as
+        soon as the one is as much as the other, where copying a row is taken to be `_COPY_SHARE` of running it.
+
+        Args:
+            finished: rows of the batch, not all of them.
+        Returns:
+            Whether any has left now.
+        """
+        idle = set(self.cache.rows).intersection(finished)
+        if not idle or not self._can_leave_out:
+            return False
+        self._num_idle += len(idle)
+        if self._num_idle < _COPY_SHARE * (len(self.cache.rows) - len(idle)):
+            return False
+        self._num_idle = 0
+        self.cache.set_aside(idle)
+        return True
+
+    @cached_property
+    def _can_leave_out(self) -> bool:
+        return not may_hold_rows(self.model, self._forward_kwargs)
 
     def settle(self) -> None:
         """Brings the cache up to everything committed, where it lags behind."""
@@ -208,13 +241,21 @@ class Scorer:
             mask[..., :num_prefix].masked_fill_(~visible[:, None, None, first:], torch.finfo(dtype).min)
         mask[..., num_prefix:] = tree.plan.bias(dtype, device)[:, None, num_cached:]
         if layer_type.hides_any(end + tree.max_depth + 1):
-            lengths = torch.tensor(self.cache.lengths, device=device)[:, None]
+            lengths = torch.tensor(self.cache.present_lengths, device=device)[:, None]
             nodes = lengths + tree.plan.depths.to(device)
             prefix = torch.arange(first, end, device=device).expand(tree.batch_size, -1)
             seen = torch.cat([prefix, nodes], dim=1)
             too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self._prompt_mask, device))
             mask.masked_fill_(too_far[:, None], torch.finfo(dtype).min)
         return mask
+
+    @property
+    def _prompt_mask(self) -> Tensor | None:
+        """bool [R, M0], of the rows that the cache holds; None when all entries are real."""
+        if self._masked_rows is not self.cache.rows and self._whole_prompt_mask is not None:
+            mask = self._whole_prompt_mask[list(self.cache.rows)]
+            self._masked_rows, self._mask_of_rows = self.cache.rows, None if mask.all() else mask
+        return self._mask_of_rows
 
     @property
     def _sees_prefix(self) -> bool:
@@ -232,7 +273,7 @@ class Scorer:
         if self._prompt_mask is None and not self.cache.is_ragged:
             return None
         device = self.device
-        lengths = torch.tensor(self.cache.lengths, device=device)
+        lengths = torch.tensor(self.cache.present_lengths, device=device)
         visible = torch.arange(num_prefix, device=device) < lengths[:, None]
         if self._prompt_mask is not None:
             width = min(self._prompt_mask.shape[1], num_prefix)

@@ -123,6 +123,7 @@ class DraftTree:
             self._max_depth = max_depth
         else:
             self._host_parents = _as_rows(parents)
+        self._slots: dict[int, int] | None = None
 
     @classmethod
     def root_only(cls, root_ids: Int[Tensor, " B"]) -> DraftTree:
@@ -185,6 +186,37 @@ class DraftTree:
         for row, limit in enumerate(max_depths):
             rows.append(_prune_row(host.token_ids[row], host.parents[row], limit))
         return DraftTree.from_rows(rows)
+
+    def select(self, rows: Sequence[int]) -> DraftTree:
+        """The trees of some rows of the batch, as wide as the widest of them; to be scored as they are.
+
+        Nodes keep their numbers. Everything of the result goes by its B' rows; `slot` tells which one a row has become.
+        """
+        if len(rows) == self.batch_size:
+            return self
+        index = torch.tensor(rows, device=self.token_ids.device)
+        tokens, parents, depth = self.token_ids.index_select(0, index), self._device_parents, None
+        if parents is None:
+            of_rows = self._host_parents
+            if len(of_rows) > 1:
+                of_rows = [of_rows[row] for row in rows]
+            width = max(i + 1 for row in of_rows for i, parent in enumerate(row) if parent != PADDING_PARENT)
+            tokens, parents = tokens[:, :width], [row[:width] for row in of_rows]
+        else:
+            depth = self._max_depth
+            parents = parents if parents.shape[0] == 1 else parents.index_select(0, index.to(parents.device))
+        selected = DraftTree(tokens, parents, depth)
+        selected._slots = {row: slot for slot, row in enumerate(rows)}
+        return selected
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Which rows of the batch these are."""
+        return range(self.batch_size) if self._slots is None else tuple(self._slots)
+
+    def slot(self, row: int) -> int:
+        """Where `token_ids`, and whatever is computed from them, have a row of the batch."""
+        return row if self._slots is None else self._slots[row]
 
     def check(self, vocab_size: int) -> None:
         """Raises `DrafterError` unless the tree's invariants hold (host cost; used by `check_drafter`)."""

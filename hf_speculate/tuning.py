@@ -65,6 +65,7 @@ class Tuner:
         self.acceptances = acceptances
         self._costs = costs
         self._chooses_depth = chooses_depth
+        self._costs_by_size = {len(acceptances): costs}
         self._explored = _EXPLORED_ROUNDS if acceptances[0].widest else 0
         self._is_censored = False
         self._elapsed = 0.0
@@ -75,6 +76,13 @@ class Tuner:
         self._plan_rows: Sequence[int] = ()
         self._plan_context = 0
         self._plan_age = 0
+
+    def leave(self, num_rows: int) -> None:
+        """From now on the target runs so many rows of the batch. What that costs is learnt for this request only: a
+        batch of this size drafts for no other rows."""
+        if num_rows not in self._costs_by_size:
+            self._costs_by_size[num_rows] = self._costs_by_size[len(self.acceptances)].as_prior()
+        self._costs, self._plan = self._costs_by_size[num_rows], None
 
     def choose(self, rows: Sequence[int], context: int = 0) -> Budget:
         """The budget of the next round.

@@ -84,24 +84,32 @@ class Sampler:
             return "walk"
         return self._forced_tier or self.required_tier
 
-    def chooser(self, logits: Float[Tensor, "B N V"], tree: DraftTree, sequences: Sequences) -> Choose:
-        """A function (rows, their nodes) -> the token the request's sampler chooses there."""
+    def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
+        """A function (rows, their nodes) -> the token the request's sampler chooses there.
+
+        Args:
+            logits: of the nodes of `tree`, which may be about some rows of the batch (`DraftTree.select`); the function
+                takes rows of the batch.
+        """
         tier = self.tier(logits.device)
         if tier == "walk":
-            return lambda rows, nodes: self._choose_now(logits, rows, nodes, sequences)
+            return lambda rows, nodes: self._choose_now(logits, tree, rows, nodes, sequences)
         scores = self._all_scores(logits, tree, sequences, tier)
         table = self._pick(scores.flatten(0, 1), self._tree_noise(tree, sequences)).view(scores.shape[:2]).tolist()
 
         def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
-            for row, node in zip(rows, nodes, strict=True):
-                self._record(sequences, row, logits[row, node], scores[row, node])
-            return _possible([table[row][node] for row, node in zip(rows, nodes, strict=True)])
+            slots = [tree.slot(row) for row in rows]
+            for row, slot, node in zip(rows, slots, nodes, strict=True):
+                self._record(sequences, row, logits[slot, node], scores[slot, node])
+            return _possible([table[slot][node] for slot, node in zip(slots, nodes, strict=True)])
 
         return look_up
 
-    def _choose_now(self, logits: Tensor, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences) -> list[int]:
-        device = sequences.prompt.device
-        selected = logits[rows[0], nodes[0]][None] if len(rows) == 1 else logits[list(rows), list(nodes)]
+    def _choose_now(
+        self, logits: Tensor, tree: DraftTree, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences
+    ) -> list[int]:
+        device, slots = sequences.prompt.device, [tree.slot(row) for row in rows]
+        selected = logits[slots[0], nodes[0]][None] if len(rows) == 1 else logits[slots, list(nodes)]
         if not self.processors and self.noise is None and not self.records.of_sampler:
             return selected.float().argmax(-1).tolist()  # the operation of stock, and four times faster than in bf16
         selected = selected.to(copy=True, dtype=torch.float32, device=device)
@@ -143,16 +151,17 @@ class Sampler:
             flat = scores.flatten(0, 1)
             no_text: Any = flat.new_empty(len(flat), 0, dtype=torch.long)
             return self.processors(no_text, flat).view(scores.shape)
-        for row in range(tree.batch_size):  # finished ones too: without EOS they write on
+        for slot, row in enumerate(tree.rows):  # finished ones too: without EOS they write on
             for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
-                scores[row, nodes] = self._processors_of_row(row, sequences)(prefixes, scores[row, nodes])
+                scores[slot, nodes] = self._processors_of_row(row, sequences)(prefixes, scores[slot, nodes])
         return scores
 
     @staticmethod
     def _prefixes_by_depth(tree: DraftTree, row: int, sequences: Sequences) -> Iterator[tuple[list[int], Any]]:
         """(nodes, int64 [n, T + d] text before the token that follows them) for every depth d."""
         text = sequences.view([row])
-        tokens, parents = tree.host.token_ids[row], tree.host.parents[row]
+        slot = tree.slot(row)
+        tokens, parents = tree.host.token_ids[slot], tree.host.parents[slot]
         level, paths = [0], {0: []}
         while level:
             suffix = torch.tensor([paths[node] for node in level], dtype=text.dtype, device=text.device)
@@ -162,18 +171,18 @@ class Sampler:
             paths = {node: [*paths[parents[node]], tokens[node]] for node in level}
 
     def _tree_noise(self, tree: DraftTree, sequences: Sequences) -> Tensor | None:
-        """Noise of every node [B * N, V]: the row of the step at which its child would be chosen."""
+        """Noise of every node [R * N, V]: the row of the step at which its child would be chosen."""
         if self.noise is None:
             return None
-        levels = range(tree.max_depth + 1)
-        by_depth = torch.stack([self.noise.rows([n + d for n in sequences.num_emitted]) for d in levels], dim=1)
+        levels, emitted = range(tree.max_depth + 1), [len(sequences.new_tokens[row]) for row in tree.rows]
+        by_depth = torch.stack([self.noise.rows([n + d for n in emitted], tree.rows) for d in levels], dim=1)
         depths = tree.plan.depths.to(by_depth.device).expand(tree.batch_size, -1)
         rows = torch.arange(tree.batch_size, device=by_depth.device)[:, None]
         return by_depth[rows, depths].flatten(0, 1)
 
 
 def verify(
-    logits: Float[Tensor, "B N V"],
+    logits: Float[Tensor, "R N V"],
     tree: DraftTree,
     sampler: Sampler,
     stopping: Stopping,
@@ -185,14 +194,15 @@ def verify(
 
     Args:
         logits: of every node.
+        tree: of all rows, or of those that are not finished.
         lockstep: all rows advance together, so that every processor and criterion is called in stock's order with the
             whole batch; otherwise each row advances alone.
     Returns:
         The verdict; rows that are finished before the call take no part.
     """
-    verdict = Verdict.empty(tree.batch_size)
+    verdict = Verdict.empty(sequences.batch_size)
     choose = sampler.chooser(logits, tree, sequences)
-    everyone = range(tree.batch_size)
+    everyone = range(sequences.batch_size)
     groups = [list(everyone)] if lockstep else [[row] for row in everyone if not sequences.finished[row]]
     for rows in groups:
         _walk(rows, choose, tree, sampler, stopping, sequences, verdict)
@@ -219,7 +229,7 @@ def _walk(
         for index, row in enumerate(rows):
             if not running[index]:
                 continue
-            child = tree.host.child(row, nodes[index], chosen[index])
+            child = tree.host.child(tree.slot(row), nodes[index], chosen[index])
             verdict.paths[row].append(nodes[index])
             verdict.tokens[row].append(chosen[index])
             verdict.num_accepted[row] += child is not None

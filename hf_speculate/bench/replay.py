@@ -62,6 +62,9 @@ class _ReplayedTuner:
     def record(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    def leave(self, num_rows: int) -> None:
+        pass
+
 
 def record_budgets(speculator: Speculator) -> None:
     """Has an adaptive speculator note the budgets of its requests from now on."""

@@ -59,7 +59,7 @@ def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model
     run, states = drafting(tiny_model(), listener), torch.arange(6.0).view(3, 2, 1, 1)
     for step, paths in enumerate(([[0], [0]], [[0], []], [[0], [0]])):
         tokens = [[10 * row + step] * len(path) for row, path in enumerate(paths)]
-        run.observe(Verdict(paths, tokens, [0, 0]), (None, states[step]))
+        run.observe(Verdict(paths, tokens, [0, 0]), (None, states[step]), range(2))
     assert not listener.seen
     run.draft(state([2, 12]))
     ((tokens, features, lengths),) = listener.seen
@@ -72,7 +72,7 @@ def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model
 def test_states_of_a_tree_are_those_of_the_path(tiny_model):
     listener = Listener(feature_layers=(1,))
     run = drafting(tiny_model(), listener)
-    run.observe(Verdict([[0, 2], [0]], [[5, 6], [7]], [1, 0]), (None, torch.arange(6.0).view(2, 3, 1)))
+    run.observe(Verdict([[0, 2], [0]], [[5, 6], [7]], [1, 0]), (None, torch.arange(6.0).view(2, 3, 1)), range(2))
     run.draft(state([6, 7]))
     assert listener.seen[0][1][1][..., 0].tolist() == [[0, 2], [3, 3]]
 
@@ -93,7 +93,7 @@ def test_only_a_session_that_carries_over_is_told_of_the_last_rounds(tiny_model)
     for carries_over in (False, True):
         listener = Listener(carries_over=carries_over)
         run = drafting(tiny_model(), listener)
-        run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None)
+        run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None, range(2))
         run.close()
         run.close()
         assert len(listener.seen) == carries_over
@@ -110,7 +110,7 @@ def test_the_hook_on_the_last_layer_is_there_from_the_first_forward_to_the_end(t
         with run.listening():
             model(torch.tensor([[1, 2], [3, 4]]))
         assert len(hooks) == before + 1
-    run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None)
+    run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None, range(2))
     run.close()
     assert len(hooks) == before
 

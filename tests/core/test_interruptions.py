@@ -63,14 +63,15 @@ def test_after_every_round_each_row_of_a_batch_is_a_fresh_prefill(tiny_model, pr
     def check_then_observe(run, *args):
         nonlocal was_ragged
         was_ragged |= run.cache.is_ragged
-        for row, length in enumerate(run.cache.lengths):
+        for slot, row in enumerate(run.cache.rows):
+            length = run.cache.lengths[row]
             text = torch.cat([batch[row], torch.tensor(run.sequences.new_tokens[row])])[None, :-1]
             assert length == text.shape[1]
             fresh = DynamicCache(config=model.config)
             model(text, past_key_values=fresh)
             for ours, plain in zip(run.cache.cache.layers, fresh.layers, strict=True):
-                torch.testing.assert_close(ours.keys[row : row + 1, :, :length], plain.keys, atol=1e-10, rtol=0)
-                torch.testing.assert_close(ours.values[row : row + 1, :, :length], plain.values, atol=1e-10, rtol=0)
+                torch.testing.assert_close(ours.keys[slot : slot + 1, :, :length], plain.keys, atol=1e-10, rtol=0)
+                torch.testing.assert_close(ours.values[slot : slot + 1, :, :length], plain.values, atol=1e-10, rtol=0)
         return observe(run, *args)
 
     monkeypatch.setattr(Decoding, "observe", check_then_observe)

@@ -1,0 +1,126 @@
+"""Rows of a batch that have ended leave the cache, so that no forward runs them; in the end they come back.
+
+A row that stays is copied to where the others of its kind are, a row that leaves is copied beside, as far as it was
+written, layer by layer: memory is never that of the cache and a copy of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .layers import PreallocatedLayer, SlidingLayer
+
+
+class _Left(NamedTuple):
+    """Rows that left a layer together: what it held of them from entry `first` on, [R, heads, n, head_dim] each."""
+
+    rows: Sequence[int]
+    first: int
+    states: Mapping[str, Tensor]
+
+
+class RowsAside:
+    """What the layers of one cache hold of rows that were taken out of them.
+
+    An interruption may fall between any two layers, or into one. So what leaves a layer is noted before the layer is
+    changed, a layer is changed by one assignment, and which rows a layer holds is seen by how many these are.
+
+    Args:
+        batch_size: B.
+    """
+
+    def __init__(self, batch_size: int):
+        self._selections: list[Sequence[int]] = [range(batch_size)]
+        self._left: dict[PreallocatedLayer, list[_Left]] = {}
+
+    def select(self, layers: Iterable[PreallocatedLayer], rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Makes every layer hold `rows`, some of those that it holds, and no others.
+
+        Args:
+            lengths: committed entries of every row of the batch.
+        """
+        self._selections.append(rows)
+        for layer in layers:
+            if layer._buffers:
+                self._select(layer, rows, lengths)
+
+    def _select(self, layer: PreallocatedLayer, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        held = self._held(layer)
+        leaving = [row for row in held if row not in rows]
+        stay, go = ([held.index(row) for row in part] for part in (rows, leaving))
+        first = _first(layer)
+        part = slice(first - _origin(layer), max(max(lengths[row] for row in leaving), first) - _origin(layer))
+        states = {name: _take(buffer[:, :, part], go) for name, buffer in layer._buffers.items()}
+        self._left.setdefault(layer, []).append(_Left(leaving, first, states))
+        layer._buffers = {name: _take(buffer, stay) for name, buffer in layer._buffers.items()}
+        layer._is_owned = True
+
+    def bring_back(self, layers: Iterable[PreallocatedLayer], lengths: Sequence[int]) -> None:
+        """Makes every layer hold all rows again, up to the end of the longest."""
+        for layer in layers:
+            if layer._buffers and len(self._held(layer)) < len(lengths):
+                layer._buffers = {name: self._whole(layer, name, lengths) for name in layer._buffers}
+                layer._is_owned = True
+
+    def _whole(self, layer: PreallocatedLayer, name: str, lengths: Sequence[int]) -> Tensor:
+        """The buffer of all rows. What no row has written is 0: in attention it gets the weight 0, and 0 x NaN is
+        not 0."""
+        held, buffer, origin = self._held(layer), layer._buffers[name], _origin(layer)
+        shape = (len(lengths), buffer.shape[1], max(lengths) - origin, buffer.shape[3])
+        whole = buffer.new_zeros(shape)
+        for rows, first, states in self._left.get(layer, ()):
+            begin = max(first, _first(layer))  # windows have moved on since
+            _put(whole, rows, states[name][:, :, begin - first :], begin - origin)
+        end = max(lengths[row] for row in held) - origin
+        _put(whole, held, buffer[:, :, :end], 0)
+        return whole
+
+    def _held(self, layer: PreallocatedLayer) -> Sequence[int]:
+        """The rows in a layer's buffers, by slot."""
+        (count,) = {buffer.shape[0] for buffer in layer._buffers.values()}
+        return next(rows for rows in self._selections if len(rows) == count)
+
+
+def _take(buffer: Tensor, slots: Sequence[int]) -> Tensor:
+    return buffer.index_select(0, torch.tensor(slots, device=buffer.device))
+
+
+def _put(whole: Tensor, rows: Sequence[int], states: Tensor, start: int) -> None:
+    """Writes entries [R, heads, n, head_dim] of some rows from index `start` on."""
+    part = whole[:, :, start : start + states.shape[2]]
+    part.index_copy_(0, torch.tensor(rows, device=whole.device), states)
+
+
+def _first(layer: PreallocatedLayer) -> int:
+    """Index of the oldest entry that a layer keeps."""
+    return layer.first if isinstance(layer, SlidingLayer) else 0
+
+
+def _origin(layer: PreallocatedLayer) -> int:
+    """Index of the first entry of a layer's buffers."""
+    return layer._origins["keys"] if isinstance(layer, SlidingLayer) else 0
+
+
+def may_hold_rows(model: nn.Module, forward_kwargs: Mapping[str, Any]) -> bool:
+    """Whether something beside inputs and cache has a value for each row of the batch, so that no row can be left out.
+
+    Arguments of every forward do, if they are more than a switch; so do values that are bound to hooks (PEFT: an
+    adapter for each row).
+    """
+    if any(not isinstance(value, bool | int | float | str) for value in forward_kwargs.values()):
+        return True
+    hooks = chain.from_iterable(module._forward_pre_hooks.values() for module in model.modules())
+    return any(isinstance(value, Sequence | Tensor) for hook in hooks for value in _bound(hook))
+
+
+def _bound(hook: Callable[..., Any]) -> Iterable[Any]:
+    """Values bound to a hook, strings aside."""
+    if not isinstance(hook, partial):
+        return ()
+    return (value for value in (*hook.args, *hook.keywords.values()) if not isinstance(value, str))

@@ -1,0 +1,497 @@
+"""Rows that have ended leave the target's forwards; text, outputs, cache and RNG are as if they had stayed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import weakref
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hf_speculate
+from hf_speculate import DraftTree, Speculator
+from hf_speculate.cache import TreeCache
+from hf_speculate.rows import RowsAside
+from hf_speculate.scoring import Scorer
+from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.verification import Sampler
+from hf_speculate_plugins.combined import CombinedDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
+
+from ..conftest import build_tiny_model
+from ..inputs import padded_batch
+from .test_property import random_eagle, random_medusa
+from .test_scoring import CHAIN_ONLY, chain_only  # noqa: F401  (a fixture)
+
+
+VOCAB_SIZE, HEADS, HEAD_DIM, WINDOW = 96, 2, 4, 8
+LENGTHS = (7, 3, 9, 1)
+WIDTH, STEPS = max(LENGTHS), 24
+# When each row ends: one by one, all but one at once, the longest first, two together.
+ENDS = [(5, 24, 11, 17), (3, 3, 3, 24), (24, 2, 1, 9), (12, 4, 12, 24)]
+PARTS = ("scores", "logits", "hidden_states", "attentions")
+ALL_PARTS = {"return_dict_in_generate": True} | {f"output_{name}": True for name in PARTS}
+MEDUSA_CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+
+
+class EndsRows(StoppingCriteria):
+    """Ends every row, known by its prompt, after so many tokens; as stock has it with EOS, padding follows."""
+
+    row_wise = True
+    eos_token_id = None
+
+    def __init__(self, prompts, ends):
+        self.width = prompts.shape[1]
+        self.ends = {tuple(row): end for row, end in zip(prompts.tolist(), ends, strict=True)}
+
+    def __call__(self, input_ids, scores, **kwargs):
+        num_new = input_ids.shape[1] - self.width
+        done = [num_new >= self.ends[tuple(row)] for row in input_ids[:, : self.width].tolist()]
+        return torch.tensor(done)
+
+
+def drafters(model, script):
+    return {
+        "scripted": ScriptedDrafter(script, (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE),
+        "random": RandomDrafter(vocab_size=VOCAB_SIZE),
+        "prompt_lookup": PromptLookupDrafter.for_target(model, min_ngram=1),
+        "draft_model chain": DraftModelDrafter.for_target(model, model=build_tiny_model(dtype=model.dtype), depth=3),
+        "draft_model tree": DraftModelDrafter.for_target(model, model=model, depth=3, top_k=2),
+        "eagle": random_eagle(3, 2, 6, build_tiny_model()),
+        "eagle chain": random_eagle(3, 1, 6, build_tiny_model()),
+        "medusa": random_medusa(MEDUSA_CHOICES, build_tiny_model()),
+        "combined": CombinedDrafter([PromptLookupDrafter.for_target(model), RandomDrafter(vocab_size=VOCAB_SIZE)]),
+    }
+
+
+DRAFTERS = list(drafters(build_tiny_model(), [0]))
+
+
+def run(model, inputs, ends, speculator, seed=5, **request):
+    criteria = StoppingCriteriaList([EndsRows(inputs["input_ids"], ends)])
+    torch.manual_seed(seed)
+    output = model.generate(
+        **inputs,
+        **{"max_new_tokens": STEPS, "return_dict_in_generate": True, **request},
+        stopping_criteria=criteria,
+        speculator=speculator,
+    )
+    return output, torch.get_rng_state()
+
+
+@pytest.fixture
+def batches():
+    """Counts the rows of every forward of a model."""
+    handles = []
+
+    def watch(model):
+        counts = []
+
+        def count(module, args, kwargs):
+            inputs = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+            counts.append(len(inputs))
+
+        hook = model.register_forward_pre_hook(count, with_kwargs=True)
+        handles.append(hook)
+        return counts
+
+    yield watch
+    for hook in handles:
+        hook.remove()
+
+
+def assert_same_rows(ours, plain, ends, width, atol=2e-5):
+    """Every part, each row up to its end; entries of the cache that the row has behind its end are nothing."""
+    assert torch.equal(ours.sequences, plain.sequences)
+    for name in PARTS:
+        if name not in plain:
+            continue
+        assert len(ours[name]) == len(plain[name]), name
+        for step, (mine, theirs) in enumerate(zip(ours[name], plain[name], strict=True)):
+            running = torch.tensor([step < end for end in ends])
+            pairs = [(mine, theirs)] if isinstance(mine, torch.Tensor) else zip(mine, theirs, strict=True)
+            for a, b in pairs:
+                assert a.shape == b.shape, name
+                torch.testing.assert_close(a[running], b[running], atol=10 * atol, rtol=1e-4, msg=name)
+    for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert mine.get_seq_length() == theirs.get_seq_length() == width + max(ends) - 1
+        for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert a.shape == b.shape
+            assert a.isfinite().all()
+            for row, end in enumerate(ends):
+                torch.testing.assert_close(
+                    a[row, :, : width + end - 1], b[row, :, : width + end - 1], atol=atol, rtol=1e-4
+                )
+
+
+def next_turn(model, inputs, output, ends):
+    """Goes on from the returned cache; what rows have behind their end is masked."""
+    width, total = inputs["input_ids"].shape[1], output.sequences.shape[1]
+    mask = torch.zeros(len(ends), total + 5, dtype=torch.long)
+    mask[:, :width] = inputs["attention_mask"]
+    for row, end in enumerate(ends):
+        mask[row, width : width + end - 1] = 1
+    mask[:, total:] = 1
+    ids = torch.cat([output.sequences, inputs["input_ids"][:, -5:]], dim=1)
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=output.past_key_values, max_new_tokens=10, eos_token_id=None
+    )
+
+
+class TestRequests:
+    @pytest.mark.parametrize("name", DRAFTERS)
+    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+    def test_forwards_run_the_unfinished_rows_and_everything_else_is_plains(self, prompt, batches, name, do_sample):
+        model, inputs = build_tiny_model(attention="eager"), padded_batch(prompt, LENGTHS)
+        for ends in ENDS[do_sample::2]:
+            request = {**ALL_PARTS, "do_sample": do_sample, "repetition_penalty": 1.1}
+            plain, rng = run(model, inputs, ends, None, **request)
+            speculator = Speculator(drafters(model, plain.sequences[:, WIDTH:])[name])
+            if "model tree" in name:  # the draft model is the target: its forwards are not counted
+                speculator.drafter.model = build_tiny_model(attention="sdpa")
+            counts = batches(model)
+            ours, our_rng = run(model, inputs, ends, speculator, **request)
+            stats = ours.speculation
+            assert not stats.fallbacks
+            assert torch.equal(our_rng, rng)
+            # Each forward behind the prompt's is of the rows that emit in it, and each of these is counted once.
+            assert sum(counts) == len(ends) + stats.rounds + stats.rounds_without_draft
+            assert counts[:1] == [len(ends)]
+            assert counts[1:] == sorted(counts[1:], reverse=True)
+            assert_same_rows(ours, plain, ends, WIDTH)
+            assert torch.equal(next_turn(model, inputs, ours, ends), next_turn(model, inputs, plain, ends))
+
+    def test_eight_rows_in_every_kind_of_order(self, prompt, batches):
+        lengths = (3, 17, 1, 8, 12, 5, 17, 2)
+        model, inputs = build_tiny_model("qwen2", dtype=torch.float64), padded_batch(prompt, lengths)
+        script = run(model, inputs, (STEPS,) * 8, None)[0].sequences[:, 17:]
+        for seed in range(6):
+            ends = [random.Random(seed).randint(1, STEPS) for _ in range(7)]
+            ends = [*ends[:seed], STEPS, *ends[seed:]]
+            plain, rng = run(model, inputs, ends, None, do_sample=seed % 2 == 1)
+            for drafter in (ScriptedDrafter(script, (2, 1, 1), vocab_size=VOCAB_SIZE), PromptLookupDrafter()):
+                counts = batches(model)
+                ours, our_rng = run(model, inputs, ends, Speculator(drafter), do_sample=seed % 2 == 1)
+                assert counts[-1] < 8
+                assert torch.equal(our_rng, rng)
+                assert_same_rows(ours, plain, ends, 17, atol=1e-10)
+
+    @pytest.mark.parametrize("tier", ["scores", "prefix"])
+    def test_the_batched_tiers_of_accelerators(self, prompt, batches, monkeypatch, tier):
+        monkeypatch.setattr(Sampler, "tier", lambda self, device: self.required_tier)
+        model, inputs = build_tiny_model(), padded_batch(prompt, LENGTHS)
+        request = {"output_scores": True, "do_sample": True, "temperature": 0.8}
+        request |= {"repetition_penalty": 1.2} if tier == "prefix" else {"top_k": 20}
+        for ends in ENDS:
+            plain, rng = run(model, inputs, ends, None, **request)
+            drafter = ScriptedDrafter(plain.sequences[:, WIDTH:], (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
+            counts = batches(model)
+            ours, our_rng = run(model, inputs, ends, Speculator(drafter), **request)
+            assert counts[-1] < len(ends)
+            assert torch.equal(our_rng, rng)
+            assert_same_rows(ours, plain, ends, WIDTH)
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa", CHAIN_ONLY])
+    def test_no_padding_chains_positions_embeddings(self, chain_only, prompt, batches, attention):  # noqa: F811
+        model = build_tiny_model("qwen2", attention=attention)
+        ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
+        requests = {
+            "no mask": {},
+            "own positions": {"position_ids": torch.arange(8).expand(3, -1) + torch.tensor([[7], [0], [3]])},
+            "holes": {"attention_mask": (torch.arange(8) != torch.tensor([[2], [9], [5]])).long()},
+            "embeddings": {"inputs_embeds": model.get_input_embeddings()(ids) * 1.1},
+        }
+        for ends, (name, extra) in itertools.product([(6, 24, 13), (24, 9, 3)], requests.items()):
+            inputs = {"input_ids": ids, **extra}
+            plain, _ = run(model, inputs, ends, None)
+            drafter = ScriptedDrafter(plain.sequences[:, 8:], (1,) * 4, accuracy=0.8, vocab_size=VOCAB_SIZE)
+            counts = batches(model)
+            ours, _ = run(model, inputs, ends, Speculator(drafter))
+            assert counts[-1] == 1, name
+            assert set(counts) == {1, 2, 3}, name
+            assert_same_rows(ours, plain, ends, 8)
+
+    def test_typical_acceptance(self, prompt, batches, monkeypatch):
+        model, inputs = build_tiny_model(dtype=torch.float64), padded_batch(prompt, LENGTHS)
+        texts = []
+        for leaves in (True, False):
+            if not leaves:
+                monkeypatch.setattr(Scorer, "leave_out", lambda self, finished: None)
+            counts = batches(model)
+            speculator = Speculator(PromptLookupDrafter(), acceptance="typical", posterior_threshold=0.05)
+            texts.append(run(model, inputs, ENDS[0], speculator, do_sample=True, output_scores=True)[0])
+            assert (counts[-1] < 4) == leaves
+        assert_same_rows(*texts, ENDS[0], WIDTH, atol=1e-10)
+
+    def test_statistics_are_those_of_running_all_rows(self, prompt, monkeypatch):
+        model, inputs = build_tiny_model(dtype=torch.float64), padded_batch(prompt, LENGTHS)
+        script = run(model, inputs, (STEPS,) * 4, None)[0].sequences[:, WIDTH:]
+        found = {}
+        for leaves, (name, drafter) in itertools.product([True, False], drafters(model, script).items()):
+            if "eagle" in name or "medusa" in name:  # of another dtype
+                continue
+            with monkeypatch.context() as patch:
+                if not leaves:
+                    patch.setattr(Scorer, "leave_out", lambda self, finished: None)
+                output, rng = run(model, inputs, ENDS[0], Speculator(drafter), do_sample=True)
+            counters = {k: v for k, v in output.speculation.to_dict().items() if not k.endswith(("seconds", "ciency"))}
+            found.setdefault(name, []).append((output, rng, counters))
+        for (ours, rng, counters), (theirs, other_rng, other_counters) in found.values():
+            assert counters == other_counters
+            assert torch.equal(rng, other_rng)
+            assert_same_rows(ours, theirs, ENDS[0], WIDTH, atol=1e-10)
+
+    def test_lock_step_runs_all_rows(self, prompt, batches):
+        class Unknown(LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                assert len(scores) == 4
+                return scores
+
+        model, inputs = build_tiny_model(), padded_batch(prompt, LENGTHS)
+        counts = batches(model)
+        processors = LogitsProcessorList([Unknown()])
+        run(model, inputs, ENDS[0], Speculator(PromptLookupDrafter()), logits_processor=processors)
+        assert set(counts) == {4}
+
+    def test_many_rows_are_left_out_when_a_copy_has_paid(self, prompt, batches):
+        model, inputs = build_tiny_model(), padded_batch(prompt, range(1, 25))
+        ends = [2, *[STEPS] * 23]
+        plain, _ = run(model, inputs, ends, None)
+        counts = batches(model)
+        drafter = ScriptedDrafter(plain.sequences[:, 24:], (1,), accuracy=0.0, vocab_size=VOCAB_SIZE)
+        ours, _ = run(model, inputs, ends, Speculator(drafter))
+        assert_same_rows(ours, plain, ends, 24)
+        assert counts == [24, 24, 24, 24, *[23] * (STEPS - 4)]
+
+
+class TestInterruptions:
+    def setting(self, prompt):
+        model, inputs = build_tiny_model(dtype=torch.float64), padded_batch(prompt, LENGTHS)
+        plain = run(model, inputs, ENDS[0], None)[0]
+        drafter = ScriptedDrafter(plain.sequences[:, WIDTH:], (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
+        return model, inputs, plain, Speculator(drafter)
+
+    def assert_whole(self, cache, plain, lengths):
+        for mine, theirs in zip(cache.layers, plain.past_key_values.layers, strict=True):
+            assert mine.get_seq_length() == max(lengths)
+            for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                assert a.shape[0] == len(lengths)
+                assert a.isfinite().all()
+                for row, length in enumerate(lengths):
+                    torch.testing.assert_close(a[row, :, :length], b[row, :, :length], atol=1e-10, rtol=0)
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    @pytest.mark.parametrize("num_rows", [4, 3, 2, 1])
+    def test_ctrl_c_in_a_forward(self, prompt, layer, num_rows):
+        model, inputs, plain, speculator = self.setting(prompt)
+        cache, runs = DynamicCache(config=model.config), []
+
+        def interrupt(module, args):
+            if args[0].shape[0] <= num_rows and args[0].shape[1] != WIDTH:
+                raise KeyboardInterrupt
+
+        hook = model.model.layers[layer].mlp.register_forward_pre_hook(interrupt)
+        with pytest.MonkeyPatch.context() as patch:
+            self.watch(patch, runs)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    run(model, inputs, ENDS[0], speculator, past_key_values=cache)
+            finally:
+                hook.remove()
+        self.assert_whole(cache, plain, runs[0].cache.lengths)
+        assert list(runs[0].cache.lengths) == [WIDTH + n - 1 for n in runs[0].sequences.num_emitted]
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("call", [1, 2, 3, 4])
+    def test_ctrl_c_while_rows_leave(self, prompt, monkeypatch, call, when):
+        model, inputs, plain, speculator = self.setting(prompt)
+        cache, runs, calls = DynamicCache(config=model.config), [], []
+        select = RowsAside._select
+
+        def interrupted(*args):
+            calls.append(args)
+            if len(calls) == call and when == "before":
+                raise KeyboardInterrupt
+            select(*args)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+
+        self.watch(monkeypatch, runs)
+        monkeypatch.setattr(RowsAside, "_select", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, inputs, ENDS[0], speculator, past_key_values=cache)
+        lengths = runs[0].cache.lengths
+        assert list(lengths) == [WIDTH + n - 1 for n in runs[0].sequences.num_emitted]
+        self.assert_whole(cache, plain, lengths)
+
+    def test_a_closed_stream(self, prompt):
+        model, inputs, plain, speculator = self.setting(prompt)
+        criteria = StoppingCriteriaList([EndsRows(inputs["input_ids"], ENDS[0])])
+        for num_rounds in range(1, 9):
+            cache = DynamicCache(config=model.config)
+            stream = hf_speculate.stream(
+                model,
+                **inputs,
+                speculator=speculator,
+                past_key_values=cache,
+                stopping_criteria=criteria,
+                max_new_tokens=STEPS,
+            )
+            emitted = [0] * 4
+            for tokens in itertools.islice(stream, num_rounds):
+                emitted = [n + len(new) for n, new in zip(emitted, tokens, strict=True)]
+            stream.close()
+            self.assert_whole(cache, plain, [WIDTH + n - 1 for n in emitted])
+
+    @staticmethod
+    def watch(patch, runs):
+        settle = hf_speculate.decoding.Decoding._settle
+        patch.setattr(hf_speculate.decoding.Decoding, "_settle", lambda run: (runs.append(run), settle(run)))
+
+
+def states(batch_size, length):
+    return [torch.randn(batch_size, HEADS, length, HEAD_DIM) for _ in range(2)]
+
+
+class TestCache:
+    @pytest.mark.parametrize("windowed", [False, True], ids=["full", "sliding"])
+    @pytest.mark.parametrize("seed", range(12))
+    def test_rows_leave_and_come_back(self, seed, windowed):
+        """Beside plain lists of entries; some rows go at once, some one after the other, at random times."""
+        choose, batch_size = random.Random(seed), 5
+        cache = DynamicCache()
+        if windowed:
+            cache = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=WINDOW))
+        tree_cache, texts = TreeCache(cache, batch_size), [[[] for _ in range(batch_size)] for _ in range(2)]
+
+        def append(count, paths):
+            for index, text in enumerate(texts):
+                new = states(len(tree_cache.rows), count)
+                cache.update(*new, index)
+                for slot, row in enumerate(tree_cache.rows):
+                    text[row] += [(new[0][slot, :, node], new[1][slot, :, node]) for node in paths[row]]
+
+        num_prompt = choose.choice([3, 20, 126])
+        append(num_prompt, [range(num_prompt)] * batch_size)
+        tree_cache.commit_appended()
+        ended: set[int] = set()
+        for _ in range(choose.choice([10, 80])):
+            running = [row for row in range(batch_size) if row not in ended]
+            paths = [
+                sorted(choose.sample(range(5), choose.randint(1, 5))) if row in running else []
+                for row in range(batch_size)
+            ]
+            append(5, paths)
+            if len(running) > 1 and choose.random() < 0.2:
+                ended.update(choose.sample(running, choose.randint(1, len(running) - 1)))
+            tree_cache.keep(paths, ended)
+            if choose.random() < 0.5 and ended.intersection(tree_cache.rows):
+                tree_cache.set_aside(ended)
+                assert not ended.intersection(tree_cache.rows)
+            self.assert_holds(tree_cache, tree_cache.rows, texts)
+        first = [getattr(layer, "first", 0) for layer in cache.layers]
+        append(3, [[]] * batch_size)  # a round that is broken off
+        tree_cache.bring_back()
+        assert list(tree_cache.rows) == list(range(batch_size))
+        self.assert_holds(tree_cache, range(batch_size), texts, first)
+        lengths = tree_cache.lengths
+        tree_cache.truncate([n if row in ended else n - 2 for row, n in enumerate(lengths)])
+        tree_cache.release()
+        append(4, [[]] * batch_size)  # by stock
+        assert all(layer.keys.isfinite().all() for layer in cache.layers)
+
+    def assert_holds(self, tree_cache, rows, texts, first=None):
+        lengths = tree_cache.lengths
+        for index, (layer, text) in enumerate(zip(tree_cache.cache.layers, texts, strict=True)):
+            shown_from = tree_cache.visible_from(index)
+            assert layer.keys.shape[0] == len(rows)
+            assert layer.get_seq_length() == max(lengths[row] for row in rows)
+            for slot, row in enumerate(rows):
+                assert lengths[row] == len(text[row])
+                begin = shown_from if first is None else max(shown_from, first[index])
+                for kind, held in enumerate((layer.keys, layer.values)):
+                    expected = [entry[kind] for entry in text[row]][begin:]
+                    if expected:
+                        found = held[slot, :, begin - shown_from : len(text[row]) - shown_from]
+                        assert torch.equal(found, torch.stack(expected, dim=1))
+
+    def test_memory_is_never_that_of_a_copy(self):
+        cache = DynamicCache()
+        for index in range(2):
+            cache.update(*states(8, 100), index)
+        tree_cache = TreeCache(cache, 8)
+        cache.update(*states(8, 1), 0), cache.update(*states(8, 1), 1)
+        tree_cache.keep([[0]] * 8)
+        old = weakref.ref(cache.layers[0]._buffers["keys"])
+        tree_cache.set_aside([0, 1, 2])
+        assert old() is None
+        aside = [left for of_layer in tree_cache._aside._left.values() for left in of_layer]
+        assert [left.states["keys"].shape for left in aside] == [(3, HEADS, 101, HEAD_DIM)] * 2
+        assert all(s.untyped_storage().nbytes() == s.nbytes for left in aside for s in left.states.values())
+
+
+class TestSlidingWindow:
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @pytest.mark.parametrize("ends", [(9, 50, 20), (50, 12, 12)])
+    def test_text_and_windows(self, prompt, batches, attention, ends):
+        config = MistralConfig(
+            **build_tiny_model().config.to_dict() | {"sliding_window": WINDOW, "model_type": "mistral"}
+        )
+        config._attn_implementation = attention
+        torch.manual_seed(0)
+        model = MistralForCausalLM(config).eval().requires_grad_(False)
+        model.generation_config.pad_token_id = 0
+        inputs = padded_batch(prompt, (19, 6, 12))
+        plain, _ = run(model, inputs, ends, None, max_new_tokens=50)
+        drafter = ScriptedDrafter(plain.sequences[:, 19:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
+        counts = batches(model)
+        ours, _ = run(model, inputs, ends, Speculator(drafter), max_new_tokens=50)
+        assert counts[-1] == 1
+        assert torch.equal(ours.sequences, plain.sequences)
+        longest = ends.index(50)
+        for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            assert mine.keys.shape == theirs.keys.shape
+            assert mine.get_seq_length() == theirs.get_seq_length()
+            assert mine.keys.isfinite().all()
+            torch.testing.assert_close(mine.keys[longest], theirs.keys[longest], atol=2e-5, rtol=1e-4)
+
+
+class TestTree:
+    def test_a_selection_is_as_wide_as_its_rows_need(self):
+        rows = [([5], [-1]), ([6, 7, 8, 9], [-1, 0, 0, 2]), ([1, 2], [-1, 0])]
+        tree = DraftTree.from_rows(rows)
+        assert tree.select([0, 1, 2]) is tree
+        assert (list(tree.rows), tree.slot(2)) == ([0, 1, 2], 2)
+        selected = tree.select([0, 2])
+        assert selected.token_ids.tolist() == [[5, 5], [1, 2]]
+        assert (list(selected.rows), selected.slot(2), selected.max_depth) == ([0, 2], 1, 1)
+        assert selected.host.child(selected.slot(2), 0, 2) == 1
+
+    def test_shared_structures_and_those_on_the_device_stay(self):
+        tokens, parents = torch.arange(9).view(3, 3), [-1, 0, 0]
+        for structure in (parents, torch.tensor([parents]), torch.tensor([parents] * 3)):
+            tree = DraftTree(tokens, structure, max_depth=1).select([1, 2])
+            assert tree.token_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
+            assert tree.host.parents == [parents, parents]
+
+
+def test_arguments_with_a_value_for_each_row_keep_all_rows():
+    model = build_tiny_model()
+    for kwargs, can in (({}, True), ({"flag": True}, True), ({"ids": torch.zeros(2)}, False), ({"ids": [1, 2]}, False)):
+        cache = TreeCache(DynamicCache(), 2)
+        model(torch.ones(2, 4, dtype=torch.long), past_key_values=cache.cache)
+        cache.commit_appended()
+        scorer = Scorer(model, cache, forward_kwargs=kwargs)
+        scorer.leave_out([1])
+        assert (list(cache.rows) == [0]) == can
