@@ -195,9 +195,6 @@ class RecurrentScorer(Scorer):
     def needs_equal_rows(self) -> bool:
         return True
 
-    def leave_out(self, finished: Sequence[int]) -> None:
-        """Nothing: rows advance together, and a state has no rows that could be taken out alone."""
-
     def __call__(
         self,
         tree: DraftTree,

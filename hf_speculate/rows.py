@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from .layers import PreallocatedLayer, SlidingLayer
 
 
+# Entries that a layer can still be given after rows have left, before its buffers have to grow.
+_ROOM = 64
+
+
 class _Left(NamedTuple):
     """Rows that left a layer together: what it held of them from entry `first` on, [R, heads, n, head_dim] each."""
 
@@ -54,11 +58,12 @@ class RowsAside:
         held = self._held(layer)
         leaving = [row for row in held if row not in rows]
         stay, go = ([held.index(row) for row in part] for part in (rows, leaving))
-        first = _first(layer)
-        part = slice(first - _origin(layer), max(max(lengths[row] for row in leaving), first) - _origin(layer))
-        states = {name: _take(buffer[:, :, part], go) for name, buffer in layer._buffers.items()}
+        first, origin = _first(layer), _origin(layer)
+        left = slice(first - origin, max(first, *(lengths[row] for row in leaving)) - origin)
+        kept = slice(max(lengths[row] for row in rows) + _ROOM - origin)
+        states = {name: _take(buffer[:, :, left], go) for name, buffer in layer._buffers.items()}
         self._left.setdefault(layer, []).append(_Left(leaving, first, states))
-        layer._buffers = {name: _take(buffer, stay) for name, buffer in layer._buffers.items()}
+        layer._buffers = {name: _take(buffer[:, :, kept], stay) for name, buffer in layer._buffers.items()}
         layer._is_owned = True
 
     def bring_back(self, layers: Iterable[PreallocatedLayer], lengths: Sequence[int]) -> None:

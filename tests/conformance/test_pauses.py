@@ -28,6 +28,9 @@ class Script:
     def record(self, *args, **kwargs):
         pass
 
+    def leave(self, num_rows):
+        pass
+
 
 def prompt_lookup(model, folder):
     return AutoSpeculator.from_name("prompt_lookup", target=model, min_ngram=1, depth=2).drafter

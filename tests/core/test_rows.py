@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate import DraftTree, Speculator
+from hf_speculate import DraftTree, Speculator, scoring
 from hf_speculate.cache import TreeCache
 from hf_speculate.rows import RowsAside
 from hf_speculate.scoring import Scorer
@@ -264,7 +264,8 @@ class TestRequests:
         run(model, inputs, ENDS[0], Speculator(PromptLookupDrafter()), logits_processor=processors)
         assert set(counts) == {4}
 
-    def test_many_rows_are_left_out_when_a_copy_has_paid(self, prompt, batches):
+    def test_rows_are_left_out_when_a_copy_of_the_others_has_paid(self, prompt, batches, monkeypatch):
+        monkeypatch.setattr(scoring, "_COPY_CONTEXT", 250)  # 23 rows x 27 entries: after 2.5 rounds
         model, inputs = build_tiny_model(), padded_batch(prompt, range(1, 25))
         ends = [2, *[STEPS] * 23]
         plain, _ = run(model, inputs, ends, None)

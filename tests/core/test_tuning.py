@@ -321,3 +321,26 @@ def test_broken_acceptance_is_refused(name, value, message):
     acceptance.record([1], 1, 1)
     with pytest.raises(ValueError, match=message):
         Acceptance.from_json({**acceptance.to_json(), name: value})
+
+
+def test_rounds_over_a_part_of_the_batch_teach_nothing_about_the_whole():
+    costs = RoundCosts()
+    tuner = Tuner(costs, [Acceptance() for _ in range(4)])
+    tuner.choose(range(4))
+    for num_nodes, seconds in ((0, 1.0), (8, 1.8)):
+        tuner.record(num_nodes, 2, {row: [1] for row in range(4)}, seconds=seconds, drafting_seconds=0.0)
+    before = costs.plain(), costs.verifying(8)
+    tuner.leave(1)
+    tuner.choose([2])
+    assert tuner._costs.rounds.knows(1), "what the whole batch costs tells enough to draft at once"
+    for _ in range(5):
+        tuner.record(0, 0, {2: []}, seconds=0.25, drafting_seconds=0.0)
+    assert tuner._costs.plain() == pytest.approx(0.25)
+    assert tuner._costs.verifying(8) == pytest.approx(0.25 * before[1] / before[0])  # stretched by what was seen
+    assert (costs.plain(), costs.verifying(8)) == before
+
+
+def test_a_tuner_that_knows_nothing_begins_with_plain_rounds_whatever_the_rows():
+    tuner = Tuner(RoundCosts(), [Acceptance() for _ in range(4)])
+    tuner.leave(2)
+    assert not tuner._costs.rounds.knows(1)
