@@ -17,6 +17,7 @@ from torch import Tensor
 from .cache import TreeCache
 from .drafter import DraftState
 from .drafting import Drafting
+from .graphs import Compiler
 from .models import GenerativeModel
 from .processors import score_only
 from .scoring import Scorer, has_length_dependent_rope, rope_depth_limit
@@ -63,6 +64,7 @@ class Decoding:
         sampler, stopping, sequences, stats: see there.
         prompt_positions: position id of each row's last prompt token.
         tuner: chooses how much every round drafts; None: what the drafter gives.
+        compiler: of the target's and the drafter's forwards; None: nothing is compiled.
         stream_each_step: all rows advance together because a consumer wants [B] tokens a step.
         num_delivered: tokens a row that a streamer was handed; None where there is no streamer.
     """
@@ -77,6 +79,7 @@ class Decoding:
     stats: SpeculationStats
     prompt_positions: Sequence[int]
     tuner: Tuner | None = None
+    compiler: Compiler | None = None
     stream_each_step: bool = False
 
     num_delivered: int | None = field(default=None, init=False)
@@ -84,6 +87,7 @@ class Decoding:
     _round_start: float = field(default=0.0, init=False)
     _draft_seconds: float = field(default=0.0, init=False)
     _drafted_depth: int = field(default=0, init=False)
+    _num_slow: int = field(default=0, init=False)
 
     @property
     def cache(self) -> TreeCache:
@@ -147,7 +151,7 @@ class Decoding:
 
     def draft(self) -> DraftTree:
         """A tree for every row that the target is going to run."""
-        self._round_start = time.perf_counter()
+        self._round_start, self._num_slow = time.perf_counter(), self._num_compiled
         with self.stats.timed("drafter_seconds"):
             self._release_noise()
             limits = self._depth_limits()
@@ -201,7 +205,7 @@ class Decoding:
 
     def learn(self, tree: DraftTree, verdict: Verdict) -> None:
         """Tells the tuner what the round cost and brought."""
-        if self.tuner is not None and not self.scorer.was_compiled:
+        if self.tuner is not None and self._num_slow == self._num_compiled:  # else its time says nothing about others
             self.tuner.record(
                 tree.num_nodes - 1,
                 self._drafted_depth,  # of levels that were not scored, the draft took time and the text saw nothing
@@ -238,6 +242,11 @@ class Decoding:
         if self.sampler.noise is not None:
             running = (n for r, n in enumerate(self.sequences.num_emitted) if not self.sequences.finished[r])
             self.sampler.noise.release_before(min(running))
+
+    @property
+    def _num_compiled(self) -> int:
+        """Forwards so far that compiled before they ran."""
+        return 0 if self.compiler is None else self.compiler.num_slow
 
     @property
     def _root_positions(self) -> list[int]:

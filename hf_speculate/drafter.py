@@ -26,6 +26,7 @@ from .noise import Noise
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from .graphs import Compiler
     from .tree import DraftTree
 
 
@@ -50,6 +51,8 @@ class DraftRequest:
         num_earlier: tokens that the cache holds and `input_ids` does not (a turn that was given its new tokens only).
         earlier_ids: these tokens, where they are known (one row).
         adaptive: whether what is drafted may depend on how long things take.
+        compiler: what forwards of static shapes can be compiled with; None where the user did not ask for that. The
+            target's are already; a drafter may have its own compiled too (`Compiler.run`), or leave it.
     """
 
     target: PreTrainedModel
@@ -62,6 +65,7 @@ class DraftRequest:
     num_earlier: int = 0
     earlier_ids: Sequence[int] | None = None
     adaptive: bool = True
+    compiler: Compiler | None = None
 
     @property
     def text(self) -> list[int] | None:

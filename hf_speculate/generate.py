@@ -43,12 +43,17 @@ _NOT_GIVEN: Any = object()
 
 @dataclass(frozen=True)
 class _Note:
-    """What `generate` tells `_sample`: the speculator for exactly this model, and how it was asked for."""
+    """What `generate` tells `_sample`: the speculator for exactly this model, and how it was asked for.
+
+    Attributes:
+        has_callers_cache: the cache was an argument, so that the caller has it.
+    """
 
     model: GenerativeModel
     speculator: Speculator
     explicit: bool
     streamed: Literal["tokens", "text"] | None
+    has_callers_cache: bool
 
 
 _note: ContextVar[_Note | None] = ContextVar("hf_speculate_note", default=None)
@@ -86,7 +91,10 @@ def _wrap_generate(original: Callable) -> Callable:
     def generate(self, *args, speculator=_NOT_GIVEN, **kwargs):
         explicit = speculator is not _NOT_GIVEN
         chosen = speculator if explicit else attached(self)
-        note = None if chosen is None else _Note(self, resolve(chosen, self), explicit, streamed.get())
+        note = None
+        if chosen is not None:
+            has_cache = kwargs.get("past_key_values") is not None
+            note = _Note(self, resolve(chosen, self), explicit, streamed.get(), has_cache)
         # Also where there is none: a call within another one (token healing) must not take that one's.
         tokens = _note.set(note), streamed.set(None)
         try:
@@ -143,7 +151,8 @@ def _wrap_sample(original: Callable) -> Callable:
             return original(*arguments, **kwargs)
         kwargs.pop("synced_gpus", None)
         streamer = kwargs.pop("streamer", None)
-        call = PreparedCall(prepare(note.speculator, *arguments, kwargs), note.speculator, generation_config)
+        run = prepare(note.speculator, *arguments, kwargs, has_callers_cache=note.has_callers_cache)
+        call = PreparedCall(run, note.speculator, generation_config)
         if note.streamed:
             return call.start()
         if streamer is not None:

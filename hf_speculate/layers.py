@@ -6,6 +6,7 @@ assisted decoding work on them unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ class PreallocatedLayer(DynamicLayer):
     """A `DynamicLayer` whose states live in a buffer that grows geometrically, so an append writes new entries only.
 
     `keys` and `values` are views `[B, heads, length, head_dim]` of the buffers; assigning to them (beams, batch
-    selection, reset) adopts the assigned tensor as the new buffer.
+    selection, reset) adopts the assigned tensor as the new buffer. `allocate`, if it is set, makes the buffers: from a
+    name, a tensor that is like it and the entries that it must hold.
     """
 
     def __init__(self, *args, **kwargs):
+        self.allocate: Callable[[str, Tensor, int], Tensor] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._is_owned = False
         self.length = 0
@@ -106,14 +109,17 @@ class PreallocatedLayer(DynamicLayer):
         """Makes room for `capacity` entries a row; raises nothing, modifies no entry."""
         if self._is_owned and self._buffers["keys"].shape[-2] >= capacity and self._is_writable():
             return
-        capacity = max(capacity, int(_GROWTH * self.length), _MIN_CAPACITY)
         for name, like in (("keys", key_like), ("values", value_like)):
             # An adopted buffer may hold a batch of another layout; the new states tell heads and head size.
-            grown = like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3])
+            grown = (self.allocate or self._allocate)(name, like, capacity)
             if self.length:
                 grown[:, :, : self.length] = self._buffers[name][:, :, : self.length]
             self._buffers[name] = grown
         self._is_owned = True
+
+    def _allocate(self, _name: str, like: Tensor, num_entries: int) -> Tensor:
+        capacity = max(num_entries, int(_GROWTH * self.length), _MIN_CAPACITY)
+        return like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3])
 
     def _is_writable(self) -> bool:
         """An inference tensor (from a call under `torch.inference_mode`) must not be written outside that mode."""

@@ -21,7 +21,7 @@ from .recurrent import target_scorer, target_shape
 from .requests import prompt_learning, total_length
 from .sequences import Sequences
 from .speculator import Speculator
-from .static import compiled
+from .static import compiled, compiler_for
 from .stats import SpeculationStats
 from .stopping import Stopping
 from .tuning import Tuner
@@ -50,8 +50,11 @@ def prepare(
     stopping_criteria,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
+    *,
+    has_callers_cache: bool,
 ) -> Decoding:
     batch_size, stats = input_ids.shape[0], SpeculationStats()
+    compiler = compiler_for(speculator.backend, input_ids.device, stats.fallbacks)
     cache, attention_mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
     shape, reason = target_shape(model, cache)
     if reason:
@@ -79,6 +82,7 @@ def prepare(
         num_earlier=num_earlier,
         earlier_ids=cached_text(cache) if num_earlier else None,
         adaptive=speculator.experience is not None,
+        compiler=compiler,
     )
     positions = [num_earlier + input_ids.shape[1] - 1] * batch_size
     if model_kwargs.get("position_ids") is not None:
@@ -92,8 +96,9 @@ def prepare(
             attention_mask = functional.pad(attention_mask, (adapter.num_virtual_tokens, 0), value=1)
     forward_kwargs = {k: v for k, v in model_kwargs.items() if v is not None and k not in _OWN_KWARGS}
     scorer = target_scorer(model, cache, batch_size, attention_mask, shape, forward_kwargs)
-    if speculator.backend is not None:
-        scorer = compiled(scorer, speculator.backend, speculator.drafter.feature_layers, stats.fallbacks)
+    if compiler is not None:
+        is_private = not has_callers_cache and not generation_config.return_dict_in_generate
+        scorer = compiled(scorer, compiler, speculator.drafter.feature_layers, is_private=is_private)
     return Decoding(
         target=model,
         drafting=Drafting(speculator.drafter, request),
@@ -104,6 +109,7 @@ def prepare(
         sequences=Sequences(input_ids, None if pad is None else int(pad)),
         stats=stats,
         prompt_positions=positions,
+        compiler=compiler,
         tuner=_tuner(speculator, model, batch_size),
     )
 

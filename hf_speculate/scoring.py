@@ -112,8 +112,6 @@ class Scorer:
         forward_kwargs: further keyword arguments of every forward.
     """
 
-    was_compiled = False
-    """Whether the last forward was compiled first, so that its time says nothing about others."""
     num_rerun = 0
     """Committed tokens that the last forward ran again in front of the nodes."""
 

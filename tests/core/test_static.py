@@ -11,8 +11,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator
+from hf_speculate.buffers import capacity_for
 from hf_speculate.drafter import RAW_LAST
-from hf_speculate.static import MAX_GRAPHS, NODE_BUCKETS, capacity_for, graphs_of
+from hf_speculate.graphs import MAX_GRAPHS, graphs_of
+from hf_speculate.static import NODE_BUCKETS
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 
@@ -109,7 +111,7 @@ def test_a_cache_that_outgrows_its_capacity_costs_one_more_graph(tiny_model, pro
     speculator = Speculator(drafter, compile="eager")
     assert new_tokens(model, text, speculator) == new_tokens(model, text)
     assert num_graphs() <= 3, "8 nodes at 512 and at 1024 entries, and perhaps a root alone"
-    assert {key[2] for key in graphs_of(model, "eager").by_key} == {512, 1024}
+    assert {key[2] for key in graphs_of(model, "eager").by_key} == {512, 1024}  # pyright: ignore[reportIndexIssue]
 
 
 def test_a_cache_from_a_compiled_call_goes_on_in_plain_generate(tiny_model, prompt):
@@ -124,7 +126,7 @@ def test_a_cache_from_a_compiled_call_goes_on_in_plain_generate(tiny_model, prom
 
 def test_no_more_graphs_than_the_limit(tiny_model, prompt, monkeypatch):
     model = model_of(tiny_model)
-    monkeypatch.setattr("hf_speculate.static.MAX_GRAPHS", 1)
+    monkeypatch.setattr("hf_speculate.graphs.MAX_GRAPHS", 1)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=12), compile="eager")
     assert new_tokens(model, prompt(10), speculator) == new_tokens(model, prompt(10))
     assert num_graphs() == 1
@@ -139,7 +141,7 @@ def test_what_cannot_be_compiled_runs_as_always(tiny_model, prompt, monkeypatch)
         raise RuntimeError("no compiler")
 
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="broken")
-    monkeypatch.setattr("hf_speculate.static.torch.compile", _compile_with(broken))
+    monkeypatch.setattr("hf_speculate.graphs.torch.compile", _compile_with(broken))
     assert new_tokens(model, prompt(10), speculator) == new_tokens(model, prompt(10))
     (reason,) = speculator.stats.fallbacks
     assert "did not compile" in reason

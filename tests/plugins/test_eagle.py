@@ -24,7 +24,8 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub import drafter_class_for
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, EagleSession, StaticTree
-from hf_speculate_plugins.eagle.reading import CachedAttention, Reading
+from hf_speculate_plugins.eagle.attending import CachedAttention
+from hf_speculate_plugins.eagle.reading import Reading
 
 
 HIDDEN, VOCAB, DEPTH = 32, 96, 7

@@ -16,8 +16,8 @@ from hf_speculate.drafter import RAW_LAST, DraftRequest, DraftState
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, StaticTree, load_head
+from hf_speculate_plugins.eagle.attending import CachedAttention
 from hf_speculate_plugins.eagle.layouts import canonical_name
-from hf_speculate_plugins.eagle.reading import CachedAttention
 
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"

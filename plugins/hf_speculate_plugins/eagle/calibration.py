@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..calibration import Alternative, Options, Text, accepted_lengths
+from .attending import CachedAttention
 from .config import Conventions, EagleSpec
 from .head import EagleHead
 from .loading import LoadedHead, load_head
-from .reading import CachedAttention
 
 
 class EagleReader:

@@ -62,6 +62,11 @@ class EagleOptions:
         """Depth of a chain, or of what a static tree is cut to where only chains can be verified."""
         return self.depth if self.static_tree is None else max(map(len, self.static_tree.choices))
 
+    @property
+    def max_frontier(self) -> int:
+        """Nodes of a level that are run at once."""
+        return self.top_k if self.static_tree is None else max(len(level.nodes) for level in self.static_tree.levels)
+
 
 class EagleDrafter(Drafter):
     """Drafts with an EAGLE head.

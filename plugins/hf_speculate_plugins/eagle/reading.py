@@ -12,42 +12,19 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache import TreeCache
+from hf_speculate.graphs import Compiler
 from hf_speculate.tree import TreePlan
 
+from .attending import CachedAttention
 from .head import EagleHead
+from .steps import StaticSteps, problem_with_head
 
 
 # Entries of a prompt that are run at once: a mask of the whole prompt would be quadratic in its length.
 _CHUNK = 1024
-
-
-class CachedAttention:
-    """`attend` of a forward that appends to a cache.
-
-    Args:
-        cache: keys and values of earlier entries; those of the forward are appended.
-        masks: additive, for each layer [B, 1, N, M + N], or None: every entry sees all.
-        is_causal: causal mask instead, for an empty cache.
-    """
-
-    def __init__(self, cache: Cache, masks: Sequence[Tensor | None] | None = None, is_causal: bool = False):
-        self.cache, self.masks, self.is_causal = cache, masks, is_causal
-
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = self.cache.update(keys, values, layer)
-        mask = None if self.masks is None else self.masks[layer]
-        return scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=self.is_causal,
-            enable_gqa=keys.shape[1] != queries.shape[1],
-        )
 
 
 class Reading:
@@ -75,6 +52,14 @@ class Reading:
         # Behind the prompt, position = index in the cache + shift.
         last_index = self.cache.append_index + positions.shape[1] - 1
         self._shifts = [last - last_index for last in positions[:, -1].tolist()]
+        self._steps: StaticSteps | None = None
+
+    def compile(self, compiler: Compiler, num_entries: int, num_nodes: int) -> None:
+        """Has `read` and `step` compiled where that can be; see `StaticSteps`."""
+        if problem := problem_with_head(self.head):
+            compiler.refuse(problem)
+        else:
+            self._steps = StaticSteps(self.head, self.cache, compiler, num_entries, num_nodes)
 
     @torch.no_grad()
     def read_prompt(self, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"]) -> Float[Tensor, "B Hd"]:
@@ -98,8 +83,12 @@ class Reading:
         """Commits the first `lengths[r]` entries of each row; returns the hidden states of the last of them."""
         count = token_ids.shape[1]
         positions = self._positions(torch.arange(count)[None])
-        masks = self._masks(_causal(count), positions)
-        hidden = self.head(token_ids, states, positions, CachedAttention(self.cache.cache, masks))
+        inputs = token_ids, states, positions, self._masks(_causal(count), positions)
+
+        def plain() -> Tensor:
+            return self.head(*inputs[:3], CachedAttention(self.cache.cache, inputs[3]))
+
+        hidden = plain() if self._steps is None else self._steps.entries(inputs, plain)
         self.cache.keep([range(length) for length in lengths])
         last = torch.tensor([max(length, 1) - 1 for length in lengths], device=hidden.device)
         return hidden[torch.arange(len(lengths), device=hidden.device), last]
@@ -113,10 +102,27 @@ class Reading:
         Args:
             plan: structure of the forest, its roots being children of the entry committed last.
         """
-        first = plan.num_nodes - token_ids.shape[1]
+        positions, masks = self._nodes(plan, token_ids.shape[1])
+        return self.head(token_ids, states, positions, CachedAttention(self.cache.cache, masks))
+
+    @torch.no_grad()
+    def step(
+        self, token_ids: Int[Tensor, "B F"], states: Float[Tensor, "B F Hd"], plan: TreePlan
+    ) -> tuple[Float[Tensor, "B F Vd"], Float[Tensor, "B F Hd"]]:
+        """`EagleHead.read` of what `expand` gives."""
+
+        def plain() -> tuple[Tensor, Tensor]:
+            return self.head.read(self.expand(token_ids, states, plan))
+
+        if self._steps is None:
+            return plain()
+        return self._steps.level((token_ids, states, *self._nodes(plan, token_ids.shape[1])), plain)
+
+    def _nodes(self, plan: TreePlan, count: int) -> tuple[Tensor, list[Tensor | None]]:
+        """Positions and masks of the last `count` nodes of a forest."""
+        first = plan.num_nodes - count
         positions = self._positions(plan.depths[:, first:])
-        attend = CachedAttention(self.cache.cache, self._masks(plan, positions, first))
-        return self.head(token_ids, states, positions, attend)
+        return positions, self._masks(plan, positions, first)
 
     def resumed(self, num_entries: int, num_new: int) -> Reading | None:
         """The reading of the next turn's text, which goes on with `num_new` entries behind the first `num_entries` of

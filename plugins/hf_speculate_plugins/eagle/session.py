@@ -45,6 +45,8 @@ class EagleSession(DraftSession):
             self._text += tokens[0, -1:].tolist() if self._reading is None else tokens[0, : int(lengths[0])].tolist()
         if self._reading is None:
             self._reading = self._start_reading(*tokens.shape)
+            if self._request.compiler is not None:
+                self._reading.compile(self._request.compiler, self.options.max_depth + 1, self.options.max_frontier)
             self._root_hidden = self._reading.read_prompt(tokens, states)
             return
         self._read_pending()
@@ -103,9 +105,16 @@ class EagleSession(DraftSession):
                 hidden = torch.where(is_new, hidden, self._root_hidden)
             self._root_hidden = hidden
 
-    def _score(self, hidden: Tensor, state: DraftState, depth: int) -> tuple[Tensor, Tensor]:
-        """Scores of the children of nodes at `depth` [B, n, Vd], and the states that these children take."""
-        logits, fed_back = self.head.read(hidden)
+    def _score_root(self, root: Tensor, state: DraftState) -> tuple[Tensor, Tensor]:
+        """Scores of the root's children [B, 1, Vd], and the states that these children take."""
+        logits, fed_back = self.head.read(root[:, None])
+        return state.child_scores(logits, 0, self.target_ids), fed_back
+
+    def _step(
+        self, state: DraftState, depth: int, reading: Reading, tokens: Tensor, states: Tensor, plan: TreePlan
+    ) -> tuple[Tensor, Tensor]:
+        """Runs nodes at `depth`; scores of their children [B, n, Vd], and the states that these take."""
+        logits, fed_back = reading.step(tokens, states, plan)
         return state.child_scores(logits, depth, self.target_ids), fed_back
 
     def _to_target(self, columns: Tensor) -> Tensor:
@@ -113,22 +122,22 @@ class EagleSession(DraftSession):
 
     def _draft_chain(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
         drafted = [state.root_ids[:, None].to(self.head.device)]
-        scores, fed_back = self._score(root[:, None], state, 0)
+        scores, fed_back = self._score_root(root, state)
         drafted.append(self._to_target(scores.argmax(-1)))
         for level in range(1, min(self.options.max_depth, state.max_depth)):
-            hidden = reading.expand(drafted[-1], fed_back, TreePlan.from_parents([range(-1, level - 1)]))
-            scores, fed_back = self._score(hidden, state, level)
+            plan = TreePlan.from_parents([range(-1, level - 1)])
+            scores, fed_back = self._step(state, level, reading, drafted[-1], fed_back, plan)
             drafted.append(self._to_target(scores.argmax(-1)))
         return DraftTree.chain(torch.cat(drafted, dim=1))
 
     def _draft_dynamic(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
-        scores, fed_back = self._score(root[:, None], state, 0)
+        scores, fed_back = self._score_root(root, state)
 
         def expand(frontier: Frontier) -> Tensor:
             nonlocal fed_back
             tokens = frontier.forest.token_ids[:, frontier.num_cached :]
-            hidden = reading.expand(tokens, _rows(fed_back, frontier.previous_index), frontier.forest.plan)
-            scores, fed_back = self._score(hidden, state, frontier.depth)
+            states = _rows(fed_back, frontier.previous_index)
+            scores, fed_back = self._step(state, frontier.depth, reading, tokens, states, frontier.forest.plan)
             return scores
 
         return grow_tree(
@@ -144,14 +153,14 @@ class EagleSession(DraftSession):
     def _draft_static(self, state: DraftState, reading: Reading, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=self.head.device)
         tokens[:, 0] = state.root_ids.to(tokens.device)
-        scores, fed_back = self._score(root[:, None], state, 0)
+        scores, fed_back = self._score_root(root, state)
         self._fill(tokens, tree.levels[0], scores)
         run: tuple[int, ...] = ()
         for depth, level in enumerate(tree.levels[1:], start=1):
             run += level.nodes
             states = fed_back[:, list(level.previous)]
-            hidden = reading.expand(tokens[:, list(level.nodes)], states, tree.forest(run))
-            scores, fed_back = self._score(hidden, state, depth)
+            nodes = tokens[:, list(level.nodes)]
+            scores, fed_back = self._step(state, depth, reading, nodes, states, tree.forest(run))
             self._fill(tokens, level, scores)
         return DraftTree(tokens, tree.parents)
 

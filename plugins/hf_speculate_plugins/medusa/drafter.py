@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_speculate.devices import execution_device
-from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState, Knobs, SavedHead
+from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, Knobs, SavedHead
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport
 from ..choices import checked_choices
 from ..target_files import TargetFiles
 from . import layouts
 from .backbone import check_backbone
-from .choices import DEFAULT_ACCURACIES, EXPLORED_CHOICES, StaticTree, column_index, computed_choices, static_tree
+from .choices import DEFAULT_ACCURACIES, EXPLORED_CHOICES, StaticTree, computed_choices, static_tree
 from .conversion import convert_heads
 from .heads import MedusaHeads
 from .layouts import LayoutName
+from .session import MedusaSession
 
 
 if TYPE_CHECKING:
@@ -247,46 +247,3 @@ def _device(target: PreTrainedModel) -> torch.device:
     """Where the target's output layer is: the heads sit beside it."""
     output = target.get_output_embeddings()
     return (execution_device(output) if isinstance(output, nn.Module) else None) or target.device
-
-
-class MedusaSession(DraftSession):
-    """Keeps one hidden state a row: the one that the newest token was chosen from."""
-
-    def __init__(self, drafter: MedusaDrafter, request: DraftRequest):
-        self.heads = drafter.heads
-        self.tree = drafter.tree
-        self._layer = drafter.feature_layers[0]
-        # Asked for here and not kept in the drafter, which would keep the target alive.
-        self._lm_head = request.target.get_output_embeddings() if drafter.heads.output_weight is None else None
-        self._features: Tensor | None = None  # [B, H]
-
-    def observe(self, tokens, features, lengths) -> None:
-        states = features[self._layer]
-        last = (lengths - 1).clamp(min=0).to(states.device)  # rows that have ended keep a state that nobody uses
-        rows = torch.arange(len(states), device=states.device)
-        self._features = states[rows, last].to(self.heads.device, self.heads.dtype)
-
-    def draft(self, state: DraftState) -> DraftTree:
-        tree = self._chain if state.chains_only else self.tree
-        tree = tree.to_depth(state.max_depth)
-        if not tree.max_depth or self._features is None:
-            return DraftTree.root_only(state.root_ids)
-        best = self._best_tokens(state, tree)
-        columns = column_index(tree, best.device)
-        return DraftTree(torch.cat([state.root_ids.to(best.device)[:, None], best[:, columns]], dim=1), tree.parents)
-
-    @property
-    def _chain(self) -> StaticTree:
-        """The best token of every head, for targets that cannot score branches."""
-        return static_tree(tuple((0,) * depth for depth in range(1, self.heads.num_heads + 1)))
-
-    def _best_tokens(self, state: DraftState, tree: StaticTree) -> Tensor:
-        """int64 [B, sum of widths]: as many of each head's tokens as the tree uses, best first."""
-        token_ids = self.heads.token_ids
-        logits = self.heads(self._features, self._lm_head, num_heads=tree.max_depth)  # [D, B, Vd]
-        best = []
-        for depth, width in enumerate(tree.widths):
-            scores = state.child_scores(logits[depth][:, None], depth=depth, token_ids=token_ids)
-            best.append(scores[:, 0].topk(width, dim=-1).indices)
-        columns = torch.cat(best, dim=1)
-        return columns if token_ids is None else token_ids[columns]

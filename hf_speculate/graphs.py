@@ -1,0 +1,179 @@
+"""What is compiled: functions of static shapes, a bounded number of them for each module, kept as long as the module.
+
+Dynamo counts the graphs of a code object and fails at the ninth where a function must be one graph. So each function
+here is compiled for one set of shapes under a code object of its own, and what would need more than `MAX_GRAPHS` runs
+uncompiled. Which arguments are new does not matter, nor does the caller's grad mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from inspect import unwrap
+from statistics import median
+from types import FunctionType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers.utils import logging
+
+from .capture import CAPTURABLE, Recorder, capturing
+
+
+logger = logging.get_logger(__name__)
+
+# Of one module. Every graph takes seconds to minutes to compile.
+MAX_GRAPHS = 8
+# "auto": calls that run uncompiled first (most requests are over then), and those of either kind that are compared.
+AUTO_AFTER, AUTO_COMPARED = 24, 5
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Graphs:
+    """The compiled functions of one module.
+
+    Attributes:
+        by_key: None where compiling failed.
+        trials: of "auto".
+    """
+
+    backend: str
+    captures: bool = False
+    by_key: dict[Hashable, Callable[..., Any] | None] = field(default_factory=dict)
+    trials: dict[Hashable, Trial] = field(default_factory=dict)
+
+    def get(self, key: Hashable, function: Callable[..., Any]) -> tuple[Callable[..., Any] | None, bool]:
+        """`function` compiled for `key`, None if it must run uncompiled; and whether it is new."""
+        if key in self.by_key:
+            return self.by_key[key], False
+        if len(self.by_key) >= MAX_GRAPHS:
+            return None, False
+        traced: Any = unwrap(function)
+        name = f"{traced.__name__}_{len(self.by_key)}"
+        own = FunctionType(traced.__code__.replace(co_name=name), traced.__globals__, name)
+        backend = capturing(self.backend) if self.captures else self.backend
+        self.by_key[key] = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+        return self.by_key[key], True
+
+
+class Trial:
+    """Whether a compiled function is faster than the plain one: decided by the clock, once.
+
+    The plain one runs first, `AUTO_AFTER` times, so that short requests compile nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {"plain": [], "compiled": []}
+
+    @property
+    def choice(self) -> str:
+        plain, compiled = self.seconds["plain"], self.seconds["compiled"]
+        if len(plain) < AUTO_AFTER:
+            return "plain"
+        if len(compiled) < AUTO_COMPARED:
+            return "compiled"
+        return "compiled" if median(compiled) < median(plain[-AUTO_COMPARED:]) else "plain"
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.seconds["compiled"]) >= AUTO_COMPARED
+
+
+_graphs: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], Graphs]] = WeakKeyDictionary()
+
+
+def graphs_of(module: nn.Module, backend: str, captures: bool = False) -> Graphs:
+    """What is compiled of `module`."""
+    return _graphs.setdefault(module, {}).setdefault((backend, captures), Graphs(backend, captures))
+
+
+class Compiler:
+    """Compiles functions for one request, of the target and of its drafter.
+
+    Args:
+        backend: of `torch.compile`.
+        fallbacks: counts what runs uncompiled, by reason.
+        is_trial: "auto": only what the clock finds to be faster.
+
+    Attributes:
+        num_slow: calls so far that took very much longer than others will: they compiled, or recorded CUDA graphs.
+    """
+
+    def __init__(self, backend: str, fallbacks: Counter[str], is_trial: bool = False):
+        self.backend = backend
+        self.num_slow = 0
+        self._fallbacks = fallbacks
+        self._is_trial = is_trial
+
+    def refuse(self, problem: str) -> None:
+        """Counts something that runs uncompiled."""
+        self._fallbacks[f"not compiled: {problem}"] += 1
+
+    def run(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        key: Hashable,
+        function: Callable[..., Any],
+        inputs: Callable[[], tuple[Any, ...]],
+        plain: Callable[[], Result],
+    ) -> Any | Result:
+        """What `function(*inputs())`, compiled, or else `plain()` returns.
+
+        Args:
+            module: whose graphs these are.
+            device: where it computes.
+            key: what a graph is compiled for: all shapes, dtypes and options.
+            function: without free variables. It may write its inputs in place.
+            inputs: makes the arguments, tensors at addresses that stay (`Buffers`).
+        """
+        graphs = graphs_of(module, self.backend, device.type == "cuda" and self.backend in CAPTURABLE)
+        if not self._is_trial:
+            return self._run(graphs, key, function, inputs, plain)
+        trial = graphs.trials.setdefault(key, Trial())
+        choice = trial.choice
+        start = None if trial.is_over else _now(device)
+        slow = self.num_slow
+        result = plain() if choice == "plain" else self._run(graphs, key, function, inputs, plain)
+        if start is not None and self.num_slow == slow:
+            trial.seconds[choice].append(_now(device) - start)
+        return result
+
+    def _run(self, graphs: Graphs, key: Hashable, function: Any, inputs: Any, plain: Any) -> Any:
+        compiled, is_new = graphs.get(key, function)
+        if compiled is None and key in graphs.by_key:
+            self.refuse("a graph that did not compile")
+            return plain()
+        if compiled is None:
+            self.refuse(f"more than {MAX_GRAPHS} graphs")
+            return plain()
+        num_recorded = Recorder.num_recorded
+        try:
+            # In one grad mode, whatever the caller's: it is a part of what a graph is compiled for.
+            with torch.inference_mode(False), torch.no_grad():
+                result = compiled(*inputs())
+            self.num_slow += is_new or Recorder.num_recorded > num_recorded
+            return result
+        except TorchDynamoException as error:
+            if not is_new:
+                raise
+            graphs.by_key[key] = None
+            self.num_slow += 1
+            first_line = str(error).strip().splitlines()[0]
+            logger.warning(f"{function.__name__} runs uncompiled, torch.compile failed: {first_line}")
+            self.refuse("a graph that did not compile")
+            return plain()
+
+
+def _now(device: torch.device) -> float:
+    """Seconds of the clock, when all that was launched is done."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,158 @@
+"""Heads whose forwards are compiled: the drafts of the plain head, and few graphs."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from hf_speculate import Speculator
+from hf_speculate.graphs import graphs_of
+from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attending, head
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
+from hf_speculate_plugins.medusa.session import MedusaSession
+
+from .test_eagle import PLAIN, SHAPES, batch_of, target, write_head
+from .test_medusa import TREE, random_heads
+
+
+REQUEST = {**PLAIN, "max_new_tokens": 16}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo(monkeypatch):
+    """Also without the checks of shapes that only tests have around functions: dynamo cannot look into these."""
+    torch._dynamo.reset()
+    counters.clear()
+    graphs_of(target(), "eager").by_key.clear()
+    for module in (head, attending):
+        for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
+            for name, value in list(vars(owner).items()):
+                if getattr(owner, "__module__", module.__name__) != module.__name__:
+                    continue
+                if isinstance(value, property):
+                    monkeypatch.setattr(owner, name, property(inspect.unwrap(value.fget)))
+                elif inspect.isfunction(value) and value.__module__ == module.__name__:
+                    monkeypatch.setattr(owner, name, inspect.unwrap(value))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    """The trees of all sessions of this test, as tokens and parents."""
+    found = []
+    for session in (EagleSession, MedusaSession):
+
+        def draft(self, state, original=session.draft):
+            tree = original(self, state)
+            found.append((tree.token_ids.tolist(), tree.host.parents))
+            return tree
+
+        monkeypatch.setattr(session, "draft", draft)
+    return found
+
+
+def eagle(folder, layout="safeailab", shape="dynamic"):
+    return EagleDrafter.from_folder(write_head(folder, layout), target(), **SHAPES[shape])
+
+
+def medusa(outputs=None):
+    return MedusaDrafter(random_heads(outputs=outputs), target(), MedusaOptions(choices=TREE))
+
+
+def assert_same_drafts(drafter, drafts, batch, **request):
+    """Compiled and not: the same drafts, and the text of the target alone. Returns the compiled speculator."""
+    model, texts, seen = target(), [], []
+    compiled = Speculator(drafter, compile="eager")
+    for speculator in (None, Speculator(drafter), compiled):
+        torch.manual_seed(2)
+        texts.append(model.generate(**batch, speculator=speculator, **REQUEST, **request).tolist())
+        seen.append(list(drafts))
+        drafts.clear()
+    assert texts[0] == texts[1] == texts[2]
+    assert len(seen[1]) > 2
+    assert seen[1] == seen[2]
+    assert not compiled.stats.fallbacks
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "size"),
+    [
+        ("safeailab", "dynamic", 1),
+        ("safeailab", "chain", 3),
+        ("safeailab", "static", 3),
+        ("speculators", "dynamic", 3),  # two layers, one of them with a window
+        ("eagle1", "dynamic", 1),  # with the target's output matrix
+    ],
+)
+def test_eagle_drafts_what_it_drafts_uncompiled(tmp_path, prompt, drafts, layout, shape, size):
+    drafter = eagle(tmp_path, layout, shape)
+    assert_same_drafts(drafter, drafts, batch_of(prompt, size), do_sample=False)
+    keys = list(graphs_of(drafter.head, "eager").by_key)
+    assert {key[0] for key in keys} == {"eagle_entries", "eagle_level"}  # pyright: ignore[reportIndexIssue]
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("outputs", [None, 0])
+@pytest.mark.parametrize("size", [1, 3])
+def test_medusa_drafts_what_it_drafts_uncompiled(prompt, drafts, outputs, size):
+    drafter = medusa(outputs)
+    assert_same_drafts(drafter, drafts, batch_of(prompt, size), do_sample=False)
+    assert len(graphs_of(drafter.heads, "eager").by_key) == 1, "cut trees need no other graph"
+
+
+def test_sampled_requests_draft_alike_too(tmp_path, prompt, drafts):
+    assert_same_drafts(eagle(tmp_path), drafts, batch_of(prompt, 1), do_sample=True, temperature=0.9)
+
+
+def test_later_requests_compile_nothing_and_make_no_buffers(tmp_path, prompt, monkeypatch):
+    made, zeros = [], torch.zeros
+    monkeypatch.setattr("hf_speculate.buffers.torch.zeros", lambda *a, **k: made.append(a) or zeros(*a, **k))
+    for drafter in (eagle(tmp_path), medusa()):
+        speculator = Speculator(drafter, compile="eager")
+        target().generate(prompt(12), speculator=speculator, do_sample=False, **REQUEST)
+        num_graphs = counters["stats"]["unique_graphs"]
+        made.clear()
+        target().generate(prompt(15), speculator=speculator, do_sample=False, **REQUEST)
+        assert counters["stats"]["unique_graphs"] == num_graphs
+        assert not any(512 in shape for shape in made)
+
+
+def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
+    """A conversation hands the head's cache, with its buffers, to the next request."""
+    drafter, model, texts = eagle(tmp_path), target(), []
+    for compile in (False, "eager"):
+        speculator = Speculator(drafter, compile=compile)
+        first = model.generate(
+            prompt(12), speculator=speculator, do_sample=False, return_dict_in_generate=True, **REQUEST
+        )
+        second = torch.cat([first.sequences, prompt(5, seed=1)], dim=1)
+        cache = first.past_key_values
+        texts.append(
+            model.generate(second, speculator=speculator, do_sample=False, past_key_values=cache, **REQUEST).tolist()
+        )
+        assert not speculator.stats.fallbacks
+    half = len(drafts) // 2
+    assert texts[0] == texts[1]
+    assert drafts[:half] == drafts[half:]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, prompt):
+    model = target().to("cuda")
+    heads = random_heads().to("cuda")
+    for drafter in (
+        EagleDrafter.from_folder(write_head(tmp_path), model, **SHAPES["dynamic"]),
+        MedusaDrafter(heads, model, MedusaOptions(choices=TREE)),
+    ):
+        for backend in ("eager", "inductor"):
+            speculator = Speculator(drafter, compile=backend)
+            text = prompt(12).to("cuda")
+            for _ in range(3):  # compiled, recorded, replayed
+                found = model.generate(text, speculator=speculator, do_sample=False, **REQUEST)
+                assert torch.equal(found, model.generate(text, do_sample=False, **REQUEST))
+            assert not speculator.stats.fallbacks
