@@ -29,6 +29,11 @@ MAX_RECORDINGS = 8
 Run = Callable[..., Sequence[Any]]
 
 
+def is_capturable(device: torch.device, backend: str) -> bool:
+    """Whether what `backend` makes for `device` is recorded."""
+    return device.type == "cuda" and backend in CAPTURABLE
+
+
 def capturing(backend: str) -> Any:
     """A backend of `torch.compile` that does what `backend` does, and records it."""
     compile_graph = lookup_backend(backend)

@@ -22,7 +22,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers.utils import logging
 
-from .capture import CAPTURABLE, Recorder, capturing
+from .capture import Recorder, capturing, is_capturable
 
 
 logger = logging.get_logger(__name__)
@@ -134,7 +134,7 @@ class Compiler:
             function: without free variables. It may write its inputs in place.
             inputs: makes the arguments, tensors at addresses that stay (`Buffers`).
         """
-        graphs = graphs_of(module, self.backend, device.type == "cuda" and self.backend in CAPTURABLE)
+        graphs = graphs_of(module, self.backend, is_capturable(device, self.backend))
         if not self._is_trial:
             return self._run(graphs, key, function, inputs, plain)
         trial = graphs.trials.setdefault(key, Trial())

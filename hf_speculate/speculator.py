@@ -39,13 +39,16 @@ class Speculator:
             with them 16-bit ties, do not depend on the clock. None: True unless the environment variable
             HF_SPECULATE_ADAPTIVE is 0.
         tuning: what `hf-speculate tune` measured of this drafter: what `adaptive` knows from the start.
-        compile: the target's forwards over trees go through `torch.compile` with static shapes (see `static`): each of
-            up to 8 graphs takes seconds to minutes when it is first needed, and is kept as long as the model. A string
-            names a backend of `torch.compile`. What cannot be compiled runs as always, and `stats.fallbacks` says why.
+        compile: forwards of the target over trees, and of heads, go through `torch.compile` with static shapes (see
+            `static`), on GPUs as CUDA graphs: each of up to 8 graphs takes seconds to minutes when it is first needed,
+            and is kept as long as the model, as are the buffers of up to 4 requests. A string names a backend of
+            `torch.compile`. "auto": on a GPU, CUDA graphs without inductor's kernels, of forwards that have run 24
+            times, where the clock finds them faster; on a CPU nothing. What cannot be compiled runs as always, and
+            `stats.fallbacks` says why.
 
     Attributes:
         experience: what `adaptive` has learnt, None if it is off.
-        backend: of `torch.compile`, None if the target is not compiled.
+        backend: of `torch.compile`, or "auto"; None if nothing is compiled.
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
         lossless: True: the text is the target's own (see README, "What lossless means"). False with "typical".
     """

@@ -6,12 +6,15 @@ takes seconds; inductor's code is compared in the nightly tier.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator
 from hf_speculate.buffers import capacity_for
+from hf_speculate.capture import Recorder
 from hf_speculate.drafter import RAW_LAST
 from hf_speculate.graphs import MAX_GRAPHS, graphs_of
 from hf_speculate.static import NODE_BUCKETS
@@ -196,9 +199,13 @@ def test_inductor(tiny_model, prompt, architecture):
 
 
 @pytest.mark.gpu
-def test_inductor_on_a_gpu(tiny_model, prompt):
-    model = tiny_model("llama", max_positions=2048, seed=1).to("cuda")
-    speculator = Speculator(FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile=True)
-    text = prompt(12).to("cuda")
-    assert new_tokens(model, text, speculator) == new_tokens(model, text)
+@pytest.mark.parametrize("backend", ["eager", "inductor", "auto"])
+def test_on_a_gpu(tiny_model, prompt, backend):
+    model = copy.deepcopy(tiny_model("llama", max_positions=2048, seed=1)).to("cuda")
+    speculator = Speculator(FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile=backend)
+    before = Recorder.num_recorded
+    for length in (12, 30, 12, 30):  # compiled, recorded, replayed
+        text = prompt(length).to("cuda")
+        assert new_tokens(model, text, speculator) == new_tokens(model, text)
     assert not speculator.stats.fallbacks
+    assert before < Recorder.num_recorded <= before + num_graphs()

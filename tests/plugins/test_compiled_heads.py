@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
@@ -143,7 +144,7 @@ def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, prompt):
-    model = target().to("cuda")
+    model = copy.deepcopy(target()).to("cuda")
     heads = random_heads().to("cuda")
     for drafter in (
         EagleDrafter.from_folder(write_head(tmp_path), model, **SHAPES["dynamic"]),
