@@ -212,8 +212,8 @@ class Knobs:
 class Drafter(ABC):
     """Weights and options of a drafting method; may be shared by threads and requests.
 
-    Where the user asked for compiled forwards, `DraftRequest.compiler` is set: a drafter may hand it functions of static
-    shapes (`hf_speculate.graphs.Compiler.run`, with tensors from `hf_speculate.buffers`), or take no notice of it.
+    Where the user asked for compiled forwards, `DraftRequest.compiler` is set: a drafter may hand it functions of
+    static shapes (`hf_speculate.graphs.Compiler.run`, with tensors from `hf_speculate.buffers`), or ignore it.
 
     Class attributes:
         name: the entry point's name.

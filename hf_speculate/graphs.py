@@ -148,11 +148,8 @@ class Compiler:
 
     def _run(self, graphs: Graphs, key: Hashable, function: Any, inputs: Any, plain: Any) -> Any:
         compiled, is_new = graphs.get(key, function)
-        if compiled is None and key in graphs.by_key:
-            self.refuse("a graph that did not compile")
-            return plain()
         if compiled is None:
-            self.refuse(f"more than {MAX_GRAPHS} graphs")
+            self.refuse("a graph that did not compile" if key in graphs.by_key else f"more than {MAX_GRAPHS} graphs")
             return plain()
         num_recorded = Recorder.num_recorded
         try:
@@ -161,9 +158,7 @@ class Compiler:
                 result = compiled(*inputs())
             self.num_slow += is_new or Recorder.num_recorded > num_recorded
             return result
-        except TorchDynamoException as error:
-            if not is_new:
-                raise
+        except TorchDynamoException as error:  # also where adapters or hooks have changed too often
             graphs.by_key[key] = None
             self.num_slow += 1
             first_line = str(error).strip().splitlines()[0]
