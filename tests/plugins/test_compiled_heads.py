@@ -42,6 +42,12 @@ def _fresh_dynamo(monkeypatch):
 
 
 @pytest.fixture
+def heads_only(monkeypatch):
+    """The target is not compiled: that takes most of the time, and has its own tests."""
+    monkeypatch.setattr("hf_speculate.preparation.compiled", lambda scorer, *_args, **_options: scorer)
+
+
+@pytest.fixture
 def drafts(monkeypatch):
     """The trees of all sessions of this test, as tokens and parents."""
     found = []
@@ -90,6 +96,7 @@ def assert_same_drafts(drafter, drafts, batch, **request):
         ("eagle1", "dynamic", 1),  # with the target's output matrix
     ],
 )
+@pytest.mark.usefixtures("heads_only")
 def test_eagle_drafts_what_it_drafts_uncompiled(tmp_path, prompt, drafts, layout, shape, size):
     drafter = eagle(tmp_path, layout, shape)
     assert_same_drafts(drafter, drafts, batch_of(prompt, size), do_sample=False)
@@ -100,6 +107,7 @@ def test_eagle_drafts_what_it_drafts_uncompiled(tmp_path, prompt, drafts, layout
 
 @pytest.mark.parametrize("outputs", [None, 0])
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.usefixtures("heads_only")
 def test_medusa_drafts_what_it_drafts_uncompiled(prompt, drafts, outputs, size):
     drafter = medusa(outputs)
     assert_same_drafts(drafter, drafts, batch_of(prompt, size), do_sample=False)
@@ -110,6 +118,7 @@ def test_sampled_requests_draft_alike_too(tmp_path, prompt, drafts):
     assert_same_drafts(eagle(tmp_path), drafts, batch_of(prompt, 1), do_sample=True, temperature=0.9)
 
 
+@pytest.mark.usefixtures("heads_only")
 def test_later_requests_compile_nothing_and_make_no_buffers(tmp_path, prompt, monkeypatch):
     made, zeros = [], torch.zeros
     monkeypatch.setattr("hf_speculate.buffers.torch.zeros", lambda *a, **k: made.append(a) or zeros(*a, **k))
@@ -123,6 +132,7 @@ def test_later_requests_compile_nothing_and_make_no_buffers(tmp_path, prompt, mo
         assert not any(512 in shape for shape in made)
 
 
+@pytest.mark.usefixtures("heads_only")
 def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
     """A conversation hands the head's cache, with its buffers, to the next request."""
     drafter, model, texts = eagle(tmp_path), target(), []
