@@ -25,11 +25,13 @@ _CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next
 _EXPLORE_EVERY = 16  # rounds: then one is wider than what is known to be best
 _PLAN_EVERY = 4  # rounds: planning takes about a hundredth of a small model's round
 _PLAN_SURPRISE = 1.5  # a round that takes so many times what it was planned to take calls for a new plan
-_EXPLORED_ROUNDS = 2  # with everything the drafter has, before the first choice
+# Nodes and depth of the first rounds, before anything can be chosen. All that a drafter has may take as long as several
+# tokens: where it comes to nothing, a short text would be over before that is made up for.
+_FIRST_ROUNDS = ((8, 3), (16, 5))
 
 # What speculation may lose against plain decoding: a share of the time, and a start in one-token forwards.
 LOSS_SHARE = 0.01
-LOSS_START = 2.0
+LOSS_START = 5.0
 # Of what it won, so many one-token forwards may be lost again: a few unlucky rounds do not stop what pays.
 _BANK = 8.0
 
@@ -66,7 +68,7 @@ class Tuner:
         self._costs = costs
         self._chooses_depth = chooses_depth
         self._costs_by_size = {len(acceptances): costs}
-        self._explored = _EXPLORED_ROUNDS if acceptances[0].widest else 0
+        self._explored = len(_FIRST_ROUNDS) if acceptances[0].widest else 0
         self._is_censored = False
         self._elapsed = 0.0
         self._loss = 0.0
@@ -92,8 +94,8 @@ class Tuner:
             context: cache entries of the longest row.
         """
         self._context = context
-        if self._explored < _EXPLORED_ROUNDS:
-            return UNLIMITED if self._may_lose(0.0) else NOTHING
+        if self._explored < len(_FIRST_ROUNDS):
+            return self._budget(*_FIRST_ROUNDS[self._explored]) if self._may_lose(0.0) else NOTHING
         if not self._costs.rounds.knows(1, context):
             return NOTHING  # what plain decoding costs here is yet to be seen
         if self._stake and not self._may_lose(self._stake):
@@ -151,6 +153,9 @@ class Tuner:
         plain = costs.plain(self._context)
         self._loss = max(self._loss + seconds - tokens * plain, -_BANK * plain)
 
+    def _budget(self, num_nodes: int, depth: int) -> Budget:
+        return Budget(num_nodes, depth if self._chooses_depth else None)
+
     def _cost_depth(self, depth: int) -> int:
         return depth if self._chooses_depth else 1
 
@@ -189,7 +194,7 @@ class Tuner:
             for depth, expected in enumerate(smaller, start=1):
                 seconds = verifying + drafting[depth - 1]
                 if expected > best_rate * seconds:
-                    best = Budget(num_nodes, depth if self._chooses_depth else None)
+                    best = self._budget(num_nodes, depth)
                     best_rate, best_seconds = expected / seconds, seconds
         return best, best_rate, best_seconds
 

@@ -10,7 +10,7 @@ from ..models import GenerativeModel
 from ..stats import SpeculationStats
 from .grid import Grid, by_depth, group_breaks, number
 from .methods import Method, SpeculatorSpec, default_specs
-from .runs import Request, batches, fixed_length, generate_once, merged
+from .runs import Request, batches, generate_once, merged, natural_length
 from .timing import progress
 from .workload import WorkloadSettings, check_counts, check_temperatures, describe_target, load_workload
 
@@ -50,8 +50,9 @@ class AcceptanceSettings(WorkloadSettings):
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
     """Mean acceptance length and acceptance by depth of every speculator, tree size and temperature.
 
-    Trees are fixed (`adaptive=False`), so that the figures do not depend on the machine's speed; they are repeatable
-    but for near ties in 16 bit.
+    Texts end where the target ends them: what it would write behind that, no drafter was made for. Trees are fixed
+    (`adaptive=False`), so that the figures do not depend on the machine's speed; they are repeatable but for near ties
+    in 16 bit.
 
     Returns:
         JSON-serialisable: `rows` with `mean_acceptance_length` and its `standard_error` over the prompts (jackknife),
@@ -69,7 +70,7 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
     total = len(specs) * len(settings.nodes) * len(settings.temperatures) * len(requests)
     with progress("acceptance", total=total) as advance:
         for temperature in settings.temperatures:
-            arguments = fixed_length(settings.max_new_tokens, temperature)
+            arguments = natural_length(settings.max_new_tokens, temperature)
             for spec in specs:
                 for nodes in settings.nodes:
                     method = fixed_tree(spec, workload.model, nodes)

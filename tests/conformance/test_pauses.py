@@ -74,8 +74,8 @@ def trees_by_length(model, inputs, drafter, every, monkeypatch):
     assert speculator.experience is not None
     with monkeypatch.context() as patch:
         patch.setattr(decoding.Decoding, "_draft", ask_and_note)
-        patch.setattr(speculator.experience, "tuner", lambda *_: Script(every))
-        patch.setattr(speculator.experience, "learn", lambda *_: None)
+        patch.setattr(speculator.experience, "tuner", lambda *_, **__: Script(every))
+        patch.setattr(speculator.experience, "learn", lambda *_, **__: None)
         text = model.generate(**inputs, max_new_tokens=64, pad_token_id=0, speculator=speculator)
     return text, seen
 

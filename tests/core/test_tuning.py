@@ -166,7 +166,7 @@ def test_rows_are_judged_together():
 def test_without_a_draft_ever_there_is_nothing_to_choose_from():
     tuner = Tuner(RoundCosts(), [Acceptance()])
     for _ in range(20):
-        assert tuner.choose([0]) == Budget()
+        assert tuner.choose([0]) == Budget(8, 3)
         tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
 
 
