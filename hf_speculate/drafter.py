@@ -96,6 +96,23 @@ class DraftState:
     num_emitted: tuple[int, ...]
     _noise: Noise | None = None
     _warpers: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    _rows: Sequence[int] | None = None
+
+    def select(self, rows: Sequence[int]) -> DraftState:
+        """The situation of some rows, for a drafter that leaves finished ones out; see `whole_tree`."""
+        if len(rows) == len(self.active):
+            return self
+        active, num_emitted = (tuple(values[row] for row in rows) for values in (self.active, self.num_emitted))
+        return replace(self, root_ids=self.root_ids[list(rows)], active=active, num_emitted=num_emitted, _rows=rows)
+
+    def whole_tree(self, tree: DraftTree, rows: Sequence[int]) -> DraftTree:
+        """From a tree of `rows` what `draft` returns: the other rows get a draft that nobody looks at."""
+        if len(rows) == len(self.active):
+            return tree
+        slots = {row: slot for slot, row in enumerate(rows)}
+        whole = tree.gather([slots.get(row, 0) for row in range(len(self.active))])
+        whole.token_ids[:, 0] = self.root_ids.to(whole.token_ids.device)
+        return whole
 
     def child_scores(
         self, draft_logits: Float[Tensor, "B N W"], depth: int, token_ids: Int[Tensor, " W"] | None = None
@@ -115,7 +132,7 @@ class DraftState:
             return draft_logits
         scores = draft_logits.float().flatten(0, 1)
         scores = self._warpers(None, scores).view(draft_logits.shape)  # type: ignore[arg-type]
-        noise = self._noise.rows([n + depth for n in self.num_emitted]).to(scores.device)
+        noise = self._noise.rows([n + depth for n in self.num_emitted], self._rows).to(scores.device)
         if token_ids is not None:
             noise = noise[:, token_ids]
         elif noise.shape[-1] != scores.shape[-1]:

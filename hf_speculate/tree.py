@@ -194,20 +194,22 @@ class DraftTree:
         """
         if len(rows) == self.batch_size:
             return self
-        index = torch.tensor(rows, device=self.token_ids.device)
-        tokens, parents, depth = self.token_ids.index_select(0, index), self._device_parents, None
-        if parents is None:
-            of_rows = self._host_parents
-            if len(of_rows) > 1:
-                of_rows = [of_rows[row] for row in rows]
-            width = max(i + 1 for row in of_rows for i, parent in enumerate(row) if parent != PADDING_PARENT)
-            tokens, parents = tokens[:, :width], [row[:width] for row in of_rows]
-        else:
-            depth = self._max_depth
-            parents = parents if parents.shape[0] == 1 else parents.index_select(0, index.to(parents.device))
-        selected = DraftTree(tokens, parents, depth)
+        selected = self.gather(rows)
         selected._slots = {row: slot for slot, row in enumerate(rows)}
         return selected
+
+    def gather(self, rows: Sequence[int]) -> DraftTree:
+        """The trees of any rows in any order, as wide as the widest of them."""
+        index = torch.tensor(rows, device=self.token_ids.device)
+        tokens, parents = self.token_ids.index_select(0, index), self._device_parents
+        if parents is not None:
+            shared = parents.shape[0] == 1
+            return DraftTree(tokens, parents if shared else parents.index_select(0, index), self._max_depth)
+        of_rows = self._host_parents
+        if len(of_rows) > 1:
+            of_rows = [of_rows[row] for row in rows]
+        width = max(i + 1 for row in of_rows for i, parent in enumerate(row) if parent != PADDING_PARENT)
+        return DraftTree(tokens[:, :width], [row[:width] for row in of_rows])
 
     @property
     def rows(self) -> Sequence[int]:

@@ -175,11 +175,12 @@ class DraftModelSession(DraftSession):
             text.extend(row[:length])
 
     def draft(self, state: DraftState) -> DraftTree:
-        depth = min(self.options.depth, state.max_depth)
+        self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
+        rows, depth = self.cache.rows, min(self.options.depth, state.max_depth)
         root_logits = self._feed_committed()
-        if self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain":
-            return self._draft_chain(state, root_logits, depth)
-        return self._draft_tree(state, root_logits, depth)
+        is_chain = self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain"
+        draft = self._draft_chain if is_chain else self._draft_tree
+        return state.whole_tree(draft(state.select(rows), root_logits, depth), rows)
 
     @property
     def _positions(self) -> list[int]:
@@ -228,33 +229,34 @@ class DraftModelSession(DraftSession):
             self._conversations.keep(self._target_cache, text[: self.cache.append_index], self.cache)
 
     def _feed_committed(self) -> Tensor:
-        """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [B, V]."""
-        rows, kept = [], []
-        for text, cached in zip(self._texts, self._cached, strict=True):
+        """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [R, V]."""
+        new: dict[int, list[int]] = {}
+        for row in self.cache.rows:
+            text, cached = self._texts[row], self._cached[row]
             common = common_prefix(text[:-1], cached)
             del cached[common:]
-            kept.append(self._num_prompt + common)
-            rows.append((text[common:], range(-1, len(text) - common - 1)))
-        self.cache.truncate(kept)
-        tree = DraftTree.from_rows(rows)
+            new[row] = text[common:]
+        self.cache.truncate([self._num_prompt + len(cached) for cached in self._cached])
+        tree = DraftTree.from_rows([(tokens, range(-1, len(tokens) - 1)) for tokens in new.values()])
         output = self.scorer(tree, self._positions)
-        self.cache.keep([range(len(tokens)) for tokens, _ in rows])
-        for cached, (tokens, _) in zip(self._cached, rows, strict=True):
-            cached.extend(tokens)
-        last = torch.tensor([len(tokens) - 1 for tokens, _ in rows], device=output.logits.device)
-        return self._logits(output)[torch.arange(len(rows), device=last.device), last]
+        self.cache.keep([range(len(new.get(row, ()))) for row in range(len(self._texts))])
+        for row, tokens in new.items():
+            self._cached[row].extend(tokens)
+        last = torch.tensor([len(tokens) - 1 for tokens in new.values()], device=output.logits.device)
+        return self._logits(output)[torch.arange(len(new), device=last.device), last]
 
     def _draft_chain(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
         columns = [state.root_ids.to(logits.device)]
+        path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
         for level in range(depth):
             if level:
                 output = self.scorer(DraftTree.root_only(columns[-1]), [p + level - 1 for p in self._positions])
-                self.cache.keep([[0]] * len(self._texts))
+                self.cache.keep(path)
                 logits = self._logits(output)[:, 0]
             columns.append(state.child_scores(logits[:, None], depth=level)[:, 0].argmax(-1))
         tokens = torch.stack(columns, dim=1)
-        for cached, drafted in zip(self._cached, tokens[:, 1:-1].tolist(), strict=True):
-            cached.extend(drafted)
+        for row, drafted in zip(self.cache.rows, tokens[:, 1:-1].tolist(), strict=True):
+            self._cached[row].extend(drafted)
         return DraftTree.chain(tokens)
 
     def _draft_tree(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:

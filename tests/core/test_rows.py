@@ -186,6 +186,23 @@ class TestRequests:
                 assert torch.equal(our_rng, rng)
                 assert_same_rows(ours, plain, ends, 17, atol=1e-10)
 
+    @pytest.mark.parametrize("options", [{}, {"top_k": 2}], ids=["chain", "tree"])
+    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+    def test_the_draft_model_leaves_them_out_too(self, prompt, batches, monkeypatch, options, do_sample):
+        """And drafts for the others what it drafts with all rows."""
+        model, draft = build_tiny_model(), build_tiny_model(dtype=torch.float64)
+        inputs = padded_batch(prompt, LENGTHS)
+        leave_out, found = Scorer.leave_out, []
+        for leaves in (True, False):
+            monkeypatch.setattr(Scorer, "leave_out", leave_out if leaves else lambda self, finished: False)
+            counts = batches(draft)
+            speculator = Speculator(DraftModelDrafter.for_target(model, model=draft, depth=3, **options))
+            output, _ = run(model, inputs, ENDS[0], speculator, do_sample=do_sample)
+            assert (counts[-1] < 4) == leaves
+            found.append((output.sequences.tolist(), output.speculation.accepted_tokens, len(counts)))
+        assert found[0] == found[1]
+        assert found[0][1]
+
     @pytest.mark.parametrize("tier", ["scores", "prefix"])
     def test_the_batched_tiers_of_accelerators(self, prompt, batches, monkeypatch, tier):
         monkeypatch.setattr(Sampler, "tier", lambda self, device: self.required_tier)
