@@ -1,7 +1,7 @@
 """Rows of a batch that have ended leave the cache, so that no forward runs them; in the end they come back.
 
-A row that stays is copied to where the others of its kind are, a row that leaves is copied beside, as far as it was
-written, layer by layer: memory is never that of the cache and a copy of it.
+Layer by layer, what the leaving rows hold is copied aside, and the others are copied to smaller buffers: at no time is
+there a second copy of the cache, but of one layer.
 """
 
 from __future__ import annotations
@@ -64,14 +64,12 @@ class RowsAside:
         states = {name: _take(buffer[:, :, left], go) for name, buffer in layer._buffers.items()}
         self._left.setdefault(layer, []).append(_Left(leaving, first, states))
         layer._buffers = {name: _take(buffer[:, :, kept], stay) for name, buffer in layer._buffers.items()}
-        layer._is_owned = True
 
     def bring_back(self, layers: Iterable[PreallocatedLayer], lengths: Sequence[int]) -> None:
         """Makes every layer hold all rows again, up to the end of the longest."""
         for layer in layers:
             if layer._buffers and len(self._held(layer)) < len(lengths):
                 layer._buffers = {name: self._whole(layer, name, lengths) for name in layer._buffers}
-                layer._is_owned = True
 
     def _whole(self, layer: PreallocatedLayer, name: str, lengths: Sequence[int]) -> Tensor:
         """The buffer of all rows. What no row has written is 0: in attention it gets the weight 0, and 0 x NaN is

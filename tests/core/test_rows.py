@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate import DraftTree, Speculator, rows, scoring
+from hf_speculate import DraftTree, Speculator, decoding, rows, scoring
 from hf_speculate.cache import TreeCache
 from hf_speculate.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
@@ -186,20 +186,20 @@ class TestRequests:
                 assert torch.equal(our_rng, rng)
                 assert_same_rows(ours, plain, ends, 17, atol=1e-10)
 
-    @pytest.mark.parametrize("options", [{}, {"top_k": 2}], ids=["chain", "tree"])
+    @pytest.mark.parametrize("name", ["draft_model chain", "draft_model tree"])
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-    def test_the_draft_model_leaves_them_out_too(self, prompt, batches, monkeypatch, options, do_sample):
+    def test_the_draft_model_leaves_them_out_too(self, prompt, batches, monkeypatch, name, do_sample):
         """And drafts for the others what it drafts with all rows."""
-        model, draft = build_tiny_model(), build_tiny_model(dtype=torch.float64)
-        inputs = padded_batch(prompt, LENGTHS)
-        leave_out, found = Scorer.leave_out, []
+        model, draft = build_tiny_model(), build_tiny_model(dtype=torch.float64)  # of the same weights
+        inputs, ends, leave_out, found = padded_batch(prompt, LENGTHS), (5, 24, 11, 17), Scorer.leave_out, []
         for leaves in (True, False):
             monkeypatch.setattr(Scorer, "leave_out", leave_out if leaves else lambda self, finished: False)
-            counts = batches(draft)
-            speculator = Speculator(DraftModelDrafter.for_target(model, model=draft, depth=3, **options))
-            output, _ = run(model, inputs, ENDS[0], speculator, do_sample=do_sample)
+            drafter, counts = drafters(model, [0])[name], batches(draft)
+            drafter.model = draft
+            output, _ = run(model, inputs, ends, Speculator(drafter), do_sample=do_sample, max_new_tokens=2 * STEPS)
             assert (counts[-1] < 4) == leaves
-            found.append((output.sequences.tolist(), output.speculation.accepted_tokens, len(counts)))
+            stats = output.speculation
+            found.append((output.sequences.tolist(), stats.accepted_tokens, stats.drafted_tokens, len(counts)))
         assert found[0] == found[1]
         assert found[0][1]
 
@@ -371,8 +371,8 @@ class TestInterruptions:
 
     @staticmethod
     def watch(patch, runs):
-        settle = hf_speculate.decoding.Decoding._settle
-        patch.setattr(hf_speculate.decoding.Decoding, "_settle", lambda run: (runs.append(run), settle(run)))
+        settle = decoding.Decoding._settle
+        patch.setattr(decoding.Decoding, "_settle", lambda run: (runs.append(run), settle(run)))
 
 
 def states(batch_size, length):
