@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator
-from hf_speculate.graphs import graphs_of
+from hf_speculate.drafter import DraftRequest
+from hf_speculate.graphs import Compiler, graphs_of
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attending, head
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
 from hf_speculate_plugins.medusa.session import MedusaSession
@@ -150,6 +152,17 @@ def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
     half = len(drafts) // 2
     assert texts[0] == texts[1]
     assert drafts[:half] == drafts[half:]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "backend", "is_compiled"), [(None, "inductor", 0), (0, "inductor", 1), (None, "eager", 1)]
+)
+def test_what_inductor_would_slow_down_is_left_as_it_is(prompt, outputs, backend, is_compiled):
+    fallbacks = Counter()
+    request = DraftRequest(target=target(), input_ids=prompt(4), compiler=Compiler(backend, fallbacks))
+    session = medusa(outputs).start(request)
+    assert bool(session._compiler) == bool(is_compiled)
+    assert bool(fallbacks) != bool(is_compiled)
 
 
 @pytest.mark.gpu

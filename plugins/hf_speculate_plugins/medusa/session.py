@@ -34,6 +34,11 @@ class MedusaSession(DraftSession):
         self._lm_head = request.target.get_output_embeddings() if drafter.heads.output_weight is None else None
         self._features: Tensor | None = None  # [B, H]
         self._compiler = request.compiler
+        outputs = drafter.heads.output_weight
+        has_many = outputs is not None and len(outputs) > 1
+        if self._compiler and self._compiler.backend == "inductor" and has_many and drafter.heads.device.type == "cpu":
+            self._compiler.refuse("Medusa heads with matrices of their own: inductor's `bmm` is slow on CPUs")
+            self._compiler = None
         self._buffers: dict[SetKey, Buffers] = {}
 
     def observe(self, tokens, features, lengths) -> None:
