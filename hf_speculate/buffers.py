@@ -85,7 +85,7 @@ class Buffers:
         if known is None or known.shape != torch.Size(shape) or known.dtype != dtype or known.device != device:
             with torch.inference_mode(False):  # else later calls outside that mode could not write it
                 known = torch.zeros(*shape, dtype=dtype, device=device)
-            torch._dynamo.mark_static_address(known)
+            torch._dynamo.mark_static_address(known, guard=False)  # another set is no reason to compile
             self._tensors[name] = known
             self._caches.clear()
         return known
