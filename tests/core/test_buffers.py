@@ -50,6 +50,7 @@ def model(tiny_model):
     """Of this module's own: buffers and graphs stay with the model."""
     model = tiny_model("llama", max_positions=2048, seed=5)
     graphs_of(model, "eager").by_key.clear()
+    gc.collect()  # caches of earlier tests give their buffers back now
     pool_of(model)._idle.clear()
     return model
 

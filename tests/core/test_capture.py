@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import pytest
@@ -47,6 +48,7 @@ def model(tiny_model):
     for captures in (False, True):
         graphs_of(model, "eager", captures).by_key.clear()
         graphs_of(model, "eager", captures).trials.clear()
+    gc.collect()  # caches of earlier tests give their buffers back now
     pool_of(model)._idle.clear()
     return model
 
