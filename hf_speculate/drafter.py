@@ -53,6 +53,8 @@ class DraftRequest:
         adaptive: whether what is drafted may depend on how long things take.
         compiler: what forwards of static shapes can be compiled with; None where the user did not ask for that. The
             target's are already; a drafter may have its own compiled too (`Compiler.run`), or leave it.
+        adapters: the target's PEFT adapters in effect, "" for none (`active_adapters`): what a drafter learns about
+            acceptance from one text to the next holds for these.
     """
 
     target: PreTrainedModel
@@ -66,6 +68,7 @@ class DraftRequest:
     earlier_ids: Sequence[int] | None = None
     adaptive: bool = True
     compiler: Compiler | None = None
+    adapters: str = ""
 
     @property
     def text(self) -> list[int] | None:

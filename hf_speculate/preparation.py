@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .acceptance import TypicalSampler
+from .adapters import active_adapters, prompt_learning
 from .conversations import cached_text
 from .decoding import Decoding
 from .drafter import DraftRequest
@@ -18,7 +19,7 @@ from .models import GenerativeModel
 from .noise import Noise
 from .records import LayerRecord, Records, StepRecord
 from .recurrent import target_scorer, target_shape
-from .requests import prompt_learning, total_length
+from .requests import total_length
 from .sequences import Sequences
 from .speculator import Speculator
 from .static import compiled, compiler_for
@@ -83,6 +84,7 @@ def prepare(
         earlier_ids=cached_text(cache) if num_earlier else None,
         adaptive=speculator.experience is not None,
         compiler=compiler,
+        adapters=active_adapters(model),
     )
     positions = [num_earlier + input_ids.shape[1] - 1] * batch_size
     if model_kwargs.get("position_ids") is not None:
@@ -110,14 +112,15 @@ def prepare(
         stats=stats,
         prompt_positions=positions,
         compiler=compiler,
-        tuner=_tuner(speculator, model, batch_size),
+        tuner=_tuner(speculator, model, batch_size, request.adapters),
     )
 
 
-def _tuner(speculator: Speculator, model: GenerativeModel, batch_size: int) -> Tuner | None:
+def _tuner(speculator: Speculator, model: GenerativeModel, batch_size: int, adapters: str) -> Tuner | None:
     if speculator.experience is None:
         return None
-    return speculator.experience.tuner(model, batch_size, chooses_depth=not speculator.drafter.chooses_depth)
+    chooses_depth = not speculator.drafter.chooses_depth
+    return speculator.experience.tuner(model, batch_size, adapters, chooses_depth=chooses_depth)
 
 
 def _records(config: GenerationConfig) -> Records:

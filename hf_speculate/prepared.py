@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .conversations import remember_text
 from .decoding import Decoding, decode
 from .speculator import Speculator
+from .stats import SpeculationStats
 from .verification import Verdict
 
 
@@ -67,9 +68,11 @@ class PreparedCall:
             if text is not None:
                 remember_text(self.run.cache.cache, text + self.run.sequences.new_tokens[0])
             stats.calls += 1
+            adapters = self.run.drafting.request.adapters
             self.speculator.stats.merge(stats)
+            self.speculator.adapter_stats.setdefault(adapters, SpeculationStats()).merge(stats)
             if self.speculator.experience and self.run.tuner:
-                self.speculator.experience.learn(self.run.target, self.run.tuner)
+                self.speculator.experience.learn(self.run.target, self.run.tuner, adapters)
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """What stock `generate` returns, with `speculation` (this call's statistics) in the dict form."""

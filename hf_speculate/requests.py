@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from .adapters import activated_lora, prompt_learning
 from .models import GenerativeModel
 from .processors import see_rows_alone
 from .scoring import takes_position_ids
@@ -70,6 +71,11 @@ def problem_with_inputs(
         return f"speculator= needs a model with two-dimensional position ids; {type(model).__name__} has other ones."
     if kwargs.get("token_type_ids") is not None:
         return "token_type_ids are not supported with a speculator."
+    if activated_lora(model):
+        return (
+            "speculator= does not work while an activated LoRA (alora_invocation_tokens) is in effect: PEFT would "
+            "leave it out for some of the tokens that are scored at once."
+        )
     past = cache.get_seq_length()
     if past and prompt_learning(model):
         return (
@@ -93,13 +99,6 @@ def problem_with_acceptance(speculator: Speculator, config: GenerationConfig, pr
         f"acceptance='typical' needs logits processors that are known to be row-wise, found {names}. Use "
         "acceptance='match', or give your own processor `row_wise = True` if it looks at one row at a time."
     )
-
-
-def prompt_learning(model: GenerativeModel) -> Any:
-    """Config of a prompt-learning adapter (PEFT), which acts on the inputs while it calls `generate`; or None."""
-    prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
-    config: Any = getattr(prepare, "active_peft_config", None)
-    return config if prepare is not model and getattr(config, "is_prompt_learning", False) else None
 
 
 def total_length(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ from .drafter import Drafter
 from .errors import SpeculateError
 from .hub import drafter_class_for, local_folder, make_repository, upload_head
 from .models import GenerativeModel
+from .origins import warn_of_other_adapters
 from .registry import installed_drafters, load_drafter
 from .stats import SpeculationStats
 from .tuning import Experience
@@ -50,6 +51,7 @@ class Speculator:
         experience: what `adaptive` has learnt, None if it is off.
         backend: of `torch.compile`, or "auto"; None if nothing is compiled.
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
+        adapter_stats: the same by the target's PEFT adapters in effect ("" for none, see `active_adapters`).
         lossless: True: the text is the target's own (see README, "What lossless means"). False with "typical".
     """
 
@@ -78,6 +80,7 @@ class Speculator:
         self.experience = Experience(tuning) if adaptive else None
         self.backend = compile if isinstance(compile, str) else ("inductor" if compile else None)
         self.stats = SpeculationStats()
+        self.adapter_stats: dict[str, SpeculationStats] = {}
 
     @property
     def lossless(self) -> bool:
@@ -263,6 +266,8 @@ class AutoSpeculator:
         tuned = find_tuning(tuning, folder, method.name)
         drafter = method.from_folder(folder, target, **_tuned(options, tuned, method, target))
         drafter.check_target(target)
+        if drafter.feature_layers:  # it was trained on the target's states
+            warn_of_other_adapters(folder, target)
         return Speculator(drafter, acceptance, **rule, adaptive=adaptive, tuning=tuned, compile=compile)
 
 

@@ -200,7 +200,9 @@ class Tuner:
 
 
 class Experience:
-    """What a speculator has learnt about its targets; targets that are gone are forgotten.
+    """What a speculator has learnt about its targets and their adapters; targets that are gone are forgotten.
+
+    Adapters have nothing in common: another one writes another text, and takes its own time to do so.
 
     Args:
         tuning: what was measured beforehand, if anything.
@@ -208,23 +210,28 @@ class Experience:
 
     def __init__(self, tuning: TuningFile | None = None) -> None:
         self._tuning = tuning
-        self._known: WeakKeyDictionary[PreTrainedModel, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[PreTrainedModel, dict[str, _Known]] = WeakKeyDictionary()
 
-    def tuner(self, target: PreTrainedModel, batch_size: int, chooses_depth: bool = True) -> Tuner:
-        """For one request, see `Tuner`; it begins with what earlier ones, or `hf-speculate tune`, taught."""
-        known = self._known.get(target)
+    def tuner(self, target: PreTrainedModel, batch_size: int, adapters: str = "", chooses_depth: bool = True) -> Tuner:
+        """For one request, see `Tuner`; it begins with what earlier ones, or `hf-speculate tune`, taught.
+
+        Args:
+            adapters: of the target that are in effect, see `active_adapters`.
+        """
+        by_adapters = self._known.setdefault(target, {})
+        known = by_adapters.get(adapters)
         if known is None:
-            known = self._known[target] = _Known(self._tuning.acceptance if self._tuning else Acceptance())
+            known = by_adapters[adapters] = _Known(self._tuning.acceptance if self._tuning else Acceptance())
         if batch_size not in known.costs:
             known.costs[batch_size] = self._measured(target, batch_size)
         acceptances = [Acceptance.average([known.acceptance]) for _ in range(batch_size)]
         return Tuner(known.costs[batch_size], acceptances, chooses_depth)
 
-    def learn(self, target: PreTrainedModel, tuner: Tuner) -> None:
+    def learn(self, target: PreTrainedModel, tuner: Tuner, adapters: str = "") -> None:
         """Keeps what a finished request taught about acceptance, for what the next text is worth."""
         acceptance = Acceptance.average(tuner.acceptances)
         acceptance.fade(_CARRIED_WEIGHT)
-        self._known[target].acceptance = acceptance
+        self._known[target][adapters].acceptance = acceptance
 
     def _measured(self, target: PreTrainedModel, batch_size: int) -> RoundCosts:
         """What `hf-speculate tune` measured in this very setting: with this drafter, or else of the target alone."""

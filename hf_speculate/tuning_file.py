@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -20,9 +20,11 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .adapters import active_adapters
 from .costs import CostSurface
 from .devices import device_name, execution_device
 from .errors import CheckpointError
+from .models import GenerativeModel
 from .reach import Acceptance
 
 
@@ -48,7 +50,7 @@ class Setting:
     """What costs depend on.
 
     Attributes:
-        target: class and shape; weights do not matter.
+        target: class, shape and adapters in effect; weights do not matter.
         threads: of torch on a CPU, None elsewhere.
     """
 
@@ -253,6 +255,8 @@ def _fingerprint(target: PreTrainedModel) -> dict[str, Any]:
     quantization = getattr(target.config, "quantization_config", None)
     if quantization is not None:
         shape["quantization"] = str(getattr(quantization, "quant_method", quantization))
+    if adapters := active_adapters(cast(GenerativeModel, target)):
+        shape["adapters"] = adapters
     return {"class": type(target).__name__, **shape, "parameters": sum(p.numel() for p in target.parameters())}
 
 

@@ -35,8 +35,8 @@ class RecordedExperience(Experience):
         tuner.choose = recorded  # type: ignore[method-assign]
         return tuner
 
-    def learn(self, target: PreTrainedModel, tuner: Tuner) -> None:
-        self._inner.learn(target, tuner)
+    def learn(self, target: PreTrainedModel, tuner: Tuner, adapters: str = "") -> None:
+        self._inner.learn(target, tuner, adapters)
 
 
 class _ReplayedExperience(Experience):
@@ -48,7 +48,7 @@ class _ReplayedExperience(Experience):
     def tuner(self, *args: Any, **kwargs: Any) -> Any:
         return _ReplayedTuner(self._budgets)
 
-    def learn(self, target: PreTrainedModel, tuner: Tuner) -> None:
+    def learn(self, target: PreTrainedModel, tuner: Tuner, adapters: str = "") -> None:
         pass
 
 

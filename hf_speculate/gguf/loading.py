@@ -77,7 +77,7 @@ def load_gguf(
             tensors. All but scales that are not finite are found before weights are read.
         UnsupportedRequestError: a backend that does not exist or does not run there.
     """
-    path = _find(path_or_repo, gguf_file, hub_kwargs)
+    path = find_file(path_or_repo, gguf_file, hub_kwargs)
     file = read_header(path)
     plan = plan_model(file)
     on = torch.device(device or "cpu")
@@ -294,8 +294,8 @@ def _hand_back_memory() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def _find(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_kwargs: dict[str, Any]) -> str:
-    """The path of the file, downloaded if need be."""
+def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_kwargs: dict[str, Any]) -> str:
+    """The path of the file, downloaded if need be; raises `CheckpointError` if it cannot be had."""
     path = os.fspath(path_or_repo)
     if gguf_file is None:
         if os.path.isfile(path):

@@ -13,6 +13,27 @@ from .backends import Backend
 from .formats import FORMATS
 
 
+# Columns that a gradient needs unpacked at a time.
+_UNITS = 64
+
+
+class _Product(torch.autograd.Function):
+    """x @ w.T with a gradient for x: heads are trained through the output matrix of their target."""
+
+    @staticmethod
+    def forward(ctx, inputs: Tensor, layer: PackedLinear) -> Tensor:
+        ctx.layer = layer
+        return layer.backend.multiply(inputs, layer)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """What is packed answers unit vectors with its columns."""
+        layer = ctx.layer
+        units = torch.eye(layer.in_features, dtype=gradient.dtype, device=gradient.device)
+        parts = [gradient @ layer.backend.multiply(block, layer).T for block in units.split(_UNITS)]
+        return torch.cat(parts, dim=1), None
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose matrix stays packed.
 
@@ -51,7 +72,7 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, inputs: Float[Tensor, "*M K"]) -> Float[Tensor, "*M N"]:
-        products = self.backend.multiply(inputs.reshape(-1, self.in_features), self)
+        products = _Product.apply(inputs.reshape(-1, self.in_features), self)
         if self.bias is not None:
             products += self.bias
         return products.view(*inputs.shape[:-1], self.out_features)

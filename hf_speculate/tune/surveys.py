@@ -112,10 +112,10 @@ class _Plan(Experience):
         super().__init__()
         self._tuner = tuner
 
-    def tuner(self, target, batch_size: int, chooses_depth: bool = True) -> Tuner:
+    def tuner(self, target, batch_size: int, adapters: str = "", chooses_depth: bool = True) -> Tuner:
         return self._tuner
 
-    def learn(self, target, tuner: Tuner) -> None:
+    def learn(self, target, tuner: Tuner, adapters: str = "") -> None:
         pass
 
 

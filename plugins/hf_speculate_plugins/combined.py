@@ -66,7 +66,7 @@ class CombinedDrafter(Drafter):
         self.parts = tuple(parts)
         self.options = options or CombinedOptions()
         self.feature_layers = tuple(dict.fromkeys(layer for part in parts for layer in part.feature_layers))
-        self.ledger = Ledger(len(parts))
+        self.ledgers: dict[str, Ledger] = {}  # by the target's adapters
 
     def __repr__(self) -> str:
         return f"CombinedDrafter({' + '.join(map(repr, self.parts))}, {self.options})"
@@ -136,7 +136,9 @@ class CombinedSession(DraftSession):
 
     def __init__(self, drafter: CombinedDrafter, request: DraftRequest):
         self._drafter = drafter
-        self._ledger = drafter.ledger.carried()
+        self._adapters = request.adapters
+        known = drafter.ledgers.get(self._adapters)
+        self._ledger = known.carried() if known else Ledger(len(drafter.parts))
         self._is_selective = request.adaptive
         self._parts: list[_Part] = []
         try:
@@ -178,7 +180,7 @@ class CombinedSession(DraftSession):
 
     def close(self) -> None:
         """Closes the parts; those that go on in the next turn are told everything first."""
-        self._drafter.ledger = self._ledger
+        self._drafter.ledgers[self._adapters] = self._ledger
         try:
             for part in self._parts:
                 if part.session.carries_over:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -28,7 +26,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.heads import MedusaHeads
 
-from ..inputs import character_tokenizer
+from ..inputs import character_tokenizer, write_eagle_head
 
 
 VOCAB = 96
@@ -337,27 +335,6 @@ def target(request, write):
     return load_model(path, dtype=torch.float32, backend=request.param)
 
 
-def eagle_folder(folder) -> str:
-    """A random EAGLE-3 head without embeddings and output matrix of its own."""
-    torch.manual_seed(0)
-    hidden = 64
-    shapes = {"self_attn.q_proj": (64, 128), "self_attn.k_proj": (32, 128), "self_attn.v_proj": (32, 128)}
-    shapes |= {"self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64)}
-    shapes |= {"mlp.down_proj": (64, 96)}
-    tensors = {f"midlayer.{name}.weight": torch.randn(size) * 0.3 for name, size in shapes.items()}
-    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
-    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-    tensors["fc.weight"] = torch.randn(hidden, 3 * hidden) * 0.1
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "vocab_size": VOCAB}
-    config |= {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    config |= {"rms_norm_eps": 1e-5, "draft_vocab_size": VOCAB}
-    os.makedirs(folder)
-    save_file(tensors, os.path.join(folder, "model.safetensors"))
-    with open(os.path.join(folder, "config.json"), "w") as file:
-        json.dump(config, file)
-    return str(folder)
-
-
 def drafters(target, prompt, tmp_path) -> dict[str, Speculator]:
     script = target.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
     scripted = ScriptedDrafter(script[:, prompt.shape[1] :], (3, 2, 1, 1), accuracy=0.7, vocab_size=VOCAB)
@@ -367,7 +344,7 @@ def drafters(target, prompt, tmp_path) -> dict[str, Speculator]:
         "random": Speculator(RandomDrafter(vocab_size=VOCAB)),
         "prompt lookup": AutoSpeculator.from_name("prompt_lookup", target=target),
         "draft model": AutoSpeculator.from_name("draft_model", target=target, model=target, depth=3, top_k=2),
-        "eagle": AutoSpeculator.from_pretrained(eagle_folder(tmp_path / "eagle"), target=target),
+        "eagle": AutoSpeculator.from_pretrained(write_eagle_head(tmp_path / "eagle", 64, VOCAB), target=target),
         "medusa": Speculator(MedusaDrafter.for_target(target, heads=heads)),
     }
 

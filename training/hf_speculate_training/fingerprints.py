@@ -6,19 +6,16 @@ import hashlib
 import json
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from hf_speculate.adapters import sample_bytes
 from hf_speculate.speculator import unwrap
-
-
-_SAMPLES = 256
 
 
 def target_fingerprint(target: nn.Module) -> str:
     """sha256 over a model's configuration and a sample of every tensor of it, adapters included.
 
-    Values are sampled evenly, 256 of each tensor: any training changes some of them, and reading all of a large model
+    Values are sampled evenly, see `sample_bytes`: any training changes some of them, and reading all of a large model
     would take longer than what the fingerprint protects.
     """
     model = unwrap(target)
@@ -26,7 +23,7 @@ def target_fingerprint(target: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, Tensor):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(_sample(tensor))
+            digest.update(sample_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -40,12 +37,3 @@ def _shape_of(model: Any) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True).to_dict()
     unrelated = ("_name_or_path", "transformers_version", "use_cache", "output_attentions", "output_hidden_states")
     return {"class": type(model).__name__} | {key: value for key, value in config.items() if key not in unrelated}
-
-
-def _sample(tensor: Tensor) -> bytes:
-    if tensor.device.type == "meta":
-        return b""
-    flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, max(flat.numel() - 1, 0), min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
-    values = flat[places.to(flat.device)].cpu()
-    return values.view(torch.uint8).numpy().tobytes() if values.numel() else b""

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import local_folder
+from hf_speculate.vocabulary import embedding_rows, output_rows
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, load_head
 from hf_speculate_plugins.eagle.loading import check_fits, head_device
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
-
-from .teacher import is_dense
 
 
 _MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
@@ -75,8 +74,8 @@ def new_eagle3(
         head = EagleHead(spec, target.get_input_embeddings() if shares_embeddings else None)
     _initialise(head, config.initializer_range)
     if not shares_embeddings:
-        _copy_rows(head.embed_tokens.weight, target.get_input_embeddings(), None)
-    _copy_rows(head.lm_head.weight, target.get_output_embeddings(), target_ids)
+        _copy_rows(head.embed_tokens.weight, embedding_rows(target.get_input_embeddings(), config.vocab_size))
+    _copy_rows(head.lm_head.weight, _output_rows(target, target_ids))
     return head.to(head_device(target))
 
 
@@ -123,10 +122,10 @@ def new_medusa(
     weight = None
     if target_ids is not None:
         weight = torch.empty(1, len(target_ids), size)
-        _copy_rows(weight[0], target.get_output_embeddings(), target_ids)
+        _copy_rows(weight[0], _output_rows(target, target_ids))
     elif not shared_lm_head:
         weight = torch.empty(num_heads, config.vocab_size, size)
-        _copy_rows(weight[0], target.get_output_embeddings(), None)
+        _copy_rows(weight[0], _output_rows(target))
         weight[1:] = weight[0]
     blocks, biases = torch.zeros(num_heads, num_layers, size, size), torch.zeros(num_heads, num_layers, size)
     return MedusaHeads(blocks, biases, weight, target_ids).to(head_device(target))
@@ -203,16 +202,15 @@ def _initialise(head: EagleHead, std: float) -> None:
             nn.init.zeros_(module.bias)
 
 
-@torch.no_grad()
-def _copy_rows(weight: Float[Tensor, "N Hd"], source: Any, ids: Tensor | None) -> None:
-    """Begins with rows of the target's matrix; of another width, with their projection on its main directions.
+def _output_rows(target: PreTrainedModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
+    size = target.config.get_text_config(decoder=True).hidden_size
+    return output_rows(target.get_output_embeddings(), size, target.dtype, ids)
 
-    Quantised matrices are left alone: what is there was drawn at random.
-    """
-    matrix = getattr(source, "weight", None)
-    if matrix is None or not (is_dense(source) or isinstance(source, nn.Embedding)) or not matrix.is_floating_point():
-        return
-    rows = (matrix if ids is None else matrix[ids.to(matrix.device)]).to(weight.device, torch.float32)
+
+@torch.no_grad()
+def _copy_rows(weight: Float[Tensor, "N Hd"], rows: Float[Tensor, "N Ht"]) -> None:
+    """Begins with rows of the target's matrix; of another width, with their projection on its main directions."""
+    rows = rows.to(weight.device, torch.float32)
     if rows.shape[1] != weight.shape[1]:
         directions = torch.linalg.eigh(rows.mT @ rows).eigenvectors.flip(1)[:, : weight.shape[1]]
         rows = rows @ directions

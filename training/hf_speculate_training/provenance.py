@@ -14,12 +14,13 @@ from torch import nn
 
 from hf_speculate.bench.environment import environment
 from hf_speculate.errors import SpeculateError
+from hf_speculate.gguf import packing_report
+from hf_speculate.origins import PROVENANCE_FILE
 from hf_speculate.speculator import unwrap
 
 from .fingerprints import target_fingerprint
 
 
-PROVENANCE_FILE = "provenance.json"
 _FORMAT = 1
 
 
@@ -27,15 +28,13 @@ def describe_target(target: nn.Module) -> dict[str, Any]:
     """Name, revision, dtype, quantisation, adapters and a fingerprint of the weights; JSON-serialisable."""
     model = unwrap(target)
     config = model.config
-    quantization = getattr(config, "quantization_config", None)
-    to_dict = getattr(quantization, "to_dict", None)
     return {
-        "name": getattr(config, "_name_or_path", None) or None,
+        "name": model.name_or_path or None,
         "revision": getattr(config, "_commit_hash", None),
         "architecture": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": config._attn_implementation,
-        "quantization": to_dict() if to_dict else quantization,
+        "quantization": _quantization(model),
         "adapters": _adapters(target),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "fingerprint": target_fingerprint(target),
@@ -90,6 +89,16 @@ def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
                     digest.update(chunk)
             hashes[path.name] = digest.hexdigest()
     return hashes
+
+
+def _quantization(model: nn.Module) -> Any:
+    """The configuration of a quantised model; of packed GGUF files their types of blocks, and what multiplies them."""
+    if packed := packing_report(model).in_memory:
+        types, backends = zip(*packed, strict=True)
+        return {"quant_method": "gguf", "types": sorted(set(types)), "backends": sorted(set(backends))}
+    config = getattr(model.config, "quantization_config", None)
+    to_dict = getattr(config, "to_dict", None)
+    return to_dict() if to_dict else config
 
 
 def _adapters(target: nn.Module) -> dict[str, Any] | None:

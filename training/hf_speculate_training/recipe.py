@@ -42,11 +42,13 @@ class TargetSection:
     """The target.
 
     Attributes:
-        path: folder or Hub id.
+        path: folder or Hub id, or a GGUF file.
         revision: of a Hub id.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
         quantization: load it in "8bit" or "4bit" (bitsandbytes).
         gguf_file: name of a GGUF file in `path`.
+        gguf_backend: of `hf_speculate.load_gguf`, which keeps it packed ("auto": torch's int4 kernel on a CPU), or
+            "transformers" for its own loader, which knows more architectures and dequantises everything.
         adapter: folder or Hub id of a PEFT adapter, put on top.
         tokenizer: folder or Hub id, where it is not with the model.
         device_map: spread a large target over devices ("auto", or a map); None: the training's device.
@@ -58,6 +60,7 @@ class TargetSection:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["4bit", "8bit"] | None = None
     gguf_file: str | None = None
+    gguf_backend: str = "auto"
     adapter: str | None = None
     tokenizer: str | None = None
     device_map: str | dict[str, Any] | None = None

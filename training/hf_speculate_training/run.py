@@ -16,6 +16,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, set_seed
 from transformers.utils import logging
 
+from hf_speculate.adapters import adapter_fingerprints
 from hf_speculate.card import write_card
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import make_repository, upload_head
@@ -136,6 +137,8 @@ def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
     history = list(trainer.state.log_history)  # before the last evaluation, which is of the best head and no curve's
     metrics = trainer.evaluate() if has_evaluation(recipe) else {}
     if trainer.is_world_process_zero():
+        known |= {"adapters": dict(adapter_fingerprints(unwrap(run.target)))}  # medusa2 has trained one
+        write_provenance(run.folder, {"status": "running", **known, "sessions": sessions})
         write_head(run, metrics)
         _plot(history, run)
         outcome = {"training": _outcome(trainer, sessions), "metrics": metrics, "files": file_hashes(run.folder)}

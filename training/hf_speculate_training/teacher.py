@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_speculate.vocabulary import is_dense
+
 
 # Elements of a block of logits; 2**24 in fp32 are 64 MiB.
 _BLOCK = 1 << 24
@@ -114,11 +116,3 @@ class TeacherRows:
         if ids is None:
             return self.teacher._dense(self.hidden, slice(start, stop))
         return self.teacher._dense(self.hidden, ids[start:stop].to(self.teacher.lm_head.weight.device))
-
-
-def is_dense(module: Any) -> bool:
-    """Whether a module is an ordinary linear layer and nothing around it (not quantised, adapted nor offloaded)."""
-    weight = getattr(module, "weight", None)
-    if type(module) is not nn.Linear or weight is None or weight.device.type == "meta":
-        return False
-    return weight.is_floating_point() and weight.ndim == 2

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.vocabulary import embedding_rows, output_rows
 
 from ..checkpoints import refuse_other_weights
 from .config import EagleSpec
@@ -147,9 +148,11 @@ def _tensors(head: EagleHead, target_ids: Tensor | None, layout: str) -> dict[st
     keeps_shared = stores(layout, spec)
     for name, module in head.shared.items():
         if module is not None and keeps_shared[name]:
-            if not module.weight.is_floating_point():
-                raise CheckpointError(f"cannot write {name}: the target's is quantised ({module.weight.dtype}).")
-            tensors[f"{name}.weight"] = module.weight
+            if name == "embed_tokens":
+                rows = embedding_rows(module, spec.vocab_size)
+            else:
+                rows = output_rows(module, spec.hidden_size, head.dtype)
+            tensors[f"{name}.weight"] = rows
     if spec.version == 3 and (target_ids is not None or layout == "specforge"):
         tensors |= _vocabulary(spec, target_ids)
     if layout == "specforge" and "norm.weight" not in tensors:
