@@ -17,6 +17,18 @@ from .errors import DrafterError
 from .models import GenerativeModel
 
 
+def finite(states: Tensor) -> Tensor:
+    """Float16 states with the largest numbers there are for those that overflowed, and 0 for what is no number.
+
+    One infinite value at the first token would be in every later state of a drafter that attends to it. (Transformers
+    clamps fp16 states for the same reason.) Others pass as they are: no other dtype overflows, and training has to see
+    when it diverges.
+    """
+    if states.dtype != torch.float16 or states.requires_grad:
+        return states
+    return torch.nan_to_num(states, nan=0.0)
+
+
 class FeatureTaps:
     """Taps the layers that a drafter asked for, for the time of one request.
 
@@ -107,4 +119,4 @@ class FeatureTaps:
             states = hidden_states[layer] if hidden_states is not None and layer < len(hidden_states) else None
         if states is None:
             raise DrafterError(f"the target shows no hidden state {layer}, which the drafter's `feature_layers` name.")
-        return states
+        return finite(states)

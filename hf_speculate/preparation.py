@@ -120,7 +120,7 @@ def _tuner(speculator: Speculator, model: GenerativeModel, batch_size: int, adap
     if speculator.experience is None:
         return None
     chooses_depth = not speculator.drafter.chooses_depth
-    return speculator.experience.tuner(model, batch_size, adapters, chooses_depth=chooses_depth)
+    return speculator.experience.tuner(model, batch_size, adapters, chooses_depth)
 
 
 def _records(config: GenerationConfig) -> Records:

@@ -8,14 +8,14 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 import hf_speculate
-from hf_speculate import Speculator
+from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..inputs import character_tokenizer
+from ..inputs import character_tokenizer, write_eagle_head
 
 
 VOCAB_SIZE = 96
@@ -140,6 +140,31 @@ class TestPlacement:
         ):
             assert torch.equal(offloaded.generate(ids, max_new_tokens=NEW_TOKENS, speculator=speculator), plain)
             assert speculator.stats.accepted_tokens > 0
+
+    def test_device_map_auto_with_little_memory(self, tiny_model, prompt, tmp_path):
+        """accelerate puts what does not fit on disk; a head that has no matrices of its own is where the last layer
+        computes, and what it is shown comes from wherever a layer was."""
+        pytest.importorskip("accelerate")
+        config, ids = copy.deepcopy(tiny_model().config), prompt(9)
+        config.num_hidden_layers = 4
+        model = LlamaForCausalLM(config).eval()
+        plain = model.generate(ids, max_new_tokens=NEW_TOKENS)
+        model.save_pretrained(tmp_path / "model")
+        spread = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model",
+            device_map="auto",
+            max_memory={"cpu": "60KB"},
+            offload_folder=tmp_path / "offload",
+            dtype=torch.float32,
+        )
+        places = spread.hf_device_map
+        assert {"cpu", "disk"} <= set(places.values()), places
+        head = write_eagle_head(tmp_path / "head", 32, VOCAB_SIZE)
+        speculator = AutoSpeculator.from_pretrained(head, target=spread, feature_layers=(1, 2, 4))
+        assert speculator.drafter.head.device.type == "cpu"
+        for each in (speculator, scripted(plain, 9)):
+            assert torch.equal(spread.generate(ids, max_new_tokens=NEW_TOKENS, speculator=each), plain)
+            assert each.stats.rounds > 0
 
     @pytest.mark.parametrize("how", ["model", "forward"])
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

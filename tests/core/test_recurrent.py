@@ -63,7 +63,8 @@ def model(request):
 
 def drafters(continuation):
     yield "perfect", ScriptedDrafter(continuation, (1,) * 4, vocab_size=VOCAB_SIZE)
-    yield "adversarial", ScriptedDrafter(continuation, (2, 2, 1), accuracy=0.5, vocab_size=VOCAB_SIZE)
+    yield "right half of the time", ScriptedDrafter(continuation, (2, 2, 1), accuracy=0.5, vocab_size=VOCAB_SIZE)
+    yield "adversarial", ScriptedDrafter(continuation, (1,) * 4, accuracy=0.0, vocab_size=VOCAB_SIZE)
     yield "random", RandomDrafter(vocab_size=VOCAB_SIZE)
 
 
@@ -76,6 +77,8 @@ def compare(model, prompts, max_new_tokens):
             assert report.num_identical == 1, f"{kind}: {report.ties}"
             if kind == "perfect":
                 assert speculator.stats.mean_acceptance_length > 4
+            elif kind == "adversarial":
+                assert speculator.stats.accepted_tokens == 0 < speculator.stats.drafted_tokens
 
 
 class TestText:

@@ -20,6 +20,8 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from hf_speculate.features import finite
+
 from .config import EagleSpec
 
 
@@ -85,7 +87,7 @@ class DecoderLayer(nn.Module):
 
     def _finish(self, residual: Tensor, inputs: Tensor, **attention) -> Tensor:
         states = residual + self.self_attn(inputs, **attention)
-        return states + self.mlp(self.post_attention_layernorm(states))
+        return finite(states + self.mlp(self.post_attention_layernorm(states)))
 
 
 class EntryLayer(DecoderLayer):
@@ -173,7 +175,7 @@ class EagleHead(nn.Module):
         if self.spec.fc_norm:
             placed = [norm(feature) for norm, feature in zip(self.fc_norm, placed, strict=True)]
         joined = torch.cat(placed, dim=-1)
-        return self.fc(self.input_norm(joined) if self.spec.norm_before_fc else joined)
+        return finite(self.fc(self.input_norm(joined) if self.spec.norm_before_fc else joined))
 
     def forward(
         self,
@@ -198,7 +200,7 @@ class EagleHead(nn.Module):
             hidden = self.layers[0](states, embeddings=embeddings, **attention)
         else:
             # Features and embeddings may be large in 16 bit, so they are joined, not projected one by one and added.
-            joined = self.fc(torch.cat([embeddings, states], dim=-1))
+            joined = finite(self.fc(torch.cat([embeddings, states], dim=-1)))
             hidden = self.layers[0](joined, **attention)
         for layer in list(self.layers)[1:]:
             hidden = layer(hidden, **attention)
