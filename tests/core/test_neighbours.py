@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +162,8 @@ class TestPlacement:
         assert {"cpu", "disk"} <= set(places.values()), places
         head = write_eagle_head(tmp_path / "head", 32, VOCAB_SIZE)
         speculator = AutoSpeculator.from_pretrained(head, target=spread, feature_layers=(1, 2, 4))
-        assert speculator.drafter.head.device.type == "cpu"
+        drafter: Any = speculator.drafter
+        assert drafter.head.device.type == "cpu"
         for each in (speculator, scripted(plain, 9)):
             assert torch.equal(spread.generate(ids, max_new_tokens=NEW_TOKENS, speculator=each), plain)
             assert each.stats.rounds > 0

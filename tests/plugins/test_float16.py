@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def eagle(target, tmp_path):
     def load(model=target):
         folder = write_eagle_head(tmp_path / "head", 32, VOCAB_SIZE)
         speculator = AutoSpeculator.from_pretrained(folder, target=model, feature_layers=(0, 1, 2))
-        speculator.drafter.head.fc.weight.mul_(20)
+        drafter: Any = speculator.drafter
+        drafter.head.fc.weight.mul_(20)
         return speculator
 
     return load
