@@ -95,7 +95,7 @@ class Tuner:
         """
         self._context = context
         if self._explored < len(_FIRST_ROUNDS):
-            return self._budget(*_FIRST_ROUNDS[self._explored]) if self._may_lose(0.0) else NOTHING
+            return self._sized(*_FIRST_ROUNDS[self._explored]) if self._may_lose(0.0) else NOTHING
         if not self._costs.rounds.knows(1, context):
             return NOTHING  # what plain decoding costs here is yet to be seen
         if self._stake and not self._may_lose(self._stake):
@@ -153,7 +153,7 @@ class Tuner:
         plain = costs.plain(self._context)
         self._loss = max(self._loss + seconds - tokens * plain, -_BANK * plain)
 
-    def _budget(self, num_nodes: int, depth: int) -> Budget:
+    def _sized(self, num_nodes: int, depth: int) -> Budget:
         return Budget(num_nodes, depth if self._chooses_depth else None)
 
     def _cost_depth(self, depth: int) -> int:
@@ -194,7 +194,7 @@ class Tuner:
             for depth, expected in enumerate(smaller, start=1):
                 seconds = verifying + drafting[depth - 1]
                 if expected > best_rate * seconds:
-                    best = self._budget(num_nodes, depth)
+                    best = self._sized(num_nodes, depth)
                     best_rate, best_seconds = expected / seconds, seconds
         return best, best_rate, best_seconds
 

@@ -10,7 +10,7 @@ from ..models import GenerativeModel
 from ..stats import SpeculationStats
 from .grid import Grid, by_depth, group_breaks, number
 from .methods import Method, SpeculatorSpec, default_specs
-from .runs import Request, batches, generate_once, merged, natural_length
+from .runs import Request, batches, fixed_length, generate_once, merged
 from .timing import progress
 from .workload import WorkloadSettings, check_counts, check_temperatures, describe_target, load_workload
 
@@ -70,7 +70,7 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
     total = len(specs) * len(settings.nodes) * len(settings.temperatures) * len(requests)
     with progress("acceptance", total=total) as advance:
         for temperature in settings.temperatures:
-            arguments = natural_length(settings.max_new_tokens, temperature)
+            arguments = fixed_length(settings.max_new_tokens, temperature) | {"eos_token_id": workload.eos_token_id}
             for spec in specs:
                 for nodes in settings.nodes:
                     method = fixed_tree(spec, workload.model, nodes)

@@ -58,18 +58,13 @@ class Run:
         return sum(map(len, self.rows))
 
 
-def natural_length(max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
-    """Arguments of `generate`: to the end of the text or so many tokens, greedy or plain sampling.
+def fixed_length(max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+    """Arguments of `generate` that all methods share: exactly so many tokens, greedy or plain sampling.
 
     `top_k=0`: the library's default of 50 is not plain sampling.
     """
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    return {"max_new_tokens": max_new_tokens, "pad_token_id": 0, **sampling}
-
-
-def fixed_length(max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
-    """The same, exactly so many tokens: for timing."""
-    return {**natural_length(max_new_tokens, temperature), "eos_token_id": None}
+    return {"max_new_tokens": max_new_tokens, "eos_token_id": None, "pad_token_id": 0, **sampling}
 
 
 def batches(prompts: Sequence[tuple[str, Tensor]], batch_size: int, device: torch.device) -> list[Request]:

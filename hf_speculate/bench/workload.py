@@ -74,6 +74,7 @@ class Workload:
     Attributes:
         prompts: (category, int64 [S]) of each.
         num_skipped: prompts that are too long.
+        eos_token_id: of the tokenizer; the model's own generation config is emptied.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Workload:
     num_skipped: int
     prompt_sets: list[str]
     uses_chat_template: bool
+    eos_token_id: Any = None
 
     def describe(self) -> dict[str, Any]:
         """What a result says about it."""
@@ -128,6 +130,7 @@ def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None
         num_skipped=len(prompts) - len(kept),
         prompt_sets=[str(path) for path in settings.prompts] or ["built-in"],
         uses_chat_template=uses_chat_template,
+        eos_token_id=tokenizer.eos_token_id,
     )
 
 

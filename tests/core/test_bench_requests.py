@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_speculate import SpeculateError, Speculator
@@ -66,6 +67,19 @@ def test_acceptance_of_fixed_trees(target):
     lengths, depths = acceptance_tables(found)
     assert [len(lengths.rows), len(lengths.columns), len(depths.rows)] == [1, 5, 4]
     assert bench_acceptance(settings)["rows"] == found["rows"]  # no clock in it
+
+
+def test_acceptance_is_measured_up_to_the_end_of_the_text(target, monkeypatch):
+    settings = AcceptanceSettings(target=target, nodes=(4,), temperatures=(0.0,), max_new_tokens=12, limit=2)
+    asked = []
+
+    def generate_once(model, method, request, arguments):
+        asked.append(arguments["eos_token_id"])
+        return run_of(stats=stats_of(1, 1))
+
+    monkeypatch.setattr("hf_speculate.bench.acceptance.generate_once", generate_once)
+    bench_acceptance(settings)
+    assert set(asked) == {AutoTokenizer.from_pretrained(target).eos_token_id} != {None}
 
 
 def test_acceptance_cuts_prompts(target, tmp_path):

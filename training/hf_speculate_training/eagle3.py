@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from hf_speculate.vocabulary import is_dense
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, LoadedHead
 
@@ -23,7 +24,7 @@ from .entries import Entries, Normalizer, tokens_ahead
 from .losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
 from .methods import HeadMethod, StepOutput, detached_copy
 from .target_states import TargetStates
-from .teacher import Teacher, is_dense
+from .teacher import Teacher
 from .unrolled import StepMemory, UnrolledAttention, step_masks
 
 

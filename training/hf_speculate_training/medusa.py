@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_speculate.vocabulary import is_dense
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
 from .batches import Batch
@@ -21,7 +22,7 @@ from .entries import Entries, Normalizer
 from .losses import EntryLosses, HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
 from .methods import HeadMethod, StepOutput, detached_copy
 from .target_states import TargetStates
-from .teacher import Teacher, is_dense
+from .teacher import Teacher
 
 
 class MedusaMethod(HeadMethod):
