@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from collections import Counter
 
@@ -128,10 +129,11 @@ def test_later_requests_compile_nothing_and_make_no_buffers(tmp_path, prompt, mo
         speculator = Speculator(drafter, compile="eager")
         target().generate(prompt(12), speculator=speculator, do_sample=False, **REQUEST)
         num_graphs = counters["stats"]["unique_graphs"]
+        gc.collect()  # what compiles holds the first request's cache in reference cycles for a while
         made.clear()
         target().generate(prompt(15), speculator=speculator, do_sample=False, **REQUEST)
         assert counters["stats"]["unique_graphs"] == num_graphs
-        assert not any(512 in shape for shape in made)
+        assert not any(512 in shape for shape in made), (drafter, made)
 
 
 @pytest.mark.usefixtures("heads_only")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.drafter import DraftState
 from hf_speculate.features import FeatureTaps, finite
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.eagle.session import EagleSession
@@ -54,10 +55,10 @@ def test_a_head_whose_projection_overflows_at_the_first_token_drafts_on(target, 
     """Without care its attention mixes that token into every later state, and no draft is ever more than noise."""
     seen, draft = [], EagleSession.draft
     monkeypatch.setattr(EagleSession, "draft", lambda self, state: seen.append(self) or draft(self, state))
-    hidden = []
-    read = EagleSession._score
+    drafted = []
+    score = DraftState.child_scores
     monkeypatch.setattr(
-        EagleSession, "_score", lambda self, states, *rest: hidden.append(states) or read(self, states, *rest)
+        DraftState, "child_scores", lambda self, logits, *rest: drafted.append(logits) or score(self, logits, *rest)
     )
     speculator = eagle()
     prompts = [started(prompt, seed) for seed in range(2)]
@@ -69,7 +70,8 @@ def test_a_head_whose_projection_overflows_at_the_first_token_drafts_on(target, 
     report = check_lossless(target, speculator, prompts, max_new_tokens=24)
     assert report.num_cases == 2
     assert seen
-    assert all(states.isfinite().all() for states in hidden)
+    assert drafted
+    assert all(logits.isfinite().all() for logits in drafted)
 
 
 def test_a_target_that_overflows_itself_is_as_broken_as_ever(target, eagle, prompt):
@@ -93,7 +95,7 @@ def test_taps_show_finite_states(target, prompt):
         output = target(started(prompt), **taps.forward_kwargs)
     top = torch.finfo(torch.float16).max
     assert taps.last(output.hidden_states, 9)[0][0, 0, :4].tolist() == [top, -top, 0.0, 1.0]
-    assert taps.at(output.hidden_states, [[0, 1]])[0][0, 0, :4].tolist() == [top, -top, 0.0, 1.0]
+    assert taps.at(output.hidden_states, [[0, 1]], [0])[0][0, 0, :4].tolist() == [top, -top, 0.0, 1.0]
 
 
 def test_other_dtypes_and_training_see_what_there_is():

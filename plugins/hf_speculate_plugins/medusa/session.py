@@ -37,7 +37,7 @@ class MedusaSession(DraftSession):
         outputs = drafter.heads.output_weight
         has_many = outputs is not None and len(outputs) > 1
         if self._compiler and self._compiler.backend == "inductor" and has_many and drafter.heads.device.type == "cpu":
-            self._compiler.refuse("Medusa heads with matrices of their own: inductor's `bmm` is slow on CPUs")
+            self._compiler.refuse("Medusa heads with matrices of their own take longer compiled by inductor on a CPU")
             self._compiler = None
         self._buffers: dict[SetKey, Buffers] = {}
 
