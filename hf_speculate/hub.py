@@ -35,6 +35,10 @@ def local_folder(
     if not os.path.isdir(path):
         if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise DrafterNotFoundError(f"{path!r} is not a folder. A head is a folder or a Hub id 'owner/name'.")
+        if path in installed_drafters():
+            raise DrafterNotFoundError(
+                f"{path!r} is the name of a drafter, not a head: AutoSpeculator.from_name({path!r}, target=...)."
+            )
         try:
             path = snapshot_download(
                 path,

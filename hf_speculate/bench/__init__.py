@@ -7,7 +7,8 @@ What the figures mean:
 - tokens/s: new tokens of all rows / seconds, both summed over the runs of one repeat (one pass over the prompts). The
   figure is the median over the repeats; its spread is their minimum and maximum.
 - equal work: EOS is taken out of every request (`eos_token_id=None`; `min_new_tokens` would add a processor), so that
-  each method emits exactly `max_new_tokens` per row, text behind an end-of-text token included. The checkpoint's
+  each method emits exactly `max_new_tokens` per row, text behind an end-of-text token included (`acceptance`, which
+  times nothing, ends texts there). The checkpoint's
   `generation_config` is replaced by a neutral one: temperature 0 is `do_sample=False`, any other is plain sampling at
   that temperature without top-k, top-p or penalties.
 - interleaving: for each prompt all methods run one after the other, in an order that rotates, so that drift of the

@@ -118,6 +118,11 @@ def test_an_unknown_drafter_gets_a_suggestion(tiny_model, prompt, monkeypatch):
         tiny_model().generate(prompt(4), max_new_tokens=2, speculator="promt_lookup")
 
 
+def test_a_drafters_name_is_no_head(tiny_model):
+    with pytest.raises(DrafterNotFoundError, match=r"not a head: AutoSpeculator.from_name\('prompt_lookup'"):
+        AutoSpeculator.from_pretrained("prompt_lookup", target=tiny_model())
+
+
 def test_a_path_that_does_not_exist(tiny_model, tmp_path):
     with pytest.raises(DrafterNotFoundError, match="is not a folder"):
         AutoSpeculator.from_pretrained(tmp_path / "nothing", target=tiny_model())
