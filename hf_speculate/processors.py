@@ -51,6 +51,7 @@ _SEE_PREFIX = (
 )
 # They see a row's prefix and nothing else, and cost too much to call for nodes that are never visited.
 _SEE_PREFIX_AT_A_PRICE = (lp.PrefixConstrainedLogitsProcessor, lp.WatermarkLogitsProcessor)
+_KNOWN = (*_SEE_SCORES, *_SEE_PREFIX, *_SEE_PREFIX_AT_A_PRICE)
 # Of those above, the ones that hold something for every row of the batch.
 _KNOW_THE_BATCH = (
     lp.RepetitionPenaltyLogitsProcessor,
@@ -72,8 +73,7 @@ class KnownProcessors(LogitsProcessorList):
 
 def without_inspection(processors: LogitsProcessorList) -> LogitsProcessorList:
     """The same calls; `processors` itself where one of them is not known."""
-    known = (*_SEE_SCORES, *_SEE_PREFIX, *_SEE_PREFIX_AT_A_PRICE)
-    is_known = type(processors) is LogitsProcessorList and all(type(processor) in known for processor in processors)
+    is_known = type(processors) is LogitsProcessorList and all(type(processor) in _KNOWN for processor in processors)
     return KnownProcessors(processors) if is_known else processors
 
 
@@ -91,8 +91,7 @@ def required_tier(processors: LogitsProcessorList) -> Tier:
 
 def see_rows_alone(processors: LogitsProcessorList) -> bool:
     """Whether rows can go their own pace: the processors are known to keep no state and look at one row at a time."""
-    known = (*_SEE_SCORES, *_SEE_PREFIX, *_SEE_PREFIX_AT_A_PRICE)
-    return all(type(processor) in known or getattr(processor, "row_wise", False) for processor in processors)
+    return all(type(processor) in _KNOWN or getattr(processor, "row_wise", False) for processor in processors)
 
 
 def processors_of_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
