@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from .errors import CheckpointError
 from .noise import Noise
+from .ranking import rank_children
 
 
 if TYPE_CHECKING:
@@ -131,16 +133,35 @@ class DraftState:
             depth: depth of the nodes whose children are ranked (0: children of the root).
             token_ids: target vocabulary id of each column, when the draft vocabulary is a part of the target's.
         """
+        noise = self.log_noise((depth,), draft_logits.shape[-1], token_ids)
+        return rank_children(draft_logits, None if noise is None else noise[:, 0].to(draft_logits.device), self.warpers)
+
+    def log_noise(
+        self, depths: Sequence[int], num_columns: int, token_ids: Int[Tensor, " W"] | None = None
+    ) -> Float[Tensor, "B D C"] | None:
+        """log of the noise that chooses the children of nodes at `depths`, None for a greedy request.
+
+        Args:
+            num_columns: W, of the draft logits.
+            token_ids: see `child_scores`. Without it, C is the smaller of W and the target's vocabulary.
+        """
         if self._noise is None:
-            return draft_logits
-        scores = draft_logits.float().flatten(0, 1)
-        scores = self._warpers(None, scores).view(draft_logits.shape)  # type: ignore[arg-type]
-        noise = self._noise.rows([n + depth for n in self.num_emitted], self._rows).to(scores.device)
-        if token_ids is not None:
-            noise = noise[:, token_ids]
-        elif noise.shape[-1] != scores.shape[-1]:
-            scores, noise = scores[..., : noise.shape[-1]], noise[:, : scores.shape[-1]]
-        return scores - noise[:, None].log()
+            return None
+        levels = [
+            self._noise.log_rows([n + depth for n in self.num_emitted], self._rows, token_ids)[:, :num_columns]
+            for depth in depths
+        ]
+        return levels[0][:, None] if len(levels) == 1 else torch.stack(levels, dim=1)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the request samples."""
+        return self._noise is not None
+
+    @property
+    def warpers(self) -> LogitsProcessorList:
+        """Those processors of the request that warp a drafter's logits as they warp the target's."""
+        return self._warpers
 
 
 class DraftSession(ABC):

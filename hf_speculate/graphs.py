@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from inspect import unwrap
 from statistics import median
@@ -19,10 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.backends.registry import list_backends, lookup_backend
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers.utils import logging
 
 from .capture import Recorder, capturing, is_capturable
+from .shortcuts import Shortcut, Watched, watching
 
 
 logger = logging.get_logger(__name__)
@@ -31,6 +33,8 @@ logger = logging.get_logger(__name__)
 MAX_GRAPHS = 8
 # "auto": calls that run uncompiled first (most requests are over then), and those of either kind that are compared.
 AUTO_AFTER, AUTO_COMPARED = 24, 5
+# Calls that a graph which does more than is needed serves, before one that fits is compiled.
+ASKED_OFTEN = 32
 
 Result = TypeVar("Result")
 
@@ -42,12 +46,14 @@ class Graphs:
     Attributes:
         by_key: None where compiling failed.
         trials: of "auto".
+        asked: how often `Compiler.choose` would have had a graph.
     """
 
     backend: str
     captures: bool = False
     by_key: dict[Hashable, Callable[..., Any] | None] = field(default_factory=dict)
     trials: dict[Hashable, Trial] = field(default_factory=dict)
+    asked: Counter[Hashable] = field(default_factory=Counter)
 
     def get(self, key: Hashable, function: Callable[..., Any]) -> tuple[Callable[..., Any] | None, bool]:
         """`function` compiled for `key`, None if it must run uncompiled; and whether it is new."""
@@ -58,8 +64,10 @@ class Graphs:
         traced: Any = unwrap(function)
         name = f"{traced.__name__}_{len(self.by_key)}"
         own = FunctionType(traced.__code__.replace(co_name=name), traced.__globals__, name)
-        backend = capturing(self.backend) if self.captures else self.backend
-        self.by_key[key] = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+        compile_graph = capturing(self.backend) if self.captures else lookup_backend(self.backend)
+        self.by_key[key] = torch.compile(
+            own, fullgraph=True, dynamic=False, backend=lambda *graph: Watched(compile_graph(*graph))
+        )
         return self.by_key[key], True
 
 
@@ -94,6 +102,21 @@ def graphs_of(module: nn.Module, backend: str, captures: bool = False) -> Graphs
     return _graphs.setdefault(module, {}).setdefault((backend, captures), Graphs(backend, captures))
 
 
+def find_backend(compile: bool | str) -> str | None:
+    """The backend that `Speculator(compile=)` means: of `torch.compile`, "auto", or None.
+
+    Raises:
+        ValueError: torch has none of this name.
+    """
+    if isinstance(compile, bool):
+        return "inductor" if compile else None
+    if compile != "auto" and compile not in (known := list_backends(None)):
+        raise ValueError(
+            f"compile={compile!r} is no backend of torch.compile; possible: True, auto, {', '.join(known)}."
+        )
+    return compile
+
+
 class Compiler:
     """Compiles functions for one request, of the target and of its drafter.
 
@@ -111,10 +134,24 @@ class Compiler:
         self.num_slow = 0
         self._fallbacks = fallbacks
         self._is_trial = is_trial
+        self._shortcuts: dict[Callable[..., Any], Shortcut | None] = {}
 
     def refuse(self, problem: str) -> None:
         """Counts something that runs uncompiled."""
         self._fallbacks[f"not compiled: {problem}"] += 1
+
+    def choose(self, module: nn.Module, device: torch.device, keys: Sequence[Hashable]) -> Hashable:
+        """Which of several graphs is to do some work that all of them can do.
+
+        Args:
+            keys: see `run`, the cheapest to run first. Another one serves, if it is there, until the first has been
+                asked for `ASKED_OFTEN` times: what is seldom needed (the last rounds of a text) is not compiled.
+        """
+        graphs = graphs_of(module, self.backend, is_capturable(device, self.backend))
+        graphs.asked[keys[0]] += 1
+        if keys[0] in graphs.by_key or graphs.asked[keys[0]] > ASKED_OFTEN:
+            return keys[0]
+        return next((key for key in keys[1:] if graphs.by_key.get(key) is not None), keys[0])
 
     def run(
         self,
@@ -155,16 +192,26 @@ class Compiler:
         try:
             # In one grad mode, whatever the caller's: it is a part of what a graph is compiled for.
             with torch.inference_mode(False), torch.no_grad():
-                result = compiled(*inputs())
+                result = self._call(compiled, inputs())
             self.num_slow += is_new or Recorder.num_recorded > num_recorded
             return result
-        except TorchDynamoException as error:  # also where adapters or hooks have changed too often
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # also where hooks have changed too often
             graphs.by_key[key] = None
             self.num_slow += 1
             first_line = str(error).strip().splitlines()[0]
             logger.warning(f"{function.__name__} runs uncompiled, torch.compile failed: {first_line}")
             self.refuse("a graph that did not compile")
             return plain()
+
+    def _call(self, compiled: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        known = self._shortcuts.get(compiled)
+        if known is not None and known.fits(arguments):
+            return known()
+        # Hooks that are added or removed later count: those of steering, of accelerate, of adapters.
+        with watching() as calls, torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            result = compiled(*arguments)
+        self._shortcuts[compiled] = Shortcut.of(arguments, calls, result)
+        return result
 
 
 def _now(device: torch.device) -> float:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -31,6 +31,7 @@ class Noise:
         self._first_step = 0
         self._rows: deque[Tensor] = deque()
         self._states_before: deque[Tensor] = deque()
+        self._logs: dict[int, dict[int | None, tuple[Tensor | None, Tensor]]] = {}
         self._pause: tuple[int, Tensor, Tensor] | None = None
 
     def row(self, step: int) -> Float[Tensor, "B V"]:
@@ -53,11 +54,29 @@ class Noise:
             [self.row(max(step, self._first_step))[row] for row, step in zip(chosen, steps, strict=True)]
         )
 
+    def log_rows(
+        self, steps: Sequence[int], rows: Sequence[int] | None = None, columns: Int[Tensor, " W"] | None = None
+    ) -> Float[Tensor, "R W"]:
+        """`rows(steps, rows)[:, columns].log()`; what later calls ask for again is computed once."""
+        chosen = range(len(steps)) if rows is None else rows
+        logs = [self._log(max(step, self._first_step), columns)[row] for row, step in zip(chosen, steps, strict=True)]
+        return logs[0][None] if len(logs) == 1 else torch.stack(logs)
+
+    def _log(self, step: int, columns: Tensor | None) -> Float[Tensor, "B W"]:
+        of_step = self._logs.setdefault(step, {})
+        key = None if columns is None else id(columns)
+        if key not in of_step:
+            row = self.row(step)
+            # With the columns themselves: their id is theirs as long as they are there.
+            of_step[key] = columns, (row if columns is None else row[:, columns.to(row.device)]).log()
+        return of_step[key][1]
+
     def release_before(self, step: int) -> None:
         """Forgets the rows of steps before `step`; they were used by every row of the batch."""
         while self._first_step < step and self._rows:
             self._rows.popleft()
             self._states_before.popleft()
+            self._logs.pop(self._first_step, None)
             self._first_step += 1
 
     def pause(self, num_steps: int) -> None:
@@ -77,6 +96,7 @@ class Noise:
         while len(self._rows) > num_used:
             self._rows.pop()
             self._states_before.pop()
+            self._logs.pop(self._first_step + len(self._rows), None)
 
     def finish(self, num_steps: int) -> None:
         """Leaves the RNG where stock leaves it after `num_steps` sampled tokens; while paused it is there already."""
@@ -85,6 +105,7 @@ class Noise:
         self._pause = None
         self._rows.clear()
         self._states_before.clear()
+        self._logs.clear()
 
 
 def _get_rng_state(device: torch.device) -> Tensor:

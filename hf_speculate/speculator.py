@@ -17,6 +17,7 @@ from .acceptance import TypicalAcceptance
 from .card import Metric, write_card
 from .drafter import Drafter
 from .errors import SpeculateError
+from .graphs import find_backend
 from .hub import drafter_class_for, local_folder, make_repository, upload_head
 from .models import GenerativeModel
 from .origins import warn_of_other_adapters
@@ -78,7 +79,7 @@ class Speculator:
         if adaptive is None:
             adaptive = os.environ.get("HF_SPECULATE_ADAPTIVE", "1") != "0"
         self.experience = Experience(tuning) if adaptive else None
-        self.backend = compile if isinstance(compile, str) else ("inductor" if compile else None)
+        self.backend = find_backend(compile)
         self.stats = SpeculationStats()
         self.adapter_stats: dict[str, SpeculationStats] = {}
 

@@ -36,6 +36,11 @@ def width_for(num_nodes: int) -> int:
     return next(bucket for bucket in NODE_BUCKETS if bucket >= num_nodes)
 
 
+def _widths(num_nodes: int) -> list[int]:
+    """That, and another that may do as well where it is compiled already."""
+    return [bucket for bucket in NODE_BUCKETS if bucket >= num_nodes][:2]
+
+
 def _forward(model: Any, cache: Cache, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
     output = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True, **options)
     return output.logits, output.hidden_states
@@ -118,9 +123,10 @@ class StaticScorer(Scorer):
             self._compiler.refuse(problem)
             return plain()
         num_nodes, num_prefix = tree.num_nodes, self.cache.append_index
-        width = width_for(num_nodes)
-        capacity = capacity_for(num_prefix + width)
-        key = (tree.batch_size, width, capacity, self._attention_dtype, self.attention.form, repr(options))
+        form = self._attention_dtype, self.attention.form, repr(options)
+        keys = [(tree.batch_size, width, capacity_for(num_prefix + width), *form) for width in _widths(num_nodes)]
+        key: Any = self._compiler.choose(self.model, self.device, keys)
+        _, width, capacity = key[:3]
 
         def inputs() -> tuple[Any, ...]:
             return self.model, *self._inputs(tree, root_positions, width, capacity), options

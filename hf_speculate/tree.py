@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn import functional
 
 from .errors import DrafterError
 
@@ -47,9 +48,28 @@ class TreePlan:
         """Additive form of `ancestors`: 0 where a node attends, the smallest number of `dtype` elsewhere [R, N, N]."""
         cache = self.__dict__.setdefault("_bias", {})
         if (dtype, device) not in cache:
-            bias = torch.zeros(self.ancestors.shape, dtype=dtype, device=device)
-            cache[dtype, device] = bias.masked_fill_(~self.ancestors.to(device), torch.finfo(dtype).min)
+            cache[dtype, device] = additive(self.ancestors.to(device), dtype)
         return cache[dtype, device]
+
+    def extended(self, parents: Int[Tensor, "R F"]) -> TreePlan:
+        """The plan with F more nodes behind these, one level deeper than the last; cheaper than `from_tensor`.
+
+        Args:
+            parents: of the new nodes, indices of nodes of the deepest level.
+        """
+        num_rows, count = parents.shape
+        seen = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.num_nodes))
+        own = torch.eye(count, dtype=torch.bool, device=parents.device).expand(num_rows, -1, -1)
+        ancestors = torch.cat([functional.pad(self.ancestors, (0, count)), torch.cat([seen, own], dim=2)], dim=1)
+        depths = functional.pad(self.depths, (0, count), value=self.max_depth + 1)
+        return TreePlan(depths=depths, ancestors=ancestors, max_depth=self.max_depth + 1)
+
+    @staticmethod
+    def of_siblings(num_rows: int, num_nodes: int, device: torch.device) -> TreePlan:
+        """The plan of nodes that all have depth 0: a forest of one level."""
+        depths = torch.zeros(num_rows, num_nodes, dtype=torch.long, device=device)
+        ancestors = torch.eye(num_nodes, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
+        return TreePlan(depths=depths, ancestors=ancestors, max_depth=0)
 
     @staticmethod
     def from_parents(parents: Sequence[Sequence[int]]) -> TreePlan:
@@ -69,6 +89,12 @@ class TreePlan:
             reach *= 2
         depths = ancestors.sum(-1) - 1
         return TreePlan(depths=depths, ancestors=ancestors, max_depth=max_depth)
+
+
+def additive(visible: Bool[Tensor, "*N"], dtype: torch.dtype) -> Tensor:
+    """0 where `visible`, else the smallest number of `dtype`."""
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return bias.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
@@ -106,6 +132,7 @@ class DraftTree:
             tensor [B, N] (or [1, N]) that stays where it is. `parents[0] == -1`, `parents[i] < i`; padding nodes of
             ragged batches have parent -2 and are never accepted.
         max_depth: upper bound of the depth; needed with a tensor of parents (it is not read back from the device).
+        plan: of these parents, where it is known already.
     """
 
     def __init__(
@@ -113,8 +140,10 @@ class DraftTree:
         token_ids: Int[Tensor, "B N"],
         parents: Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "R N"],
         max_depth: int | None = None,
+        plan: TreePlan | None = None,
     ):
         self.token_ids = token_ids
+        self._plan = plan
         self._device_parents: Tensor | None = None
         if isinstance(parents, Tensor):
             if max_depth is None:
@@ -142,11 +171,20 @@ class DraftTree:
         token_ids = torch.tensor([[*tokens, *[tokens[0]] * (width - len(tokens))] for tokens, _ in rows])
         return cls(token_ids, [[*parents, *[PADDING_PARENT] * (width - len(parents))] for _, parents in rows])
 
-    @cached_property
+    @property
     def plan(self) -> TreePlan:
-        if self._device_parents is None:
-            return TreePlan.from_parents(self._host_parents)
-        return TreePlan.from_tensor(self._device_parents, self._max_depth)
+        if self._plan is None:
+            if self._device_parents is None:
+                self._plan = TreePlan.from_parents(self._host_parents)
+            else:
+                self._plan = TreePlan.from_tensor(self._device_parents, self._max_depth)
+        return self._plan
+
+    @property
+    def parents_on_device(self) -> Tensor:
+        """int64 [R, N], of a tree that was made with a tensor of them."""
+        assert self._device_parents is not None
+        return self._device_parents
 
     @property
     def batch_size(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.tree import ROOT_PARENT, DraftTree
+from hf_speculate.tree import ROOT_PARENT, DraftTree, TreePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ def grow_tree(
     top_k: int,
     max_nodes: int,
     token_ids: Int[Tensor, " W"] | None = None,
+    limit: Int[Tensor, 1] | None = None,
 ) -> DraftTree:
     """Grows a dynamic tree.
 
@@ -60,30 +61,31 @@ def grow_tree(
         top_k: frontier width, and children per expanded node.
         max_nodes: draft nodes that are kept, the root not counted.
         token_ids: target vocabulary id of each score column (None: the column itself).
+        limit: deepest level of which nodes are kept, where `depth` is that of a compiled graph: the first
+            `num_candidates(limit, width)` draft nodes are then the tree.
     Returns:
         A tree of at most `max_nodes` + 1 nodes a row, the best first.
     """
     device, batch_size = root_scores.device, root_scores.shape[0]
-
-    def to_tokens(columns: Tensor) -> Tensor:
-        return columns if token_ids is None else token_ids.to(device)[columns]
-
     width = min(top_k, root_scores.shape[-1])
     values, columns = torch.log_softmax(root_scores.float(), dim=-1).topk(width, dim=-1)  # [B, K]
-    pool_values, pool_tokens = [values], [to_tokens(columns)]
+    pool_values, pool_tokens = [values], [_to_tokens(columns, token_ids)]
     pool_parents = [torch.full_like(columns, ROOT_PARENT)]  # index into the pool
     frontier_tokens, frontier_values = pool_tokens[0], values
     frontier_in_pool = torch.arange(width, device=device).expand(batch_size, -1)
     previous = torch.zeros_like(columns)
     forest_tokens, forest_parents = frontier_tokens, torch.full_like(columns, ROOT_PARENT)
+    plan = TreePlan.of_siblings(batch_size, width, device)
     num_cached, pool_size = 0, width
 
     for level in range(1, depth):
-        forest = DraftTree(forest_tokens, forest_parents, max_depth=level - 1)
+        forest = DraftTree(forest_tokens, forest_parents, max_depth=level - 1, plan=plan)
         scores = expand(Frontier(forest=forest, num_cached=num_cached, previous_index=previous, depth=level))
         child_values, columns = torch.log_softmax(scores.float(), dim=-1).topk(width, dim=-1)  # [B, F, K]
         candidates = (frontier_values[..., None] + child_values).flatten(1)  # [B, F * K]
-        tokens = to_tokens(columns).flatten(1)
+        if limit is not None:
+            candidates = candidates.masked_fill(limit < level + 1, -torch.inf)
+        tokens = _to_tokens(columns, token_ids).flatten(1)
         pool_values.append(candidates)
         pool_tokens.append(tokens)
         pool_parents.append(frontier_in_pool.repeat_interleave(width, dim=1))
@@ -94,7 +96,9 @@ def grow_tree(
         frontier_in_pool = pool_size + chosen
         previous = chosen // width
         num_cached = forest.num_nodes
-        forest_parents = torch.cat([forest_parents, num_cached - width + previous], dim=1)
+        parents = num_cached - width + previous
+        plan = plan.extended(parents)
+        forest_parents = torch.cat([forest_parents, parents], dim=1)
         forest_tokens = torch.cat([forest_tokens, frontier_tokens], dim=1)
         pool_size += candidates.shape[1]
 
@@ -106,6 +110,15 @@ def grow_tree(
         max_nodes,
         depth,
     )
+
+
+def _to_tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
+    return columns if token_ids is None else token_ids.to(columns.device)[columns]
+
+
+def num_candidates(depth: int, width: int) -> int:
+    """Nodes that a tree of so many levels chooses from."""
+    return width + (depth - 1) * width * width
 
 
 def _best_nodes(

@@ -91,3 +91,24 @@ def test_rows_takes_every_row_at_its_own_step_and_spares_rows_that_have_ended():
     assert torch.equal(mixed[0], drawn[5][0])
     assert torch.equal(mixed[2], drawn[3][2])
     assert mixed.shape == (3, 16)
+
+
+def test_log_rows_are_the_logs_of_rows_and_columns(monkeypatch):
+    noise, columns = Noise(2, 16, CPU), torch.tensor([3, 9, 4])
+    steps = [1, 4]
+    assert torch.equal(noise.log_rows(steps), noise.rows(steps).log())
+    assert torch.equal(noise.log_rows(steps, columns=columns), noise.rows(steps)[:, columns].log())
+    assert torch.equal(noise.log_rows([4], rows=[1]), noise.rows([4], [1]).log())
+    monkeypatch.setattr(torch.Tensor, "log", None)  # known by now
+    noise.log_rows(steps, columns=columns)
+
+
+def test_logs_of_rows_that_are_drawn_anew_are_computed_anew():
+    noise = Noise(1, 16, CPU)
+    before = noise.log_rows([2]).clone()
+    noise.pause(1)
+    torch.rand(1)  # the consumer draws
+    noise.resume()
+    after = noise.log_rows([2])
+    assert not torch.equal(after, before)
+    assert torch.equal(after, noise.rows([2]).log())

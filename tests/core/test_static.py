@@ -143,11 +143,31 @@ def test_what_cannot_be_compiled_runs_as_always(tiny_model, prompt, monkeypatch)
     def broken(*_args):
         raise RuntimeError("no compiler")
 
-    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="broken")
+    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="aot_eager")
     monkeypatch.setattr("hf_speculate.graphs.torch.compile", _compile_with(broken))
     assert new_tokens(model, prompt(10), speculator) == new_tokens(model, prompt(10))
     (reason,) = speculator.stats.fallbacks
     assert "did not compile" in reason
+
+
+def test_hooks_that_come_and_go_between_calls_count(tiny_model, prompt):
+    """Dynamo looks for hooks only when it is asked to: steering after a first call would change nothing."""
+    model = model_of(tiny_model)
+    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
+    plain = new_tokens(model, prompt(10))
+    assert new_tokens(model, prompt(10), speculator) == plain
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: -3 * output)
+    steered = new_tokens(model, prompt(10))
+    assert steered != plain
+    assert new_tokens(model, prompt(10), speculator) == steered
+    handle.remove()
+    assert new_tokens(model, prompt(10), speculator) == plain
+    assert not speculator.stats.fallbacks
+
+
+def test_an_unknown_backend():
+    with pytest.raises(ValueError, match=r"compile='inducto' is no backend of torch.compile; possible: .*inductor"):
+        Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="inducto")
 
 
 def _compile_with(backend):

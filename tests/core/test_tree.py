@@ -189,3 +189,15 @@ class TestCheck:
     def test_too_few_parents_are_named(self):
         with pytest.raises(DrafterError, match="row 0"):
             DraftTree(torch.tensor([[1, 2, 3]]), [-1, 0]).check(vocab_size=6)
+
+
+def test_a_plan_extended_level_by_level_is_the_plan_of_the_whole():
+    parents = [[-1, -1, -1], [2, 0, 2], [3, 5, 4], [7, 7, 6]]
+    plan = TreePlan.of_siblings(2, 3, torch.device("cpu"))
+    for level in parents[1:]:
+        plan = plan.extended(torch.tensor([level, level[::-1]]))
+    rows = [[each for level in parents for each in level], [each for level in parents for each in level[::-1]]]
+    expected = TreePlan.from_tensor(torch.tensor(rows), max_depth=3)
+    assert torch.equal(plan.ancestors, expected.ancestors)
+    assert torch.equal(plan.depths, expected.depths)
+    assert plan.max_depth == 3

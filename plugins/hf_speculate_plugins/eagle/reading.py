@@ -7,7 +7,9 @@ own lengths; a hole is masked, never re-used before `commit`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,13 +17,20 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache import TreeCache
+from hf_speculate.drafter import DraftState
 from hf_speculate.graphs import Compiler
-from hf_speculate.tree import TreePlan
+from hf_speculate.tree import DraftTree, TreePlan
 
 from .attending import CachedAttention
 from .head import EagleHead
 from .steps import StaticSteps, problem_with_head
 
+
+if TYPE_CHECKING:
+    from .drafter import EagleOptions
+
+Step = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]
+"""Runs a level of a tree: see `Reading.step`."""
 
 # Entries of a prompt that are run at once: a mask of the whole prompt would be quadratic in its length.
 _CHUNK = 1024
@@ -105,18 +114,38 @@ class Reading:
         positions, masks = self._nodes(plan, token_ids.shape[1])
         return self.head(token_ids, states, positions, CachedAttention(self.cache.cache, masks))
 
-    @torch.no_grad()
     def step(
         self, token_ids: Int[Tensor, "B F"], states: Float[Tensor, "B F Hd"], plan: TreePlan
     ) -> tuple[Float[Tensor, "B F Vd"], Float[Tensor, "B F Hd"]]:
         """`EagleHead.read` of what `expand` gives."""
-
-        def plain() -> tuple[Tensor, Tensor]:
-            return self.head.read(self.expand(token_ids, states, plan))
-
+        plain = partial(self.plain_step, token_ids, states, plan)
         if self._steps is None:
             return plain()
         return self._steps.level((token_ids, states, *self._nodes(plan, token_ids.shape[1])), plain)
+
+    @torch.no_grad()
+    def plain_step(self, token_ids: Tensor, states: Tensor, plan: TreePlan) -> tuple[Tensor, Tensor]:
+        """`step`, never compiled."""
+        return self.head.read(self.expand(token_ids, states, plan))
+
+    @property
+    def compiles_trees(self) -> bool:
+        return self._steps is not None and not any(self.head.spec.windows)
+
+    def tree(
+        self,
+        root: Float[Tensor, "B Hd"],
+        state: DraftState,
+        target_ids: Int[Tensor, " Vd"] | None,
+        options: EagleOptions,
+        depth: int,
+        plain: Callable[[], DraftTree],
+    ) -> DraftTree:
+        """The dynamic tree that `plain` grows, as one compiled function; see `StaticSteps.tree`."""
+        assert self._steps is not None
+        starts = self._positions(torch.zeros(1, 1, dtype=torch.long))
+        visible = self._visible_prefix(self.cache.append_index)
+        return self._steps.tree(root, starts, visible, state, target_ids, options, depth, plain)
 
     def _nodes(self, plan: TreePlan, count: int) -> tuple[Tensor, list[Tensor | None]]:
         """Positions and masks of the last `count` nodes of a forest."""

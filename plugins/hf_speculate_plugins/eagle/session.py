@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,9 @@ from hf_speculate.drafter import DraftRequest, DraftSession, DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..growth import Frontier, grow_tree
-from .reading import Reading
+from .reading import Reading, Step
 from .static import Level, StaticTree
+from .steps import parent_states
 
 
 if TYPE_CHECKING:
@@ -131,20 +133,28 @@ class EagleSession(DraftSession):
         return DraftTree.chain(torch.cat(drafted, dim=1))
 
     def _draft_dynamic(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
+        depth = min(self.options.depth, state.max_depth)
+        if not reading.compiles_trees:
+            return self._grow(state, reading.step, root, depth)
+        plain = partial(self._grow, state, reading.plain_step, root, depth)
+        return reading.tree(root, state, self.target_ids, self.options, depth, plain)
+
+    def _grow(self, state: DraftState, step: Step, root: Tensor, depth: int) -> DraftTree:
+        """A dynamic tree, level by level."""
         scores, fed_back = self._score_root(root, state)
 
         def expand(frontier: Frontier) -> Tensor:
             nonlocal fed_back
             tokens = frontier.forest.token_ids[:, frontier.num_cached :]
-            states = _rows(fed_back, frontier.previous_index)
-            scores, fed_back = self._step(state, frontier.depth, reading, tokens, states, frontier.forest.plan)
-            return scores
+            states = parent_states(fed_back, frontier.previous_index)
+            logits, fed_back = step(tokens, states, frontier.forest.plan)
+            return state.child_scores(logits, frontier.depth, self.target_ids)
 
         return grow_tree(
             state.root_ids,
             scores[:, 0],
             expand,
-            depth=min(self.options.depth, state.max_depth),
+            depth=depth,
             top_k=self.options.top_k,
             max_nodes=self.options.max_nodes,
             token_ids=self.target_ids,
@@ -169,8 +179,3 @@ class EagleSession(DraftSession):
         columns = scores.topk(max(level.child_ranks) + 1, dim=-1).indices
         chosen = columns[:, list(level.child_parents), list(level.child_ranks)]
         tokens[:, list(level.children)] = self._to_target(chosen)
-
-
-def _rows(states: Tensor, index: Tensor) -> Tensor:
-    """`states[b, index[b, f]]`, [B, F, Hd]."""
-    return states.gather(1, index.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))

@@ -1,28 +1,42 @@
-"""Forwards of a head with static shapes, so that they can be compiled: what a round committed, and a level of a tree.
+"""Drafting with static shapes, so that it can be compiled: what a round committed, a level of a tree, a whole tree.
 
-As the target's (`hf_speculate.static`): entries are padded to a fixed number, the cache's buffers have the next power
-of two of entries, and everything else that changes comes in as tensors at addresses that stay. The plain reference is
-`Reading` without them.
+As the target's forwards (`hf_speculate.static`): entries are padded to a fixed number, the cache's buffers have the
+next power of two of entries, and everything else that changes comes in as tensors at addresses that stay. The plain
+reference is `Reading` without them.
+
+A dynamic tree is one graph: every level of a small head launches some hundred tiny kernels, and what lies between them
+on the host takes longer than they do. Its depth is one of few; of a tree that is to be less deep, the other levels are
+computed for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_speculate.buffers import capacity_for, lease_of, pool_of
+from hf_speculate.buffers import StaticLayer, capacity_for, lease_of, pool_of
 from hf_speculate.cache import TreeCache
+from hf_speculate.drafter import DraftState
 from hf_speculate.graphs import Compiler
 from hf_speculate.layers import PreallocatedLayer
+from hf_speculate.ranking import Warpers, rank_children
 from hf_speculate.static import NODE_BUCKETS, width_for
+from hf_speculate.tree import DraftTree, additive
 
+from ..growth import Frontier, grow_tree, num_candidates
 from .attending import CachedAttention
 from .head import EagleHead
 
+
+if TYPE_CHECKING:
+    from .drafter import EagleOptions
+
+# Levels of compiled trees. What compiles them unrolls them.
+_DEPTHS = (2, 4, 8)
 
 Result = TypeVar("Result")
 Inputs = tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]
@@ -35,6 +49,69 @@ def eagle_entries(head: EagleHead, cache: Cache, token_ids: Tensor, states: Tens
 
 def eagle_level(head: EagleHead, cache: Cache, token_ids: Tensor, states: Tensor, positions: Tensor, masks: Any):
     return head.read(head(token_ids, states, positions, CachedAttention(cache, masks)))
+
+
+def eagle_tree(
+    head: EagleHead,
+    layers: Sequence[tuple[Tensor, Tensor]],
+    inputs: dict[str, Tensor],
+    warpers: Warpers,
+    depth: int,
+    top_k: int,
+    max_nodes: int,
+) -> tuple[Tensor, Tensor]:
+    """Tokens and parents of a dynamic tree [B, n].
+
+    Args:
+        layers: keys and values of each, `[B, heads, M, head_dim]`.
+        inputs: `root` [B, Hd], the states that rank its children, and `root_ids` [B]; `starts` [B, 1], position of
+            these children; `slots`, where the nodes that are run are written; `mask` [B, 1, 1, M], additive, of what is
+            committed; `limit`, depth of the tree; `log_noise` [B, D, C] and `target_ids` [Vd], where there are any.
+    """
+    levels = _Levels(head, layers, inputs, warpers)
+    tree = grow_tree(
+        inputs["root_ids"],
+        levels.scores(inputs["root"][:, None], 0)[:, 0],
+        levels.expand,
+        depth=depth,
+        top_k=top_k,
+        max_nodes=max_nodes,
+        token_ids=inputs.get("target_ids"),
+        limit=inputs["limit"],
+    )
+    return tree.token_ids, tree.parents_on_device
+
+
+class _Levels:
+    """What `eagle_tree` runs; arguments as there."""
+
+    def __init__(
+        self, head: EagleHead, layers: Sequence[tuple[Tensor, Tensor]], inputs: dict[str, Tensor], warpers: Warpers
+    ):
+        self._head, self._layers, self._inputs, self._warpers = head, layers, inputs, warpers
+
+    def scores(self, hidden: Tensor, depth: int) -> Tensor:
+        """Of the children of nodes at `depth` [B, N, C]; the states that these take are kept."""
+        logits, self._fed_back = self._head.read(hidden)
+        log_noise = self._inputs.get("log_noise")
+        return rank_children(logits, None if log_noise is None else log_noise[:, depth], self._warpers)
+
+    def expand(self, frontier: Frontier) -> Tensor:
+        first, forest, inputs = frontier.num_cached, frontier.forest, self._inputs
+        tokens, slots = forest.token_ids[:, first:], inputs["slots"]
+        nodes = additive(forest.plan.ancestors[:, None, first:], inputs["mask"].dtype)
+        mask = inputs["mask"].expand(-1, -1, nodes.shape[2], -1).index_copy(3, slots[: forest.num_nodes], nodes)
+        written = slots[first : forest.num_nodes]
+        cache = Cache(layers=[StaticLayer(keys, values, written) for keys, values in self._layers])
+        attend = CachedAttention(cache, [mask] * len(self._layers))
+        positions = (inputs["starts"] + frontier.depth - 1).expand(tokens.shape)
+        states = parent_states(self._fed_back, frontier.previous_index)
+        return self.scores(self._head(tokens, states, positions, attend), frontier.depth)
+
+
+def parent_states(states: Tensor, index: Tensor) -> Tensor:
+    """`states[b, index[b, f]]`, [B, F, Hd]."""
+    return states.gather(1, index.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
 
 
 class StaticSteps:
@@ -66,6 +143,67 @@ class StaticSteps:
         count = inputs[0].shape[1]
         logits, fed_back = self._run(eagle_level, self._num_nodes, inputs, plain)
         return logits[:, :count], fed_back[:, :count]
+
+    def tree(
+        self,
+        root: Tensor,
+        starts: Tensor,
+        visible: Tensor | None,
+        state: DraftState,
+        target_ids: Tensor | None,
+        options: EagleOptions,
+        depth: int,
+        plain: Callable[[], DraftTree],
+    ) -> DraftTree:
+        """A dynamic tree behind what is committed; `plain` grows the same one uncompiled.
+
+        Args:
+            root: [B, Hd], states of the entry committed last.
+            starts: int64 [B, 1], position of the root's children.
+            visible: bool [B, M], which committed entries are real; None if all are.
+            depth: of this tree, at most `options.depth`.
+        """
+        head, compiler = self._head, self._compiler
+        width = min(options.top_k, head.spec.draft_vocab_size)
+        end = cast(PreallocatedLayer, self._cache.cache.layers[0]).length
+        warpers = str([(type(each).__name__, vars(each)) for each in state.warpers]) if state.samples else ""
+
+        def key_of(levels: int) -> tuple[Any, ...]:
+            capacity = capacity_for(end + max(levels - 1, 1) * width)
+            shape = levels, options.top_k, options.max_nodes
+            return "eagle_tree", len(root), capacity, *shape, head.dtype, state.samples, warpers
+
+        keys = [key_of(min(each, options.depth)) for each in (*_DEPTHS, options.depth) if each >= depth]
+        key: Any = compiler.choose(head, head.device, keys)
+
+        def arguments() -> tuple[Any, ...]:
+            _, _, capacity, levels, *shape = key[:6]
+            slots = torch.arange(end, end + max(levels - 1, 1) * width, device=head.device)
+            inputs = {"root": root, "starts": starts, "slots": slots, "mask": self._seen(visible, len(root), capacity)}
+            inputs["root_ids"] = state.root_ids.to(head.device)
+            inputs["limit"] = torch.tensor([depth], device=head.device)
+            log_noise = state.log_noise(range(levels), head.spec.draft_vocab_size, target_ids)
+            if log_noise is not None:
+                inputs["log_noise"] = log_noise.to(head.device)
+            lease = lease_of(self._cache.cache, pool_of(head))
+            layers, buffers = lease.place(self._cache.cache.layers, capacity), lease.buffers(len(root), capacity)
+            inputs = {name: buffers.filled((f"tree {name}", levels), each) for name, each in inputs.items()}
+            if target_ids is not None:
+                inputs["target_ids"] = target_ids
+            return head, layers, inputs, tuple(state.warpers), levels, *shape
+
+        result = compiler.run(head, head.device, key, eagle_tree, arguments, plain)
+        if isinstance(result, DraftTree):
+            return result
+        tokens, parents = (each[:, : 1 + num_candidates(depth, width)] for each in result)
+        return DraftTree(tokens, parents, max_depth=depth)
+
+    def _seen(self, visible: Tensor | None, batch_size: int, capacity: int) -> Tensor:
+        """The additive mask of what is committed [B, 1, 1, M]."""
+        end = cast(PreallocatedLayer, self._cache.cache.layers[0]).length
+        seen = torch.zeros(batch_size, 1, 1, capacity, dtype=torch.bool, device=self._head.device)
+        seen[..., :end] = True if visible is None else visible[:, None, None]
+        return additive(seen, self._head.dtype)
 
     def _run(self, function: Any, width: int, inputs: Inputs, plain: Callable[[], Result]) -> Result:
         (batch_size, count), head = inputs[0].shape, self._head

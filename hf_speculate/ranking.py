@@ -1,0 +1,31 @@
+"""How a drafter's logits rank the children of nodes, as a function of tensors: it can be a part of a compiled graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+Warpers = Sequence[Callable[..., Any]]
+"""Processors that see only scores; they are called with no text."""
+
+
+def rank_children(
+    draft_logits: Float[Tensor, "B N W"], log_noise: Float[Tensor, "B C"] | None, warpers: Warpers
+) -> Float[Tensor, "B N C"]:
+    """What `DraftState.child_scores` returns.
+
+    Args:
+        log_noise: log of the noise that the target will use at these children, for the first C <= W columns; None for a
+            greedy request, whose scores are the logits.
+        warpers: of the request.
+    """
+    if log_noise is None:
+        return draft_logits
+    scores: Any = draft_logits.float().flatten(0, 1)
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores.view(draft_logits.shape)[..., : log_noise.shape[-1]] - log_noise[:, None]

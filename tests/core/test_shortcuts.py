@@ -1,0 +1,109 @@
+"""Calls that go past dynamo: the same results for new contents, and only for the same arguments."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from hf_speculate.graphs import Compiler, graphs_of
+from hf_speculate.shortcuts import Shortcut, Watched, watching
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def scaled(module, inputs, options):
+    inputs["written"].add_(1)
+    return module(inputs["x"]) * options["factor"], (None, inputs["x"] + 1), 3
+
+
+@pytest.fixture
+def request_(monkeypatch):
+    """(run, module, inputs, names of the calls that dynamo saw); `run` is a call within one request."""
+    module, seen = nn.Linear(3, 2), []
+    inputs = {"x": torch.ones(4, 3), "written": torch.zeros(1)}
+    compiler = Compiler("eager", Counter())
+    graphs = graphs_of(module, "eager")
+    original = type(graphs).get
+
+    def get(self, key, function):
+        compiled, is_new = original(self, key, function)
+        assert compiled is not None
+        return (lambda *a: (seen.append(key), compiled(*a))[1]), is_new
+
+    monkeypatch.setattr(type(graphs), "get", lambda *a, _made={}: _made.setdefault(a[1], get(*a)))
+
+    def run(inputs=inputs, factor=2.0):
+        options = {"factor": factor}
+        return compiler.run(module, CPU, factor, scaled, lambda: (module, inputs, options), pytest.fail)
+
+    return run, module, inputs, seen
+
+
+def test_later_calls_of_a_request_go_past_dynamo(request_):
+    run, module, inputs, seen = request_
+    for value in (1.0, 2.0, 3.0):
+        inputs["x"].fill_(value)
+        product, (nothing, more), number = run()
+        with torch.no_grad():
+            torch.testing.assert_close(product, module(inputs["x"]) * 2)
+        assert (nothing, number, more.tolist()) == (None, 3, (inputs["x"] + 1).tolist())
+    assert seen == [2.0]
+    assert inputs["written"].item() == 3
+
+
+def test_other_tensors_and_other_options_do_not(request_):
+    run, module, inputs, seen = request_
+    run()
+    others = {"x": torch.full((4, 3), 5.0), "written": torch.zeros(1)}
+    with torch.no_grad():
+        torch.testing.assert_close(run(others)[0], module(others["x"]) * 2)
+        torch.testing.assert_close(run(inputs, 3.0)[0], module(inputs["x"]) * 3)
+    assert seen == [2.0, 2.0, 3.0]
+
+
+def test_the_next_request_sees_what_has_changed(request_):
+    run, module, inputs, _ = request_
+    run()
+    module.register_forward_hook(lambda _module, _args, output: output + 10)
+    later = Compiler("eager", Counter())
+    found = later.run(module, CPU, 2.0, scaled, lambda: (module, inputs, {"factor": 2.0}), pytest.fail)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(found, module(inputs["x"]) * 2)
+
+
+@pytest.mark.parametrize("num_calls", [0, 2])
+def test_no_shortcut_where_more_or_less_than_one_graph_ran(num_calls):
+    x = torch.ones(2)
+    run = Watched(lambda each: [each * 2])
+    with watching() as calls:
+        results = [run(x) for _ in range(num_calls)]
+    assert Shortcut.of((x,), calls, results) is None
+
+
+def test_no_shortcut_where_the_result_is_not_what_the_graph_returned():
+    x = torch.ones(2)
+    with watching() as calls:
+        (result,) = Watched(lambda each: [each * 2])(x)
+    assert Shortcut.of((x,), calls, result + 1) is None
+    assert Shortcut.of((x,), calls, result) is not None
+
+
+def test_nothing_is_watched_outside():
+    run = Watched(lambda each: [each])
+    with watching() as calls:
+        pass
+    run(torch.ones(1))
+    assert calls == []
