@@ -44,19 +44,14 @@ class Method:
         kind: all but "speculator" are baselines.
         arguments: of `generate`, beyond those that all methods share.
         spec: the speculator as it was asked for.
-        num_warm_ups: calls before the measurement.
-        warms_up_whole: warm-up calls emit as many tokens as measured ones (what is compiled for one length).
+        compiles: it warms up with whole passes over the requests, until one of them compiles nothing.
     """
 
     name: str
     kind: Kind
     arguments: dict[str, Any]
     spec: str | None = None
-    num_warm_ups: int = 1
-    warms_up_whole: bool = False
-
-    def warm_up_tokens(self, max_new_tokens: int) -> int:
-        return max_new_tokens if self.warms_up_whole else min(max_new_tokens, 16)
+    compiles: bool = False
 
     def runs_at(self, batch_size: int) -> bool:
         return self.kind != "stock_speculative" or batch_size == 1
@@ -116,8 +111,7 @@ def compiled_method() -> Method:
     config = CompileConfig()
     config._compile_all_devices = True  # type: ignore[assignment]
     arguments = {"cache_implementation": "static", "compile_config": config}
-    # Two calls: the first compiles, on accelerators the second records graphs.
-    return Method(name=COMPILED, kind="stock_compiled", arguments=arguments, num_warm_ups=2, warms_up_whole=True)
+    return Method(name=COMPILED, kind="stock_compiled", arguments=arguments, compiles=True)
 
 
 def stock_speculative_methods(assistant: PreTrainedModel | None, num_lookup_tokens: int) -> list[Method]:
@@ -142,8 +136,10 @@ def speculator_methods(specs: Sequence[SpeculatorSpec], target: GenerativeModel)
     methods = []
     for spec in specs:
         speculator = spec.make(target)
-        arguments = {"speculator": speculator}
-        methods.append(Method(name=spec.label, kind="speculator", arguments=arguments, spec=spec.text))
+        arguments, compiles = {"speculator": speculator}, speculator.backend is not None
+        methods.append(
+            Method(name=spec.label, kind="speculator", arguments=arguments, spec=spec.text, compiles=compiles)
+        )
     return methods
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
 
+from ..capture import Recorder
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..stats import SpeculationStats
@@ -18,6 +21,12 @@ from ..tuning import Budget
 from .methods import Method
 from .replay import recorded_budgets
 from .timing import synchronize, timed
+
+
+logger = logging.get_logger(__name__)
+
+# New tokens of a warm-up call, and whole passes where something is compiled.
+WARM_UP_TOKENS, MAX_WARM_UPS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -138,12 +147,8 @@ def measure_in_turn(
         SpeculateError: a method emitted another number of tokens than it was asked for.
     """
     wanted = arguments["max_new_tokens"]
-    longest = max(requests, key=lambda request: request.length)
     for method in methods:
-        for _ in range(method.num_warm_ups):
-            if before_each is not None:
-                before_each(method)
-            generate_once(model, method, longest, arguments | {"max_new_tokens": method.warm_up_tokens(wanted)})
+        _warm_up(model, method, requests, arguments, before_each)
         advance("warm-up")
     runs = []
     for repeat in range(repeats):
@@ -160,6 +165,39 @@ def measure_in_turn(
                 runs.append(run)
                 advance(method.name)
     return runs
+
+
+def _warm_up(
+    model: GenerativeModel,
+    method: Method,
+    requests: Sequence[Request],
+    arguments: dict[str, Any],
+    before_each: Callable[[Method], None] | None,
+) -> None:
+    """A few tokens behind the longest prompt; for what compiles, whole passes."""
+
+    def call(request: Request, **options: Any) -> None:
+        if before_each is not None:
+            before_each(method)
+        generate_once(model, method, request, arguments | options)
+
+    if not method.compiles:
+        longest = max(requests, key=lambda request: request.length)
+        call(longest, max_new_tokens=min(arguments["max_new_tokens"], WARM_UP_TOKENS))
+        return
+    # On accelerators the second pass records what the first has compiled.
+    for _ in range(MAX_WARM_UPS):
+        known = _num_compiled()
+        for request in requests:
+            call(request)
+        if _num_compiled() == known:
+            return
+    logger.warning(f"{method.name} still compiled in pass {MAX_WARM_UPS} of its warm-up: its times include some of it.")
+
+
+def _num_compiled() -> int:
+    """Graphs that were compiled or recorded in this process so far."""
+    return counters["stats"]["unique_graphs"] + Recorder.num_recorded
 
 
 def num_steps(num_methods: int, num_requests: int, repeats: int) -> int:

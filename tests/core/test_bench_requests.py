@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.batch import tables as batch_tables
 from hf_speculate.bench.grid import Grid, group_breaks
 from hf_speculate.bench.loss import figures as loss_figures
-from hf_speculate.bench.methods import SpeculatorSpec, eager_method, parse_specs
+from hf_speculate.bench.methods import Method, SpeculatorSpec, eager_method, parse_specs
 from hf_speculate.bench.runs import Run, batches, fitting, fixed_length, measure_in_turn, rotated, seconds_by_repeat
 from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile, unpadded
 from hf_speculate.cli import app
@@ -223,6 +224,33 @@ def test_every_method_has_every_place_in_turn(tiny_model, prompt):
     assert seconds_by_repeat(runs, "m1") == pytest.approx(
         [sum(r.seconds for r in runs if r.method == "m1" and r.repeat == i) for i in range(2)]
     )
+
+
+def test_what_compiles_warms_up_until_nothing_is_compiled(tiny_model, prompt, monkeypatch):
+    passes = []
+
+    def generate(model, method, request, arguments, repeat=0):
+        passes.append((method.name, request.index, arguments["max_new_tokens"]))
+        counters["stats"]["unique_graphs"] += method.compiles and len(passes) < 4  # also in the second pass
+        return Run(
+            method=method.name,
+            request=request.index,
+            category="a",
+            repeat=repeat,
+            seconds=1,
+            rows=[[0] * 40],
+            stats=None,
+        )
+
+    monkeypatch.setattr("hf_speculate.bench.runs.generate_once", generate)
+    requests = batches([("a", prompt(6)[0]), ("a", prompt(9)[0])], 1, torch.device("cpu"))
+    for method in (eager_method(), Method(name="c", kind="speculator", arguments={}, compiles=True)):
+        passes.clear()
+        measure_in_turn(tiny_model(), [method], requests, fixed_length(40), 1, lambda step: None)
+        if method.compiles:
+            assert passes == [("c", 0, 40), ("c", 1, 40)] * 4  # three, and the measured one
+        else:
+            assert passes == [("eager", 1, 16), ("eager", 0, 40), ("eager", 1, 40)]
 
 
 def test_a_text_of_another_length_is_refused(tiny_model, prompt):
