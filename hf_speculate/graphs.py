@@ -29,12 +29,13 @@ from .shortcuts import Shortcut, Watched, watching
 
 logger = logging.get_logger(__name__)
 
-# Of one module. Every graph takes seconds to minutes to compile.
+# Of one function of one module. Every graph takes seconds to minutes to compile.
 MAX_GRAPHS = 8
 # "auto": calls that run uncompiled first (most requests are over then), and those of either kind that are compared.
 AUTO_AFTER, AUTO_COMPARED = 24, 5
-# Calls that a graph which does more than is needed serves, before one that fits is compiled.
-ASKED_OFTEN = 32
+# When a graph that fits is compiled, although one that does more than is needed could serve: after so many calls that it
+# fits, if they are so large a part of all.
+ASKED_OFTEN, ASKED_SHARE = 32, 0.25
 
 Result = TypeVar("Result")
 
@@ -44,31 +45,46 @@ class Graphs:
     """The compiled functions of one module.
 
     Attributes:
-        by_key: None where compiling failed.
+        by_key: by the function's name and what it was compiled for; None where compiling failed.
         trials: of "auto".
-        asked: how often `Compiler.choose` would have had a graph.
+        asked: how often `Compiler.choose` would have had a graph, and how often it was asked about a function.
     """
 
     backend: str
     captures: bool = False
-    by_key: dict[Hashable, Callable[..., Any] | None] = field(default_factory=dict)
-    trials: dict[Hashable, Trial] = field(default_factory=dict)
+    by_key: dict[tuple[str, Hashable], Callable[..., Any] | None] = field(default_factory=dict)
+    trials: dict[tuple[str, Hashable], Trial] = field(default_factory=dict)
     asked: Counter[Hashable] = field(default_factory=Counter)
 
-    def get(self, key: Hashable, function: Callable[..., Any]) -> tuple[Callable[..., Any] | None, bool]:
+    def get(self, function: Callable[..., Any], key: Hashable) -> tuple[Callable[..., Any] | None, bool]:
         """`function` compiled for `key`, None if it must run uncompiled; and whether it is new."""
-        if key in self.by_key:
-            return self.by_key[key], False
-        if len(self.by_key) >= MAX_GRAPHS:
-            return None, False
         traced: Any = unwrap(function)
-        name = f"{traced.__name__}_{len(self.by_key)}"
-        own = FunctionType(traced.__code__.replace(co_name=name), traced.__globals__, name)
+        name = traced.__name__
+        if (name, key) in self.by_key:
+            return self.by_key[name, key], False
+        if not self.has_room(name):
+            return None, False
+        own_name = f"{name}_{len(self.by_key)}"
+        own = FunctionType(traced.__code__.replace(co_name=own_name), traced.__globals__, own_name)
         compile_graph = capturing(self.backend) if self.captures else lookup_backend(self.backend)
-        self.by_key[key] = torch.compile(
+        self.by_key[name, key] = torch.compile(
             own, fullgraph=True, dynamic=False, backend=lambda *graph: Watched(compile_graph(*graph))
         )
-        return self.by_key[key], True
+        return self.by_key[name, key], True
+
+    def has_room(self, name: str) -> bool:
+        return sum(known == name for known, _ in self.by_key) < MAX_GRAPHS
+
+    def choose(self, name: str, keys: Sequence[Hashable]) -> Hashable:
+        """See `Compiler.choose`."""
+        best = keys[0]
+        self.asked[name, best] += 1
+        self.asked[name] += 1
+        known = next((key for key in keys if self.by_key.get((name, key)) is not None), best)
+        if known == best or (name, best) in self.by_key or not self.has_room(name):
+            return known
+        asked = self.asked[name, best]
+        return best if asked > ASKED_OFTEN and asked > ASKED_SHARE * self.asked[name] else known
 
 
 class Trial:
@@ -140,18 +156,17 @@ class Compiler:
         """Counts something that runs uncompiled."""
         self._fallbacks[f"not compiled: {problem}"] += 1
 
-    def choose(self, module: nn.Module, device: torch.device, keys: Sequence[Hashable]) -> Hashable:
-        """Which of several graphs is to do some work that all of them can do.
+    def choose(
+        self, module: nn.Module, device: torch.device, function: Callable[..., Any], keys: Sequence[Hashable]
+    ) -> Hashable:
+        """Which of several graphs of a function is to do some work that all of them can do; arguments as of `run`.
 
         Args:
-            keys: see `run`, the cheapest to run first. Another one serves, if it is there, until the first has been
-                asked for `ASKED_OFTEN` times: what is seldom needed (the last rounds of a text) is not compiled.
+            keys: the cheapest to run first. Another one serves, if it is there, unless the first is needed often: what
+                is needed now and then (at the end of texts) is not compiled.
         """
         graphs = graphs_of(module, self.backend, is_capturable(device, self.backend))
-        graphs.asked[keys[0]] += 1
-        if keys[0] in graphs.by_key or graphs.asked[keys[0]] > ASKED_OFTEN:
-            return keys[0]
-        return next((key for key in keys[1:] if graphs.by_key.get(key) is not None), keys[0])
+        return graphs.choose(function.__name__, keys)
 
     def run(
         self,
@@ -174,7 +189,7 @@ class Compiler:
         graphs = graphs_of(module, self.backend, is_capturable(device, self.backend))
         if not self._is_trial:
             return self._run(graphs, key, function, inputs, plain)
-        trial = graphs.trials.setdefault(key, Trial())
+        trial = graphs.trials.setdefault((function.__name__, key), Trial())
         choice = trial.choice
         start = None if trial.is_over else _now(device)
         slow = self.num_slow
@@ -184,9 +199,12 @@ class Compiler:
         return result
 
     def _run(self, graphs: Graphs, key: Hashable, function: Any, inputs: Any, plain: Any) -> Any:
-        compiled, is_new = graphs.get(key, function)
+        compiled, is_new = graphs.get(function, key)
+        name = function.__name__
         if compiled is None:
-            self.refuse("a graph that did not compile" if key in graphs.by_key else f"more than {MAX_GRAPHS} graphs")
+            self.refuse(
+                "a graph that did not compile" if (name, key) in graphs.by_key else f"more than {MAX_GRAPHS} graphs"
+            )
             return plain()
         num_recorded = Recorder.num_recorded
         try:
@@ -196,10 +214,10 @@ class Compiler:
             self.num_slow += is_new or Recorder.num_recorded > num_recorded
             return result
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # also where hooks have changed too often
-            graphs.by_key[key] = None
+            graphs.by_key[name, key] = None
             self.num_slow += 1
             first_line = str(error).strip().splitlines()[0]
-            logger.warning(f"{function.__name__} runs uncompiled, torch.compile failed: {first_line}")
+            logger.warning(f"{name} runs uncompiled, torch.compile failed: {first_line}")
             self.refuse("a graph that did not compile")
             return plain()
 

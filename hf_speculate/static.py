@@ -125,7 +125,7 @@ class StaticScorer(Scorer):
         num_nodes, num_prefix = tree.num_nodes, self.cache.append_index
         form = self._attention_dtype, self.attention.form, repr(options)
         keys = [(tree.batch_size, width, capacity_for(num_prefix + width), *form) for width in _widths(num_nodes)]
-        key: Any = self._compiler.choose(self.model, self.device, keys)
+        key: Any = self._compiler.choose(self.model, self.device, _forward, keys)
         _, width, capacity = key[:3]
 
         def inputs() -> tuple[Any, ...]:

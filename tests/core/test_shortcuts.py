@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from hf_speculate.graphs import Compiler, graphs_of
+from hf_speculate.graphs import ASKED_OFTEN, MAX_GRAPHS, Compiler, Graphs, graphs_of
 from hf_speculate.shortcuts import Shortcut, Watched, watching
 
 
@@ -38,12 +38,12 @@ def request_(monkeypatch):
     graphs = graphs_of(module, "eager")
     original = type(graphs).get
 
-    def get(self, key, function):
-        compiled, is_new = original(self, key, function)
+    def get(self, function, key):
+        compiled, is_new = original(self, function, key)
         assert compiled is not None
         return (lambda *a: (seen.append(key), compiled(*a))[1]), is_new
 
-    monkeypatch.setattr(type(graphs), "get", lambda *a, _made={}: _made.setdefault(a[1], get(*a)))
+    monkeypatch.setattr(type(graphs), "get", lambda *a, _made={}: _made.setdefault(a[2], get(*a)))
 
     def run(inputs=inputs, factor=2.0):
         options = {"factor": factor}
@@ -107,3 +107,31 @@ def test_nothing_is_watched_outside():
         pass
     run(torch.ones(1))
     assert calls == []
+
+
+def keys_chosen(graphs, wanted):
+    """What `choose` answers to a row of calls; each is the first of its keys, and what could serve instead."""
+    return [graphs.choose("f", keys) for keys in wanted]
+
+
+def test_a_graph_that_does_more_serves_until_the_fitting_one_is_needed_often():
+    graphs = Graphs("eager")
+    assert keys_chosen(graphs, [(4, 8)]) == [4], "nothing is there yet"
+    graphs.by_key["f", 8] = len
+    assert keys_chosen(graphs, [(4, 8)] * (ASKED_OFTEN + 1)) == [8] * (ASKED_OFTEN - 1) + [4] * 2
+    graphs.by_key["f", 4] = len
+    assert keys_chosen(graphs, [(4, 8), (8, 16)]) == [4, 8]
+
+
+def test_what_is_a_small_part_of_all_is_not_compiled():
+    graphs = Graphs("eager", by_key={("f", 8): len})
+    calls = ([(8,)] * 9 + [(4, 8)]) * (2 * ASKED_OFTEN)
+    assert set(keys_chosen(graphs, calls)) == {8}
+
+
+def test_no_new_graph_where_there_is_no_room_nor_where_it_failed():
+    full = Graphs("eager", by_key={("f", size): len for size in range(8, 8 + MAX_GRAPHS)})
+    assert set(keys_chosen(full, [(4, 8)] * (2 * ASKED_OFTEN))) == {8}
+    failed = Graphs("eager", by_key={("f", 4): None, ("f", 8): len})
+    assert set(keys_chosen(failed, [(4, 8)] * (2 * ASKED_OFTEN))) == {8}
+    assert full.has_room("g")

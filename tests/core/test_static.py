@@ -114,7 +114,7 @@ def test_a_cache_that_outgrows_its_capacity_costs_one_more_graph(tiny_model, pro
     speculator = Speculator(drafter, compile="eager")
     assert new_tokens(model, text, speculator) == new_tokens(model, text)
     assert num_graphs() <= 3, "8 nodes at 512 and at 1024 entries, and perhaps a root alone"
-    assert {key[2] for key in graphs_of(model, "eager").by_key} == {512, 1024}  # pyright: ignore[reportIndexIssue]
+    assert {key[2] for _, key in graphs_of(model, "eager").by_key} == {512, 1024}  # pyright: ignore[reportIndexIssue]
 
 
 def test_a_cache_from_a_compiled_call_goes_on_in_plain_generate(tiny_model, prompt):

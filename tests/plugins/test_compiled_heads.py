@@ -113,7 +113,7 @@ def test_eagle_drafts_what_it_drafts_uncompiled(tmp_path, prompt, drafts, layout
     assert_same_drafts(drafter, drafts, batch_of(prompt, size), do_sample=False)
     keys = list(graphs_of(drafter.head, "eager").by_key)
     last = "eagle_tree" if (layout, shape) in WHOLE else "eagle_level"
-    assert {key[0] for key in keys} == {"eagle_entries", last}  # pyright: ignore[reportIndexIssue]
+    assert {name for name, _ in keys} == {"eagle_entries", last}
     assert len(keys) == 2
 
 

@@ -171,13 +171,13 @@ class StaticSteps:
         def key_of(levels: int) -> tuple[Any, ...]:
             capacity = capacity_for(end + max(levels - 1, 1) * width)
             shape = levels, options.top_k, options.max_nodes
-            return "eagle_tree", len(root), capacity, *shape, head.dtype, state.samples, warpers
+            return len(root), capacity, *shape, head.dtype, state.samples, warpers
 
         keys = [key_of(min(each, options.depth)) for each in (*_DEPTHS, options.depth) if each >= depth]
-        key: Any = compiler.choose(head, head.device, keys)
+        key: Any = compiler.choose(head, head.device, eagle_tree, keys)
 
         def arguments() -> tuple[Any, ...]:
-            _, _, capacity, levels, *shape = key[:6]
+            _, capacity, levels, *shape = key[:5]
             slots = torch.arange(end, end + max(levels - 1, 1) * width, device=head.device)
             inputs = {"root": root, "starts": starts, "slots": slots, "mask": self._seen(visible, len(root), capacity)}
             inputs["root_ids"] = state.root_ids.to(head.device)
@@ -217,7 +217,7 @@ class StaticSteps:
         def arguments() -> tuple[Any, ...]:
             return head, *self._placed(inputs, width, end, capacity)
 
-        key = (function.__name__, batch_size, width, capacity, head.dtype)
+        key = (batch_size, width, capacity, head.dtype)
         result = self._compiler.run(head, head.device, key, function, arguments, plain)
         for layer in self._cache.cache.layers:
             cast(PreallocatedLayer, layer).length = end + count
