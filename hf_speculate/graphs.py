@@ -33,8 +33,8 @@ logger = logging.get_logger(__name__)
 MAX_GRAPHS = 8
 # "auto": calls that run uncompiled first (most requests are over then), and those of either kind that are compared.
 AUTO_AFTER, AUTO_COMPARED = 24, 5
-# When a graph that fits is compiled, although one that does more than is needed could serve: after so many calls that it
-# fits, if they are so large a part of all.
+# When a graph that fits is compiled, although one that does more than is needed could serve: after so many calls that
+# it fits, if they are so large a part of all.
 ASKED_OFTEN, ASKED_SHARE = 32, 0.25
 
 Result = TypeVar("Result")

@@ -42,11 +42,11 @@ class Speculator:
             HF_SPECULATE_ADAPTIVE is 0.
         tuning: what `hf-speculate tune` measured of this drafter: what `adaptive` knows from the start.
         compile: forwards of the target over trees, and of heads, go through `torch.compile` with static shapes (see
-            `static`), on GPUs as CUDA graphs: each (of a function at most 8) takes seconds to minutes when it is first needed,
-            and is kept as long as the model, as are the buffers of up to 4 requests. A string names a backend of
-            `torch.compile`. "auto": on a GPU, CUDA graphs without inductor's kernels, of forwards that have run 24
-            times, where the clock finds them faster; on a CPU nothing. What cannot be compiled runs as always, and
-            `stats.fallbacks` says why.
+            `static`), on GPUs as CUDA graphs: each (at most 8 of a function) takes seconds to minutes when it is first
+            needed, and is kept as long as the model, as are the buffers of up to 4 requests. Nobody may change the
+            model during a call. A string names a backend of `torch.compile`. "auto": on a GPU, CUDA graphs without
+            inductor's kernels, of forwards that have run 24 times, where the clock finds them faster; on a CPU
+            nothing. What cannot be compiled runs as always, and `stats.fallbacks` says why.
 
     Attributes:
         experience: what `adaptive` has learnt, None if it is off.
