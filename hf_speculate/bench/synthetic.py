@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -187,8 +187,8 @@ class _SyntheticSession(DraftSession):
             self._paid.observe(tokens, features, lengths)
 
     def draft(self, state: DraftState) -> DraftTree:
-        if self._paid is not None:
-            self._paid.draft(state)
+        if self._paid is not None:  # as deep as what is verified
+            self._paid.draft(replace(state, max_depth=min(state.max_depth, len(self._widths))))
         rows = []
         for row, root in enumerate(state.root_ids.tolist()):
             depth = min(state.max_depth, len(self._widths)) if state.active[row] else 0

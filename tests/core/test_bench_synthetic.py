@@ -23,6 +23,7 @@ from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, re
 from hf_speculate.bench.synthetic_workload import plain_texts
 from hf_speculate.cli import app
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.tuning import Budget
 
 
@@ -282,6 +283,27 @@ class TestReplay:
             model, Method(name="s", kind="speculator", arguments={"speculator": speculator}), request, fixed_length(9)
         )
         assert (run.stats.drafted_tokens, run.stats.rounds) == (4, 2)
+
+    def test_what_is_paid_for_drafts_as_deep_as_what_is_verified(self, tiny_model, prompt, monkeypatch):
+        model, depths = tiny_model(), []
+        (request,) = batches([("a", prompt(12)[0])], 1, CPU)
+        paid = ScriptedDrafter([[5] * 20], [1] * 6, vocab_size=96)
+        start = paid.start
+
+        def watched(request):
+            session = start(request)
+            draft = session.draft
+            monkeypatch.setattr(session, "draft", lambda state: depths.append(state.max_depth) or draft(state))
+            return session
+
+        monkeypatch.setattr(paid, "start", watched)
+        texts, profile = plain_texts(model, [request], fixed_length(9)), AcceptanceProfile((0.9, 0.5), (2, 2))
+        drafter = SyntheticDrafter(texts, profile, vocab_size=96, paid=paid)
+        method = Method(
+            name="s", kind="speculator", arguments={"speculator": Speculator(drafter, adaptive=False)}, spec=None
+        )
+        generate_once(model, method, request, fixed_length(9))
+        assert max(depths) == 2
 
     def test_fixed_speculators_have_none(self, tiny_model):
         speculator = AutoSpeculator.from_name("prompt_lookup", tiny_model(), adaptive=False)
