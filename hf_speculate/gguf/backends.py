@@ -39,6 +39,10 @@ class Backend(ABC):
     def problem(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why it cannot be used there; "" where it can."""
 
+    def pays(self, dtype: torch.dtype) -> bool:
+        """Whether "auto" takes it where it can be used, and it comes before others."""
+        return True
+
     @abstractmethod
     def pack(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """What `multiply` needs: `weight`, uint8, and other tensors by name.
@@ -94,6 +98,10 @@ class NativeBackend(Backend):
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"it computes in bfloat16, float16 or float32, not {dtype}"
         return native.native_problem()
+
+    def pays(self, dtype):
+        # What is computed in float32 costs more than torch's kernel in bfloat16, and far less than that in float32.
+        return dtype is not torch.bfloat16 or native.library().bf16 > 0
 
     def pack(self, matrix, dtype, device):
         library, lanes = native.library(), native.TILE_ROWS
@@ -167,7 +175,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backe
     if name == DENSE:
         return None
     if name == "auto":
-        return next(backend for backend in BACKENDS.values() if not backend.problem(device, dtype))
+        usable = (backend for backend in BACKENDS.values() if not backend.problem(device, dtype))
+        return next(backend for backend in usable if backend.pays(dtype))
     if name not in BACKENDS:
         raise UnsupportedRequestError(
             f"unknown GGUF backend {name!r}; possible: auto, {', '.join(BACKENDS)}, {DENSE} (nothing stays packed)."

@@ -32,7 +32,7 @@ namespace {
 
 constexpr int LANES = 16, COLUMNS = 32, SUPER_CELLS = 8;
 constexpr int CHUNK = 128;           // rows of the input at a time
-constexpr int AHEAD = 6144;          // bytes of weights; the hardware itself does not look beyond a page
+constexpr int AHEAD = 12288;         // bytes of weights; the hardware itself does not look beyond a page
 constexpr int CELL = COLUMNS * LANES;
 
 typedef float Floats __attribute__((vector_size(64)));

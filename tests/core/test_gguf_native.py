@@ -37,6 +37,23 @@ def needs_compiler():
         pytest.skip(f"native: {problem}")
 
 
+@pytest.mark.parametrize("flags", ["-DHFS_NO_AMX", "-DHFS_PORTABLE"])
+def test_instructions_that_this_cpu_has_not(flags, fresh, monkeypatch, tmp_path):
+    """What is compiled on other CPUs computes the same, to the rounding of sums, and does not look at other rows."""
+    needs_compiler()
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, flags))
+    other = native.Library(native.build())
+    for kind in ("Q4_K", "Q5_0", "Q8_0", "Q3_K"):
+        matrix = make_matrix(tmp_path, kind, 40)
+        weight, inputs = pack(matrix, "native", torch.float32).weight, torch.randn(19, 512).bfloat16()
+        expected = inputs.double() @ reference(matrix).double().T
+        for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 3e-3)):
+            found = other.multiply(inputs.to(dtype), weight, kind, 40)
+            assert (found.double() - expected).norm() < allowed * expected.norm(), f"{kind}, {dtype}, {flags}"
+            alone = torch.cat([other.multiply(row[None], weight, kind, 40) for row in inputs.to(dtype)])
+            assert torch.equal(found, alone)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 15, 16, 49])
 def test_any_number_of_rows_and_columns(kind, rows, tmp_path):
@@ -144,6 +161,15 @@ def test_one_compilation_serves_many_processes(fresh, monkeypatch):
     assert list(fresh.glob("*")) == [found], "nothing half-written is left"
     monkeypatch.setattr(native, "_processor", lambda: "another")
     assert native.build() != found
+
+
+def test_auto_wants_instructions_for_bfloat16(monkeypatch):
+    """float32 arithmetic is slower than torch's kernel there, and faster than its float32."""
+    needs_compiler()
+    for bf16, expected in ((0, "int4"), (1, "native"), (2, "native")):
+        monkeypatch.setattr(native.library(), "bf16", bf16)
+        assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS[expected]
+        assert choose_backend("auto", CPU, torch.float32) is BACKENDS["native"]
 
 
 def test_without_a_compiler(fresh, monkeypatch):
