@@ -438,6 +438,7 @@ template <class F, class T> void multiply_rows(const Product& p, Inputs<T> in, i
 }
 
 template <class F, class T> bool multiply(const Product& p) {
+  if (!p.count) return true;
   const int64_t cells = p.in_features / COLUMNS, most = p.count < CHUNK ? (p.count + LANES - 1) / LANES * LANES : CHUNK;
   const int64_t value_bytes = most * p.in_features * sizeof(T), sum_bytes = cells * F::GROUPS * most * sizeof(float);
   uint8_t* memory = (uint8_t*)aligned_alloc(64, value_bytes + sum_bytes);
