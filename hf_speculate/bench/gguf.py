@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from ..speculator import Speculator
 from ..testing import ScriptedDrafter
 from .environment import environment, find_dtype
 from .grid import Grid, ratio
+from .llamacpp import optional_llama_cpp
 from .memory import peak_memory
 from .methods import neutralize
 from .reporting import JsonOnly, Markdown, Out, Quick, Repeats, Threads, prepare, report
@@ -30,7 +31,7 @@ from .timing import progress, timed
 from .verify_cost import branching, verify_seconds
 
 
-PACKED, DENSE = "packed", "dequantised"
+PACKED, DENSE, LLAMA_CPP = "packed", "dequantised", "llama.cpp"
 
 _VERIFIED = (1, 4, 8, 16, 32)
 
@@ -46,6 +47,7 @@ def bench_gguf(
     prompt_length: int = 64,
     max_new_tokens: int = 64,
     repeats: int = 3,
+    llama_cpp: str | None = None,
 ) -> dict[str, Any]:
     """Greedy decoding of a packed and a dequantised model, plain and with a scripted drafter, on the CPU.
 
@@ -53,6 +55,7 @@ def bench_gguf(
         path: a file; None writes one of Qwen2-0.5B shape with random weights, of type `kind` ("Q4_K_M" is the mix).
         nodes: tree sizes, root included.
         accuracy: of the scripted drafter, a level.
+        llama_cpp: an interpreter that has llama-cpp-python, which decodes the same file with as many threads.
     Returns:
         JSON-serialisable. `rows`: tokens/s over the whole call (medians over repeats), and the seconds of the
         dequantised model's plain call / those of the row within one repeat (median). `forward`: milliseconds of a bare
@@ -66,21 +69,26 @@ def bench_gguf(
             f"{repeats} repeats."
         )
     torch_dtype = find_dtype(dtype)
-    with _file(path, kind) as found, progress("gguf", total=3 + repeats) as advance:
+    with (
+        _file(path, kind) as found,
+        optional_llama_cpp(llama_cpp, found, prompt_length + max_new_tokens + max(_VERIFIED)) as other,
+        progress("gguf", total=3 + repeats) as advance,
+    ):
         memory, models = _load(found, torch_dtype, backend)
         advance("models loaded")
         prompt = random_prompt(prompt_length, models[PACKED].config.vocab_size)
         forward = {name: _forward(model, prompt) for name, model in models.items()}
+        if other is not None:
+            forward[LLAMA_CPP] = other.forward_costs(prompt[0].tolist(), _VERIFIED)
         advance("forwards measured")
         methods = _methods(models, prompt, nodes, accuracy, max_new_tokens)
+        if other is not None:
+            methods[f"{LLAMA_CPP}, plain"] = lambda count: (other.generate(prompt[0].tolist(), count)["seconds"], None)
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         found_stats: dict[str, Any] = {}
         for repeat in range(repeats + 1):
-            for name, (model, speculator) in methods.items():
-                request = fixed_length(max_new_tokens if repeat else 4)  # the first is warm-up
-                request |= {"speculator": speculator, "return_dict_in_generate": True}
-                taken, output = timed(lambda m=model, r=request: m.generate(prompt, **r), model.device)
-                found_stats[name] = getattr(output, "speculation", None)
+            for name, method in methods.items():
+                taken, found_stats[name] = method(max_new_tokens if repeat else 4)  # the first is warm-up
                 if repeat:
                     seconds[name].append(taken)
             advance(f"repeat {repeat}")
@@ -88,6 +96,7 @@ def bench_gguf(
         "bench": "gguf",
         "file": os.path.basename(path) if path else f"random {kind}, Qwen2-0.5B shape",
         "dtype": dtype,
+        "llama_cpp": None if other is None else other.version,
         "accuracy": accuracy,
         "prompt_length": prompt_length,
         "max_new_tokens": max_new_tokens,
@@ -104,13 +113,14 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     title = f"{result['file']}, {result['dtype']}, {result['environment']['threads']} threads"
     speed = Grid(
         title=f"{title}: {result['max_new_tokens']} tokens behind a prompt of {result['prompt_length']}",
-        columns=["method", "tokens/s", "of dequantised\nplain", "of packed\nplain", "tokens\na round"],
+        columns=["method", "tokens/s", "of dequantised\nplain", "of packed\nplain", "of llama.cpp", "tokens\na round"],
         rows=[
             [
                 row["method"],
                 f"{row['tokens_per_second']:.1f}",
                 ratio(row["speedup"]),
                 ratio(row["of_packed_plain"]),
+                ratio(row["of_llama_cpp"]),
                 f"{row['mean_acceptance_length']:.2f}" if row["mean_acceptance_length"] else "",
             ]
             for row in result["rows"]
@@ -143,13 +153,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def bench_gguf_command(
     file: Annotated[Path | None, typer.Argument(help="A GGUF file (default: random weights).")] = None,
     kind: Annotated[str, typer.Option("--type", help="Of the random weights: Q4_0, Q8_0, Q4_K_M ...")] = "Q4_0",
-    backend: Annotated[str, typer.Option(help="auto, int4, dequantize.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, native, int4, dequantize.")] = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float32, float16.")] = "bfloat16",
     nodes: Annotated[list[int] | None, typer.Option(min=2, help="Tree sizes (default: 4, 8).")] = None,
     accuracy: Annotated[float, typer.Option(min=0, max=1, help="Of the scripted drafter, a level.")] = 0.7,
     context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 64,
     max_new_tokens: Annotated[int | None, typer.Option(min=2, help="Default: 64.")] = None,
     repeats: Repeats = None,
+    llama_cpp: Annotated[
+        str | None,
+        typer.Option("--llama-cpp", metavar="PYTHON", help="An interpreter with llama-cpp-python, to compare with it."),
+    ] = None,
     threads: Threads = None,
     quick: Quick = False,
     json_only: JsonOnly = False,
@@ -168,6 +182,7 @@ def bench_gguf_command(
         prompt_length=context,
         max_new_tokens=max_new_tokens or (24 if quick else 64),
         repeats=repeats or (1 if quick else 3),
+        llama_cpp=llama_cpp,
     )
     report(result, tables(result), json_only=json_only, markdown=markdown, out=out)
 
@@ -184,7 +199,8 @@ def _file(path: str | None, kind: str) -> Iterator[str]:
     recipe = find_recipe(kind, shape)
     with tempfile.TemporaryDirectory() as folder:
         written = os.path.join(folder, "random.gguf")
-        write_random_file(written, shape, recipe)
+        # Without this llama.cpp asks for a vocabulary.
+        write_random_file(written, shape, recipe, metadata={"tokenizer.ggml.model": "none"})
         yield written
 
 
@@ -223,19 +239,32 @@ def _forward(model: GenerativeModel, prompt: Tensor) -> dict[str, Any]:
     }
 
 
+# Number of new tokens -> seconds, and statistics of a speculator.
+Method = Callable[[int], tuple[float, Any]]
+
+
+def _method(model: GenerativeModel, speculator: Speculator | None, prompt: Tensor) -> Method:
+    def run(max_new_tokens: int) -> tuple[float, Any]:
+        request = fixed_length(max_new_tokens) | {"speculator": speculator, "return_dict_in_generate": True}
+        taken, output = timed(lambda: model.generate(prompt, **request), model.device)
+        return taken, getattr(output, "speculation", None)
+
+    return run
+
+
 def _methods(
     models: dict[str, GenerativeModel], prompt: Tensor, nodes: Sequence[int], accuracy: float, max_new_tokens: int
-) -> dict[str, tuple[GenerativeModel, Speculator | None]]:
-    """Name -> model and speculator; each model is drafted for from its own text."""
-    methods: dict[str, tuple[GenerativeModel, Speculator | None]] = {}
+) -> dict[str, Method]:
+    """By name; each model is drafted for from its own text."""
+    methods: dict[str, Method] = {}
     for name in (DENSE, PACKED):
         model = models[name]
-        methods[f"{name}, plain"] = (model, None)
+        methods[f"{name}, plain"] = _method(model, None, prompt)
         request = fixed_length(max_new_tokens + max(nodes)) | {"speculator": None}
         script = model.generate(prompt, **request)[:, prompt.shape[1] :]
         for n in nodes:
             drafter = ScriptedDrafter(script, branching(n), accuracy=accuracy, vocab_size=model.config.vocab_size)
-            methods[f"{name}, trees of {n}"] = (model, Speculator(drafter, adaptive=False))
+            methods[f"{name}, trees of {n}"] = _method(model, Speculator(drafter, adaptive=False), prompt)
     return methods
 
 
@@ -249,5 +278,6 @@ def _row(name: str, seconds: dict[str, list[float]], stats: Any, max_new_tokens:
         "tokens_per_second": max_new_tokens / statistics.median(seconds[name]),
         "speedup": speedup(DENSE),
         "of_packed_plain": speedup(PACKED),
+        "of_llama_cpp": speedup(LLAMA_CPP) if f"{LLAMA_CPP}, plain" in seconds else None,
         "mean_acceptance_length": stats.mean_acceptance_length if stats else None,
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import UnsupportedRequestError
-from . import int4
+from . import int4, native
 from .formats import FORMATS
 from .matrices import Matrix
 
@@ -38,6 +38,10 @@ class Backend(ABC):
     @abstractmethod
     def problem(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why it cannot be used there; "" where it can."""
+
+    def pays(self, dtype: torch.dtype) -> bool:
+        """Whether "auto" takes it where it can be used, and it comes before others."""
+        return True
 
     @abstractmethod
     def pack(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -75,13 +79,42 @@ class Int4Backend(Backend):
         return {"weight": weight, "scales_and_zeros": scales_and_zeros}
 
     def multiply(self, inputs, layer):
-        if inputs.device.type != "cpu" or layer.weight.device.type != "cpu":
-            raise UnsupportedRequestError(
-                "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
-                f"load_gguf(..., device={str(inputs.device)!r})."
-            )
+        _check_is_on_cpu(inputs, layer)
         products = int4.multiply(inputs, layer.weight, layer.scales_and_zeros, int4.LAYOUTS[layer.block_type])
         return products[:, : layer.out_features].to(inputs.dtype)
+
+
+class NativeBackend(Backend):
+    """A kernel of our own, compiled at first use (`native`): the integers as they are, sums in float32.
+
+    Weights lie at the width that they have in the file. In bfloat16 only inputs and products are rounded.
+    """
+
+    name = "native"
+
+    def problem(self, device, dtype):
+        if device.type != "cpu":
+            return f"it computes on the CPU, not on {device.type!r}"
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"it computes in bfloat16, float16 or float32, not {dtype}"
+        return native.native_problem()
+
+    def pays(self, dtype):
+        # What is computed in float32 costs more than torch's kernel in bfloat16, and far less than that in float32.
+        return dtype is not torch.bfloat16 or native.library().bf16 > 0
+
+    def pack(self, matrix, dtype, device):
+        library, lanes = native.library(), native.TILE_ROWS
+        tile_bytes = library.tile_bytes(matrix.type, matrix.num_columns)
+        tiles = torch.zeros(-(-matrix.num_rows // lanes), tile_bytes, dtype=torch.uint8)
+        for start, rows in matrix.chunks(BUFFER_WEIGHTS, lanes):
+            if not library.pack(matrix.type, rows, matrix.num_columns, tiles[start // lanes :]):
+                raise int4.not_finite(matrix)
+        return {"weight": tiles}
+
+    def multiply(self, inputs, layer):
+        _check_is_on_cpu(inputs, layer)
+        return native.multiply(inputs, layer.weight, layer.block_type, layer.out_features)
 
 
 class DequantizeBackend(Backend):
@@ -119,7 +152,18 @@ class DequantizeBackend(Backend):
         return products
 
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Int4Backend(), DequantizeBackend())}
+def _check_is_on_cpu(inputs: Tensor, layer: Any) -> None:
+    if inputs.device.type != "cpu" or layer.weight.device.type != "cpu":
+        raise UnsupportedRequestError(
+            "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
+            f"load_gguf(..., device={str(inputs.device)!r})."
+        )
+
+
+# In the order in which "auto" takes them.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (NativeBackend(), Int4Backend(), DequantizeBackend())
+}
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend | None:
@@ -131,7 +175,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backe
     if name == DENSE:
         return None
     if name == "auto":
-        return next(backend for backend in BACKENDS.values() if not backend.problem(device, dtype))
+        usable = (backend for backend in BACKENDS.values() if not backend.problem(device, dtype))
+        return next(backend for backend in usable if backend.pays(dtype))
     if name not in BACKENDS:
         raise UnsupportedRequestError(
             f"unknown GGUF backend {name!r}; possible: auto, {', '.join(BACKENDS)}, {DENSE} (nothing stays packed)."

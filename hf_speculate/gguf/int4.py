@@ -119,7 +119,12 @@ def pack(matrix: Matrix, dtype: torch.dtype) -> tuple[UInt8[Tensor, "N bytes"], 
 def check_finite(scales: Tensor, matrix: Matrix) -> None:
     """Raises `CheckpointError` for scales that are infinite or no numbers."""
     if not scales.isfinite().all():
-        raise CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some scales are not finite.")
+        raise not_finite(matrix)
+
+
+def not_finite(matrix: Matrix) -> CheckpointError:
+    """What is raised for such scales."""
+    return CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some scales are not finite.")
 
 
 def multiply(

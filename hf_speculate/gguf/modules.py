@@ -72,7 +72,9 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, inputs: Float[Tensor, "*M K"]) -> Float[Tensor, "*M N"]:
-        products = _Product.apply(inputs.reshape(-1, self.in_features), self)
+        rows = inputs.reshape(-1, self.in_features)
+        needs_gradient = torch.is_grad_enabled() and rows.requires_grad
+        products = _Product.apply(rows, self) if needs_gradient else self.backend.multiply(rows, self)
         if self.bias is not None:
             products += self.bias
         return products.view(*inputs.shape[:-1], self.out_features)

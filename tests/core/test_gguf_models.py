@@ -20,6 +20,7 @@ from hf_speculate.gguf import load_gguf, load_model, packing_report
 from hf_speculate.gguf.formats import DENSE_TYPES, FORMATS
 from hf_speculate.gguf.model import plain_frequencies, plan_model
 from hf_speculate.gguf.modules import PackedEmbedding, PackedLinear, Projection
+from hf_speculate.gguf.native import native_problem
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.gguf.reading import read_header
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
@@ -59,6 +60,11 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.float() - expected).abs().max() / expected.abs().max()).item()
 
 
+def available(*backends: str) -> list[str]:
+    """Those that run here: "native" needs a C++ compiler."""
+    return [name for name in backends if name != "native" or not native_problem()]
+
+
 def token_ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
@@ -69,7 +75,7 @@ def test_logits_are_those_of_the_dequantised_model(architecture, kind, write):
     """Tied and untied, with and without biases, q and k permuted and not; measured: fp32 1e-6, bf16 1e-2."""
     path, ids = write(shape_of(architecture, tied=architecture == "qwen2"), kind), token_ids(2, 9)
     expected = dequantised(path)(ids).logits
-    for backend in ("int4", "dequantize", "dense"):
+    for backend in available("native", "int4", "dequantize", "dense"):
         for dtype, allowed in ((torch.float32, 5e-6), (torch.bfloat16, 2e-2)):
             model = load_model(path, dtype=dtype, backend=backend)
             assert error(model(ids).logits, expected) < allowed, f"{kind}, {backend}, {dtype}"
@@ -235,7 +241,7 @@ def test_tied_matrices_are_in_memory_once(write):
 
 def test_reports_say_what_lies_where(write):
     path = write(shape_of("llama", layers=4), q4_k_m(4))
-    file, model = read_header(path), load_model(path)
+    file, model = read_header(path), load_model(path, backend="int4")
     report = packing_report(model)
     for kind in ("Q4_K", "Q6_K"):
         stored = sum(entry.num_bytes for entry in file.tensors.values() if entry.type == kind)
@@ -246,6 +252,20 @@ def test_reports_say_what_lies_where(write):
     assert "Q6_K (int4)" in str(report)
     slow = packing_report(load_model(path, backend="dequantize"))
     assert sum(slow.in_memory.values()) == sum(slow.in_file.values())
+
+
+def test_native_weights_are_as_wide_as_in_the_file(write):
+    """256 rows: no tile is padded with more than 63 bytes."""
+    if not available("native"):
+        pytest.skip(f"native: {native_problem()}")
+    factors = {}
+    for kind in FORMATS:
+        report = packing_report(load_model(write(shape_of("llama"), kind), backend="native"))
+        factors[kind] = report.in_memory[kind, "native"] / report.in_file[kind, "native"]
+    exact = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"}
+    assert all(abs(factors[kind] - 1) < 0.01 for kind in exact), factors
+    # 4-bit and 6-bit factors take a byte.
+    assert max(factors.values()) < 1.23, factors
 
 
 @pytest.mark.parametrize(
@@ -265,7 +285,7 @@ def test_reports_say_what_lies_where(write):
     ],
 )
 def test_packed_bytes_a_weight(kind, factor, write):
-    report = packing_report(load_model(write(shape_of("llama"), kind)))
+    report = packing_report(load_model(write(shape_of("llama"), kind), backend="int4"))
     packed = report.in_memory[kind, "int4"] / report.in_file[kind, "int4"]
     assert factor - 0.02 < packed < factor
 
@@ -329,8 +349,10 @@ def test_importing_the_package_does_not_need_gguf():
         hf_speculate.no_such_name  # noqa: B018
 
 
-@pytest.fixture(params=["int4", "dequantize"])
+@pytest.fixture(params=["native", "int4", "dequantize"])
 def target(request, write):
+    if request.param not in available(request.param):
+        pytest.skip(f"native: {native_problem()}")
     path = write(FileShape("llama", VOCAB, 64, 96, 3, 4, 2, 256, is_tied=False, embedding_std=1.0), "Q8_0")
     return load_model(path, dtype=torch.float32, backend=request.param)
 

@@ -17,6 +17,7 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.adapters import adapter_fingerprints
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import load_model
+from hf_speculate.gguf.backends import choose_backend
 from hf_speculate.gguf.modules import PackedLinear
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.origins import adapter_mismatch
@@ -80,7 +81,8 @@ class TestGguf:
         drafts_losslessly(folder, load_model(gguf_path, dtype=torch.float32))
         target = provenance(folder)["target"]
         assert target["name"] == gguf_path
-        assert target["quantization"] == {"quant_method": "gguf", "types": ["Q8_0"], "backends": ["int4", "rows"]}
+        fastest = choose_backend("auto", torch.device("cpu"), torch.float32).name
+        assert target["quantization"] == {"quant_method": "gguf", "types": ["Q8_0"], "backends": [fastest, "rows"]}
 
     def test_the_head_begins_with_the_packed_output_rows(self, gguf_path):
         """What is packed cannot be read, but asked: the same rows as those of the dequantised file."""
@@ -96,7 +98,7 @@ class TestGguf:
         torch.testing.assert_close(head.lm_head.weight.data, output_rows(dense.lm_head, 64, torch.float32, ids))
         torch.testing.assert_close(head.embed_tokens.weight.data, embeddings[1])
 
-    @pytest.mark.parametrize("backend", ["int4", "dequantize"])
+    @pytest.mark.parametrize("backend", ["auto", "int4", "dequantize"])
     def test_states_get_a_gradient_through_a_packed_output_matrix(self, gguf_path, backend):
         gradients = []
         for name in (backend, "dense"):

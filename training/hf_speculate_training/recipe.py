@@ -47,7 +47,7 @@ class TargetSection:
         dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
         quantization: load it in "8bit" or "4bit" (bitsandbytes).
         gguf_file: name of a GGUF file in `path`.
-        gguf_backend: of `hf_speculate.load_gguf`, which keeps it packed ("auto": torch's int4 kernel on a CPU), or
+        gguf_backend: of `hf_speculate.load_gguf`, which keeps it packed ("auto": what is fastest there), or
             "transformers" for its own loader, which knows more architectures and dequantises everything.
         adapter: folder or Hub id of a PEFT adapter, put on top.
         tokenizer: folder or Hub id, where it is not with the model.

@@ -1,0 +1,90 @@
+"""llama.cpp beside us: a process of another interpreter that has llama-cpp-python."""
+
+from __future__ import annotations
+
+import json
+import signal
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import SpeculateError
+
+
+_WORKER = Path(__file__).with_name("llamacpp_worker.py")
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp, asked for one measurement at a time; it waits while others are made.
+
+    Args:
+        python: an interpreter that has `llama_cpp`.
+        context: the most tokens of prompt and text together.
+    Attributes:
+        version: of llama-cpp-python.
+    """
+
+    def __init__(self, python: str, path: str, threads: int, context: int):
+        # By its text, not by its path: the modules beside it are not to be found.
+        command = [python, "-c", _WORKER.read_text(), path, str(threads), str(context)]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        try:
+            self._process = subprocess.Popen(command, text=True, **pipes)
+        except OSError as error:
+            raise SpeculateError(f"--llama-cpp {python}: {error}") from error
+        self.version: str = self._answer()["version"]
+
+    def __enter__(self) -> LlamaCpp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+        """Greedy decoding: `seconds` of the whole, `prompt_seconds`, `tokens`."""
+        return self._ask(command="generate", prompt=list(prompt), max_new_tokens=max_new_tokens)
+
+    def forward_costs(self, prompt: Sequence[int], nodes: Sequence[int]) -> dict[str, Any]:
+        """Medians: `verify_ms` of forwards over N tokens behind the prompt, by N, and `prompt_ms`."""
+        verify = self.verify(prompt, nodes, repeats=5)
+        prompts = [self.generate(prompt, 1)["prompt_seconds"] for _ in range(3)]
+        return {
+            "verify_ms": {n: 1e3 * statistics.median(seconds) for n, seconds in verify.items()},
+            "prompt_ms": 1e3 * statistics.median(prompts),
+        }
+
+    def verify(self, prompt: Sequence[int], nodes: Sequence[int], repeats: int) -> dict[int, list[float]]:
+        """Seconds of forwards over N tokens behind the prompt."""
+        answer = self._ask(command="verify", prompt=list(prompt), nodes=list(nodes), repeats=repeats)
+        return dict(zip(nodes, answer["seconds"], strict=True))
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        _, message = self._process.communicate()
+        status = self._process.returncode
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        raise SpeculateError(f"llama.cpp ended ({how}): {message.strip()[-2000:] or 'it said nothing'}")
+
+
+@contextmanager
+def optional_llama_cpp(python: str | None, path: str, context: int) -> Iterator[LlamaCpp | None]:
+    """With as many threads as torch has; None without an interpreter."""
+    if python is None:
+        yield None
+        return
+    with LlamaCpp(python, path, torch.get_num_threads(), context) as other:
+        yield other
