@@ -100,7 +100,8 @@ class FusedLinear(nn.Module):
 
     def project(self, index: int, inputs: Tensor) -> Tensor:
         """Product `index`; computed anew for the first one and for inputs that are not those of the last call."""
-        thread = threading.get_ident()
+        # Who traces is alone, and cannot look into this function.
+        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
         known, products = self._pending.get(thread, (None, ()))
         if index == 0 or known is not inputs:
             products = self.linear(inputs).split(self.sizes, dim=-1)
