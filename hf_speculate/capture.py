@@ -1,8 +1,9 @@
 """CUDA graphs of compiled forwards: launched as one, not kernel by kernel.
 
-Every graph that dynamo compiles for a GPU is recorded at its second call and replayed from then on. Dynamo still checks
-all that the graph depends on (adapters, hooks, flags of the model) before each call, and hands over every tensor that
-it reads, weights included: where one of them lies elsewhere than when it was recorded, the graph is recorded anew.
+Every graph that dynamo compiles for a GPU is recorded at its second call and replayed from then on. Once a request
+dynamo checks all that the graph depends on, adapters, hooks and flags of the model (`shortcuts`), and every call hands
+over the tensors that it reads, weights included: where one of them lies elsewhere than when it was recorded, the graph
+is recorded anew.
 Unlike the graphs of inductor (`mode="reduce-overhead"`), which belong to the thread that made them, these can be
 replayed from any thread.
 """

@@ -132,6 +132,11 @@ class StaticSteps:
         layers += [PreallocatedLayer() for _ in range(len(head.layers) - len(layers))]
         lease_of(cache.cache, pool_of(head))
 
+    @property
+    def _end(self) -> int:
+        """Entries that the cache holds."""
+        return cast(PreallocatedLayer, self._cache.cache.layers[0]).length
+
     def entries(self, inputs: Inputs, plain: Callable[[], Tensor]) -> Tensor:
         """The states of new entries [B, N, Hd], which the cache then holds; `plain` does the same uncompiled."""
         count = inputs[0].shape[1]
@@ -163,46 +168,64 @@ class StaticSteps:
             visible: bool [B, M], which committed entries are real; None if all are.
             depth: of this tree, at most `options.depth`.
         """
-        head, compiler = self._head, self._compiler
-        width = min(options.top_k, head.spec.draft_vocab_size)
-        end = cast(PreallocatedLayer, self._cache.cache.layers[0]).length
-        warpers = str([(type(each).__name__, vars(each)) for each in state.warpers]) if state.samples else ""
-
-        def key_of(levels: int) -> tuple[Any, ...]:
-            capacity = capacity_for(end + max(levels - 1, 1) * width)
-            shape = levels, options.top_k, options.max_nodes
-            return len(root), capacity, *shape, head.dtype, state.samples, warpers
-
-        keys = [key_of(min(each, options.depth)) for each in (*_DEPTHS, options.depth) if each >= depth]
-        key: Any = compiler.choose(head, head.device, eagle_tree, keys)
+        head = self._head
+        key: Any = self._compiler.choose(
+            head, head.device, eagle_tree, self._tree_keys(len(root), state, options, depth)
+        )
 
         def arguments() -> tuple[Any, ...]:
-            _, capacity, levels, *shape = key[:5]
-            slots = torch.arange(end, end + max(levels - 1, 1) * width, device=head.device)
-            inputs = {"root": root, "starts": starts, "slots": slots, "mask": self._seen(visible, len(root), capacity)}
-            inputs["root_ids"] = state.root_ids.to(head.device)
+            inputs = {"root": root, "root_ids": state.root_ids.to(head.device), "starts": starts}
             inputs["limit"] = torch.tensor([depth], device=head.device)
-            log_noise = state.log_noise(range(levels), head.spec.draft_vocab_size, target_ids)
-            if log_noise is not None:
-                inputs["log_noise"] = log_noise.to(head.device)
-            lease = lease_of(self._cache.cache, pool_of(head))
-            layers, buffers = lease.place(self._cache.cache.layers, capacity), lease.buffers(len(root), capacity)
-            inputs = {name: buffers.filled((f"tree {name}", levels), each) for name, each in inputs.items()}
-            if target_ids is not None:
-                inputs["target_ids"] = target_ids
-            return head, layers, inputs, tuple(state.warpers), levels, *shape
+            return self._tree_arguments(key, inputs, visible, state, target_ids)
 
-        result = compiler.run(head, head.device, key, eagle_tree, arguments, plain)
+        result = self._compiler.run(head, head.device, key, eagle_tree, arguments, plain)
         if isinstance(result, DraftTree):
             return result
-        tokens, parents = (each[:, : 1 + num_candidates(depth, width)] for each in result)
+        count = 1 + num_candidates(depth, min(options.top_k, head.spec.draft_vocab_size))
+        tokens, parents = (each[:, :count] for each in result)
         return DraftTree(tokens, parents, max_depth=depth)
+
+    def _tree_keys(self, batch_size: int, state: DraftState, options: EagleOptions, depth: int) -> list[Any]:
+        """Of the graphs that can grow a tree of this depth, the least deep first."""
+        warpers = str([(type(each).__name__, vars(each)) for each in state.warpers]) if state.samples else ""
+        form = self._head.dtype, state.samples, warpers
+
+        def key_of(levels: int) -> tuple[Any, ...]:
+            shape = levels, options.top_k, options.max_nodes
+            return batch_size, capacity_for(self._end + self._num_run(*shape)), shape, *form
+
+        return [key_of(min(levels, options.depth)) for levels in (*_DEPTHS, options.depth) if levels >= depth]
+
+    def _num_run(self, levels: int, top_k: int, _max_nodes: int) -> int:
+        """Nodes that are run for a tree; those of the deepest level are not."""
+        return max(levels - 1, 1) * min(top_k, self._head.spec.draft_vocab_size)
+
+    def _tree_arguments(
+        self,
+        key: tuple[Any, ...],
+        inputs: dict[str, Tensor],
+        visible: Tensor | None,
+        state: DraftState,
+        target_ids: Tensor | None,
+    ) -> tuple[Any, ...]:
+        """The arguments of `eagle_tree`, `inputs` among them in buffers."""
+        (batch_size, capacity, shape), head = key[:3], self._head
+        inputs["slots"] = torch.arange(self._end, self._end + self._num_run(*shape), device=head.device)
+        inputs["mask"] = self._seen(visible, batch_size, capacity)
+        log_noise = state.log_noise(range(shape[0]), head.spec.draft_vocab_size, target_ids)
+        if log_noise is not None:
+            inputs["log_noise"] = log_noise.to(head.device)
+        lease = lease_of(self._cache.cache, pool_of(head))
+        layers, buffers = lease.place(self._cache.cache.layers, capacity), lease.buffers(batch_size, capacity)
+        inputs = {name: buffers.filled((f"tree {name}", shape[0]), each) for name, each in inputs.items()}
+        if target_ids is not None:
+            inputs["target_ids"] = target_ids
+        return head, layers, inputs, tuple(state.warpers), *shape
 
     def _seen(self, visible: Tensor | None, batch_size: int, capacity: int) -> Tensor:
         """The additive mask of what is committed [B, 1, 1, M]."""
-        end = cast(PreallocatedLayer, self._cache.cache.layers[0]).length
         seen = torch.zeros(batch_size, 1, 1, capacity, dtype=torch.bool, device=self._head.device)
-        seen[..., :end] = True if visible is None else visible[:, None, None]
+        seen[..., : self._end] = True if visible is None else visible[:, None, None]
         return additive(seen, self._head.dtype)
 
     def _run(self, function: Any, width: int, inputs: Inputs, plain: Callable[[], Result]) -> Result:
@@ -211,7 +234,7 @@ class StaticSteps:
             self._compiler.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once")
             return plain()
         width = width if count <= width else width_for(count)
-        end = cast(PreallocatedLayer, self._cache.cache.layers[0]).length
+        end = self._end
         capacity = capacity_for(end + width)
 
         def arguments() -> tuple[Any, ...]:
