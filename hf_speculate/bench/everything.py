@@ -11,7 +11,7 @@ from .cache import bench_cache
 from .context import ContextSettings, bench_context
 from .generate import GenerateSettings, bench_generate
 from .loss import LossSettings, bench_loss
-from .methods import default_target
+from .methods import default_target, table_specs
 from .overhead import bench_overhead
 from .reporting import Device, JsonOnly, Markdown, Out, Quick, Threads, prepare, report, show
 
@@ -35,9 +35,12 @@ def bench_all_command(
         settings = GenerateSettings(**shared, batch_sizes=BATCH_SIZES, temperatures=(0.0,), repeats=repeats)
         return bench_batch(settings)
 
+    # Compiling takes minutes.
+    speculators = None if quick else [spec.text for spec in table_specs(target)]
+    first = GenerateSettings(**shared, repeats=repeats, speculators=speculators)
     contexts = ContextSettings(device=device, max_new_tokens=24 if quick else 48, repeats=repeats)
     parts = {
-        "generate": (generate_tables.tables, lambda: bench_generate(GenerateSettings(**shared, repeats=repeats))),
+        "generate": (generate_tables.tables, lambda: bench_generate(first)),
         "acceptance": (acceptance.tables, lambda: bench_acceptance(AcceptanceSettings(**shared))),
         "batch": (batch.tables, batches),
         "loss": (loss.tables, lambda: bench_loss(LossSettings(**real, repeats=1 if quick else 7))),

@@ -208,6 +208,14 @@ def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
     return parse_specs(["prompt_lookup", *heads, *draft_specs])
 
 
+def table_specs(target: str) -> list[SpeculatorSpec]:
+    """Those of `default_specs`, and the bundled EAGLE-3 head beside prompt lookup and compiled."""
+    defaults, head = default_specs(target), bundled(BUNDLED_HEADS[0])
+    if target != bundled(BUNDLED) or head is None:
+        return defaults
+    return [*defaults, *parse_specs([f"{head}+prompt_lookup", f"{head}:compile=true"])]
+
+
 def _value(text: str) -> Any:
     """Numbers and booleans as such, everything else as text."""
     try:

@@ -25,7 +25,14 @@ from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.batch import tables as batch_tables
 from hf_speculate.bench.grid import Grid, group_breaks
 from hf_speculate.bench.loss import figures as loss_figures
-from hf_speculate.bench.methods import Method, SpeculatorSpec, eager_method, parse_specs
+from hf_speculate.bench.methods import (
+    Method,
+    SpeculatorSpec,
+    default_target,
+    eager_method,
+    parse_specs,
+    table_specs,
+)
 from hf_speculate.bench.runs import Run, batches, fitting, fixed_length, measure_in_turn, rotated, seconds_by_repeat
 from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile, unpadded
 from hf_speculate.cli import app
@@ -335,3 +342,9 @@ def test_a_synthetic_drafter_knows_its_prompts_only(tiny_model, prompt):
         tiny_model().generate(prompt(5), max_new_tokens=4, speculator=Speculator(drafter))
     with pytest.raises(SpeculateError, match="larger than 4 tokens"):
         SyntheticDrafter({}, AcceptanceProfile((0.5,), (4,)), vocab_size=4)
+
+
+def test_the_table_of_the_readme_is_about_the_bundled_heads():
+    names = [spec.label for spec in table_specs(default_target())]
+    assert {"pycoder-eagle3", "pycoder-eagle3+prompt_lookup", "pycoder-eagle3:compile=True"} <= set(names)
+    assert [spec.label for spec in table_specs("someone/model")] == ["prompt_lookup"]
