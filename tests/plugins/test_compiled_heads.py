@@ -176,6 +176,24 @@ def test_what_inductor_would_slow_down_is_left_as_it_is(prompt, outputs, backend
     assert bool(fallbacks) != bool(is_compiled)
 
 
+@pytest.mark.usefixtures("heads_only")
+def test_whole_trees_are_recorded_once_and_replayed(tmp_path, prompt, drafts, monkeypatch):
+    """As on a GPU, with a recording that computes: only what comes in at addresses that stay may differ."""
+    monkeypatch.setattr("hf_speculate.graphs.is_capturable", lambda *_: True)
+    recorded = []
+
+    def record(run, inputs):
+        outputs = [each.clone() for each in run(*inputs)]
+        recorded.append(inputs)
+        return lambda: [old.copy_(new) for old, new in zip(outputs, run(*inputs), strict=True)], outputs
+
+    monkeypatch.setattr("hf_speculate.capture.record", record)
+    drafter = eagle(tmp_path)
+    for size, sampling in ((1, {"do_sample": False}), (1, {"do_sample": True, "top_p": 0.9})):
+        assert_same_drafts(drafter, drafts, batch_of(prompt, size), **sampling)
+    assert len(recorded) == 3, "the entries, and a tree with and without noise"
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, prompt):
     model = copy.deepcopy(target()).to("cuda")
