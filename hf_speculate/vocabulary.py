@@ -47,7 +47,7 @@ def output_rows(
 def embedding_rows(module: Any, vocab_size: int) -> Float[Tensor, "V H"]:
     """All rows of an embedding."""
     device = module.weight.device
-    if isinstance(module, nn.Embedding) and device.type != "meta":
+    if isinstance(module, nn.Embedding) and device.type != "meta" and module.weight.is_floating_point():
         return module.weight
     ids = torch.arange(vocab_size, device="cpu" if device.type == "meta" else device)
     return torch.cat([module(block) for block in ids.split(_TOKENS)])

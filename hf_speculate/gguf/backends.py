@@ -45,7 +45,7 @@ class Backend(ABC):
 
     @abstractmethod
     def pack(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """What `multiply` needs: `weight`, uint8, and other tensors by name.
+        """What `multiply` needs: `packed`, uint8, and other tensors by name.
 
         Raises:
             CheckpointError: scales that are not finite.
@@ -76,11 +76,11 @@ class Int4Backend(Backend):
 
     def pack(self, matrix, dtype, device):
         weight, scales_and_zeros = int4.pack(matrix, dtype)
-        return {"weight": weight, "scales_and_zeros": scales_and_zeros}
+        return {"packed": weight, "scales_and_zeros": scales_and_zeros}
 
     def multiply(self, inputs, layer):
         _check_is_on_cpu(inputs, layer)
-        products = int4.multiply(inputs, layer.weight, layer.scales_and_zeros, int4.LAYOUTS[layer.block_type])
+        products = int4.multiply(inputs, layer.packed, layer.scales_and_zeros, int4.LAYOUTS[layer.block_type])
         return products[:, : layer.out_features].to(inputs.dtype)
 
 
@@ -110,11 +110,11 @@ class NativeBackend(Backend):
         for start, rows in matrix.chunks(BUFFER_WEIGHTS, lanes):
             if not library.pack(matrix.type, rows, matrix.num_columns, tiles[start // lanes :]):
                 raise int4.not_finite(matrix)
-        return {"weight": tiles}
+        return {"packed": tiles}
 
     def multiply(self, inputs, layer):
         _check_is_on_cpu(inputs, layer)
-        return native.multiply(inputs, layer.weight, layer.block_type, layer.out_features)
+        return native.multiply(inputs, layer.packed, layer.block_type, layer.out_features)
 
 
 class DequantizeBackend(Backend):
@@ -138,7 +138,7 @@ class DequantizeBackend(Backend):
             _, scales, offsets = FORMATS[matrix.type].split(rows)
             int4.check_finite(scales if offsets is None else scales + offsets, matrix)
             weight[start : start + len(rows)] = rows
-        return {"weight": weight}
+        return {"packed": weight}
 
     def multiply(self, inputs, layer):
         num_inputs, block_format = inputs.shape[0], FORMATS[layer.block_type]
@@ -146,14 +146,14 @@ class DequantizeBackend(Backend):
         step = max(BUFFER_WEIGHTS // inputs.shape[1], 1)
         products = inputs.new_empty(num_inputs, layer.out_features)
         for start in range(0, layer.out_features, step):
-            weights = block_format.dequantize(layer.weight[start : start + step]).to(inputs.dtype)
+            weights = block_format.dequantize(layer.packed[start : start + step]).to(inputs.dtype)
             made = torch.cat([functional.linear(tile, weights) for tile in tiles])
             products[:, start : start + step] = made[:num_inputs]
         return products
 
 
 def _check_is_on_cpu(inputs: Tensor, layer: Any) -> None:
-    if inputs.device.type != "cpu" or layer.weight.device.type != "cpu":
+    if inputs.device.type != "cpu" or layer.packed.device.type != "cpu":
         raise UnsupportedRequestError(
             "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
             f"load_gguf(..., device={str(inputs.device)!r})."

@@ -33,7 +33,7 @@ from .model import (
     plan_model,
     read_vector,
 )
-from .modules import FusedLinear, PackedEmbedding, PackedLinear, Projection
+from .modules import FusedLinear, PackedEmbedding, PackedLinear, PackedMatrix, Projection
 from .quantizer import PackedGgufQuantizer
 from .reading import GgufFile, read_header
 from .report import packing_report
@@ -59,7 +59,8 @@ def load_gguf(
     """A causal LM of architecture llama or qwen2 from a GGUF file, its quantised weights kept packed in memory.
 
     Types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, F16, BF16, F32, and files that mix them. The model is an ordinary
-    `LlamaForCausalLM` or `Qwen2ForCausalLM` for inference; it cannot be trained nor saved.
+    `LlamaForCausalLM` or `Qwen2ForCausalLM` for inference; it cannot be trained nor saved. PEFT's LoRA works on it
+    (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging need `backend="dense"`.
 
     Args:
         path_or_repo: a file; or a folder or Hub repository that holds `gguf_file`.
@@ -205,11 +206,10 @@ class _Builder:
         """One module for each name; several share one product."""
         matrix = self._matrix([f"{prefix}{name}.weight" for name in names])
         biases = [self._bias(f"{prefix}{name}.bias") for name in names]
-        linear = self._linear(matrix, None if biases[0] is None else torch.cat(biases))  # type: ignore[arg-type]
+        bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
         if len(names) == 1:
-            return [linear]
-        assert isinstance(linear, PackedLinear)
-        fused = FusedLinear(linear, matrix.sizes)
+            return [self._linear(matrix, bias)]
+        fused = FusedLinear(self._packed(PackedMatrix, matrix, bias), matrix.sizes)
         return [Projection(fused, index) for index in range(len(names))]
 
     def _matrix(self, names: list[str]) -> Matrix:
@@ -228,8 +228,12 @@ class _Builder:
         """A packed layer where blocks are to stay packed, else an ordinary one."""
         if self.backend is None or matrix.type in DENSE_TYPES:
             return self._dense_linear(self._dense(matrix), bias)
+        return self._packed(PackedLinear, matrix, bias)
+
+    def _packed(self, kind: type[PackedMatrix], matrix: Matrix, bias: Tensor | None) -> PackedMatrix:
+        assert self.backend is not None
         tensors = self.backend.pack(matrix, self.dtype, self.device)
-        return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, self.backend, tensors, bias)
+        return kind(matrix.num_columns, matrix.num_rows, matrix.type, self.backend, tensors, bias)
 
     def _dense_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
         with torch.device("meta"):
@@ -249,7 +253,7 @@ class _Builder:
             raise CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some weights are not finite.")
         return weights
 
-    def _embeddings(self) -> nn.Module:
+    def _embeddings(self) -> nn.Embedding:
         """Packed ones keep the file's bytes: their rows are read one by one, which no kernel's layout offers."""
         matrix = self._matrix([EMBEDDINGS])
         if self.backend is None or matrix.type in DENSE_TYPES:
@@ -261,8 +265,8 @@ class _Builder:
         weight = self.file.map(part.entry) if is_mapped else part.read(0, matrix.num_rows).to(self.device)
         return PackedEmbedding(weight, matrix.type, self.dtype, is_mapped)
 
-    def _tied_output(self, embeddings: nn.Module) -> nn.Module:
-        if isinstance(embeddings, nn.Embedding):
+    def _tied_output(self, embeddings: nn.Embedding) -> nn.Module:
+        if not isinstance(embeddings, PackedEmbedding):
             return self._dense_linear(embeddings.weight, None)
         return self._linear(self._matrix([EMBEDDINGS]), None)
 

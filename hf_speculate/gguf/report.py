@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .formats import FORMATS
-from .modules import PackedEmbedding, PackedLinear
+from .modules import PackedEmbedding, PackedMatrix
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def packing_report(model: nn.Module) -> PackingReport:
     in_memory: Counter[tuple[str, str]] = Counter()
     mapped, packed = 0, set()
     for module in model.modules():
-        if not isinstance(module, PackedLinear | PackedEmbedding):
+        if not isinstance(module, PackedMatrix | PackedEmbedding):
             continue
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         new = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.data_ptr() not in packed}
         packed |= set(new)
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PackedMatrix):
             key, num_weights = (module.block_type, module.backend.name), module.in_features * module.out_features
         else:
             key, num_weights = (module.block_type, "rows"), module.num_embeddings * module.embedding_dim

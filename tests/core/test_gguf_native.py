@@ -45,7 +45,7 @@ def test_instructions_that_this_cpu_has_not(flags, fresh, monkeypatch, tmp_path)
     other = native.Library(native.build())
     for kind in ("Q4_K", "Q5_0", "Q8_0", "Q3_K"):
         matrix = make_matrix(tmp_path, kind, 40)
-        weight, inputs = pack(matrix, "native", torch.float32).weight, torch.randn(19, 512).bfloat16()
+        weight, inputs = pack(matrix, "native", torch.float32).packed, torch.randn(19, 512).bfloat16()
         expected = inputs.double() @ reference(matrix).double().T
         for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 3e-3)):
             found = other.multiply(inputs.to(dtype), weight, kind, 40)
