@@ -13,13 +13,15 @@ from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator, ranking, tree
 from hf_speculate.drafter import DraftRequest
+from hf_speculate.gguf import load_model
+from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.graphs import Compiler, graphs_of
 from hf_speculate_plugins import growth
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attending, head, steps
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
 from hf_speculate_plugins.medusa.session import MedusaSession
 
-from .test_eagle import PLAIN, SHAPES, batch_of, target, write_head
+from .test_eagle import DEPTH, HIDDEN, PLAIN, SHAPES, VOCAB, batch_of, target, write_head
 from .test_medusa import TREE, random_heads
 
 
@@ -174,6 +176,20 @@ def test_what_inductor_would_slow_down_is_left_as_it_is(prompt, outputs, backend
     session = medusa(outputs).start(request)
     assert bool(session._compiler) == bool(is_compiled)
     assert bool(fallbacks) != bool(is_compiled)
+
+
+@pytest.mark.usefixtures("heads_only")
+def test_packed_matrices_of_a_gguf_target_are_a_part_of_the_graph(tmp_path, prompt):
+    path = str(tmp_path / "packed.gguf")
+    write_random_file(path, FileShape("llama", VOCAB, HIDDEN, 64, DEPTH, 4, 2, 256, is_tied=False), one_type("Q8_0"))
+    model = load_model(path, dtype=torch.float32, backend="dequantize")
+    head = EagleDrafter.from_folder(write_head(tmp_path / "head", "eagle1"), model, **SHAPES["dynamic"])
+    assert head.head.shared == {"embed_tokens": model.model.embed_tokens, "lm_head": model.lm_head}
+    speculator = Speculator(head, compile="eager")
+    found = model.generate(prompt(9), speculator=speculator, do_sample=False, **REQUEST)
+    assert torch.equal(found, model.generate(prompt(9), do_sample=False, **REQUEST))
+    assert not speculator.stats.fallbacks
+    assert graphs_of(head.head, "eager").by_key
 
 
 @pytest.mark.usefixtures("heads_only")
