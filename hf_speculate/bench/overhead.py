@@ -21,6 +21,7 @@ from ..stats import SpeculationStats
 from ..testing import ScriptedDrafter
 from .environment import environment, find_device, find_dtype
 from .grid import Grid, ratio
+from .hardware import bytes_read, host_waits, memory_bandwidth
 from .runs import fixed_length
 from .shapes import ModelShape, random_prompt
 from .timing import ForwardTimer, progress, timed
@@ -46,7 +47,9 @@ def bench_overhead(
         `forward_ms` is the target's forward alone, timed by hooks in the same runs, and `forward_efficiency` =
         (forward + drafter) / round, which does not count the sampler nor the preparation of masks and positions as
         useful. `verify_ratio` is a bare forward over N nodes / over one, behind `prompt_length` entries.
-        `plain` is stock `generate`: milliseconds per token and the forward's share of it.
+        `plain` is stock `generate`: milliseconds per token and the forward's share of it. `weights_ms` is how long
+        reading the weights once takes at the bandwidth of a large copy, `bandwidth_share` what part of a round that
+        is; `host_waits`, a round, is counted by the profiler in a call of its own (None on a CPU).
     """
     if min(nodes, default=0) < 2 or not 0 <= accuracy <= 1 or max_new_tokens < 2 or repeats < 1:
         raise SpeculateError(
@@ -60,6 +63,7 @@ def bench_overhead(
         prompt = random_prompt(prompt_length, shape.vocab_size).to(on)
         verify = verify_seconds(model, prompt, sorted({1, *nodes}))
         advance("verify measured")
+        weights_ms = 1e3 * bytes_read(model) / memory_bandwidth(on)
         script = _plain(model, prompt, max_new_tokens + max(nodes))[:, prompt_length:]
         speculators = {}
         for n in nodes:
@@ -83,6 +87,8 @@ def bench_overhead(
         row["verify_ms"] = verify[n]["median"] * 1e3
         row["verify_ratio"] = verify[n]["median"] / verify[1]["median"]
         row["speedup"] = row["tokens_per_second"] / plain_medians["tokens_per_second"]
+        row["bandwidth_share"] = weights_ms / row["round_ms"]
+        row["host_waits"] = _host_waits(model, prompt, speculators[n], max_new_tokens, on)
         rows.append(row)
     return {
         "bench": "overhead",
@@ -93,6 +99,7 @@ def bench_overhead(
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         "verify_1_ms": verify[1]["median"] * 1e3,
+        "weights_ms": weights_ms,
         "plain": plain_medians,
         "rows": rows,
         "environment": environment(on),
@@ -102,7 +109,9 @@ def bench_overhead(
 def tables(result: dict[str, Any]) -> list[Grid | str]:
     """The result as one table."""
     shape, plain = result["shape"], result["plain"]
-    columns = ("nodes", "verify(N)\n/ verify(1)", "round", "forward", "target", "drafter", "rest", "engine\nefficiency")
+    columns = ["nodes", "verify(N)\n/ verify(1)", "round", "forward", "target", "drafter", "rest", "engine\nefficiency"]
+    columns += ["forward\nefficiency", "share of\nbandwidth", "tokens\na round", "speed-up"]
+    waits = [row["host_waits"] for row in result["rows"]]
     rows = [
         [
             f"{row['nodes']}",
@@ -110,6 +119,7 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
             *(f"{row[name]:.2f}" for name in ("round_ms", "forward_ms", "target_ms", "drafter_ms", "rest_ms")),
             f"{row['engine_efficiency']:.3f}",
             f"{row['forward_efficiency']:.3f}",
+            f"{row['bandwidth_share']:.2f}",
             f"{row['mean_acceptance_length']:.2f}",
             ratio(row["speedup"]),
         ]
@@ -120,10 +130,12 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
             title=f"Round at {shape['num_hidden_layers']} layers x {shape['hidden_size']}, vocabulary "
             f"{shape['vocab_size']}, {result['dtype']}, context {result['prompt_length']}, "
             f"{result['environment']['threads']} threads: milliseconds a round",
-            columns=[*columns, "forward\nefficiency", "tokens\na round", "speed-up"],
+            columns=columns,
             rows=rows,
             caption=f"plain generate: {plain['token_ms']:.1f} ms a token, {plain['forward_ms']:.1f} of it forward "
-            f"({plain['forward_share']:.1%}); one bare forward of one token: {result['verify_1_ms']:.1f} ms",
+            f"({plain['forward_share']:.1%}); one bare forward of one token: {result['verify_1_ms']:.1f} ms, "
+            f"reading the weights at the speed of a copy: {result['weights_ms']:.1f} ms"
+            + ("" if None in waits else f"; the host waits {max(waits):.1f} times a round"),
         )
     ]
 
@@ -169,6 +181,16 @@ def _round_times(
         "forward_efficiency": (forward_seconds + stats.drafter_seconds) / round_seconds,
         "mean_acceptance_length": stats.mean_acceptance_length or 0.0,
     }
+
+
+def _host_waits(
+    model: GenerativeModel, prompt: Tensor, speculator: Speculator, max_new_tokens: int, device: torch.device
+) -> float | None:
+    """A round, in a call that nothing else is measured in."""
+    speculator.stats.reset()
+    request = fixed_length(max_new_tokens) | {"speculator": speculator}
+    waits = host_waits(lambda: model.generate(prompt, **request), device)
+    return None if waits is None else waits / speculator.stats.target_forwards
 
 
 def _medians(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:

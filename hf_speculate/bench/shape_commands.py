@@ -13,7 +13,7 @@ from .context import ContextSettings, bench_context
 from .gguf import bench_gguf_command
 from .overhead import bench_overhead
 from .reporting import Device, JsonOnly, Layers, Markdown, Out, Quick, Rates, Repeats, Shape, Threads, prepare, report
-from .shapes import ModelShape
+from .shapes import SHAPES, ModelShape, find_shape
 from .synthetic import DEFAULT_RATES, read_profile
 
 
@@ -81,7 +81,10 @@ def add_shape_commands(app: typer.Typer) -> None:
 def bench_overhead_command(
     nodes: Annotated[list[int] | None, typer.Option(min=2, help="Tree sizes (default: 8, 16, 32).")] = None,
     accuracy: Annotated[float, typer.Option(min=0, max=1, help="Of the scripted drafter, a level.")] = 0.7,
-    layers: Annotated[int, typer.Option(min=1)] = 24,
+    shape: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(SHAPES)}, instead of --hidden and --vocab.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Default: the shape's; 24.")] = None,
     hidden: Annotated[int, typer.Option(help="Hidden size; heads have 64 channels.", min=128)] = 896,
     vocab: Annotated[int, typer.Option(min=64)] = 151936,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16.")] = "bfloat16",
@@ -95,11 +98,12 @@ def bench_overhead_command(
     markdown: Markdown = False,
     out: Out = None,
 ) -> None:
-    """Where the time of a round goes, at Qwen2-0.5B shape with random weights and a scripted drafter."""
+    """Where the time of a round goes, by default at Qwen2-0.5B shape, with random weights and a scripted drafter."""
     prepare(threads)
+    scaled = ModelShape.scaled(hidden_size=hidden, num_hidden_layers=layers or 24, vocab_size=vocab)
     result = bench_overhead(
         nodes or (8, 16, 32),
-        shape=ModelShape.scaled(hidden_size=hidden, num_hidden_layers=layers, vocab_size=vocab),
+        shape=scaled if shape is None else find_shape(shape).with_layers(layers),
         dtype=dtype,
         accuracy=accuracy,
         prompt_length=context,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_speculate import SpeculateError
 from hf_speculate.bench import GenerateSettings, bench_cache, bench_generate, bench_overhead
 from hf_speculate.bench.cache import CacheShape
+from hf_speculate.bench.hardware import bytes_read, count_waits, host_waits
 from hf_speculate.bench.methods import SpeculatorSpec
 from hf_speculate.bench.prompts import Prompt, builtin_prompts, read_prompts, tokenize
-from hf_speculate.bench.shapes import ModelShape
+from hf_speculate.bench.shapes import SHAPES, ModelShape
 from hf_speculate.bench.verify_cost import branching
 from hf_speculate.bench.workload import WorkloadSettings, load_workload
 from hf_speculate.cli import app
@@ -126,7 +129,8 @@ def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
     assert "no tie" in identical["divergences"][0]["why"]
 
 
-def test_overhead(tmp_path):
+def test_overhead(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_speculate.bench.hardware._COPIED_BYTES", 1 << 20)
     shape = ModelShape.scaled(hidden_size=128, num_hidden_layers=2, vocab_size=500)
     found = bench_overhead((4, 8), shape=shape, accuracy=1.0, prompt_length=16, max_new_tokens=24, repeats=1)
     assert json.loads(json.dumps(found)) == found
@@ -137,11 +141,35 @@ def test_overhead(tmp_path):
         # A perfect script: each round but the last is accepted to its deepest level.
         assert row["mean_acceptance_length"] > len(branching(nodes))
         assert row["forward_ms"] <= row["target_ms"] <= row["round_ms"]
+        assert row["bandwidth_share"] == pytest.approx(found["weights_ms"] / row["round_ms"])
+        assert row["host_waits"] is None
     assert found["plain"]["forward_ms"] <= found["plain"]["token_ms"]
     result = run("overhead", "--layers", 1, "--hidden", 128, "--vocab", 300, "--context", 8, "--quick", "--threads", 1)
     assert [row["nodes"] for row in json.loads(result.stdout.splitlines()[-1])["rows"]] == [8, 16, 32]
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    result = run("overhead", "--shape", "tiny", "--layers", 1, "--context", 8, "--quick", "--nodes", 4)
+    assert json.loads(result.stdout.splitlines()[-1])["shape"] == asdict(replace(shape, num_hidden_layers=1))
     with pytest.raises(SpeculateError, match="at least 2 nodes"):
         bench_overhead((1,))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_that_a_forward_reads(tied):
+    shape = ModelShape.scaled(hidden_size=128, num_hidden_layers=1, vocab_size=500)
+    model = replace(shape, tie_word_embeddings=tied).build(torch.bfloat16, torch.device("cpu"))
+    layers = sum(parameter.numel() for parameter in model.model.layers.parameters()) + model.model.norm.weight.numel()
+    assert bytes_read(model) == 2 * (layers + 500 * 128)
+
+
+def test_waits_are_the_runtimes_calls_that_block():
+    names = ["cudaLaunchKernel", "cudaStreamSynchronize", "hipDeviceSynchronize", "aten::item", "cudaMemcpyAsync"]
+    assert count_waits(names) == 2
+
+
+@pytest.mark.gpu
+def test_waits_are_counted():
+    ones = torch.ones(3, device="cuda")
+    assert host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8, 16, 32, 64])
