@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._dynamo import exc
 from torch._dynamo.backends.registry import list_backends, lookup_backend
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException
 from transformers.utils import logging
 
 from .capture import Recorder, capturing, is_capturable
@@ -28,6 +29,10 @@ from .shortcuts import Shortcut, Watched, watching
 
 
 logger = logging.get_logger(__name__)
+
+# Another compilation of what is one graph than it allows: where hooks or adapters have changed too often. (Older
+# versions of torch have another name for it.)
+_LimitHit: Any = getattr(exc, "FailOnRecompileLimitHit", TorchDynamoException)
 
 # Of one function of one module. Every graph takes seconds to minutes to compile.
 MAX_GRAPHS = 8
@@ -213,7 +218,7 @@ class Compiler:
                 result = self._call(compiled, inputs())
             self.num_slow += is_new or Recorder.num_recorded > num_recorded
             return result
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # also where hooks have changed too often
+        except (TorchDynamoException, _LimitHit) as error:
             graphs.by_key[name, key] = None
             self.num_slow += 1
             first_line = str(error).strip().splitlines()[0]

@@ -165,6 +165,17 @@ def test_hooks_that_come_and_go_between_calls_count(tiny_model, prompt):
     assert not speculator.stats.fallbacks
 
 
+def test_hooks_that_change_more_often_than_dynamo_compiles(tiny_model, prompt):
+    model = model_of(tiny_model)
+    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
+    for scale in range(10):
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, output, by=scale: output * by)
+        assert new_tokens(model, prompt(10), speculator) == new_tokens(model, prompt(10)), scale
+        hook.remove()
+    (reason,) = speculator.stats.fallbacks
+    assert "did not compile" in reason
+
+
 def test_an_unknown_backend():
     with pytest.raises(ValueError, match=r"compile='inducto' is no backend of torch.compile; possible: .*inductor"):
         Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="inducto")
