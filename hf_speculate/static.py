@@ -33,11 +33,11 @@ NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
 
 def width_for(num_nodes: int) -> int:
     """The least bucket for so many nodes."""
-    return next(bucket for bucket in NODE_BUCKETS if bucket >= num_nodes)
+    return _widths(num_nodes)[0]
 
 
 def _widths(num_nodes: int) -> list[int]:
-    """That, and another that may do as well where it is compiled already."""
+    """The least bucket for so many nodes, and the next, which may do as well where it is compiled already."""
     return [bucket for bucket in NODE_BUCKETS if bucket >= num_nodes][:2]
 
 

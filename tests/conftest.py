@@ -111,3 +111,15 @@ def golden_root(shared_root) -> Path:
 def real_llama(shared_root):
     """stories260k, a real Llama of 260 000 parameters, fp32."""
     return AutoModelForCausalLM.from_pretrained(shared_root / "models" / "stories260k").eval()
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled, and nothing counted: functions of earlier tests would be found again."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -66,10 +66,8 @@ class Int4Backend(Backend):
     name = "int4"
 
     def problem(self, device, dtype):
-        if device.type != "cpu":
-            return f"it computes on the CPU, not on {device.type!r}"
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"it computes in bfloat16, float16 or float32, not {dtype}"
+        if problem := _problem_on_cpus(device, dtype):
+            return problem
         if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
             return f"torch {torch.__version__} has no such kernel (2.6 has)"
         return ""
@@ -93,11 +91,7 @@ class NativeBackend(Backend):
     name = "native"
 
     def problem(self, device, dtype):
-        if device.type != "cpu":
-            return f"it computes on the CPU, not on {device.type!r}"
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"it computes in bfloat16, float16 or float32, not {dtype}"
-        return native.native_problem()
+        return _problem_on_cpus(device, dtype) or native.native_problem()
 
     def pays(self, dtype):
         # What is computed in float32 costs more than torch's kernel in bfloat16, and far less than that in float32.
@@ -150,6 +144,15 @@ class DequantizeBackend(Backend):
             made = torch.cat([functional.linear(tile, weights) for tile in tiles])
             products[:, start : start + step] = made[:num_inputs]
         return products
+
+
+def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:
+    """`Backend.problem`, as far as the kernels for CPUs have it in common."""
+    if device.type != "cpu":
+        return f"it computes on the CPU, not on {device.type!r}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it computes in bfloat16, float16 or float32, not {dtype}"
+    return ""
 
 
 def _check_is_on_cpu(inputs: Tensor, layer: Any) -> None:

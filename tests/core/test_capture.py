@@ -34,12 +34,8 @@ def computing_record(run, inputs):
 
 
 @pytest.fixture(autouse=True)
-def _recording(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
+def _recording(fresh_dynamo, monkeypatch):
     monkeypatch.setattr("hf_speculate.capture.record", computing_record)
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -388,16 +388,15 @@ def test_every_method_drafts_for_packed_targets(target, prompt, tmp_path):
     assert found["draft model"].stats.mean_acceptance_length > 3, "a target drafts perfectly for itself"
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_packed_targets_compile_as_one_graph(target, prompt):
     """Fused projections hand each other their products while they are traced."""
-    torch._dynamo.reset()
     drafter = RandomDrafter(vocab_size=target.config.vocab_size, max_nodes=6)
     speculator = Speculator(drafter, compile="eager")
     request = {"max_new_tokens": 12, "do_sample": False}
     found = target.generate(prompt(9), speculator=speculator, **request)
     assert torch.equal(found, target.generate(prompt(9), **request))
     assert not speculator.stats.fallbacks
-    torch._dynamo.reset()
 
 
 def test_speculation_is_lossless_in_bfloat16(write, prompt):

@@ -32,6 +32,14 @@ def fresh(monkeypatch, tmp_path):
     forget()
 
 
+def needs_some_compiler():
+    """Whether or not it can compile the kernel."""
+    try:
+        native.find_compiler()
+    except native.NativeError as error:
+        pytest.skip(str(error))
+
+
 def needs_compiler():
     if problem := native.native_problem():
         pytest.skip(f"native: {problem}")
@@ -147,10 +155,7 @@ def test_threads_are_those_of_torch(tmp_path):
 
 
 def test_one_compilation_serves_many_processes(fresh, monkeypatch):
-    try:
-        native.find_compiler()
-    except native.NativeError as error:
-        pytest.skip(str(error))
+    needs_some_compiler()
     source = fresh.parent / "small.cpp"
     source.write_text("int answer() { return 42; }")
     monkeypatch.setattr(native, "SOURCE", source)
@@ -186,10 +191,7 @@ def test_without_a_compiler(fresh, monkeypatch):
 
 
 def test_what_the_compiler_said_is_reported_once(fresh, monkeypatch):
-    try:
-        native.find_compiler()
-    except native.NativeError as error:
-        pytest.skip(str(error))
+    needs_some_compiler()
     broken = fresh.parent / "broken.cpp"
     broken.write_text("int main() { return nonsense; }")
     monkeypatch.setattr(native, "SOURCE", broken)

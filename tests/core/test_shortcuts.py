@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from hf_speculate.graphs import ASKED_OFTEN, MAX_GRAPHS, Compiler, Graphs, graphs_of
 from hf_speculate.shortcuts import Shortcut, Watched, watching
@@ -16,12 +15,7 @@ from hf_speculate.shortcuts import Shortcut, Watched, watching
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def scaled(module, inputs, options):

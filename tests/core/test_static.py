@@ -34,12 +34,7 @@ class FeatureDrafter(RandomDrafter):
         return self.layers
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def model_of(tiny_model, architecture="llama", **options):

@@ -29,10 +29,8 @@ REQUEST = {**PLAIN, "max_new_tokens": 16}
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo(monkeypatch):
-    """Also without the checks of shapes that only tests have around functions: dynamo cannot look into these."""
-    torch._dynamo.reset()
-    counters.clear()
+def _without_checks(fresh_dynamo, monkeypatch):
+    """Of shapes, which only tests have around functions: dynamo cannot look into these."""
     graphs_of(target(), "eager").by_key.clear()
     for module in (head, attending, steps, growth, ranking, tree):
         for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
@@ -45,8 +43,6 @@ def _fresh_dynamo(monkeypatch):
                     monkeypatch.setattr(owner, name, staticmethod(inspect.unwrap(value.__func__)))
                 elif inspect.isfunction(value) and value.__module__.startswith("hf_speculate"):
                     monkeypatch.setattr(owner, name, inspect.unwrap(value))
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
