@@ -37,6 +37,7 @@ _OWN_KWARGS = (
     "use_cache",
     "logits_to_keep",
     "inputs_embeds",
+    "tokenizer",  # of stop strings: stock hands it on to the model, which has no use for it
     "output_attentions",
     "output_hidden_states",
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,

@@ -20,6 +20,8 @@ from hf_speculate.graphs import MAX_GRAPHS, graphs_of
 from hf_speculate.static import NODE_BUCKETS
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
+from ..inputs import character_tokenizer
+
 
 VOCAB_SIZE = 96
 
@@ -157,6 +159,16 @@ def test_hooks_that_come_and_go_between_calls_count(tiny_model, prompt):
     assert new_tokens(model, prompt(10), speculator) == steered
     handle.remove()
     assert new_tokens(model, prompt(10), speculator) == plain
+    assert not speculator.stats.fallbacks
+
+
+def test_the_tokenizer_of_stop_strings_is_no_reason_not_to_compile(tiny_model, prompt):
+    """Nor to keep finished rows in the forwards: it is no argument of theirs."""
+    model, tokenizer = model_of(tiny_model), character_tokenizer()
+    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
+    request = {"max_new_tokens": 12, "do_sample": False, "stop_strings": ["zz"], "tokenizer": tokenizer}
+    found = model.generate(prompt(10), speculator=speculator, **request)
+    assert found.tolist() == model.generate(prompt(10), **request).tolist()
     assert not speculator.stats.fallbacks
 
 
