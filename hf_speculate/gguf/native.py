@@ -1,7 +1,8 @@
-"""Compiles `native.cpp` at first use, keeps the library in the user's cache, and calls it.
+"""Compiles `native.cpp` at first use, keeps the library in the user's cache (`kernel_cache`), and calls it.
 
 The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library is looked up by a hash of the
-source, the command, the compiler's version and the CPU: a folder that several machines share is no danger.
+source, the flags and the CPU, and one of the compiler: a folder that several machines share is no danger. Where there
+is no compiler that works, what another one has made serves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from transformers.utils import logging
 
 from ..errors import SpeculateError
 from .formats import FORMATS
+from .kernel_cache import KernelCache, load
 
 
 logger = logging.get_logger(__name__)
@@ -41,15 +44,25 @@ class NativeError(SpeculateError):
     """The library cannot be had here; says why, with what the compiler said."""
 
 
+class NoCompilerError(NativeError):
+    """There is none, and none was asked for."""
+
+
 class Library:
     """The functions of `native.cpp`.
 
+    Args:
+        content: the shared library.
+
     Attributes:
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
+
+    Raises:
+        OSError, AttributeError: `content` is no library for this machine, or another one.
     """
 
-    def __init__(self, path: Path):
-        functions = ctypes.CDLL(str(path))
+    def __init__(self, content: bytes):
+        functions = load(content)
         integer, size, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         for name, result, arguments in (
             ("hfs_kind", integer, (ctypes.c_char_p,)),
@@ -103,10 +116,11 @@ class Library:
 
 @functools.cache
 def native_problem() -> str:
-    """Why there is no library; "" where there is one. Compiles at most once in a process."""
+    """Why there is no library; "" where there is one. Compiles and warns at most once in a process."""
     try:
         library()
     except NativeError as error:
+        logger.warning(f"GGUF weights cannot be multiplied natively: {error}")
         return str(error)
     return ""
 
@@ -114,83 +128,121 @@ def native_problem() -> str:
 @functools.cache
 def library() -> Library:
     """Compiled or from the cache; raises `NativeError`."""
-    path = build()
     try:
         _share_threads()
-        found = Library(path)
-    except (OSError, AttributeError) as error:
-        raise NativeError(f"{path} cannot be loaded: {error}") from error
+        found = build()
+    except (OSError, ValueError) as error:  # no folder for temporary files, no source, odd text in the environment
+        raise NativeError(f"the kernel cannot be made: {error}") from error
     if not found.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
     return found
 
 
-def build() -> Path:
-    """The library's path, compiled if it is not in the cache; raises `NativeError`."""
-    compiler = find_compiler()
-    tune = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
-    command = [*compiler, *_FLAGS, tune]
-    version = _run([*compiler, "--version"]).stdout
-    parts = (SOURCE.read_text(), *command, version, _processor())
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = _cache_folder()
-    path = folder / f"native-{digest}.so"
-    if path.exists():
-        return path
-    logger.info(f"compiling {SOURCE} to {path}")
-    # Another process may do the same: each writes a file of its own, and the last one takes the place.
-    handle, written = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
+def build() -> Library:
+    """The library, compiled if the cache has none that can be used; raises `NativeError`."""
+    cache, kind = KernelCache(), _kind()
     try:
-        done = _run([*command, str(SOURCE), "-o", written])
+        found, problems = _by_compiler(cache, kind), cache.problems
+    except NativeError as error:
+        found = _first_usable(cache, cache.names(kind))
+        if found is None:
+            raise NativeError("; ".join((str(error), *cache.problems))) from error
+        asked_in_vain = [] if isinstance(error, NoCompilerError) else [f"{error}; a kernel that was kept is used"]
+        problems = [*asked_in_vain, *cache.problems]
+    if problems:
+        logger.warning(f"the kernel for GGUF weights: {'; '.join(problems)}.")
+    return found
+
+
+def _by_compiler(cache: KernelCache, kind: str) -> Library:
+    """What this compiler has made before, or makes now."""
+    compiler = find_compiler()
+    name = f"{kind}{_digest(*compiler, _run([*compiler, '--version']).stdout)}.so"
+    found = _first_usable(cache, [name])
+    if found is None:
+        content = compile_source(compiler)
+        try:
+            found = Library(content)
+        except (OSError, AttributeError) as error:
+            raise NativeError(f"what {shlex.join(compiler)} made of {SOURCE.name} cannot be loaded: {error}") from error
+        cache.keep(name, content)
+    return found
+
+
+def _first_usable(cache: KernelCache, names: Sequence[str]) -> Library | None:
+    for name in names:
+        if content := cache.read(name):
+            try:
+                return Library(content)
+            except (OSError, AttributeError) as error:  # of another machine that shares the folder
+                logger.info(f"{name} cannot be loaded here: {error}")
+    return None
+
+
+def compile_source(compiler: Sequence[str]) -> bytes:
+    """The shared library that a compiler makes of `native.cpp`; raises `NativeError`."""
+    command = [*compiler, *_FLAGS, _tune()]
+    logger.info(f"compiling {SOURCE}")
+    with tempfile.TemporaryDirectory(prefix="hf_speculate-") as folder:
+        written = Path(folder) / "native.so"
+        done = _run([*command, str(SOURCE), "-o", str(written)])
         if done.returncode:
-            message = f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}"
-            logger.warning(f"GGUF weights cannot be multiplied natively. {message}")
-            raise NativeError(message)
-        os.replace(written, path)
-    finally:
-        Path(written).unlink(missing_ok=True)
-    return path
+            raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
+        content = written.read_bytes() if written.exists() else b""
+    if not content:
+        raise NativeError(f"{shlex.join(command)} reported success, but wrote nothing")
+    return content
 
 
 def find_compiler() -> list[str]:
     """The command that compiles C++; raises `NativeError`."""
-    if chosen := os.environ.get("CXX"):
-        command = shlex.split(chosen)
+    if chosen := os.environ.get("CXX", "").strip():
+        try:
+            command = shlex.split(chosen)
+        except ValueError as error:
+            raise NativeError(f"$CXX is no command: {chosen!r} ({error})") from error
         if shutil.which(command[0]) is None:
             raise NativeError(f"there is no C++ compiler {command[0]!r} (from $CXX)")
         return command
     for name in _COMPILERS:
         if found := shutil.which(name):
             return [found]
-    raise NativeError(f"there is no C++ compiler ($CXX, {', '.join(_COMPILERS)})")
+    raise NoCompilerError(f"there is no C++ compiler ($CXX, {', '.join(_COMPILERS)})")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs it in one language for all users; what is no UTF-8 is still shown."""
+    environment = {**os.environ, "LC_ALL": "C"}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=environment
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeError(f"{shlex.join(command)}: {error}") from error
+
+
+def _kind() -> str:
+    """How the names of all libraries begin that serve here, whatever compiler made them."""
+    source = SOURCE.read_text(encoding="utf-8")
+    return f"native-{_digest(source, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]
+
+
+def _tune() -> str:
+    return "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 
 
 def _processor() -> str:
     """What -march=native may depend on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
-
-
-def _cache_folder() -> Path:
-    """In the user's cache; where that cannot be written, a folder that is used this once."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hf_speculate"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="hf_speculate-"))
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="hf_speculate-"))
 
 
 def _share_threads() -> None:

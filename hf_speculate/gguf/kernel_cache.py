@@ -1,0 +1,240 @@
+"""Keeps compiled kernels between processes, and loads them: nothing runs that somebody else can have written.
+
+A folder is used only where its path is absolute, it belongs to the user or to root, and nobody else can write it; so
+must the file. Owners are asked of open descriptors, never of paths, which could be exchanged in between. A file is its
+library and a hash of it: what a full disk, a power cut or anything else has damaged is not loaded but made anew. What
+was verified is loaded out of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+# A folder that is shared on purpose, e.g. filled by root for all users: looked into before the user's own.
+SHARED_VARIABLE = "HF_SPECULATE_CACHE"
+
+# Behind the library, with its hash; where a reader of libraries looks no more.
+_MARK = b"\nhf_speculate kernel, sha256 "
+_MAX_BYTES = 1 << 26
+
+_HAS_OWNERS = hasattr(os, "geteuid") and {os.open, os.mkdir, os.unlink} <= os.supports_dir_fd
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder, and who is to read what is written there."""
+
+    path: str
+    is_shared: bool
+
+    @property
+    def folder_mode(self) -> int:
+        return 0o755 if self.is_shared else 0o700
+
+    @property
+    def file_mode(self) -> int:
+        return 0o644 if self.is_shared else 0o600
+
+
+class KernelCache:
+    """The folders where kernels are kept: `$HF_SPECULATE_CACHE` if it is set, and the user's own cache.
+
+    Nothing here raises: what cannot be used is passed over and noted.
+
+    Attributes:
+        problems: what is wrong with the folders and their files, for one warning.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[str, str] = {}
+        self._places = list(self._find_places()) if _HAS_OWNERS else []
+        if not _HAS_OWNERS:
+            self._noted["system"] = "this system does not tell who has written a file"
+
+    @property
+    def problems(self) -> list[str]:
+        return list(self._noted.values())
+
+    def read(self, name: str) -> bytes | None:
+        """The library of that name, verified; None if there is none."""
+        for place in self._places:
+            with self._noting(place.path), _opened(place) as folder, self._noting(f"{place.path}/{name}"):
+                return _read(folder, name)
+        return None
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of what is kept that begin so, the newest of each folder first."""
+        found: dict[str, None] = {}
+        for place in self._places:
+            with self._noting(place.path), _opened(place) as folder:
+                names = [name for name in os.listdir(folder) if name.startswith(prefix)]
+                times = {name: os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime_ns for name in names}
+                found |= dict.fromkeys(sorted(names, key=times.__getitem__, reverse=True))
+        return list(found)
+
+    def keep(self, name: str, library: bytes) -> bool:
+        """Writes a library to the first folder that takes it, at once or not at all; False if none does."""
+        failures = []
+        for place in self._places:
+            try:
+                with _opened(place, make=True) as folder:
+                    _write(folder, name, _sealed(name, library), place.file_mode)
+                return True
+            except OSError as error:
+                if place.path not in self._noted:
+                    failures.append(f"{place.path}: {_said(error)}")
+        self._noted["keep"] = "; ".join((*failures, "the kernel is not kept, and every process compiles it"))
+        return False
+
+    @contextlib.contextmanager
+    def _noting(self, where: str) -> Iterator[None]:
+        """Passes over what is not there, and notes what cannot be used."""
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._noted[where] = f"{where}: {_said(error)}"
+
+    def _find_places(self) -> Iterator[_Place]:
+        if shared := os.environ.get(SHARED_VARIABLE):
+            yield from self._place(f"${SHARED_VARIABLE}", os.path.expanduser(shared), is_shared=True)
+        # A relative path depends on the current folder, where anybody may have put anything.
+        if own := os.environ.get("XDG_CACHE_HOME"):
+            places = list(self._place("$XDG_CACHE_HOME", own, is_shared=False))
+            yield from places
+            if places:
+                return
+        yield from self._place("the home folder's cache", os.path.expanduser("~/.cache"), is_shared=False)
+
+    def _place(self, source: str, path: str, is_shared: bool) -> Iterator[_Place]:
+        if os.path.isabs(path):
+            yield _Place(path if is_shared else os.path.join(path, "hf_speculate"), is_shared)
+        else:
+            self._noted[source] = f"{source} is {path!r}, not an absolute path, and is not used"
+
+
+def load(library: bytes) -> ctypes.CDLL:
+    """Loads a library from these very bytes: no file that could change or shrink below them.
+
+    Raises:
+        OSError: it is none, or none for this machine.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, no /proc, forbidden: a copy serves as well
+        return _load_from_memory(library)
+    with tempfile.TemporaryDirectory(prefix="hf_speculate-", ignore_cleanup_errors=True) as private:
+        path = Path(private) / "kernel.so"
+        path.write_bytes(library)
+        return ctypes.CDLL(str(path))
+
+
+def _load_from_memory(library: bytes) -> ctypes.CDLL:
+    import fcntl
+
+    descriptor = os.memfd_create("hf_speculate-kernel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(library)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        # Stays open: libraries are known by their names, and the number of a closed one would be given away again.
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@contextlib.contextmanager
+def _opened(place: _Place, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder; raises `OSError` where it cannot be trusted."""
+    is_new = make and _make_folder(place)
+    folder = os.open(place.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check_trusted(os.fstat(folder), "the folder")
+        if is_new and place.is_shared and not os.listdir(folder):
+            os.fchmod(folder, place.folder_mode)  # readable as it was meant, whatever the umask
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _make_folder(place: _Place) -> bool:
+    """Whether it was absent."""
+    os.makedirs(os.path.dirname(place.path), mode=place.folder_mode, exist_ok=True)
+    try:
+        os.mkdir(place.path, place.folder_mode)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _check_trusted(status: os.stat_result, what: str) -> None:
+    if status.st_uid not in _trusted_owners():
+        raise PermissionError(f"{what} belongs to user {status.st_uid}, not to you or root, and is not used")
+    if mode := status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        who = "everybody" if mode & stat.S_IWOTH else "a group"
+        raise PermissionError(f"{what} can be written by {who}, and is not used (chmod go-w makes it usable)")
+
+
+def _trusted_owners() -> tuple[int, ...]:
+    return (0, os.geteuid())
+
+
+def _read(folder: int, name: str) -> bytes:
+    # Neither a link that leads elsewhere is followed, nor a pipe waited for.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(name, flags, dir_fd=folder)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a file, and is not used")
+        _check_trusted(status, "the file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(_MAX_BYTES)
+    finally:
+        os.close(descriptor)
+    library = content[: -len(_seal(name, b""))]
+    if _sealed(name, library) != content:
+        raise OSError("it is damaged, and is not used")
+    return library
+
+
+def _write(folder: int, name: str, content: bytes, mode: int) -> None:
+    partial = f".{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(partial, flags, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())  # the name must not be on the disk before what it names
+        os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial, dir_fd=folder)
+        raise
+    with contextlib.suppress(OSError):  # some file systems know no such thing for folders
+        os.fsync(folder)
+
+
+def _sealed(name: str, library: bytes) -> bytes:
+    return library + _seal(name, library)
+
+
+def _seal(name: str, library: bytes) -> bytes:
+    return _MARK + hashlib.sha256(name.encode() + b"\0" + library).hexdigest().encode()
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)
