@@ -21,6 +21,7 @@ from .graphs import find_backend
 from .hub import drafter_class_for, local_folder, make_repository, upload_head
 from .models import GenerativeModel
 from .origins import warn_of_other_adapters
+from .privacy import clean_folder
 from .registry import installed_drafters, load_drafter
 from .stats import SpeculationStats
 from .tuning import Experience
@@ -139,6 +140,7 @@ class Speculator:
             )  # what cannot be saved fails before a repository is made
             repo_id = make_repository(repo_id, private=private, token=token)
             write_card(folder, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on, repo_id=repo_id)
+            clean_folder(folder)
             return upload_head(
                 folder,
                 repo_id,

@@ -172,6 +172,19 @@ class TestPush:
         assert 'from_pretrained("me/head", target=model)' in card
         assert "| rounds | 5 |" in card
 
+    def test_paths_of_this_machine_stay_here(self, fake_hub, monkeypatch):
+        save = HeadDrafter.save_pretrained
+
+        def with_path(self, path, layout=None):
+            saved = save(self, path, layout)
+            (Path(path) / "config.json").write_text('{"base_model_name_or_path": "/home/me/target"}')
+            return saved
+
+        monkeypatch.setattr(HeadDrafter, "save_pretrained", with_path)
+        Speculator(HeadDrafter()).push_to_hub("me/head", notes="Trained on /home/me/data.jsonl.")
+        for name in fake_hub.list_repo_files("me/head"):
+            assert b"/home" not in (fake_hub.folder("me/head") / name).read_bytes(), name
+
     def test_revision_pull_request_and_message(self, fake_hub):
         speculator = Speculator(HeadDrafter())
         speculator.push_to_hub("me/head", revision="v2", create_pr=True, commit_message="New head")

@@ -50,7 +50,7 @@ def test_provenance_says_what_a_head_was_made_from(finished):
     recipe, folder = finished
     found = json.loads((folder / "provenance.json").read_text())
     assert found["status"] == "complete"
-    assert found["target"]["name"] == recipe.target.path
+    assert found["target"]["name"] == Path(recipe.target.path).name
     assert found["target"]["dtype"] == "float32"
     assert len(found["target"]["fingerprint"]) == 64
     assert found["recipe"]["training"] == recipe.training
@@ -74,7 +74,8 @@ def test_the_folder_holds_card_curves_and_the_recipe(finished):
     card = (folder / "README.md").read_text()
     assert "mean_acceptance_length" in card
     assert "speculative-decoding" in card
-    assert read_recipe(folder / "recipe.yaml").to_yaml() == recipe.to_yaml()
+    assert read_recipe(folder / "recipe.local.yaml").to_yaml() == recipe.to_yaml()
+    assert read_recipe(folder / "recipe.yaml").to_yaml() == recipe.to_yaml(publish=True)
     assert not list(folder.glob("*.partial"))
 
 

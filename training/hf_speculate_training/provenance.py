@@ -1,4 +1,7 @@
-"""What a head was made from and with: `provenance.json` beside it, written when a run starts and again when it ends."""
+"""What a head was made from and with: `provenance.json` beside it, written when a run starts and again when it ends.
+
+It is uploaded with the head: neither tokens nor paths of the machine are in it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,16 @@ from hf_speculate.bench.environment import environment
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import packing_report
 from hf_speculate.origins import PROVENANCE_FILE
+from hf_speculate.privacy import publishable
 from hf_speculate.speculator import unwrap
 
 from .fingerprints import target_fingerprint
+from .recipe import Recipe
 
+
+RECIPE_FILE = "recipe.yaml"
+# With the paths of this machine; never uploaded.
+LOCAL_RECIPE_FILE = "recipe.local.yaml"
 
 _FORMAT = 1
 
@@ -43,6 +52,7 @@ def describe_target(target: nn.Module) -> dict[str, Any]:
 
 def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], folder: str | os.PathLike) -> None:
     """Raises `SpeculateError` if a run is resumed with something else than it was started with."""
+    before, now = publishable(before), publishable(now)  # as they are written; fingerprints tell what paths do not
     different = {key: (before.get(key), now.get(key)) for key in before.keys() | now.keys()}
     different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
     if different:
@@ -68,21 +78,48 @@ def read_provenance(folder: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> None:
-    """Writes `provenance.json` at once or not at all; adds format, time and environment."""
+    """Writes `provenance.json` at once or not at all; adds format, time and environment, leaves out what is private."""
     path = Path(folder) / PROVENANCE_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    full = {"format": _FORMAT, "written": written, **content, "environment": environment()}
+    plain = publishable(json.loads(json.dumps(content, default=str)))
+    _write_json(path, {"format": _FORMAT, "written": written, **plain, "environment": environment()})
+
+
+def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
+    """Writes `recipe.yaml` as it may be uploaded; and as it can be run again, where paths of this machine are in it."""
+    public, local = recipe.to_yaml(publish=True), recipe.to_yaml()
+    local_path = Path(folder) / LOCAL_RECIPE_FILE
+    if public == local:
+        local_path.unlink(missing_ok=True)
+    else:
+        local_path.write_text(local, encoding="utf-8")
+        public = "# Paths of the machine that it ran on are cut to their last part.\n" + public
+    (Path(folder) / RECIPE_FILE).write_text(public, encoding="utf-8")
+
+
+def public_files(folder: str | os.PathLike) -> list[Path]:
+    """The files of a head that may be uploaded: no checkpoints, no logs of the trainer, no paths."""
+    return [path for path in sorted(Path(folder).iterdir()) if path.is_file() and path.name != LOCAL_RECIPE_FILE]
+
+
+def refresh_hashes(folder: str | os.PathLike) -> None:
+    """Brings the hashes in `provenance.json` up to date with the files beside it."""
+    if found := read_provenance(folder):
+        _write_json(Path(folder) / PROVENANCE_FILE, found | {"files": file_hashes(folder)})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(full, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
     """sha256 of the files of a head, by name; checkpoints and the provenance itself are left out."""
     hashes = {}
-    for path in sorted(Path(folder).iterdir()):
-        if path.is_file() and path.name != PROVENANCE_FILE:
+    for path in public_files(folder):
+        if path.name != PROVENANCE_FILE:
             digest = hashlib.sha256()
             with path.open("rb") as file:
                 while chunk := file.read(1 << 20):

@@ -8,7 +8,8 @@
     evaluation:  how acceptance is measured during the run
     output:      folder, layout, Hub
 
-Unknown keys are refused. `training/recipes/` holds examples.
+Unknown keys are refused, and so are tokens: a recipe is written beside the head and uploaded with it.
+`training/recipes/` holds examples.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.privacy import find_secret, masked, publishable
 
 from .data import DataOptions
 from .evaluation import AcceptanceOptions
@@ -34,7 +36,13 @@ _MANY = 30  # keys, too many to list beside a suggestion
 
 
 class RecipeError(SpeculateError, ValueError):
-    """A recipe that says what is unknown, of the wrong type, or contradicts itself."""
+    """A recipe that says what is unknown, of the wrong type, secret, or contradicts itself.
+
+    Messages quote recipes; what looks like a token is masked in them.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(masked(message))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +170,22 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
 
+    def __post_init__(self) -> None:
+        _refuse_secrets(self.to_dict())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, defaults included."""
         return dataclasses.asdict(self)
 
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(_plain(self.to_dict()), sort_keys=False, allow_unicode=True)
+    def to_yaml(self, *, publish: bool = False) -> str:
+        """The file that `read_recipe` reads, without anything that looks like a token.
+
+        Args:
+            publish: cut paths of this machine to their last part.
+        """
+        content = _plain(self.to_dict())
+        shown = publishable(content) if publish else masked(content)
+        return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -183,7 +201,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
+        raise RecipeError(f"{path} is not YAML: {error}") from None  # it quotes the file, tokens included
     if not isinstance(content, dict):
         raise RecipeError(f"{path} is not a recipe: it must have the sections {', '.join(_names(Recipe))}.")
     for override in overrides:
@@ -193,6 +211,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def recipe_from(content: Mapping[str, Any]) -> Recipe:
     """A recipe from plain values; raises `RecipeError`."""
+    _refuse_secrets(content)
     _refuse_unknown_keys(content, Recipe, "")
     try:
         return TypeAdapter(Recipe).validate_python(content)
@@ -209,6 +228,15 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], where: str) -> No
             hint = f" Did you mean {close[0]!r}?" if close else ""
             possible = "" if close and len(known) > _MANY else f" Possible: {', '.join(known)}."
             raise RecipeError(f"unknown key {name!r} in {where}.{hint}{possible}")
+
+
+def _refuse_secrets(content: Mapping[str, Any]) -> None:
+    if place := find_secret(content):
+        raise RecipeError(
+            f"{place} holds a token, a key or a password. A recipe is written beside the head and uploaded with it: "
+            "leave it out of the recipe and of --set. Possible: `hf auth login`, or the environment (HF_TOKEN, "
+            "WANDB_API_KEY, …)."
+        )
 
 
 def _refuse_unknown_keys(content: Mapping[str, Any], kind: Any, where: str) -> None:
@@ -238,7 +266,7 @@ def _override(content: dict[str, Any], text: str) -> None:
     try:
         place[keys[-1]] = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"cannot read the value of --set {text!r}: {error}") from error
+        raise RecipeError(f"cannot read the value of --set {text!r}: {error}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from hf_speculate.adapters import adapter_fingerprints
 from hf_speculate.card import write_card
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import make_repository, upload_head
+from hf_speculate.privacy import clean_folder, masked_arguments, publishable
 from hf_speculate.speculator import AutoSpeculator, unwrap
 
 from .building import adapted_target, build_method, has_evaluation, training_arguments
@@ -31,14 +32,23 @@ from .inputs import RunData, load_data, load_prompts, load_target, load_tokenize
 from .medusa2 import Medusa2Method
 from .methods import HeadMethod
 from .plots import plot_run
-from .provenance import check_same, describe_target, file_hashes, read_provenance, write_provenance
+from .provenance import (
+    RECIPE_FILE,
+    check_same,
+    describe_target,
+    file_hashes,
+    public_files,
+    read_provenance,
+    refresh_hashes,
+    write_provenance,
+    write_recipe,
+)
 from .recipe import Recipe, RecipeError
 from .trainer import HeadTrainer, HeadTrainingArguments, last_checkpoint
 
 
 logger = logging.get_logger(__name__)
 
-RECIPE_FILE = "recipe.yaml"
 CURVES_FILE = "curves.png"
 ADAPTER_FOLDER = "target-adapter"
 
@@ -130,7 +140,7 @@ def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
     trainer = run.trainer()
     if trainer.is_world_process_zero():
         write_provenance(run.folder, {"status": "running", **known, "sessions": sessions})
-        (run.folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+        write_recipe(run.folder, recipe)
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=run.resume)
     sessions[-1] |= {"seconds": round(time.perf_counter() - started, 1), "to_step": trainer.state.global_step}
@@ -162,18 +172,23 @@ def write_head(run: Run, metrics: Mapping[str, float]) -> None:
         **asdict(saved),
         metrics=measured,
         measured_on=f"{len(run.prompts)} held-out prompts of {Path(source).name}" if measured else None,
-        notes=run.recipe.output.notes or _notes(run),
+        notes=publishable(run.recipe.output.notes) or _notes(run),
         repo_id=output.push_to_hub,
     )
     AutoSpeculator.from_pretrained(run.folder, target=run.target)
 
 
 def push(folder: Path, recipe: Recipe) -> None:
-    """Uploads the head with card, provenance, recipe and curves; checkpoints stay here."""
+    """Uploads the head with card, provenance, recipe and curves; checkpoints and logs stay here, and private things."""
     assert recipe.output.push_to_hub is not None
     repo_id = make_repository(recipe.output.push_to_hub, private=recipe.output.private)
     with tempfile.TemporaryDirectory() as staged:
-        shutil.copytree(folder, staged, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoint-*"))
+        for path in public_files(folder):
+            shutil.copy2(path, staged)
+        if (adapter := folder / ADAPTER_FOLDER).is_dir():
+            shutil.copytree(adapter, Path(staged) / ADAPTER_FOLDER)
+        clean_folder(staged)
+        refresh_hashes(staged)
         upload_head(staged, repo_id, commit_message=f"Upload {recipe.method.name} head")
 
 
@@ -196,7 +211,7 @@ def _known(run: Run) -> dict[str, Any]:
     target_ids = getattr(run.method, "target_ids", None)
     return {
         "recipe": run.recipe.to_dict(),
-        "command": sys.argv,
+        "command": masked_arguments(sys.argv),
         "target": describe_target(run.target),
         "data": run.data.report,
         "head": {
