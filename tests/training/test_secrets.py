@@ -12,7 +12,7 @@ import yaml
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate_training import run
-from hf_speculate_training.provenance import LOCAL_RECIPE_FILE, check_same
+from hf_speculate_training.provenance import LOCAL_RECIPE_FILE, check_same, write_recipe
 from hf_speculate_training.recipe import Recipe, RecipeError, read_recipe, recipe_from
 from hf_speculate_training.run import train_head
 
@@ -133,6 +133,15 @@ def test_nothing_private_is_uploaded(pushed, saved_target):
         assert digest == hashlib.sha256((place / "uploaded" / name).read_bytes()).hexdigest(), name
 
 
+@pytest.mark.parametrize("name", ["provenance.json", "recipe.yaml", "README.md"])
+def test_nor_is_it_beside_the_head(pushed, saved_target, name):
+    """Where somebody may upload it by hand."""
+    _, place = pushed
+    text = (place / "out" / name).read_text()
+    for private in (str(place), str(saved_target), TOKEN, WANDB_KEY, '"abc"'):
+        assert private not in text
+
+
 def test_the_recipe_with_its_paths_stays_on_the_machine(pushed):
     recipe, place = pushed
     kept = read_recipe(place / "out" / LOCAL_RECIPE_FILE)
@@ -147,7 +156,7 @@ def test_a_recipe_without_private_paths_is_written_once(recipe_values, tmp_path,
     recipe_values["target"]["path"], recipe_values["output"]["folder"] = "owner/target", "out"
     recipe_values["data"] |= {"train": "data/train.jsonl", "eval": "data/eval.jsonl"}
     recipe = recipe_from(recipe_values)
-    run.write_recipe(tmp_path, recipe)
+    write_recipe(tmp_path, recipe)
     assert (tmp_path / "recipe.yaml").read_text() == recipe.to_yaml()
     assert not (tmp_path / LOCAL_RECIPE_FILE).exists()
 
