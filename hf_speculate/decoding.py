@@ -29,6 +29,10 @@ from .tuning import UNLIMITED, Tuner
 from .verification import Sampler, Verdict, verify
 
 
+# Steps of padding that a row which has ended catches up with in one round.
+_MAX_PADDING = 32
+
+
 def decode(run: Decoding) -> Generator[Verdict]:
     """Generates until every row is finished; yields what each round emitted, the prefill's token first.
 
@@ -38,16 +42,17 @@ def decode(run: Decoding) -> Generator[Verdict]:
     try:
         yield run.prefill()
         with run.target._optimize_model_for_decode():
-            while not all(run.sequences.finished):
+            while run.is_unfinished:
                 run.leave_out_finished()
                 tree = run.draft()
                 output = run.score(tree)
                 verdict = run.verify(output.logits, tree)
                 run.record(output, verdict)
-                run.cache.keep(verdict.paths, ended=run.sequences.finished_rows)
+                run.keep(verdict)
                 run.observe(verdict, output.hidden_states)
                 run.learn(tree, verdict)
-                yield verdict
+                if any(verdict.tokens):
+                    yield verdict
     finally:
         run.close()
 
@@ -65,8 +70,9 @@ class Decoding:
         prompt_positions: position id of each row's last prompt token.
         tuner: chooses how much every round drafts; None: what the drafter gives.
         compiler: of the target's and the drafter's forwards; None: nothing is compiled.
-        stream_each_step: all rows advance together because a consumer wants [B] tokens a step.
-        num_delivered: tokens a row that a streamer was handed; None where there is no streamer.
+        shows_cache: somebody gets to see the cache: of rows that have ended it holds what stock's would.
+        streamer: gets the tokens [B] of every step; all rows advance together for it.
+        num_delivered: tokens a row that it was handed.
     """
 
     target: GenerativeModel
@@ -80,14 +86,16 @@ class Decoding:
     prompt_positions: Sequence[int]
     tuner: Tuner | None = None
     compiler: Compiler | None = None
-    stream_each_step: bool = False
+    shows_cache: bool = True
+    streamer: Any = None
 
-    num_delivered: int | None = field(default=None, init=False)
+    num_delivered: int = field(default=0, init=False)
     _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
     _round_start: float = field(default=0.0, init=False)
     _draft_seconds: float = field(default=0.0, init=False)
     _drafted_depth: int = field(default=0, init=False)
     _num_slow: int = field(default=0, init=False)
+    _walked: Verdict | None = field(default=None, init=False)
 
     @property
     def cache(self) -> TreeCache:
@@ -96,6 +104,10 @@ class Decoding:
     @cached_property
     def _forward_kwargs(self) -> dict[str, Any]:
         return {**self.drafting.forward_kwargs, **self.sampler.records.forward_kwargs}
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        return self.target.config.get_text_config(decoder=True).vocab_size
 
     @cached_property
     def _has_length_dependent_rope(self) -> bool:
@@ -118,7 +130,44 @@ class Decoding:
             return "RoPE that depends on the longest position"
         if self.scorer.needs_equal_rows:
             return "attention that counts along the cache"
-        return "a streamer" if self.stream_each_step else ""
+        return "a streamer" if self.streamer is not None else ""
+
+    @cached_property
+    def pads_ended(self) -> bool:
+        """Whether rows that have ended go on with padding, as stock's do: something looks at the whole batch, or at
+        what every row shows at every step."""
+        has_others = self.sequences.batch_size > 1 and self.stopping.has_eos
+        return has_others and (self.lockstep or self.sampler.records.are_kept)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a row has not ended, or lacks what stock's goes on to compute until the last one ends."""
+        sequences = self.sequences
+        if not all(sequences.finished):
+            return True
+        if self.pads_ended:
+            return len(set(sequences.num_emitted)) > 1
+        wanted = self._settled_lengths(sequences.num_emitted) if self.shows_cache else self.cache.lengths
+        return any(found < length for found, length in zip(self.cache.lengths, wanted, strict=True))
+
+    @property
+    def done_rows(self) -> list[int]:
+        """Rows that have ended and need not be run any more: stock runs their EOS once more with the next step of the
+        others, and its cache then has that entry."""
+        ended = self.sequences.finished_rows
+        is_longer = self.shows_cache and self.stopping.has_eos
+        return [row for row in ended if self._num_entries_behind(row) <= 0] if is_longer else ended
+
+    def _num_entries_behind(self, row: int) -> int:
+        """New tokens of a row that have no entry in the cache."""
+        assert self._prompt_lengths is not None
+        return self._prompt_lengths[row] + len(self.sequences.new_tokens[row]) - self.cache.lengths[row]
+
+    def _settled_lengths(self, num_new: Sequence[int]) -> list[int]:
+        """Entries of real tokens in stock's cache where rows have so many new tokens: the longest one's last has none."""
+        assert self._prompt_lengths is not None
+        last = max(max(num_new) - 1, 0)
+        return [length + min(n, last) for length, n in zip(self._prompt_lengths, num_new, strict=True)]
 
     def prefill(self) -> Verdict:
         """Runs the prompt and chooses the first token of every row."""
@@ -144,9 +193,10 @@ class Decoding:
     def leave_out_finished(self) -> None:
         """From here on, as far as it pays, the target runs the other rows only; the tokens of finished ones are known.
         In lock-step it runs all: what is called with the whole batch must see what stock shows it."""
-        if self.lockstep or not any(self.sequences.finished):
+        finished = self.sequences.finished
+        if self.lockstep or self.pads_ended or not any(finished) or all(finished):
             return
-        if self.scorer.leave_out(self.sequences.finished_rows) and self.tuner is not None:
+        if self.scorer.leave_out(self.done_rows) and self.tuner is not None:
             self.tuner.leave(len(self.cache.rows))
 
     def draft(self) -> DraftTree:
@@ -154,21 +204,36 @@ class Decoding:
         self._round_start, self._num_slow = time.perf_counter(), self._num_compiled
         with self.stats.timed("drafter_seconds"):
             self._release_noise()
-            limits = self._depth_limits()
             rows = [row for row in range(self.sequences.batch_size) if self._takes_part(row)]
-            budget = UNLIMITED if self.tuner is None else self.tuner.choose(rows, self.cache.append_index)
-            max_depth = max(limits[row] for row in rows)
-            if budget.max_depth is not None:
-                max_depth = min(max_depth, budget.max_depth)
-            tree = self._draft(max_depth) if max_depth else DraftTree.root_only(self._root_ids)
-            self._drafted_depth = tree.max_depth
-            if budget.max_nodes is not None:
-                tree = tree.first(budget.max_nodes)
-            if tree.max_depth > min(limits[row] for row in rows):
-                tree = tree.pruned(limits)
+            tree = self._tree_for(rows) if rows else DraftTree.root_only(self._root_ids)
+            if self.pads_ended:
+                tree = self._with_padding(tree)
             tree = tree.select(self.cache.rows)
         self._draft_seconds = time.perf_counter() - self._round_start
         return tree
+
+    def _tree_for(self, rows: Sequence[int]) -> DraftTree:
+        """What the drafter gives, as far as it can be emitted, and as far as the tuner has it pay."""
+        limits = self._depth_limits()
+        budget = UNLIMITED if self.tuner is None else self.tuner.choose(rows, self.cache.append_index)
+        max_depth = max(limits[row] for row in rows)
+        if budget.max_depth is not None:
+            max_depth = min(max_depth, budget.max_depth)
+        tree = self._draft(max_depth) if max_depth else DraftTree.root_only(self._root_ids)
+        self._drafted_depth = tree.max_depth
+        if budget.max_nodes is not None:
+            tree = tree.first(budget.max_nodes)
+        return tree.pruned(limits) if tree.max_depth > min(limits[row] for row in rows) else tree
+
+    def _with_padding(self, tree: DraftTree) -> DraftTree:
+        """The tree with a chain of padding for every row that has ended, as deep as the longest may get."""
+        longest, pad = max(self.sequences.num_emitted) + tree.max_depth, self.sequences.pad_token_id
+        chains = {}
+        for row in range(self.sequences.batch_size):
+            if not self.stopping.is_running(self.sequences, row):
+                length = min(longest - len(self.sequences.new_tokens[row]), _MAX_PADDING)
+                chains[row] = [self.sequences.new_tokens[row][-1], *[pad] * length]
+        return tree.with_chains(chains) if chains else tree
 
     def score(self, tree: DraftTree) -> Any:
         with self.stats.timed("target_seconds"), self.drafting.listening():
@@ -179,7 +244,8 @@ class Decoding:
 
     def verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
         with self.stats.timed("target_seconds"):
-            verdict = self._verify(logits, tree)
+            self._walked = Verdict.empty(self.sequences.batch_size)
+            verdict = self._verify(logits, tree, self._walked)
         for row, tokens in enumerate(verdict.tokens):
             if tokens:
                 self.stats.record_round(
@@ -198,18 +264,28 @@ class Decoding:
             first_step = len(self.sequences.new_tokens[row]) - len(path)
             records.add_path(output, slot, row, path, first_step, cache.lengths[row], cache.append_index)
 
+    def keep(self, verdict: Verdict) -> None:
+        """Keeps the entries of the accepted paths, and the root of a row that has ended with it: its EOS."""
+        paths, self._walked = list(verdict.paths), None
+        for row in self.cache.rows if self.shows_cache and self.stopping.has_eos else ():
+            if not paths[row] and self._num_entries_behind(row) > 0:
+                paths[row] = [0]
+        self.cache.keep(paths, ended=self.done_rows)
+
     def observe(self, verdict: Verdict, hidden_states: Any) -> None:
         """Notes what the drafter will be told before its next draft."""
-        with self.stats.timed("drafter_seconds"):
-            self.drafting.observe(verdict, hidden_states, self.cache.rows)
+        if any(verdict.tokens):
+            with self.stats.timed("drafter_seconds"):
+                self.drafting.observe(verdict, hidden_states, self.cache.rows)
 
     def learn(self, tree: DraftTree, verdict: Verdict) -> None:
         """Tells the tuner what the round cost and brought."""
-        if self.tuner is not None and self._num_slow == self._num_compiled:  # else its time says nothing about others
+        is_usual = any(verdict.tokens) and self._num_slow == self._num_compiled
+        if self.tuner is not None and is_usual:  # else its time says nothing about others
             self.tuner.record(
                 tree.num_nodes - 1,
                 self._drafted_depth,  # of levels that were not scored, the draft took time and the text saw nothing
-                {row: path[1:] for row, path in enumerate(verdict.paths) if path},
+                {row: verdict.paths[row][1 : len(tokens)] for row, tokens in enumerate(verdict.tokens) if tokens},
                 seconds=time.perf_counter() - self._round_start,
                 drafting_seconds=self._draft_seconds,
             )
@@ -222,26 +298,59 @@ class Decoding:
             self.drafting.close()
 
     def _settle(self) -> None:
+        if self._walked is not None:
+            self.keep(self._walked)  # what was emitted of a round that was broken off
         self.cache.bring_back()
         delivered = self.sequences.num_emitted
-        if self.num_delivered is not None:
+        if self.streamer is not None:
             delivered = [min(self.num_delivered, n) for n in delivered]
         if self._prompt_lengths is not None:
-            wanted = (length + max(n - 1, 0) for length, n in zip(self._prompt_lengths, delivered, strict=True))
-            self.cache.truncate([min(pair) for pair in zip(wanted, self.cache.lengths, strict=True)])
+            wanted = zip(self._settled_lengths(delivered), self.cache.lengths, strict=True)
+            self.cache.truncate(list(map(min, wanted)))
             self.scorer.settle()
         self.cache.release()
         if self.sampler.noise is not None:
             self.sampler.noise.finish(max(delivered))
 
-    def _verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
-        return verify(logits, tree, self.sampler, self.stopping, self.sequences, lockstep=self.lockstep)
+    def _verify(self, logits: Tensor, tree: DraftTree, verdict: Verdict | None = None) -> Verdict:
+        return verify(
+            logits,
+            tree,
+            self.sampler,
+            self.stopping,
+            self.sequences,
+            lockstep=self.lockstep,
+            pads_ended=self.pads_ended,
+            after_step=None if self.streamer is None else self._deliver,
+            verdict=verdict,
+        )
+
+    def _deliver(self) -> bool:
+        """Hands the streamer the tokens of a step, as stock does. What it draws is drawn in its turn: False if it has,
+        and with it changed the noise of what is still to be chosen."""
+        start, noise = time.perf_counter(), self.sampler.noise
+        if noise is not None:
+            noise.pause(self.sequences.num_emitted[0])
+        for tokens in self.sequences.columns(self.num_delivered):
+            self.num_delivered += 1
+            self.streamer.put(tokens)
+        was_disturbed = noise is not None and noise.resume()
+        self._count_out(time.perf_counter() - start)
+        return not was_disturbed
+
+    def _count_out(self, seconds: float) -> None:
+        """Takes the time of a consumer out of ours."""
+        counter = "prefill_seconds" if self._walked is None else "target_seconds"
+        for name in (counter, "total_seconds"):
+            setattr(self.stats, name, getattr(self.stats, name) - seconds)
+        self._round_start += seconds
 
     def _release_noise(self) -> None:
         """Forgets noise rows that every row has used; only now, as what they chose has been delivered."""
         if self.sampler.noise is not None:
-            running = (n for r, n in enumerate(self.sequences.num_emitted) if not self.sequences.finished[r])
-            self.sampler.noise.release_before(min(running))
+            emitted = self.sequences.num_emitted
+            running = (n for r, n in enumerate(emitted) if not self.sequences.finished[r])
+            self.sampler.noise.release_before(min(running, default=max(emitted)))
 
     @property
     def _num_compiled(self) -> int:
@@ -278,15 +387,17 @@ class Decoding:
 
     def _draft(self, max_depth: int) -> DraftTree:
         sampler = self.sampler
-        # An unknown processor may draw from the same RNG: no noise is drawn ahead of its turn then.
-        shares_noise = sampler.noise is not None and sampler.row_wise
+        # Somebody who draws from the same RNG once will do so again: no noise is drawn ahead of its turn then. Drafters
+        # draw for the target's vocabulary.
+        noise = sampler.noise
+        shares_noise = noise is not None and not noise.was_disturbed and noise.width == self._vocab_size
         state = DraftState(
             root_ids=self._root_ids,
             active=tuple(map(self._takes_part, range(self.sequences.batch_size))),
             max_depth=max_depth,
             chains_only=self.scorer.shape == "chain",
             num_emitted=tuple(self.sequences.num_emitted),
-            _noise=sampler.noise if shares_noise else None,
+            _noise=noise if shares_noise else None,
             _warpers=score_only(sampler.processors),
         )
         return self.drafting.draft(state)

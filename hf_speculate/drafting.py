@@ -67,7 +67,8 @@ class Drafting:
     def observe(self, verdict: Verdict, hidden_states: Any, rows: Sequence[int]) -> None:
         """Notes what the drafter will be told before its next draft; `rows`: those that the target's forward ran."""
         tokens = tuple(map(tuple, verdict.tokens))  # the consumer of the verdict may change its lists
-        self._unobserved.add(tokens, self._taps.at(hidden_states, verdict.paths, rows))
+        paths = [path[: len(emitted)] for path, emitted in zip(verdict.paths, tokens, strict=True)]
+        self._unobserved.add(tokens, self._taps.at(hidden_states, paths, rows))
 
     def draft(self, state: DraftState) -> DraftTree:
         """A tree that the target can score, of as many rows as the request."""

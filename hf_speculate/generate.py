@@ -151,15 +151,15 @@ def _wrap_sample(original: Callable) -> Callable:
             return original(*arguments, **kwargs)
         kwargs.pop("synced_gpus", None)
         streamer = kwargs.pop("streamer", None)
-        run = prepare(note.speculator, *arguments, kwargs, has_callers_cache=note.has_callers_cache)
+        run = prepare(note.speculator, *arguments, kwargs, has_callers_cache=note.has_callers_cache, streamer=streamer)
         call = PreparedCall(run, note.speculator, generation_config)
         if note.streamed:
             return call.start()
-        if streamer is not None:
-            _stream(call, streamer)
-        else:
-            for _ in call.rounds():
+        with closing(call.rounds()) as rounds:
+            for _ in rounds:
                 pass
+        if streamer is not None:
+            streamer.end()
         return call.output()
 
     _sample.__dict__["__hf_speculate__"] = True
@@ -186,15 +186,3 @@ def _problem_with_stream(note: _Note, input_ids: Tensor, kwargs: dict[str, Any])
     if note.streamed and shape == "single":
         return f"stream cannot run this model ({reason}); generate(streamer=...) can."
     return ""
-
-
-def _stream(call: PreparedCall, streamer) -> None:
-    """Hands over the tokens one step at a time, as stock does, and remembers how many were handed over."""
-    run = call.run
-    run.stream_each_step, run.num_delivered = True, 0
-    with closing(call.rounds()) as rounds:
-        for _ in rounds:
-            for tokens in run.sequences.columns(run.num_delivered):
-                run.num_delivered += 1
-                streamer.put(tokens)
-    streamer.end()

@@ -2,14 +2,19 @@
 
 `torch.multinomial(probs, 1)` is `argmax(probs / noise)` with `noise ~ Exp(1)`, bit for bit and with the same RNG
 state afterwards. So the noise of step t can be drawn before the tokens of earlier steps are known: every node at
-depth d of a draft tree is sampled with row t + d, drafters draft with the same rows (Gumbel top-k coupling), rows that
-a round does not use wait for the next, and at the end the RNG is put where plain `generate` would have left it.
+depth d of a draft tree is sampled with row t + d, drafters draft with the same rows (Gumbel top-k coupling), and rows
+that a round does not use wait for the next.
+
+Rows are drawn from a generator of their own, which begins where the global one is. The global one is put where plain
+`generate` would have it whenever code of somebody else runs that may draw from it (`pause`), and in the end (`finish`);
+what such code draws counts as in stock: rows that no token has used yet are drawn anew behind it (`resume`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
@@ -21,26 +26,32 @@ class Noise:
 
     Args:
         batch_size: B, as stock draws the noise of all rows of the batch at once.
-        vocab_size: V of the scores that are sampled from.
-        device: device of the scores; the default generator of that device is used, as stock does.
+        width: V of the scores that are sampled from, see `fit`.
+        device: device of the scores; the default generator of that device is continued, as stock does.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
-        self._shape = (batch_size, vocab_size)
+    def __init__(self, batch_size: int, width: int, device: torch.device):
+        self.width = width
+        self.was_disturbed = False
+        """Whether somebody drew from the global generator during a `pause`."""
+        self._batch_size = batch_size
         self._device = device
+        self._generator = torch.Generator(device)
+        self._generator.set_state(_get_rng_state(device))
         self._first_step = 0
         self._rows: deque[Tensor] = deque()
         self._states_before: deque[Tensor] = deque()
         self._logs: dict[int, dict[int | None, tuple[Tensor | None, Tensor]]] = {}
-        self._pause: tuple[int, Tensor, Tensor] | None = None
+        self._paused_at: int | None = None
 
     def row(self, step: int) -> Float[Tensor, "B V"]:
         """Noise of decoding step `step` (0 = the first new token). Draws up to it; does not consume."""
         if step < self._first_step:
             raise IndexError(f"noise of step {step} was released; the first kept step is {self._first_step}.")
         while len(self._rows) <= step - self._first_step:
-            self._states_before.append(_get_rng_state(self._device))
-            self._rows.append(torch.empty(self._shape, device=self._device).exponential_())
+            self._states_before.append(self._generator.get_state())
+            row = torch.empty(self._batch_size, self.width, device=self._device)
+            self._rows.append(row.exponential_(generator=self._generator))
         return self._rows[step - self._first_step]
 
     def rows(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> Float[Tensor, "R V"]:
@@ -71,6 +82,13 @@ class Noise:
             of_step[key] = columns, (row if columns is None else row[:, columns.to(row.device)]).log()
         return of_step[key][1]
 
+    def fit(self, width: int, step: int) -> None:
+        """From `step` on the scores have `width` columns: a processor or an output matrix may have its own idea of V.
+        Rows that were drawn for another width are drawn anew."""
+        if width != self.width:
+            self._drop_from(step)
+            self.width = width
+
     def release_before(self, step: int) -> None:
         """Forgets the rows of steps before `step`; they were used by every row of the batch."""
         while self._first_step < step and self._rows:
@@ -80,32 +98,55 @@ class Noise:
             self._first_step += 1
 
     def pause(self, num_steps: int) -> None:
-        """Puts the RNG where stock has it after `num_steps` sampled tokens, for a consumer that may draw from it."""
-        num_used, drawn = max(num_steps - self._first_step, 0), _get_rng_state(self._device)
-        if num_used < len(self._rows):
-            _set_rng_state(self._states_before[num_used], self._device)
-        self._pause = num_used, _get_rng_state(self._device), drawn
+        """Puts the RNG where stock has it after `num_steps` sampled tokens, for code that may draw from it."""
+        _set_rng_state(self._state_after(num_steps), self._device)
+        self._paused_at = num_steps
 
-    def resume(self) -> None:
-        """Goes on after `pause`. If the consumer has drawn, rows that no token used are drawn anew, as in stock."""
-        assert self._pause is not None
-        (num_used, left_at, drawn), self._pause = self._pause, None
-        if torch.equal(_get_rng_state(self._device), left_at):
-            _set_rng_state(drawn, self._device)
-            return
-        while len(self._rows) > num_used:
+    def resume(self) -> bool:
+        """Goes on after `pause`. Returns whether anything was drawn meanwhile; then rows that no token has used are
+        drawn anew, as in stock."""
+        assert self._paused_at is not None
+        num_steps, self._paused_at = self._paused_at, None
+        state = _get_rng_state(self._device)
+        if torch.equal(state, self._state_after(num_steps)):
+            return False
+        self._drop_from(num_steps)
+        self._generator.set_state(state)
+        self.was_disturbed = True
+        return True
+
+    def finish(self, num_steps: int) -> None:
+        """Leaves the RNG where stock leaves it after `num_steps` sampled tokens; while paused it is there already."""
+        if self._paused_at is None:
+            self.pause(num_steps)
+        self._rows.clear()
+        self._states_before.clear()
+        self._logs.clear()
+
+    def _state_after(self, num_steps: int) -> Tensor:
+        """Of the generator, after the rows of so many steps."""
+        index = max(num_steps - self._first_step, 0)
+        return self._states_before[index] if index < len(self._rows) else self._generator.get_state()
+
+    def _drop_from(self, step: int) -> None:
+        """Takes back the rows of `step` and later ones."""
+        self._generator.set_state(self._state_after(step))
+        while len(self._rows) > max(step - self._first_step, 0):
             self._rows.pop()
             self._states_before.pop()
             self._logs.pop(self._first_step + len(self._rows), None)
 
-    def finish(self, num_steps: int) -> None:
-        """Leaves the RNG where stock leaves it after `num_steps` sampled tokens; while paused it is there already."""
-        if self._pause is None:
-            self.pause(num_steps)
-        self._pause = None
-        self._rows.clear()
-        self._states_before.clear()
-        self._logs.clear()
+
+@contextmanager
+def kept_rng(device: torch.device) -> Iterator[None]:
+    """What draws from the global generators of the CPU and of `device` in here leaves no trace on them."""
+    devices = {torch.device("cpu"), device} if device.type != "cpu" else {device}
+    states = [(each, _get_rng_state(each)) for each in devices]
+    try:
+        yield
+    finally:
+        for each, state in states:
+            _set_rng_state(state, each)
 
 
 def _get_rng_state(device: torch.device) -> Tensor:

@@ -54,6 +54,7 @@ def prepare(
     model_kwargs: dict[str, Any],
     *,
     has_callers_cache: bool,
+    streamer: Any = None,
 ) -> Decoding:
     batch_size, stats = input_ids.shape[0], SpeculationStats()
     compiler = compiler_for(speculator.backend, input_ids.device, stats.fallbacks)
@@ -99,9 +100,9 @@ def prepare(
             attention_mask = functional.pad(attention_mask, (adapter.num_virtual_tokens, 0), value=1)
     forward_kwargs = {k: v for k, v in model_kwargs.items() if v is not None and k not in _OWN_KWARGS}
     scorer = target_scorer(model, cache, batch_size, attention_mask, shape, forward_kwargs)
+    shows_cache = has_callers_cache or bool(generation_config.return_dict_in_generate)
     if compiler is not None:
-        is_private = not has_callers_cache and not generation_config.return_dict_in_generate
-        scorer = compiled(scorer, compiler, speculator.drafter.feature_layers, is_private=is_private)
+        scorer = compiled(scorer, compiler, speculator.drafter.feature_layers, is_private=not shows_cache)
     return Decoding(
         target=model,
         drafting=Drafting(speculator.drafter, request),
@@ -113,6 +114,8 @@ def prepare(
         stats=stats,
         prompt_positions=positions,
         compiler=compiler,
+        shows_cache=shows_cache,
+        streamer=streamer,
         tuner=_tuner(speculator, model, batch_size, request.adapters),
     )
 
@@ -130,8 +133,9 @@ def _records(config: GenerationConfig) -> Records:
     return Records(
         scores=StepRecord() if config.output_scores else None,
         logits=StepRecord() if config.output_logits else None,
-        hidden_states=LayerRecord() if config.output_hidden_states else None,
-        attentions=LayerRecord() if config.output_attentions else None,
+        # Some models have axes in front of the batch's (Gemma 3n: one for each of its predictions).
+        hidden_states=LayerRecord(batch_axis=-3) if config.output_hidden_states else None,
+        attentions=LayerRecord(batch_axis=-4) if config.output_attentions else None,
     )
 
 

@@ -1,7 +1,6 @@
 """What `output_scores`, `output_logits`, `output_hidden_states` and `output_attentions` ask for, step by step.
 
 A round emits several steps and rows are at different ones, so values are filed by (step, row) and assembled at the end.
-Steps behind a row's end are 0 there, where stock shows what it computed for padding.
 """
 
 from __future__ import annotations
@@ -15,9 +14,14 @@ from torch import Tensor
 
 
 class StepRecord:
-    """One tensor a step, `[B, ...]`, filled row by row."""
+    """One tensor a step, filled row by row.
 
-    def __init__(self) -> None:
+    Args:
+        batch_axis: where the tensors have the rows, counted from the end; None: in front.
+    """
+
+    def __init__(self, batch_axis: int | None = None) -> None:
+        self._batch_axis = batch_axis
         self._rows: list[dict[int, Tensor]] = []
         self._complete: tuple[Tensor, ...] = ()
 
@@ -27,23 +31,29 @@ class StepRecord:
         self._rows[step][row] = value
 
     def complete(self, batch_size: int) -> tuple[Tensor, ...]:
-        """All steps so far, as stock's `scores`; rows that had ended before a step are 0 there."""
+        """All steps so far, as stock's `scores`; rows that have not come to a step are 0 there."""
+        axis = 0 if self._batch_axis is None else self._batch_axis
         for rows in self._rows[len(self._complete) :]:
             blank = torch.zeros_like(next(iter(rows.values())))
-            self._complete += (torch.stack([rows.get(row, blank) for row in range(batch_size)]),)
+            self._complete += (torch.stack([rows.get(row, blank) for row in range(batch_size)], dim=axis),)
         return self._complete
 
 
 class LayerRecord:
-    """One tuple over the layers a step: the whole prompt's tensors first, then one position a step."""
+    """One tuple over the layers a step: the whole prompt's tensors first, then one position a step.
 
-    def __init__(self) -> None:
+    Args:
+        batch_axis: where the tensors have the rows, counted from the end.
+    """
+
+    def __init__(self, batch_axis: int) -> None:
+        self._batch_axis = batch_axis
         self._prompt: tuple[Tensor, ...] = ()
         self._layers: list[StepRecord] = []
 
     def add_prompt(self, layers: Sequence[Tensor]) -> None:
         self._prompt = tuple(layers)
-        self._layers = [StepRecord() for _ in layers]
+        self._layers = [StepRecord(self._batch_axis) for _ in layers]
 
     def add(self, step: int, row: int, layers: Sequence[Tensor]) -> None:
         """Files the tensors of one row, without the batch dimension; `step` 1 is the first after the prompt."""
@@ -66,6 +76,11 @@ class Records:
     logits: StepRecord | None = None
     hidden_states: LayerRecord | None = None
     attentions: LayerRecord | None = None
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether anything is recorded."""
+        return any(record is not None for record in vars(self).values())
 
     @property
     def of_sampler(self) -> bool:
@@ -98,7 +113,7 @@ class Records:
         """Records one row's accepted path out of a forward over a tree.
 
         Args:
-            output: the model's; hidden states [R, N, H], attentions [R, heads, N, M + N], a tensor a layer.
+            output: the model's; hidden states [..., R, N, H], attentions [R, heads, N, M + N], a tensor a layer.
             slot: where these have the row.
             path: its nodes, root first; node `path[j]` is what step `first_step + j` was computed from.
             length: committed entries of the row.
@@ -106,7 +121,7 @@ class Records:
         """
         for index, node in enumerate(path):
             if self.hidden_states is not None:
-                states = [layer[slot, node][None].clone() for layer in output.hidden_states]
+                states = [layer[..., slot, node, None, :].clone() for layer in output.hidden_states]
                 self.hidden_states.add(first_step + index, row, states)
             if self.attentions is not None:
                 keys = [*range(length), *(num_prefix + ancestor for ancestor in path[: index + 1])]

@@ -13,12 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks as _global_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks as _global_pre_hooks
 
 from .layers import PreallocatedLayer, SlidingLayer
 
 
 # Entries that a layer can still be given after rows have left, before its buffers have to grow.
 _ROOM = 64
+
+# Whose hooks look at each row alone, whatever rows there are.
+_INDIFFERENT = ("hf_speculate", "hf_speculate_plugins", "transformers", "accelerate", "peft")
 
 
 class _Left(NamedTuple):
@@ -111,19 +116,29 @@ def _origin(layer: PreallocatedLayer) -> int:
 
 
 def may_hold_rows(model: nn.Module, forward_kwargs: Mapping[str, Any]) -> bool:
-    """Whether something beside inputs and cache has a value for each row of the batch, so that no row can be left out.
+    """Whether something beside inputs and cache may have a value for each row of the batch, so that no row can be left
+    out of the forwards.
 
-    Arguments of every forward do, if they are more than a switch; so do values that are bound to hooks (PEFT: an
-    adapter for each row).
+    Arguments of every forward do, if they are more than a switch. So may every hook of a forward, unless it is known
+    to be indifferent: those of transformers and accelerate, ours, PEFT's without values bound to them (it binds an
+    adapter for each row), and those whose function says `row_wise = True`.
     """
     if any(not isinstance(value, bool | int | float | str) for value in forward_kwargs.values()):
         return True
-    hooks = chain.from_iterable(module._forward_pre_hooks.values() for module in model.modules())
-    return any(isinstance(value, Sequence | Tensor) for hook in hooks for value in _bound(hook))
+    hooks = (_global_hooks.values(), _global_pre_hooks.values())
+    of_modules = ((m._forward_hooks.values(), m._forward_pre_hooks.values()) for m in model.modules())
+    return not all(map(_is_indifferent, chain(*hooks, *chain.from_iterable(of_modules))))
 
 
-def _bound(hook: Callable[..., Any]) -> Iterable[Any]:
-    """Values bound to a hook, strings aside."""
-    if not isinstance(hook, partial):
-        return ()
-    return (value for value in (*hook.args, *hook.keywords.values()) if not isinstance(value, str))
+def _is_indifferent(hook: Callable[..., Any]) -> bool:
+    function = hook
+    while isinstance(function, partial):
+        if any(isinstance(value, Sequence | Tensor) and not isinstance(value, str) for value in _bound(function)):
+            return False
+        function = function.func
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return package in _INDIFFERENT or getattr(function, "row_wise", False)
+
+
+def _bound(hook: partial) -> Iterable[Any]:
+    return (*hook.args, *hook.keywords.values())

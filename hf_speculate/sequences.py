@@ -13,7 +13,8 @@ class Sequences:
     """Prompt and new tokens of B rows; rows may have different numbers of new tokens until the end.
 
     Args:
-        input_ids: the prompt as `generate` hands it to its decoding method, int64 [B, S] (left padded; S may be 0).
+        input_ids: the prompt as `generate` hands it to its decoding method, [B, S] (left padded; S may be 0). Of any
+            integer dtype; the text is int64 from the first new token on, as in stock, which appends int64 tokens.
         pad_token_id: what fills rows behind their end in the result (0 when the request has none).
     """
 
@@ -22,7 +23,7 @@ class Sequences:
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
         self.new_tokens: list[list[int]] = [[] for _ in range(input_ids.shape[0])]
         self.finished = [False] * input_ids.shape[0]
-        self._ids = input_ids
+        self._ids = input_ids.long()
         self._num_written = [0] * input_ids.shape[0]
 
     @property
@@ -51,11 +52,13 @@ class Sequences:
         self.new_tokens[row].append(token)
 
     def view(self, rows: Sequence[int]) -> Int[Tensor, "R T"]:
-        """Text of some rows of equal length, as stock's `input_ids`, on the prompt's device. Do not modify."""
+        """Text of some rows of equal length, as stock's `input_ids`: contiguous, on the prompt's device. Do not modify."""
         length = self.length(rows[0])
+        if len(rows) == self.batch_size and length == self.prompt.shape[1]:
+            return self.prompt
         self._write(length)
         if len(rows) == self.batch_size:
-            return self._ids[:, :length]
+            return self._ids[:, :length].contiguous()
         if len(rows) == 1:
             return self._ids[rows[0] : rows[0] + 1, :length]
         return self._ids[list(rows), :length]
@@ -64,7 +67,7 @@ class Sequences:
         """All rows, those that ended early filled with the padding token, as plain `generate` returns them."""
         num_new = self.new_shape[1]
         rows = [tokens + [self.pad_token_id] * (num_new - len(tokens)) for tokens in self.new_tokens]
-        new_ids = torch.tensor(rows, dtype=self.prompt.dtype, device=self.prompt.device)
+        new_ids = torch.tensor(rows, dtype=torch.long, device=self.prompt.device)
         return torch.cat([self.prompt, new_ids.view(self.batch_size, num_new)], dim=1)
 
     def columns(self, start: int) -> list[Tensor]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Not the time: when it is up, stock ends all rows after the same number of tokens.
 _ROW_WISE = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+_KNOWN = (*_ROW_WISE, MaxTimeCriteria)
 
 
 class Stopping:
@@ -39,6 +40,11 @@ class Stopping:
         self._host_rules = _host_rules(criteria)
         deadlines = [c.initial_timestamp + c.max_time for c in criteria if type(c) is MaxTimeCriteria]
         self._deadline: float | None = min(deadlines, default=None)
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether a criterion is not known: it may draw from the RNG that the request samples with."""
+        return any(type(criterion) not in _KNOWN for criterion in self.criteria)
 
     @property
     def row_wise(self) -> bool:

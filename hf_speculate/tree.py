@@ -10,7 +10,7 @@ branch is a chain; a tree with N = 1 has no draft. The *structure* (parents) is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -223,6 +223,13 @@ class DraftTree:
         host, rows = self.host, []
         for row, limit in enumerate(max_depths):
             rows.append(_prune_row(host.token_ids[row], host.parents[row], limit))
+        return DraftTree.from_rows(rows)
+
+    def with_chains(self, chains: Mapping[int, Sequence[int]]) -> DraftTree:
+        """The same tree with chains of these tokens, root first, instead of what some rows hold."""
+        rows: list[tuple[Sequence[int], Sequence[int]]] = list(zip(self.host.token_ids, self.host.parents, strict=True))
+        for row, tokens in chains.items():
+            rows[row] = tokens, range(-1, len(tokens) - 1)
         return DraftTree.from_rows(rows)
 
     def select(self, rows: Sequence[int]) -> DraftTree:

@@ -31,8 +31,9 @@ class Verdict:
     """The outcome of one round, lists over the rows of the batch.
 
     Attributes:
-        paths: accepted nodes, root first; the entries that stay in the cache. Empty for rows that did not take part.
-        tokens: emitted tokens; `tokens[r][j]` was chosen after node `paths[r][j]`.
+        paths: accepted nodes, root first; the entries that stay in the cache. Empty for rows that did not take part;
+            of rows that have ended, those of padding go on here.
+        tokens: emitted tokens; `tokens[r][j]` was chosen after node `paths[r][j]`. Padding is none.
         num_accepted: how many of the tokens were draft nodes.
     """
 
@@ -95,7 +96,8 @@ class Sampler:
         if tier == "walk":
             return lambda rows, nodes: self._choose_now(logits, tree, rows, nodes, sequences)
         scores = self._all_scores(logits, tree, sequences, tier)
-        table = self._pick(scores.flatten(0, 1), self._tree_noise(tree, sequences)).view(scores.shape[:2]).tolist()
+        noise = self._tree_noise(tree, sequences, scores.shape[-1])
+        table = self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2]).tolist()
 
         def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             slots = [tree.slot(row) for row in rows]
@@ -113,16 +115,28 @@ class Sampler:
         if not self.processors and self.noise is None and not self.records.of_sampler:
             return selected.float().argmax(-1).tolist()  # the operation of stock, and four times faster than in bf16
         selected = selected.to(copy=True, dtype=torch.float32, device=device)
-        processors = (
-            self.processors if len(rows) == sequences.batch_size else self._processors_of_row(rows[0], sequences)
-        )
-        scores = processors(sequences.view(rows), selected) if processors else selected  # type: ignore[arg-type]
+        step = len(sequences.new_tokens[rows[0]])
+        scores = self._processed(selected, rows, step, sequences)
         for index, row in enumerate(rows):
             self._record(sequences, row, selected[index], scores[index])
         noise = None
         if self.noise is not None:
-            noise = self.noise.row(sequences.num_emitted[rows[0]])[list(rows)]
+            self.noise.fit(scores.shape[-1], step)
+            noise = self.noise.rows([step] * len(rows), rows)
         return _possible(self._pick(scores, noise).tolist())
+
+    def _processed(self, logits: Tensor, rows: Sequence[int], step: int, sequences: Sequences) -> Tensor:
+        """The scores of some rows, of the whole batch or of one; what an unknown processor draws is drawn in its turn."""
+        is_whole = len(rows) == sequences.batch_size
+        processors = self.processors if is_whole else self._processors_of_row(rows[0], sequences)
+        if not processors:
+            return logits
+        if self.noise is None or self.row_wise:
+            return processors(sequences.view(rows), logits)  # type: ignore[arg-type]
+        self.noise.pause(step)
+        scores = processors(sequences.view(rows), logits)  # type: ignore[arg-type]
+        self.noise.resume()
+        return scores  # type: ignore[return-value]
 
     def _processors_of_row(self, row: int, sequences: Sequences) -> LogitsProcessorList:
         if row not in self._row_processors:
@@ -170,11 +184,12 @@ class Sampler:
             level = [node for node, parent in enumerate(parents) if parent in parents_of_level]
             paths = {node: [*paths[parents[node]], tokens[node]] for node in level}
 
-    def _tree_noise(self, tree: DraftTree, sequences: Sequences) -> Tensor | None:
-        """Noise of every node [R * N, V]: the row of the step at which its child would be chosen."""
+    def _tree_noise(self, tree: DraftTree, sequences: Sequences, width: int) -> Tensor | None:
+        """Noise of every node [R * N, V], V = `width`: the row of the step at which its child would be chosen."""
         if self.noise is None:
             return None
         levels, emitted = range(tree.max_depth + 1), [len(sequences.new_tokens[row]) for row in tree.rows]
+        self.noise.fit(width, min(emitted))
         by_depth = torch.stack([self.noise.rows([n + d for n in emitted], tree.rows) for d in levels], dim=1)
         depths = tree.plan.depths.to(by_depth.device).expand(tree.batch_size, -1)
         rows = torch.arange(tree.batch_size, device=by_depth.device)[:, None]
@@ -189,6 +204,9 @@ def verify(
     sequences: Sequences,
     *,
     lockstep: bool,
+    pads_ended: bool = False,
+    after_step: Callable[[], bool] | None = None,
+    verdict: Verdict | None = None,
 ) -> Verdict:
     """Walks the tree as the request's sampler decides, appending to `sequences` and stopping where it must.
 
@@ -197,42 +215,75 @@ def verify(
         tree: of all rows, or of those that are not finished.
         lockstep: all rows advance together, so that every processor and criterion is called in stock's order with the
             whole batch; otherwise each row advances alone.
+        pads_ended: rows that have ended go on with padding, as far as the longest row.
+        after_step: called after every step of a lock-step; False ends the round.
+        verdict: an empty one to be filled, for a caller who wants what an interruption has left.
     Returns:
-        The verdict; rows that are finished before the call take no part.
+        The verdict; rows that were finished before the call emit nothing.
     """
-    verdict = Verdict.empty(sequences.batch_size)
+    verdict = verdict or Verdict.empty(sequences.batch_size)
     choose = sampler.chooser(logits, tree, sequences)
-    everyone = range(sequences.batch_size)
-    groups = [list(everyone)] if lockstep else [[row] for row in everyone if not sequences.finished[row]]
-    for rows in groups:
-        _walk(rows, choose, tree, sampler, stopping, sequences, verdict)
+    if lockstep:
+        _Walk(choose, tree, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
+        return verdict
+    ended = sequences.finished_rows
+    walk = _Walk(choose, tree, sampler, stopping, sequences, verdict)
+    for row in range(sequences.batch_size):
+        if row not in ended:
+            walk([row])
+    for row in ended if pads_ended else ():
+        walk.pad(row, max(sequences.num_emitted))
     return verdict
 
 
-def _walk(
-    rows: list[int],
-    choose: Choose,
-    tree: DraftTree,
-    sampler: Sampler,
-    stopping: Stopping,
-    sequences: Sequences,
-    verdict: Verdict,
-) -> None:
-    nodes, can_go_on = [0] * len(rows), True
-    while can_go_on:
-        chosen = choose(rows, nodes)
-        running = [stopping.is_running(sequences, row) for row in rows]
-        for row, token, is_running in zip(rows, chosen, running, strict=True):
-            sequences.append(row, token if is_running else sequences.pad_token_id)
-        stopping.update(rows, sequences, sampler.records)
-        can_go_on = not all(sequences.finished[row] for row in rows)
-        for index, row in enumerate(rows):
-            if not running[index]:
-                continue
-            child = tree.host.child(tree.slot(row), nodes[index], chosen[index])
-            verdict.paths[row].append(nodes[index])
-            verdict.tokens[row].append(chosen[index])
-            verdict.num_accepted[row] += child is not None
-            if stopping.is_running(sequences, row):
-                can_go_on &= child is not None
-                nodes[index] = child or 0
+@dataclass
+class _Walk:
+    """Down the tree, from the root to where nothing was drafted of what is chosen; see `verify`."""
+
+    choose: Choose
+    tree: DraftTree
+    sampler: Sampler
+    stopping: Stopping
+    sequences: Sequences
+    verdict: Verdict
+    after_step: Callable[[], bool] | None = None
+
+    def __call__(self, rows: list[int]) -> None:
+        """Together, for rows of equal length; a row that ends on the way goes on with padding."""
+        nodes: Sequence[int | None] = [0] * len(rows)
+        can_go_on = True
+        while can_go_on and None not in nodes:
+            chosen = self.choose(rows, nodes)  # type: ignore[arg-type]
+            running = [self.stopping.is_running(self.sequences, row) for row in rows]
+            nodes = list(map(self._step, rows, nodes, chosen, running))
+            can_go_on = self._goes_on_after_criteria(rows)
+            if self.after_step is not None:
+                can_go_on &= self.after_step()
+
+    def pad(self, row: int, length: int) -> None:
+        """A row that has ended, up to `length` new tokens: chooses only for the record."""
+        node: int | None = 0
+        while node is not None and len(self.sequences.new_tokens[row]) < length:
+            self.choose([row], [node])
+            node = self._step(row, node, 0, False)
+
+    def _step(self, row: int, node: Any, chosen: int, is_running: bool) -> int | None:
+        """Appends what was chosen at a node; returns the child with it."""
+        token = chosen if is_running else self.sequences.pad_token_id
+        self.sequences.append(row, token)
+        child = self.tree.host.child(self.tree.slot(row), node, token)
+        self.verdict.paths[row].append(node)
+        if is_running:
+            self.verdict.tokens[row].append(token)
+            self.verdict.num_accepted[row] += child is not None
+        return child
+
+    def _goes_on_after_criteria(self, rows: list[int]) -> bool:
+        """Marks the rows that are finished; whether any is not, and all that was drawn ahead still holds."""
+        is_whole = len(rows) == self.sequences.batch_size
+        noise = self.sampler.noise if is_whole and self.stopping.may_draw else None
+        if noise is not None:
+            noise.pause(len(self.sequences.new_tokens[rows[0]]))
+        self.stopping.update(rows, self.sequences, self.sampler.records)
+        was_disturbed = noise is not None and noise.resume()
+        return not was_disturbed and not all(self.sequences.finished[row] for row in rows)

@@ -383,15 +383,17 @@ class TestStreamedSampling:
         torch.manual_seed(0)
         noise = Noise(2, 5, torch.device("cpu"))
         ahead = noise.row(3).clone()
-        drawn = torch.get_rng_state()
+        torch.manual_seed(0)
+        torch.empty(2, 5).exponential_()
+        after_one = torch.get_rng_state()
+        torch.manual_seed(1)
         noise.pause(1)
-        assert not torch.equal(torch.get_rng_state(), drawn)
-        noise.resume()
-        assert torch.equal(torch.get_rng_state(), drawn)
+        assert torch.equal(torch.get_rng_state(), after_one)
+        assert not noise.resume()
         assert torch.equal(noise.row(3), ahead)
         noise.pause(1)
         torch.rand(1)
-        noise.resume()
+        assert noise.resume()
         assert not torch.equal(noise.row(3), ahead), "somebody has drawn: stock would not draw this noise any more"
 
 
