@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from .errors import SpeculateError
+from .files import replace_files, text_writer
 
 
 # A figure, one figure for each depth (from 1), or words.
@@ -74,8 +75,7 @@ def write_card(
     )
     target = hub_id or (Path(base_model).name if base_model else None)
     body = _body(name, target, algorithm, layout, _table(metrics, measured_on), notes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(path)
+    replace_files(folder, {CARD_FILE: text_writer(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")))})
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from transformers.utils import logging
 
 from .adapters import adapter_fingerprints
+from .errors import CheckpointError
+from .files import read_json
 from .models import GenerativeModel
 
 
@@ -46,11 +47,11 @@ def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
 def _trained_adapters(folder: str) -> Mapping[str, str] | None:
     """Name -> fingerprint; None if the folder does not say (most heads of others)."""
     try:
-        content: Any = json.loads((Path(folder) / PROVENANCE_FILE).read_text(encoding="utf-8"))
+        content: Any = read_json(Path(folder) / PROVENANCE_FILE)
         if "adapters" in content:
             return {str(name): str(fingerprint) for name, fingerprint in content["adapters"].items()}
         return {} if content["target"]["adapters"] is None else None  # a head from before fingerprints were noted
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, KeyError, TypeError, AttributeError):
         return None
 
 

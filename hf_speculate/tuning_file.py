@@ -24,6 +24,7 @@ from .adapters import active_adapters
 from .costs import CostSurface
 from .devices import device_name, execution_device
 from .errors import CheckpointError
+from .files import json_writer, read_json, replace_files
 from .models import GenerativeModel
 from .reach import Acceptance
 
@@ -34,6 +35,7 @@ TUNING_FILE = "tuning.json"
 
 _FORMAT, _VERSION = "hf_speculate.tuning", 1
 _COSTS_FORMAT = "hf_speculate.costs"
+_MAX_OPTION = 4096  # of what a drafter may be told to draft
 _SHAPE = (
     "hidden_size",
     "intermediate_size",
@@ -78,6 +80,14 @@ class Setting:
             transformers=transformers.__version__,
         )
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Setting:
+        """Raises `TypeError` for what `asdict` cannot have written."""
+        setting = cls(**value)
+        if not isinstance(setting.target, dict) or type(setting.batch_size) is not int:
+            raise TypeError("a setting needs a target by name and a number of rows")
+        return setting
+
     def differences(self, other: Setting) -> list[str]:
         """In words, what `other` has otherwise; the batch size, which options do not depend on, is left out."""
         mine, its = ({**asdict(s), **{f"target's {k}": v for k, v in s.target.items()}} for s in (self, other))
@@ -113,7 +123,7 @@ class TargetCosts:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TargetCosts:
         surfaces = (CostSurface.from_json(value[name]) for name in ("rounds", "plain"))
-        return cls(Setting(**value["setting"]), *surfaces)
+        return cls(Setting.from_json(value["setting"]), *surfaces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +156,8 @@ class TuningFile:
         Args:
             given: names of the user's options; where one of them is about size, all of these are the user's.
             knobs: names of the drafter's options about size.
+        Raises:
+            CheckpointError: an option that `tune` does not write.
         """
         differences = self.costs.setting.differences(Setting.of(target, self.costs.setting.batch_size))
         if differences:
@@ -154,6 +166,12 @@ class TuningFile:
                 "not used, what it says of acceptance is. `hf-speculate tune` measures anew."
             )
             return {}
+        for name, value in self.options.items():
+            if name not in knobs or not _is_size(value):
+                raise CheckpointError(
+                    f"{self.path}: option {name!r} is {str(value)[:80]}; possible: {', '.join(knobs)}, each null, an "
+                    f"integer from 1 to {_MAX_OPTION} or lists of numbers. Load with tuning=False, or tune anew."
+                )
         return {} if set(given) & set(knobs) else dict(self.options)
 
     def save(self, path: str | os.PathLike) -> Path:
@@ -189,11 +207,11 @@ class TuningFile:
                 costs=TargetCosts.from_json(value["costs"]),
                 drafting=CostSurface.from_json(value["drafting"]),
                 acceptance=Acceptance.from_json(value["acceptance"]),
-                ranks=value["ranks"],
-                predicted=value["predicted"],
+                ranks=[[float(share) for share in row] for row in value["ranks"]],
+                predicted=_named(value["predicted"]),
                 path=str(where),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise _broken(where, f"{type(error).__name__}: {error}") from error
 
 
@@ -240,7 +258,6 @@ def cached_costs(setting: Setting) -> TargetCosts | None:
 def cache_costs(costs: TargetCosts) -> Path:
     """Keeps costs for later calls on this machine, in the Hugging Face cache."""
     path = _cache_path(costs.setting)
-    path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, {"format": _COSTS_FORMAT, "version": _VERSION, "costs": costs.to_json()})
     return path
 
@@ -260,6 +277,15 @@ def _fingerprint(target: PreTrainedModel) -> dict[str, Any]:
     return {"class": type(target).__name__, **shape, "parameters": sum(p.numel() for p in target.parameters())}
 
 
+def _is_size(value: Any, depth: int = 0) -> bool:
+    """Of a knob: a number, or the paths of a tree, or shares of its ranks."""
+    if isinstance(value, list):
+        return 0 < len(value) <= _MAX_OPTION and depth < 2 and all(_is_size(item, depth + 1) for item in value)
+    if depth:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_OPTION
+    return value is None or (type(value) is int and 1 <= value <= _MAX_OPTION)
+
+
 def _named(options: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise TypeError(f"options must be an object, got {type(options).__name__}")
@@ -267,21 +293,15 @@ def _named(options: Any) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {error}") from error
+    replace_files(path.parent, {path.name: json_writer(value, indent=1)})
 
 
 def _read(path: Path, wanted: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = read_json(path)
+    except CheckpointError as error:
         raise _broken(path, str(error)) from error
-    found = value.get("format") if isinstance(value, dict) else None
+    found = value.get("format")
     if found != wanted:
         raise _broken(path, f"its format is {found!r}, not {wanted!r}")
     if value.get("version") != _VERSION:

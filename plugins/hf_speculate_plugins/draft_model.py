@@ -24,6 +24,7 @@ from hf_speculate.tree import DraftTree
 
 from .checkpoints import read_config, tensor_shapes
 from .growth import Frontier, grow_tree
+from .values import Values
 
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class DraftModelDrafter(Drafter):
     def recognizes(cls, folder: str) -> bool:
         """A checkpoint whose config names a causal LM, and whose tensors hold no heads of another method."""
         config = read_config(folder)
-        names = config.get("architectures") or []
+        names = Values(folder, config).texts("architectures")
         is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
         if is_head or "model_type" not in config or not any(n.endswith("ForCausalLM") for n in names):
             return False

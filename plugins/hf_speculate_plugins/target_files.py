@@ -6,7 +6,6 @@ shard that holds the tensor are downloaded.
 
 from __future__ import annotations
 
-import json
 import os
 from functools import cached_property
 from typing import Any
@@ -18,7 +17,8 @@ from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError
 
-from .checkpoints import read_tensor
+from .checkpoints import read_config, read_tensor
+from .weight_files import read_index
 
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -32,6 +32,7 @@ class TargetFiles:
         revision, token, cache_dir, local_files_only: as everywhere on the Hub.
     Raises:
         DrafterNotFoundError: no such folder or repository, or it has no model config.
+        CheckpointError: the config of a folder is no JSON.
     """
 
     def __init__(self, name_or_path: str | os.PathLike, **hub: Any):
@@ -39,10 +40,12 @@ class TargetFiles:
         self._hub = hub
         if self.name.startswith((".", "/", "~")) and not os.path.isdir(self.name):
             raise DrafterNotFoundError(f"cannot read target {self.name!r}: no such folder.")
+        read_config(self.name)  # of a folder; what transformers would wait for or recurse in is refused here
         try:
             self.config = AutoConfig.from_pretrained(self.name, **hub)
-        except (OSError, ValueError) as error:
-            raise DrafterNotFoundError(f"cannot read target {self.name!r}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # configs check themselves in several ways
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise DrafterNotFoundError(f"cannot read target {self.name!r}: {why}") from error
 
     @property
     def text_config(self) -> Any:
@@ -67,8 +70,13 @@ class TargetFiles:
     @cached_property
     def _names(self) -> tuple[str, str]:
         """Names of the embeddings and of the output matrix, asked of a model without weights."""
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(self.config)
+        try:
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(self.config)
+        except Exception as error:
+            raise CheckpointError(
+                f"the config of the target {self.name!r} makes no causal LM ({type(error).__name__}: {error})."
+            ) from error
         embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
         names = {id(module): name for name, module in model.named_modules()}
         return f"{names[id(embeddings)]}.weight", f"{names[id(output)]}.weight"
@@ -77,13 +85,14 @@ class TargetFiles:
         tensor = read_tensor(self._file_with(name), name)
         if not tensor.is_floating_point():
             raise CheckpointError(f"the target's {name} is quantised ({tensor.dtype}): give the original model.")
+        if tensor.dim() != 2:
+            raise CheckpointError(f"the target's {name} has shape {tuple(tensor.shape)}, expected a matrix.")
         return tensor
 
     def _file_with(self, name: str) -> str:
         for file in _WEIGHTS:
             if index := self._file(f"{file}.index.json"):
-                with open(index, encoding="utf-8") as opened:
-                    shard = json.load(opened)["weight_map"].get(name)
+                shard = read_index(index).get(name)
                 if shard is None:
                     raise CheckpointError(f"the target's files ({self.name}) do not hold {name}.")
                 file = shard

@@ -513,8 +513,9 @@ class TestLayouts:
     )
     def test_rope_is_found_wherever_configs_put_it(self, rope, expected):
         from hf_speculate_plugins.eagle.layouts import _rope
+        from hf_speculate_plugins.values import Values
 
-        found = _rope(rope, "safeailab")
+        found = _rope(Values("head", rope), "safeailab")
         assert expected.items() <= found.items()
 
     def test_t2d_alone_gives_the_vocabulary(self, head):

@@ -11,6 +11,7 @@ from hf_speculate.errors import CheckpointError
 
 from ..checkpoints import LoadReport
 from ..target_files import TargetFiles
+from ..values import Values
 from .loading import OpenedHead, assemble, check_sizes, is_copy, open_head, shared_embeddings, shared_output
 from .saving import check_layout, stores, write_head
 
@@ -32,21 +33,25 @@ def convert_head(
     """
     opened = open_head(folder)
     check_layout(layout, opened.spec)
-    config = opened.checkpoint.config
+    config = Values(folder, opened.checkpoint.config)
     if target is not None:
         check_sizes(opened.spec, target.text_config, target.name)
     embed_tokens = _embeddings(opened, layout, target)
     loaded = assemble(opened, embed_tokens, _output(opened, layout, target))
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    name = target.name if target else verifier.get("name_or_path")
+    verifier = config.inner("speculators_config").inner("verifier")
+    name = target.name if target else verifier.text("name_or_path")
+    if target is not None:
+        num_layers = target.text_config.num_hidden_layers
+    else:
+        num_layers = config.size("num_target_layers") if "num_target_layers" in config else None
     write_head(
         path,
         loaded.head,
         loaded.target_ids,
         layout,
-        num_target_layers=target.text_config.num_hidden_layers if target else config.get("num_target_layers"),
+        num_target_layers=num_layers,
         target_name=name,
-        target_architectures=target.architectures if target else verifier.get("architectures"),
+        target_architectures=target.architectures if target else verifier.texts("architectures"),
         embeddings_were_trained=embed_tokens is None and _were_trained(opened, target),
     )
     return SavedHead("eagle3" if opened.spec.version == 3 else "eagle", layout, name), loaded.report
@@ -86,9 +91,9 @@ def _absent(opened: OpenedHead) -> nn.Module:
 
 def _were_trained(opened: OpenedHead, target: TargetFiles | None) -> bool:
     """Whether embeddings in a file are the head's own. Unless something says otherwise they are."""
-    flag = opened.checkpoint.config.get("embed_requires_grad")
-    if flag is not None or target is None:
-        return flag is not False
+    config = Values(opened.checkpoint.folder, opened.checkpoint.config)
+    if "embed_requires_grad" in config or target is None:
+        return config.flag("embed_requires_grad", True)
     own, theirs = opened.checkpoint.tensors[_EMBEDDINGS], target.input_embeddings().weight
     return own.shape != theirs.shape or not is_copy(own, theirs)
 

@@ -16,7 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import Checkpoint
+from ..checkpoints import Checkpoint, num_indexed
+from ..values import Values
+from ..weight_files import listed
 from .config import Dialect, EagleSpec
 
 
@@ -30,7 +32,20 @@ _RENAMES = (
     (re.compile(r"^transformer\."), "layers.0."),
     (re.compile(r"^fusion_fc\."), "fc."),
 )
-_Q_PROJ = "layers.0.self_attn.q_proj.weight"
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+# No published head has more than a handful of either. A layer is built before its tensors are asked for.
+_MAX_LAYERS, _MAX_FEATURES = 64, 256
+_Q_PROJ, _K_PROJ = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+_DIMENSIONS = {
+    "fc.weight": 2,
+    "embed_tokens.weight": 2,
+    "lm_head.weight": 2,
+    _K_PROJ: 2,
+    "layers.0.self_attn.q_norm.weight": 1,
+    "layers.0.mlp.gate_proj.weight": 2,
+    "d2t": 1,
+    "t2d": 1,
+}
 # Tensors that only heads of other families have: P-EAGLE, DFlash / DSpark / Domino, MTP.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
 _MODELOPT_FLAGS = (
@@ -59,8 +74,8 @@ def eagle_version(shapes: Shapes) -> Literal[1, 3] | None:
     canonical = {canonical_name(name): shape for name, shape in shapes.items()}
     if any(_OTHER_FAMILIES.match(name) for name in canonical):
         return None
-    q_proj, o_proj = canonical.get(_Q_PROJ), canonical.get("layers.0.self_attn.o_proj.weight")
-    if q_proj is None or o_proj is None or "fc.weight" not in canonical:
+    q_proj, o_proj = canonical.get(_Q_PROJ, ()), canonical.get("layers.0.self_attn.o_proj.weight", ())
+    if len(q_proj) != 2 or len(o_proj) != 2 or "fc.weight" not in canonical:
         return None
     has_hidden_norm = "layers.0.hidden_norm.weight" in canonical
     if q_proj[1] == 2 * o_proj[0] and has_hidden_norm:
@@ -74,80 +89,101 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     Raises:
         CheckpointError: not an EAGLE head, or a config that lacks or contradicts what the tensors need.
     """
-    config = checkpoint.config
     shapes = {canonical_name(name): tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
     version = eagle_version(shapes)
     if version is None:
-        raise CheckpointError(f"{checkpoint.folder} holds no EAGLE head: {sorted(shapes)[:8]} …")
+        raise CheckpointError(f"{checkpoint.folder} holds no EAGLE head: {listed(sorted(shapes), 8)} …")
+    if not checkpoint.config:  # RoPE and the number of heads are nowhere else
+        raise CheckpointError(f"{checkpoint.folder} has no config.json, which says num_attention_heads and RoPE.")
+    _check_dimensions(checkpoint.folder, shapes)
+    config = Values(checkpoint.folder, checkpoint.config)
     dialect = _dialect(config, checkpoint.tensors, version)
-    layer_config = _layer_config(checkpoint)
+    layer_config = _layer_config(config)
+    num_layers = _num_layers(checkpoint.folder, shapes)
     try:
         return EagleSpec(
             dialect=dialect,
             version=version,
+            num_layers=num_layers,
             **_sizes(shapes, layer_config, config, version),
             **_features(shapes, config, dialect, version),
             **_switches(shapes, config, dialect, version),
-            hidden_act=layer_config.get("hidden_act", "silu"),
-            rms_norm_eps=layer_config.get("rms_norm_eps", 1e-6),
+            hidden_act=layer_config.text("hidden_act") or "silu",
+            rms_norm_eps=layer_config.number("rms_norm_eps", 1e-6),
             rope=_rope(layer_config, dialect),
-            max_position_embeddings=layer_config.get("max_position_embeddings", 2048),
-            windows=_windows(layer_config, _num_layers(shapes)),
+            max_position_embeddings=layer_config.size("max_position_embeddings", 2048, most=1 << 40),
+            windows=_windows(layer_config, num_layers),
         )
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint.folder}: config.json or the weights lack {error}.") from error
+        raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
 
 
-def _dialect(config: Mapping[str, Any], names: Iterable[str], version: int) -> Dialect:
+def _check_dimensions(folder: str, shapes: Shapes) -> None:
+    """Of the tensors whose sizes say what the head is; the others are compared with what these say."""
+    for name, shape in shapes.items():
+        wanted = _DIMENSIONS.get(name, len(shape))
+        if len(shape) != wanted:
+            raise CheckpointError(f"{folder}: {name} has shape {shape}, expected {wanted} dimensions.")
+
+
+def _dialect(config: Values, names: Iterable[str], version: int) -> Dialect:
     if version == 1:
         return "eagle1"
-    if "speculators_model_type" in config:
+    if "speculators_model_type" in config.values:
         return "speculators"
     if not any(name.startswith("midlayer.") for name in names):
-        return "deepspec" if "target_layer_ids" in config else "speculators"
-    nested = config.get("eagle_config") or {}
+        return "deepspec" if "target_layer_ids" in config.values else "speculators"
+    nested = config.inner("eagle_config").values
     if any(flag in nested for flag in _MODELOPT_FLAGS):
         return "modelopt"
     # SpecForge's exporters write transformers 5 configs; SafeAILab's own files are those of transformers 4.
     marks = ("norm_output", "fc_norm", "dtype", "rope_parameters", "eagle_config")
-    return "specforge" if any(mark in config for mark in marks) else "safeailab"
+    return "specforge" if any(mark in config.values for mark in marks) else "safeailab"
 
 
-def _layer_config(checkpoint: Checkpoint) -> dict[str, Any]:
+def _layer_config(config: Values) -> Values:
     """The config of the decoder layers: the top level, or speculators' nested one.
 
     The nested config may be a diff against the defaults of its class, so those are filled in.
     """
-    nested = checkpoint.config.get("transformer_layer_config")
-    if nested is None:
-        return checkpoint.config
-    model_type = nested.get("model_type", "llama")
-    if model_type not in CONFIG_MAPPING:
-        raise CheckpointError(f"{checkpoint.folder}: transformer_layer_config has unknown model_type {model_type!r}.")
-    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    if "transformer_layer_config" not in config:
+        return config
+    nested = config.inner("transformer_layer_config")
+    model_type = nested.text("model_type") or "llama"
+    try:
+        defaults = CONFIG_MAPPING[model_type]().to_dict()
+    except Exception as error:  # not known, or one that has no defaults
+        raise nested.wrong("model_type", "that of a decoder that transformers knows") from error
     # Sizes must come from the file; a class's default window or layer types say nothing about it.
     kept = ("hidden_act", "rms_norm_eps", "max_position_embeddings")
     filled = {key: defaults[key] for key in kept if key in defaults}
     theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
     if theta is not None:
         filled["default_rope_theta"] = theta
-    return {**filled, **nested}
+    return Values(config.where, {**filled, **nested.values}, "transformer_layer_config.")
 
 
-def _num_layers(shapes: Shapes) -> int:
-    return 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
+def _num_layers(folder: str, shapes: Shapes) -> int:
+    indices = [match[1] for name in shapes if (match := _LAYER.match(name))]
+    return num_indexed(folder, "layer", indices, _MAX_LAYERS)
 
 
-def _sizes(shapes: Shapes, layer_config: Mapping[str, Any], config: Mapping[str, Any], version: int) -> dict[str, int]:
+def _sizes(shapes: Shapes, layer_config: Values, config: Values, version: int) -> dict[str, int]:
     q_size, hidden_size = shapes[_Q_PROJ][0], shapes["layers.0.self_attn.o_proj.weight"][0]
-    kv_size = shapes["layers.0.self_attn.k_proj.weight"][0]
+    kv_size = shapes[_K_PROJ][0]
     q_norm = shapes.get("layers.0.self_attn.q_norm.weight")
     # `head_dim` of configs is not always there and not always right: the tensors decide with the number of heads.
-    head_dim = q_norm[0] if q_norm else q_size // layer_config["num_attention_heads"]
+    head_dim = q_norm[0] if q_norm else q_size // layer_config.size("num_attention_heads")
     if not head_dim or q_size % head_dim or kv_size % head_dim:
         raise CheckpointError(
-            f"q_proj has {q_size} rows and k_proj {kv_size}, which {layer_config.get('num_attention_heads')} heads "
-            f"(num_attention_heads in config.json) do not divide."
+            f"q_proj has {q_size} rows and k_proj {kv_size}, which {layer_config.values.get('num_attention_heads')} "
+            "heads (num_attention_heads in config.json) do not divide."
+        )
+    num_heads, num_kv_heads = q_size // head_dim, kv_size // head_dim
+    if head_dim % 2 or num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{num_heads} heads of {head_dim} values, {num_kv_heads} of keys: RoPE turns pairs of values, and as many "
+            "heads must share each head of keys."
         )
     vocab_size = _vocab_size(shapes, layer_config, config)
     own_head = shapes.get("lm_head.weight") if version == 3 else None
@@ -155,37 +191,38 @@ def _sizes(shapes: Shapes, layer_config: Mapping[str, Any], config: Mapping[str,
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
         "draft_vocab_size": own_head[0] if own_head else shapes["d2t"][0] if "d2t" in shapes else vocab_size,
-        "num_layers": _num_layers(shapes),
         "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
-        "num_heads": q_size // head_dim,
-        "num_kv_heads": kv_size // head_dim,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
     }
 
 
-def _vocab_size(shapes: Shapes, layer_config: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+def _vocab_size(shapes: Shapes, layer_config: Values, config: Values) -> int:
     for name in ("t2d", "embed_tokens.weight"):
         if name in shapes:
             return shapes[name][0]
-    return layer_config["vocab_size"] if "vocab_size" in layer_config else config["vocab_size"]
+    return (layer_config if "vocab_size" in layer_config else config).size("vocab_size")
 
 
-def _features(shapes: Shapes, config: Mapping[str, Any], dialect: str, version: int) -> dict[str, Any]:
+def _features(shapes: Shapes, config: Values, dialect: str, version: int) -> dict[str, Any]:
     """How many features, how wide, and which: ids in files are outputs of layers, or indices into `hidden_states`."""
     hidden_size, fc_size = shapes["fc.weight"][0], shapes["fc.weight"][1]
     if version == 1:
+        if fc_size <= hidden_size:
+            raise CheckpointError(f"fc.weight of EAGLE-1 takes {fc_size} inputs, the state alone has {hidden_size}.")
         return {"num_features": 1, "target_hidden_size": fc_size - hidden_size, "feature_layers": None}
     layers = _feature_layers(config)
     if layers is not None:
         num_features = len(layers)
-    elif config.get("target_hidden_size"):
-        num_features = fc_size // config["target_hidden_size"]
+    elif "target_hidden_size" in config:
+        num_features = fc_size // config.size("target_hidden_size")
     else:
         num_features = fc_size // hidden_size if dialect == "deepspec" else 3
-    if not num_features or fc_size % num_features:
+    if not 0 < num_features <= _MAX_FEATURES or fc_size % num_features:
         raise CheckpointError(
             f"fc.weight takes {fc_size} inputs, which is no multiple of the {num_features} target layers "
-            f"that the config names ({layers or 'none; 3 by default'})."
+            f"that the config names ({layers or 'none; 3 by default'}; at most {_MAX_FEATURES})."
         )
     return {
         "num_features": num_features,
@@ -194,17 +231,16 @@ def _features(shapes: Shapes, config: Mapping[str, Any], dialect: str, version: 
     }
 
 
-def _feature_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
+def _feature_layers(config: Values) -> tuple[int, ...] | None:
+    ids = config.indices("eagle_aux_hidden_state_layer_ids")
     if ids:
         return tuple(ids)
-    nested = config.get("eagle_config") or {}
-    ids = nested.get("eagle_aux_hidden_state_layer_ids") or config.get("target_layer_ids")
+    ids = config.inner("eagle_config").indices("eagle_aux_hidden_state_layer_ids") or config.indices("target_layer_ids")
     return tuple(i + 1 for i in ids) if ids else None
 
 
-def _switches(shapes: Shapes, config: Mapping[str, Any], dialect: str, version: int) -> dict[str, Any]:
-    nested = config.get("eagle_config") or {}
+def _switches(shapes: Shapes, config: Values, dialect: str, version: int) -> dict[str, Any]:
+    nested = config.inner("eagle_config")
 
     def has(name: str) -> bool:
         return f"layers.0.{name}" in shapes
@@ -220,41 +256,44 @@ def _switches(shapes: Shapes, config: Mapping[str, Any], dialect: str, version: 
     }
     if version == 1:
         return {**switches, "norm_logits": False}
-    norms_embedding = bool(nested.get("use_input_layernorm_in_first_layer", True))
+    norms_embedding = nested.flag("use_input_layernorm_in_first_layer", True)
     switches["norm_embedding"] = norms_embedding and has("input_layernorm.weight")
-    switches["norm_logits"] = "norm.weight" in shapes and bool(nested.get("use_last_layernorm", True))
+    switches["norm_logits"] = "norm.weight" in shapes and nested.flag("use_last_layernorm", True)
     if dialect == "speculators":
         # The library's default is False, its trainer's and vLLM's True: files without the key are vLLM's business.
-        switches["norm_before_residual"] = bool(config.get("norm_before_residual", True))
-        switches["feed_back_normed"] = bool(config.get("norm_output", False))
+        switches["norm_before_residual"] = config.flag("norm_before_residual", True)
+        switches["feed_back_normed"] = config.flag("norm_output", False)
     elif dialect == "specforge":
         # Here the flag means "norm before the output matrix"; what is fed back is never normed.
-        switches["norm_logits"] = bool(config.get("norm_output", True))
-    if "norm_before_residual" in config:
-        switches["norm_before_residual"] = bool(config["norm_before_residual"])
-    if nested.get("return_hidden_post_norm"):
+        switches["norm_logits"] = config.flag("norm_output", True)
+    if "norm_before_residual" in config.values:
+        switches["norm_before_residual"] = config.flag("norm_before_residual", False)
+    if nested.flag("return_hidden_post_norm", False):
         switches["feed_back_normed"] = True
     return switches
 
 
-def _rope(layer_config: Mapping[str, Any], dialect: str) -> dict[str, Any]:
+def _rope(layer_config: Values, dialect: str) -> dict[str, Any]:
     """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    found = {**(layer_config.get("rope_scaling") or {}), **(layer_config.get("rope_parameters") or {})}
+    found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
     if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
         found = dict(found["full_attention"])
-    rope_type = found.get("rope_type") or found.pop("type", None) or "default"
-    found.pop("type", None)
+    parameters = Values(layer_config.where, found, "rope_parameters.")
+    rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
     if rope_type == "mrope":  # three equal position ids for text: plain RoPE
         found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
-    theta = found.get("rope_theta") or layer_config.get("rope_theta") or layer_config.get("default_rope_theta")
+    theta = parameters.number("rope_theta", 0.0) or layer_config.number("rope_theta", 0.0)
+    theta = theta or layer_config.number("default_rope_theta", 0.0)
     if dialect in ("eagle1", "safeailab") and rope_type in ("linear", "dynamic"):
         theta = None  # the reference code scales plain RoPE and drops the base
+    found = {key: value for key, value in found.items() if key != "type"}
     return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
 
 
-def _windows(layer_config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    types, window = layer_config.get("layer_types"), layer_config.get("sliding_window")
-    if not types or not window:
+def _windows(layer_config: Values, num_layers: int) -> tuple[int | None, ...]:
+    types = layer_config.texts("layer_types")
+    if not types or not layer_config.values.get("sliding_window"):
         return (None,) * num_layers
+    window = layer_config.size("sliding_window", most=1 << 40)
     windows = [window if kind == "sliding_attention" else None for kind in types[:num_layers]]
     return (*windows, *[None] * (num_layers - len(windows)))

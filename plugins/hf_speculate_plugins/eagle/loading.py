@@ -14,6 +14,9 @@ from hf_speculate.devices import execution_device
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
 from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint
+from ..values import Values
+from ..weight_files import WEIGHT_TYPES
+from .building import build_head
 from .config import Conventions, EagleSpec
 from .head import EagleHead
 from .layouts import canonical_name, describe
@@ -104,8 +107,7 @@ def assemble(
         CheckpointError: missing, unknown and misshapen tensors.
     """
     spec, keys = opened.spec, opened.keys
-    with torch.device("meta"):
-        head = EagleHead(spec, embed_tokens, lm_head)
+    head = build_head(spec, opened.checkpoint.folder, embed_tokens, lm_head)
     _ignore_leftovers(spec, opened.checkpoint, keys)
     weights = {name: keys.take(name, parameter.shape) for name, parameter in head.named_parameters()}
     report = keys.finish()
@@ -165,11 +167,11 @@ def _overridden(spec: EagleSpec, conventions: Conventions) -> EagleSpec:
 
 def _target_ids(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> Tensor | None:
     """Target id of every draft id, from `d2t` (offsets) and `t2d` (membership), which must agree."""
-    offsets = keys.optional("d2t", (spec.draft_vocab_size,))
-    members = keys.optional("t2d", (spec.vocab_size,))
-    own = torch.arange(spec.draft_vocab_size)
+    offsets = keys.optional_ids("d2t", (spec.draft_vocab_size,))
+    members = keys.optional_ids("t2d", (spec.vocab_size,))
+    keys.check()
     if offsets is not None:
-        ids = own + offsets.long()
+        ids = torch.arange(spec.draft_vocab_size) + offsets.long()
     elif members is not None:
         ids = members.nonzero().flatten()
     else:
@@ -190,7 +192,8 @@ def _target_ids(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> Te
             f"{checkpoint.folder}: d2t maps {spec.draft_vocab_size} draft ids to {num_different} different ids "
             f"between {int(ids.min())} and {int(ids.max())}; the vocabulary has {spec.vocab_size}."
         )
-    return None if torch.equal(ids, own) and spec.draft_vocab_size == spec.vocab_size else ids
+    is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
+    return None if is_whole else ids
 
 
 def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None) -> nn.Module | None:
@@ -202,7 +205,7 @@ def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None
     """
     name = "embed_tokens.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
-    own, shape = checkpoint.tensors.get(name), _embedding_shape(theirs)
+    own, shape = _own(opened, name), _embedding_shape(theirs)
     fits = shape == (spec.vocab_size, spec.hidden_size)
     if own is None or choice == "target":
         if not fits:
@@ -217,7 +220,7 @@ def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None
     if is_copy(own, theirs.weight):
         keys.share(name, "equal to the target's")
         return theirs
-    was_trained = bool(checkpoint.config.get("embed_requires_grad"))
+    was_trained = Values(checkpoint.folder, checkpoint.config).flag("embed_requires_grad", False)
     if not was_trained and _mean_cosine(own, theirs) < _MIN_COSINE:
         keys.share(name, "those in the file look random; pass embeddings='own' to use them")
         return theirs
@@ -228,7 +231,7 @@ def shared_output(opened: OpenedHead, theirs: Any) -> nn.Module | None:
     """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded."""
     name = "lm_head.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
-    own = checkpoint.tensors.get(name)
+    own = _own(opened, name)
     fits = tuple(theirs.weight.shape) == (spec.vocab_size, spec.hidden_size)
     if own is not None and not (own.shape == theirs.weight.shape and is_copy(own, theirs.weight)):
         return None
@@ -243,6 +246,14 @@ def shared_output(opened: OpenedHead, theirs: Any) -> nn.Module | None:
         )
     keys.share(name, "equal to the target's" if own is not None else "not in the file")
     return theirs
+
+
+def _own(opened: OpenedHead, name: str) -> Tensor | None:
+    """What the file has of it, in the books only where it is used."""
+    own = opened.checkpoint.tensors.get(name)
+    if own is not None and own.dtype not in WEIGHT_TYPES:
+        raise CheckpointError(f"{opened.checkpoint.folder}: {name} is of {own.dtype}, not of a type of weights.")
+    return own
 
 
 def is_copy(own: Tensor, theirs: Tensor) -> bool:

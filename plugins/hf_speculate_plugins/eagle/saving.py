@@ -6,19 +6,17 @@ never fail. Tensors keep the dtype that they have, those of the target too.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.vocabulary import embedding_rows, output_rows
 
-from ..checkpoints import refuse_other_weights
+from ..weight_files import write_checkpoint
 from .config import EagleSpec
 from .head import EagleHead
 
@@ -95,14 +93,7 @@ def write_head(
         config["embed_requires_grad"] = trained  # else readers may take the target's
     config["torch_dtype" if layout == "safeailab" else "dtype"] = str(head.dtype).removeprefix("torch.")
     file = "pytorch_model.bin" if layout == "safeailab" else "model.safetensors"
-    refuse_other_weights(path, file)
-    os.makedirs(path, exist_ok=True)
-    if layout == "safeailab":
-        torch.save(tensors, os.path.join(path, file))
-    else:
-        save_file(tensors, os.path.join(path, file), metadata={"format": "pt"})
-    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2)
+    write_checkpoint(path, file, tensors, config)
 
 
 def check_layout(layout: str, spec: EagleSpec) -> None:

@@ -10,8 +10,9 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 
 from ..checkpoints import LoadReport
 from ..target_files import TargetFiles
+from ..values import Values
 from .heads import MedusaHeads
-from .layouts import MedusaCheckpoint, check_layout, read_heads, write_heads
+from .layouts import check_layout, read_heads, write_heads
 
 
 def convert_heads(
@@ -28,7 +29,8 @@ def convert_heads(
     """
     checkpoint = read_heads(folder)
     heads, report = checkpoint.heads, checkpoint.report
-    name = target.name if target else checkpoint.config.get("base_model_name_or_path")
+    config = Values(folder, checkpoint.config)
+    name = target.name if target else config.text("base_model_name_or_path")
     check_layout(layout, heads, can_add_output=True)
     if target is not None and target.text_config.hidden_size != heads.hidden_size:
         raise TargetMismatchError(
@@ -40,7 +42,7 @@ def convert_heads(
     if checkpoint.backbone:
         lost = {"backbone": f"it was trained with the heads: they draft well only for the model in {folder}"}
         report = dataclasses.replace(report, missing={**report.missing, **lost})
-    write_heads(path, heads, layout, vocab_size=_vocab_size(checkpoint, target), base_model=name)
+    write_heads(path, heads, layout, vocab_size=_vocab_size(heads, config, target), base_model=name)
     return SavedHead("medusa", layout, name), report
 
 
@@ -56,9 +58,10 @@ def _with_output(heads: MedusaHeads, folder: str, target: TargetFiles | None) ->
     return MedusaHeads(heads.block_weight.data, bias, weight.data[None])
 
 
-def _vocab_size(checkpoint: MedusaCheckpoint, target: TargetFiles | None) -> int | None:
+def _vocab_size(heads: MedusaHeads, config: Values, target: TargetFiles | None) -> int | None:
     """The target's; None where nothing tells, which only truncated vocabularies mind."""
     if target is not None:
         return target.text_config.vocab_size
-    heads = checkpoint.heads
-    return checkpoint.config.get("vocab_size") or (heads.vocab_size if heads.token_ids is None else None)
+    if "vocab_size" in config:
+        return config.size("vocab_size")
+    return heads.vocab_size if heads.token_ids is None else None

@@ -12,7 +12,6 @@ What there is is read off the tensors: published configs have no `model_type`, a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection
@@ -20,12 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.files import file_names
 
-from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint, refuse_other_weights, tensor_shapes
+from ..checkpoints import Checkpoint, KeyAccount, LoadReport, num_indexed, read_checkpoint, tensor_shapes
+from ..values import Values
+from ..weight_files import write_checkpoint
 from .heads import MedusaHeads
 
 
@@ -88,7 +89,7 @@ def recognizes(folder: str) -> bool:
         return _find_layout(tensor_shapes(folder, strip=_STRIP)) is not None
     except CheckpointError:
         # Broken, but named as a Medusa head: it is ours to say what is wrong with it.
-        return any(name.startswith("medusa_lm_head") for name in os.listdir(folder))
+        return any(name.startswith("medusa_lm_head") for name in file_names(folder))
 
 
 def read_heads(folder: str) -> MedusaCheckpoint:
@@ -139,14 +140,7 @@ def write_heads(
     file, tensors, config = _as_vllm(heads, vocab_size) if layout == "vllm" else _as_fasterdecoding(heads)
     if base_model:
         config["base_model_name_or_path"] = base_model
-    refuse_other_weights(path, file)
-    os.makedirs(path, exist_ok=True)
-    if file.endswith(".pt"):
-        torch.save(_detached(tensors), os.path.join(path, file))
-    else:
-        save_file(_detached(tensors), os.path.join(path, file), metadata={"format": "pt"})
-    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as opened:
-        json.dump(config, opened, indent=2)
+    write_checkpoint(path, file, _detached(tensors), config)
 
 
 def check_layout(layout: str, heads: MedusaHeads, can_add_output: bool = False) -> None:
@@ -185,22 +179,28 @@ def _choose_probes(shapes: dict[str, tuple[int, ...]]) -> list[str]:
 def _take_heads(checkpoint: Checkpoint, layout: _Layout, keys: KeyAccount) -> MedusaHeads:
     """Head and layer counts are the largest indices that occur: a gap is then a missing tensor, not a smaller head."""
     blocks = [match for name in checkpoint.tensors if (match := layout.block_pattern.fullmatch(name))]
-    num_heads = 1 + max(int(match[1]) for match in blocks)
-    num_layers = 1 + max(int(match[2]) for match in blocks)
-    hidden_size = checkpoint.tensors[blocks[0].string].shape[-1]
+    num_tensors = len(checkpoint.tensors)  # there are no more blocks than that
+    num_heads = num_indexed(checkpoint.folder, "Medusa head", [match[1] for match in blocks], num_tensors)
+    most = max(num_tensors // num_heads, 1)
+    num_layers = num_indexed(checkpoint.folder, "block", [match[2] for match in blocks], most)
+    shape = checkpoint.tensors[blocks[0].string].shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{checkpoint.folder}: {blocks[0].string} has shape {tuple(shape)}, no square matrix.")
+    hidden_size = shape[-1]
     names = [[layout.block(h, layer) for layer in range(num_layers)] for h in range(num_heads)]
     weights = [[keys.take(f"{name}.weight", (hidden_size, hidden_size)) for name in row] for row in names]
     biases = None
     if any(f"{name}.bias" in keys for row in names for name in row):
         biases = [[keys.take(f"{name}.bias", (hidden_size,)) for name in row] for row in names]
     outputs = _take_outputs(checkpoint, layout, keys, num_heads, num_layers, hidden_size)
-    token_ids = keys.optional("token_map", (None,)) if layout.name == "vllm" else None
+    token_ids = keys.optional_ids("token_map", (None,)) if layout.name == "vllm" else None
     keys.finish()  # raises here if anything is missing: there is nothing to stack then
+    token_ids = _checked_token_ids(checkpoint.folder, token_ids)
     return MedusaHeads(
         torch.stack([torch.stack(row) for row in weights]),
         None if biases is None else torch.stack([torch.stack(row) for row in biases]),
-        _stack_outputs(outputs, token_ids),
-        _checked_token_ids(checkpoint.folder, token_ids),
+        _stack_outputs(checkpoint.folder, outputs, token_ids),
+        token_ids,
     )
 
 
@@ -210,7 +210,8 @@ def _take_outputs(
     """One output matrix a head, or one for all, or none."""
     names = [layout.output(head, num_layers) for head in range(num_heads)]
     present = [name for name in names if name in keys]
-    if layout.name == "vllm" and checkpoint.config.get("original_lm_head") and len(present) < 2:
+    config = Values(checkpoint.folder, checkpoint.config)
+    if layout.name == "vllm" and config.flag("original_lm_head", False) and len(present) < 2:
         present.extend(["lm_head.weight"] if "lm_head.weight" in keys else [])
         names = present
     elif layout.name == "fasterdecoding" and not present:
@@ -224,12 +225,17 @@ def _take_outputs(
     return outputs
 
 
-def _stack_outputs(outputs: list[Tensor], token_ids: Tensor | None) -> Tensor | None:
+def _stack_outputs(folder: str, outputs: list[Tensor], token_ids: Tensor | None) -> Tensor | None:
     """[D, Vd, H]. Full matrices beside a `token_map` are allowed: the mapped rows are what counts (vLLM)."""
     if not outputs:
         return None
-    if token_ids is not None and len(token_ids) < len(outputs[0]):
-        outputs = [output[token_ids.long()] for output in outputs]
+    num_rows = len(outputs[0])
+    if token_ids is not None and len(token_ids) < num_rows:
+        if int(token_ids.max()) >= num_rows:
+            raise CheckpointError(f"{folder}: token_map names token {int(token_ids.max())} of {num_rows}.")
+        outputs = [output[token_ids] for output in outputs]
+    elif token_ids is not None and len(token_ids) > num_rows:
+        raise CheckpointError(f"{folder}: token_map names {len(token_ids)} tokens, output matrices {num_rows}.")
     return torch.stack(outputs)
 
 
@@ -237,9 +243,10 @@ def _checked_token_ids(folder: str, token_ids: Tensor | None) -> Tensor | None:
     """`token_map` holds *absolute* target ids (not offsets as EAGLE's `d2t`), each once."""
     if token_ids is None:
         return None
-    if token_ids.is_floating_point() or len(token_ids.unique()) != len(token_ids) or bool((token_ids < 0).any()):
+    token_ids = token_ids.long()
+    if len(token_ids.unique()) != len(token_ids) or bool((token_ids < 0).any()):
         raise CheckpointError(f"{folder}: token_map must hold different, non-negative integers (absolute token ids).")
-    return token_ids.long()
+    return token_ids
 
 
 def _block_tensors(heads: MedusaHeads, layout: _Layout, zero_bias: bool) -> dict[str, Tensor]:

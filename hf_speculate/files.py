@@ -1,0 +1,191 @@
+"""Files that come from anywhere, read within bounds, and files that others read, written whole or not at all.
+
+Whatever is wrong with a file or a disk is a `CheckpointError` here: callers catch nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import CheckpointError
+
+
+# The largest file of JSON that a head or a target has is an index, of a few megabytes.
+MAX_JSON_BYTES = 64 << 20
+MAX_JSON_DEPTH = 64
+# As wide as an integer of a config may be before anybody asks whether it fits what it is for.
+_MAX_DIGITS = 40
+
+# Writes one file at the path that it is given, which nobody else knows.
+Writer = Callable[[str], Any]
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file for reading.
+
+    Raises:
+        CheckpointError: it is absent, not readable, or no regular file: a pipe would wait for its writer for ever.
+    """
+    try:
+        # Without O_NONBLOCK the very opening of a pipe waits.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise CheckpointError(f"cannot read {_shown(path)}: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"cannot read {_shown(path)}: it is a folder, a pipe or a device, not a regular file.")
+    return open(descriptor, "rb")
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises as `open_regular`; for files that others open by name."""
+    open_regular(path).close()
+
+
+def file_names(folder: str | os.PathLike[str]) -> list[str]:
+    """Sorted names in a folder, none where there is no such folder; raises `CheckpointError` if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    except OSError as error:
+        raise CheckpointError(f"cannot read the folder {_shown(folder)}: {error}") from error
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        CheckpointError: no regular file, larger than 64 MB, no JSON, nested deeper than 64 levels, an integer of more
+            than 40 digits, or something else than an object.
+    """
+    with open_regular(path) as file:
+        try:
+            data = file.read(MAX_JSON_BYTES + 1)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {_shown(path)}: {error}") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(f"cannot read {_shown(path)}: JSON of more than {MAX_JSON_BYTES >> 20} MB.")
+    try:
+        content = json.loads(data.decode("utf-8"), parse_int=_integer)
+    except (ValueError, RecursionError) as error:  # of bytes, of text, of digits; of depth
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"cannot read {_shown(path)}: {why}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{_shown(path)} holds a {type(content).__name__}, expected an object.")
+    _check_depth(path, content)
+    return content
+
+
+def json_writer(value: Mapping[str, Any], indent: int = 2) -> Writer:
+    """Writes an object as JSON, for `replace_files`."""
+    return text_writer(json.dumps(value, indent=indent) + "\n")
+
+
+def text_writer(text: str) -> Writer:
+    """Writes text in UTF-8, for `replace_files`."""
+    return lambda path: Path(path).write_bytes(text.encode("utf-8"))
+
+
+def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -> None:
+    """Writes files into `folder`, which is made: all of them are on the disk before the first takes its name.
+
+    The last one says what the others mean. Where it changes, the old one is put aside before any other is replaced: a
+    process that is killed in between leaves files without it, never those of one save with that of another.
+
+    Args:
+        files: by name, in the order in which they take their names.
+    Raises:
+        CheckpointError: they could not be written (a full disk, no rights); the message says what is there now.
+    """
+    where = Path(folder)
+    suffix = f".{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    written = {name: where / f".{name}{suffix}" for name in files}
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        for name, write in files.items():
+            write(str(written[name]))
+            _flush(written[name])
+    # What torch and safetensors raise for a full disk is no OSError, and differs between their versions.
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot write {', '.join(files)} to {_shown(folder)}: {error}. Nothing that was there before is lost."
+        ) from error
+    else:
+        _publish(where, written)
+    finally:
+        _remove(written.values())
+
+
+def _publish(folder: Path, written: Mapping[str, Path]) -> None:
+    """Gives files their names. Nothing is written any more: what fails here are rights, or the disk itself."""
+    last, replaced = list(written)[-1], []
+    aside = written[last].with_suffix(".old")
+    try:
+        if len(written) > 1 and (folder / last).exists() and not _is_same(folder / last, written[last]):
+            os.replace(folder / last, aside)
+            _flush_folder(folder)
+        for name, path in written.items():
+            os.replace(path, folder / name)
+            replaced.append(name)
+    except OSError as error:
+        if not replaced and aside.exists():
+            os.replace(aside, folder / last)
+        now = f"{', '.join(replaced)} are new, the rest is missing: save again" if replaced else "nothing is lost"
+        raise CheckpointError(f"cannot replace {', '.join(written)} in {_shown(folder)}: {error}; {now}.") from error
+    _flush_folder(folder)
+    _remove([aside])
+
+
+def _is_same(old: Path, new: Path) -> bool:
+    return old.stat().st_size == new.stat().st_size and old.read_bytes() == new.read_bytes()
+
+
+def _flush(path: Path) -> None:
+    """A renamed file is whole after a crash only if its content was on the disk before."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush_folder(folder: Path) -> None:
+    with suppress(OSError):  # some systems and file systems have no such thing
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):  # the folder is gone, or not ours: nothing was written there either
+            path.unlink(missing_ok=True)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(path: str | os.PathLike[str], content: Any) -> None:
+    """The parser stops at the interpreter's limit, which is too deep for what copies, compares or writes values."""
+    level = [content]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise CheckpointError(f"cannot read {_shown(path)}: it is nested deeper than {MAX_JSON_DEPTH} levels.")
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    return repr(os.fspath(path)) if "\0" in os.fspath(path) else os.fspath(path)
