@@ -137,8 +137,8 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     )
     memory = result["memory"]
     line = (
-        f"file {memory['file_mb']:.0f} MB, packed weights {memory['packed_mb']:.0f} MB + {memory['mapped_mb']:.0f} MB "
-        f"mapped ({', '.join(memory['backends'])})"
+        f"file {memory['file_mb']:.0f} MB, packed weights {memory['packed_mb']:.0f} MB "
+        f"({', '.join(memory['backends'])})"
     )
     if memory["peak_of_loading_mb"] is not None:
         line += f", at most {memory['peak_of_loading_mb']:.0f} MB while loading"
@@ -222,7 +222,6 @@ def _load(path: str, dtype: torch.dtype, backend: str) -> tuple[dict[str, Any], 
     memory = {
         "file_mb": os.path.getsize(path) / 2**20,
         "packed_mb": packing.resident / 2**20,
-        "mapped_mb": packing.mapped / 2**20,
         "peak_of_loading_mb": peak["above_start_mb"] if peak else None,
         "backends": list(packing.backends),
     }

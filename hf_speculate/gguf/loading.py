@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
 from ..models import GenerativeModel
-from .backends import Backend, choose_backend
+from .backends import Backend, DequantizeBackend, choose_backend
 from .formats import DENSE_TYPES, FORMATS, dense_values
 from .matrices import Matrix, TensorRows, half_split_order
 from .model import (
@@ -85,6 +85,9 @@ def load_gguf(
     on = torch.device(device or "cpu")
     chosen = choose_backend(backend, on, dtype)
     tokenizer = tokenizer if tokenizer is not None else read_tokenizer(file)
+    num_tokens, vocab_size = len(file.metadata.get("tokenizer.ggml.tokens") or []), plan.config.vocab_size
+    if num_tokens > vocab_size:
+        raise CheckpointError(f"{path!r} has a tokenizer of {num_tokens} tokens, but embeddings of {vocab_size}.")
     model = build_model(plan, dtype, on, chosen, attn_implementation)
     logger.info(f"{path}: {packing_report(model)}")
     return model, tokenizer
@@ -116,7 +119,11 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
         architecture, description, options = get_gguf_tokenizer(file.path)
         backend, _ = convert_gguf_tokenizer(architecture, description)
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
-    except (ValueError, KeyError, IndexError) as error:
+    # Its parts are checked; how they belong together, transformers and tokenizers say in several ways, one of which
+    # (a panic in Rust) is no Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(
             f"the tokenizer in {file.path!r} cannot be read ({type(error).__name__}: {error}): pass `tokenizer=`."
         ) from error
@@ -139,6 +146,7 @@ def build_model(
         model: Any = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, **options)
     builder = _Builder(plan, dtype, device, backend)
     builder.fill(model)
+    plan.file.check_unchanged()
     _hand_back_memory()
     remaining = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if remaining:
@@ -259,16 +267,17 @@ class _Builder:
         if self.backend is None or matrix.type in DENSE_TYPES:
             weight = self._dense(matrix)
             return nn.Embedding(matrix.num_rows, matrix.num_columns, _weight=weight, _freeze=True)
-        part = matrix.parts[0]
-        # Of tied matrices on the CPU, only the output layer's copy is held in memory.
-        is_mapped = self.plan.is_tied and self.device.type == "cpu"
-        weight = self.file.map(part.entry) if is_mapped else part.read(0, matrix.num_rows).to(self.device)
-        return PackedEmbedding(weight, matrix.type, self.dtype, is_mapped)
+        weight = matrix.read(0, matrix.num_rows).to(self.device)
+        return PackedEmbedding(weight, matrix.type, self.dtype)
 
     def _tied_output(self, embeddings: nn.Embedding) -> nn.Module:
+        """The same memory where the output layer keeps the file's rows too; kernels have layouts of their own."""
         if not isinstance(embeddings, PackedEmbedding):
             return self._dense_linear(embeddings.weight, None)
-        return self._linear(self._matrix([EMBEDDINGS]), None)
+        output = self._linear(self._matrix([EMBEDDINGS]), None)
+        if isinstance(output, PackedLinear) and isinstance(self.backend, DequantizeBackend):
+            embeddings.packed = output.packed
+        return output
 
     def _vector(self, name: str) -> nn.Parameter:
         values = read_vector(self.file, self.file.tensors[name]).to(self.device, self.dtype)

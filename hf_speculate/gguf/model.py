@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import CheckpointError
 from .formats import DENSE_TYPES, FORMATS, dense_values
+from .metadata import Metadata, check_vocabulary, end_tokens, token_id
 from .reading import GgufFile, TensorEntry
 
 
@@ -32,10 +33,6 @@ EMBEDDINGS, OUTPUT, FINAL_NORM, ROPE_FACTORS = (
     "output_norm.weight",
     "rope_freqs.weight",
 )
-
-# Tokens that end a turn where the metadata name only one of them, as llama.cpp has it.
-_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-_CONTROL_TOKEN = 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def plan_model(file: GgufFile) -> ModelPlan:
         CheckpointError: another architecture; metadata or tensors that are missing, unknown, misshapen or of a type
             that is not supported.
     """
-    reader = _Metadata(file)
+    reader = Metadata(file)
     architecture = reader.get("general.architecture", str)
     if architecture not in _CONFIGS:
         raise CheckpointError(
@@ -79,49 +76,27 @@ def plan_model(file: GgufFile) -> ModelPlan:
         )
     sizes = _sizes(reader, architecture)
     _check_tensors(file, architecture, sizes)
+    check_vocabulary(reader)
     factors = _rope_factors(file, sizes["head_dim"])
     config = _config(reader, architecture, sizes, factors)
     return ModelPlan(
         file=file,
         config=config,
         rope_factors=factors,
-        eos_token_ids=_end_tokens(file, config.vocab_size),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+        eos_token_ids=end_tokens(reader, config.vocab_size),
+        bos_token_id=token_id(reader, "bos", config.vocab_size),
+        pad_token_id=token_id(reader, "padding", config.vocab_size),
         permutes=architecture == "llama",
     )
 
 
-class _Metadata:
-    """Typed access to the metadata of a file."""
-
-    def __init__(self, file: GgufFile):
-        self.file = file
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of `key`; raises `CheckpointError` where it is of another type, or missing without a default."""
-        value = self.file.metadata.get(key, default)
-        if value is None:
-            raise CheckpointError(f"{self.file.path!r}: the metadata have no {key!r}.")
-        if kind is float and isinstance(value, int):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise CheckpointError(f"{self.file.path!r}: {key!r} is {value!r}, which is no {kind.__name__}.")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, int, default)
-        if value < 1:
-            raise CheckpointError(f"{self.file.path!r}: {key!r} is {value}.")
-        return value
-
-
-def _sizes(reader: _Metadata, architecture: str) -> dict[str, int]:
+def _sizes(reader: Metadata, architecture: str) -> dict[str, int]:
     """Sizes by the names that transformers' configurations have."""
     if reader.get(f"{architecture}.expert_count", int, 0):
         raise CheckpointError(f"{reader.file.path!r} holds a mixture of experts, which is not supported.")
     hidden_size = reader.size(f"{architecture}.embedding_length")
     num_heads = reader.size(f"{architecture}.attention.head_count")
+    num_kv_heads = reader.size(f"{architecture}.attention.head_count_kv", num_heads)
     head_dim = reader.size(f"{architecture}.attention.key_length", max(hidden_size // num_heads, 1))
     for key in (f"{architecture}.rope.dimension_count", f"{architecture}.attention.value_length"):
         if reader.size(key, head_dim) != head_dim:
@@ -129,6 +104,11 @@ def _sizes(reader: _Metadata, architecture: str) -> dict[str, int]:
                 f"{reader.file.path!r}: {key!r} is {reader.size(key)} in heads of {head_dim}: rotating or keeping a "
                 "part of a head is not supported."
             )
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise CheckpointError(
+            f"{reader.file.path!r}: {num_heads} attention heads of {head_dim} values, {num_kv_heads} of keys: as many "
+            "heads must share each head of keys, and RoPE turns pairs of values."
+        )
     num_layers, num_tensors = reader.size(f"{architecture}.block_count"), len(reader.file.tensors)
     if num_layers > num_tensors:  # before the names of all layers are made
         raise CheckpointError(f"{reader.file.path!r}: {num_layers} layers are announced, but {num_tensors} tensors.")
@@ -141,7 +121,7 @@ def _sizes(reader: _Metadata, architecture: str) -> dict[str, int]:
         "intermediate_size": reader.size(f"{architecture}.feed_forward_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": reader.size(f"{architecture}.attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": reader.size(f"{architecture}.context_length"),
     }
@@ -198,7 +178,7 @@ def _check_tensors(file: GgufFile, architecture: str, sizes: dict[str, int]) -> 
 
 def read_vector(file: GgufFile, entry: TensorEntry) -> Tensor:
     """A tensor of values (a norm, a bias) in the type of the file, in memory of its own."""
-    return dense_values(file.map(entry).clone(), entry.type).view(entry.shape)
+    return dense_values(file.read(entry), entry.type).view(entry.shape)
 
 
 def _rope_factors(file: GgufFile, head_dim: int) -> Tensor | None:
@@ -211,11 +191,11 @@ def _rope_factors(file: GgufFile, head_dim: int) -> Tensor | None:
     return factors
 
 
-def _config(reader: _Metadata, architecture: str, sizes: dict[str, int], factors: Tensor | None) -> PreTrainedConfig:
+def _config(reader: Metadata, architecture: str, sizes: dict[str, int], factors: Tensor | None) -> PreTrainedConfig:
     tensors = reader.file.tensors
     options: dict[str, Any] = {
         **sizes,
-        "rms_norm_eps": reader.get(f"{architecture}.attention.layer_norm_rms_epsilon", float),
+        "rms_norm_eps": reader.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": OUTPUT not in tensors,
         "rope_parameters": _rope_parameters(reader, architecture, sizes),
     }
@@ -227,16 +207,28 @@ def _config(reader: _Metadata, architecture: str, sizes: dict[str, int], factors
     except Exception as error:  # transformers validates in several ways
         raise CheckpointError(f"{reader.file.path!r}: its metadata make no {architecture} model: {error}") from error
     config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[architecture]]
+    _check_angles(reader, config)
     if factors is not None:
         _name_factors(config, factors)
     return config
 
 
-def _rope_parameters(reader: _Metadata, architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
+def _check_angles(reader: Metadata, config: Any) -> None:
+    """RoPE's parameters one by one may be fine and make no frequencies together."""
+    kind = config.rope_parameters["rope_type"]
+    try:
+        frequencies = plain_frequencies(config) if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0]
+    except (ArithmeticError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{reader.file.path!r}: RoPE cannot be computed: {error}") from error
+    if not (frequencies.isfinite().all() and frequencies.shape == (config.head_dim // 2,)):
+        raise CheckpointError(f"{reader.file.path!r}: RoPE with {config.rope_parameters} gives no angles.")
+
+
+def _rope_parameters(reader: Metadata, architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
     prefix = f"{architecture}.rope"
-    parameters = {"rope_type": "default", "rope_theta": reader.get(f"{prefix}.freq_base", float, 10000.0)}
+    parameters = {"rope_type": "default", "rope_theta": reader.number(f"{prefix}.freq_base", 10000.0)}
     kind = reader.get(f"{prefix}.scaling.type", str, "none")
-    linear = reader.get(f"{prefix}.scale_linear", float, 1.0)  # how files before 2023-09 say it
+    linear = reader.number(f"{prefix}.scale_linear", 1.0)  # how files before 2023-09 say it
     if kind == "none" and linear == 1.0:
         return parameters
     if kind not in ("none", "linear", "yarn"):
@@ -246,15 +238,15 @@ def _rope_parameters(reader: _Metadata, architecture: str, sizes: dict[str, int]
         )
     if kind == "none":
         return parameters | {"rope_type": "linear", "factor": linear}
-    parameters |= {"rope_type": kind, "factor": reader.get(f"{prefix}.scaling.factor", float)}
+    parameters |= {"rope_type": kind, "factor": reader.number(f"{prefix}.scaling.factor")}
     if kind == "yarn":
-        if reader.get(f"{prefix}.scaling.attn_factor", float, 1.0) != 1.0:
+        if reader.number(f"{prefix}.scaling.attn_factor", 1.0) != 1.0:
             raise CheckpointError(f"{reader.file.path!r}: yarn with an attention factor of its own is not supported.")
         original = reader.size(f"{prefix}.scaling.original_context_length", sizes["max_position_embeddings"])
         parameters["original_max_position_embeddings"] = original
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if f"{prefix}.scaling.{theirs}" in reader.file.metadata:
-                parameters[ours] = reader.get(f"{prefix}.scaling.{theirs}", float)
+                parameters[ours] = reader.number(f"{prefix}.scaling.{theirs}")
     return parameters
 
 
@@ -282,14 +274,3 @@ def plain_frequencies(config: Any) -> Tensor:
     """float32 [head_dim / 2]: RoPE's frequencies without any scaling."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     return 1.0 / config.rope_parameters["rope_theta"] ** exponents
-
-
-def _end_tokens(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
-    """Those that the metadata name, and control tokens that are known to end a turn."""
-    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    found = [token for token in named if isinstance(token, int)]
-    tokens, types = (file.metadata.get(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
-    for text in _END_TEXTS:
-        if text in tokens and types[tokens.index(text) :][:1] == [_CONTROL_TOKEN]:
-            found.append(tokens.index(text))
-    return tuple(token for token in dict.fromkeys(found) if token < vocab_size)

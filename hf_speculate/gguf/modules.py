@@ -220,19 +220,17 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         weight: uint8 [V, bytes of a row].
         block_type: of the blocks.
         dtype: of what is looked up.
-        is_mapped: whether the bytes are the file's own pages and not a copy in memory.
     """
 
     # What PEFT asks an embedding for: nothing of it is set.
     padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = None, None, 2.0, False, False
 
-    def __init__(self, weight: UInt8[Tensor, "V bytes"], block_type: str, dtype: torch.dtype, is_mapped: bool = False):
+    def __init__(self, weight: UInt8[Tensor, "V bytes"], block_type: str, dtype: torch.dtype):
         nn.Module.__init__(self)
         block_format = FORMATS[block_type]
         self.num_embeddings = weight.shape[0]
         self.embedding_dim = weight.shape[1] // block_format.block_bytes * block_format.block_size
         self.block_type = block_type
-        self.is_mapped = is_mapped
         self.packed = nn.Parameter(weight, requires_grad=False)
         # Follows `model.to(dtype)`, which the bytes do not.
         self.register_buffer("_of_dtype", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)

@@ -8,18 +8,22 @@ vocabulary and takes a cut-off file for a short one.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, BinaryIO
 
-import numpy as np
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import CheckpointError, SpeculateError
+from ..files import open_regular
 
+
+# Device, inode, size and time of the last write.
+Identity = tuple[int, int, int, int]
 
 # Value types of the metadata by number: struct format of the fixed-size ones.
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -63,17 +67,42 @@ class GgufFile:
         metadata: values by key; arrays are lists.
         tensors: entries by name, in the file's order; all of them lie within the file.
         num_bytes: size of the file.
+        identity: which file it is, and when it was last written.
     """
 
     path: str
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
     num_bytes: int
+    identity: Identity
 
-    def map(self, entry: TensorEntry) -> Tensor:
-        """uint8 [rows, row_bytes]: a private mapping of the file; bytes are read when they are looked at."""
-        shape = (entry.num_rows, entry.row_bytes)
-        return torch.from_numpy(np.memmap(self.path, np.uint8, mode="c", offset=entry.offset, shape=shape))
+    def read(self, entry: TensorEntry, start: int = 0, stop: int | None = None) -> UInt8[Tensor, "R row_bytes"]:
+        """Some rows, in memory of their own. (A mapping would be what others make of the file, or a crash.)
+
+        Raises:
+            CheckpointError: the file is another one than that of the header.
+        """
+        stop = entry.num_rows if stop is None else stop
+        rows = torch.empty(stop - start, entry.row_bytes, dtype=torch.uint8)
+        with open_regular(self.path) as file:
+            file.seek(entry.offset + start * entry.row_bytes)
+            try:
+                # Into the memory of the tensor; a buffer of the file object is skipped where so much is asked for.
+                found = file.readinto(memoryview(rows.numpy()).cast("B"))  # type: ignore[attr-defined]
+            except OSError as error:
+                raise CheckpointError(f"cannot read {self.path!r}: {error}") from error
+            if found != rows.nbytes or _identity(file) != self.identity:
+                raise self._changed()
+        return rows
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` if the file was written or replaced since its header was read."""
+        with open_regular(self.path) as file:
+            if _identity(file) != self.identity:
+                raise self._changed()
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError(f"{self.path!r} was written, cut off or replaced while it was read: load it again.")
 
 
 def read_header(path: str | os.PathLike[str]) -> GgufFile:
@@ -83,13 +112,17 @@ def read_header(path: str | os.PathLike[str]) -> GgufFile:
         CheckpointError: not a GGUF file, broken, cut off, or with a tensor of an unknown type.
     """
     path, sizes = os.fspath(path), _type_sizes()
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(path, data, sizes)
-    except (OSError, ValueError) as error:  # not readable, or empty (which cannot be mapped)
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"cannot read {path!r} as a GGUF file: {error}") from error
+    with open_regular(path) as file:
+        cursor = _Cursor(path, file)
+        try:
+            return _read(cursor, sizes)
+        except OSError as error:
+            raise cursor.broken(str(error)) from error
+
+
+def _identity(file: BinaryIO) -> Identity:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _type_sizes() -> dict[int, tuple[str, int, int]]:
@@ -106,30 +139,32 @@ def _type_sizes() -> dict[int, tuple[str, int, int]]:
 class _Cursor:
     """Reads a file front to back; raises `CheckpointError` instead of leaving it."""
 
-    def __init__(self, path: str, data: mmap.mmap):
+    def __init__(self, path: str, file: BinaryIO):
         self.path = path
-        self.data = data
+        self.size = os.fstat(file.fileno()).st_size
+        self.identity = _identity(file)
         self.position = 0
+        self._file = file
 
     def broken(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path!r} is broken or cut off at byte {self.position}: {problem}.")
 
-    def skip(self, count: int) -> int:
-        """Moves `count` bytes on; the position before."""
-        start, left = self.position, len(self.data) - self.position
-        if count > left:
-            raise self.broken(f"{count} bytes are announced, {left} are left of {len(self.data)}")
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        left = self.size - self.position
+        data = self._file.read(count) if count <= left else b""
+        if len(data) != count:
+            raise self.broken(f"{count} bytes are announced, {left} are left of {self.size}")
         self.position += count
-        return start
+        return data
 
     def scalar(self, layout: str) -> Any:
-        return struct.unpack_from(layout, self.data, self.skip(struct.calcsize(layout)))[0]
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
     def string(self) -> str:
-        length = self.scalar("<Q")
-        start = self.skip(length)
+        data = self.take(self.scalar("<Q"))
         try:
-            return self.data[start : start + length].decode("utf-8")
+            return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.broken(f"a string is not UTF-8 ({error.reason})") from error
 
@@ -151,20 +186,18 @@ class _Cursor:
             raise self.broken(f"an array of value type {kind}, which is not known")
         layout = _SCALARS[kind]
         self._check_count(count, struct.calcsize(layout))
-        start = self.skip(count * struct.calcsize(layout))
-        return list(struct.unpack_from(f"<{count}{layout[1]}", self.data, start))
+        return list(struct.unpack(f"<{count}{layout[1]}", self.take(count * struct.calcsize(layout))))
 
     def _check_count(self, count: int, num_bytes: int) -> None:
         """Before anything of that length is made."""
-        if count * num_bytes > len(self.data) - self.position:
-            raise self.broken(f"an array of {count} values is announced in a file of {len(self.data)} bytes")
+        if count * num_bytes > self.size - self.position:
+            raise self.broken(f"an array of {count} values is announced in a file of {self.size} bytes")
 
 
-def _read(path: str, data: mmap.mmap, sizes: dict[int, tuple[str, int, int]]) -> GgufFile:
-    cursor = _Cursor(path, data)
-    if data[:4] != b"GGUF":
-        raise CheckpointError(f"{path!r} is no GGUF file: it begins with {data[:4]!r}, not b'GGUF'.")
-    cursor.skip(4)
+def _read(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> GgufFile:
+    path, magic = cursor.path, cursor.take(min(4, cursor.size))
+    if magic != b"GGUF":
+        raise CheckpointError(f"cannot read {path!r}: it is no GGUF file, it begins with {magic!r}, not b'GGUF'.")
     version = cursor.scalar("<I")
     if version not in _VERSIONS:
         kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
@@ -177,6 +210,13 @@ def _read(path: str, data: mmap.mmap, sizes: dict[int, tuple[str, int, int]]) ->
             raise cursor.broken(f"{key!r} is there twice")
         metadata[key] = cursor.value(cursor.scalar("<I"))
     found = [_read_entry(cursor, sizes) for _ in range(num_tensors)]
+    return GgufFile(path, metadata, _placed(cursor, metadata, found), cursor.size, cursor.identity)
+
+
+def _placed(
+    cursor: _Cursor, metadata: dict[str, Any], found: list[tuple[str, tuple[int, ...], str, int, int]]
+) -> dict[str, TensorEntry]:
+    """Where the tensors are. None leaves the file or shares a byte with another: together they fit in it."""
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.broken(f"general.alignment is {alignment!r}, not a power of two")
@@ -185,14 +225,17 @@ def _read(path: str, data: mmap.mmap, sizes: dict[int, tuple[str, int, int]]) ->
     for name, shape, kind, offset, row_bytes in found:
         entry = TensorEntry(name, shape, kind, start + offset, row_bytes)
         if name in tensors:
-            raise CheckpointError(f"{path!r} is broken: tensor {name!r} is there twice.")
-        if entry.offset + entry.num_bytes > len(data):
+            raise CheckpointError(f"{cursor.path!r} is broken: tensor {name!r} is there twice.")
+        if entry.offset + entry.num_bytes > cursor.size:
             raise CheckpointError(
-                f"{path!r} is cut off: tensor {name!r} ({kind} {list(shape)}) ends at byte "
-                f"{entry.offset + entry.num_bytes}, the file at {len(data)}."
+                f"{cursor.path!r} is cut off: tensor {name!r} ({kind} {list(shape)}) ends at byte "
+                f"{entry.offset + entry.num_bytes}, the file at {cursor.size}."
             )
         tensors[name] = entry
-    return GgufFile(path, metadata, tensors, len(data))
+    for first, second in pairwise(sorted(tensors.values(), key=lambda entry: entry.offset)):
+        if first.offset + first.num_bytes > second.offset:
+            raise CheckpointError(f"{cursor.path!r} is broken: tensors {first.name!r} and {second.name!r} overlap.")
+    return tensors
 
 
 def _read_entry(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> tuple[str, tuple[int, ...], str, int, int]:

@@ -18,18 +18,16 @@ class PackingReport:
     Attributes:
         in_file: bytes that the packed matrices have in the file, by (type, backend); embeddings count as "rows".
         in_memory: bytes that they have in memory, by the same.
-        mapped: bytes that are the file's own pages: read when they are looked at, and given back under pressure.
         dense: bytes of everything else (norms, biases, matrices that are not packed).
     """
 
     in_file: dict[tuple[str, str], int]
     in_memory: dict[tuple[str, str], int]
-    mapped: int
     dense: int
 
     @property
     def resident(self) -> int:
-        """Bytes of all weights in memory, without the mapped ones."""
+        """Bytes of all weights in memory."""
         return sum(self.in_memory.values()) + self.dense
 
     @property
@@ -41,7 +39,7 @@ class PackingReport:
             f"{kind} ({backend}): {self.in_file[kind, backend] / 1e6:.1f} MB in the file, {size / 1e6:.1f} MB in memory"
             for (kind, backend), size in sorted(self.in_memory.items())
         ]
-        total = f"{self.resident / 1e6:.1f} MB of weights in memory, {self.mapped / 1e6:.1f} MB mapped"
+        total = f"{self.resident / 1e6:.1f} MB of weights in memory"
         return "\n".join([*lines, f"not packed: {self.dense / 1e6:.1f} MB", total])
 
 
@@ -49,7 +47,7 @@ def packing_report(model: nn.Module) -> PackingReport:
     """Of a model from `load_gguf`; of any other, everything is dense."""
     in_file: Counter[tuple[str, str]] = Counter()
     in_memory: Counter[tuple[str, str]] = Counter()
-    mapped, packed = 0, set()
+    packed: set[int] = set()
     for module in model.modules():
         if not isinstance(module, PackedMatrix | PackedEmbedding):
             continue
@@ -62,13 +60,10 @@ def packing_report(model: nn.Module) -> PackingReport:
             key, num_weights = (module.block_type, "rows"), module.num_embeddings * module.embedding_dim
         block_format = FORMATS[module.block_type]
         in_file[key] += num_weights // block_format.block_size * block_format.block_bytes
-        if isinstance(module, PackedEmbedding) and module.is_mapped:
-            mapped += sum(new.values())
-        else:
-            in_memory[key] += sum(new.values())
+        in_memory[key] += sum(new.values())
     dense = {
         tensor.data_ptr(): tensor.nbytes
         for tensor in (*model.parameters(), *model.buffers())
         if tensor.data_ptr() not in packed
     }
-    return PackingReport(dict(in_file), {key: in_memory[key] for key in in_file}, mapped, sum(dense.values()))
+    return PackingReport(dict(in_file), {key: in_memory[key] for key in in_file}, sum(dense.values()))

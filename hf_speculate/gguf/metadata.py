@@ -1,0 +1,98 @@
+"""Metadata of a GGUF file by key and type, and what they say of its vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import CheckpointError
+from .reading import GgufFile
+
+
+# What there is one of for each token, and of which type.
+_BY_TOKEN = {"tokens": str, "scores": float, "token_type": int}
+
+# Tokens that end a turn where the metadata name only one of them, as llama.cpp has it.
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_CONTROL_TOKEN = 3
+
+# Sizes that configurations may hold without a tensor that bounds them.
+_MAX_SIZE = 1 << 40
+
+
+class Metadata:
+    """Typed access to the metadata of a file."""
+
+    def __init__(self, file: GgufFile):
+        self.file = file
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of `key`; raises `CheckpointError` where it is of another type, or missing without a default."""
+        value = self.file.metadata.get(key, default)
+        if value is None:
+            raise CheckpointError(f"{self.file.path!r}: the metadata have no {key!r}.")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is {_short(value)}, which is no {kind.__name__}.")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, int, default)
+        if not 1 <= value <= _MAX_SIZE:
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is {value}, expected 1 to {_MAX_SIZE}.")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; integers are numbers."""
+        value = self.get(key, float, default)
+        if not 0 < value < 1e30:
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is {value}, expected a number above 0.")
+        return value
+
+    def items(self, key: str, kind: type) -> list[Any]:
+        """A list of values of one type, empty where the key is missing."""
+        values = self.get(key, list, [])
+        if not all(type(value) is kind for value in values):
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is no list of {kind.__name__} only.")
+        return values
+
+
+def _short(value: Any) -> str:
+    shown = repr(value[:8] if isinstance(value, list) else value)
+    return shown if len(shown) <= 80 else f"{shown[:60]} ..."
+
+
+def check_vocabulary(reader: Metadata) -> None:
+    """Raises `CheckpointError` unless what the metadata say of tokens is of its type, and for as many tokens."""
+    for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"):
+        if key in reader.file.metadata:
+            reader.get(key, str)
+    for key in reader.file.metadata:
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            reader.get(key, int)
+    reader.items("tokenizer.ggml.merges", str)
+    sizes = {name: len(reader.items(f"tokenizer.ggml.{name}", kind)) for name, kind in _BY_TOKEN.items()}
+    for name, size in sizes.items():
+        if size not in (0, sizes["tokens"]):
+            raise CheckpointError(
+                f"{reader.file.path!r}: 'tokenizer.ggml.{name}' has {size} entries, 'tokenizer.ggml.tokens' "
+                f"{sizes['tokens']}."
+            )
+
+
+def token_id(reader: Metadata, name: str, vocab_size: int) -> int | None:
+    """A special token; None where the file names none, or one that the model does not have."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    token = reader.get(key, int) if key in reader.file.metadata else None
+    return token if token is not None and 0 <= token < vocab_size else None
+
+
+def end_tokens(reader: Metadata, vocab_size: int) -> tuple[int, ...]:
+    """Those that the metadata name, and control tokens that are known to end a turn."""
+    found = [token_id(reader, name, vocab_size) for name in ("eos", "eot", "eom")]
+    tokens = reader.items("tokenizer.ggml.tokens", str)
+    types = reader.items("tokenizer.ggml.token_type", int)
+    for text in _END_TEXTS:
+        if text in tokens and types[tokens.index(text) :][:1] == [_CONTROL_TOKEN]:
+            found.append(tokens.index(text))
+    return tuple(dict.fromkeys(token for token in found if token is not None and token < vocab_size))
