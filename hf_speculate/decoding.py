@@ -244,6 +244,7 @@ class Decoding:
 
     def verify(self, logits: Tensor, tree: DraftTree) -> Verdict:
         with self.stats.timed("target_seconds"):
+            self.drafting.confirm_draft()
             self._walked = Verdict.empty(self.sequences.batch_size)
             verdict = self._verify(logits, tree, self._walked)
         for row, tokens in enumerate(verdict.tokens):

@@ -9,10 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .draft_checks import DraftChecks
 from .drafter import Drafter, DraftRequest, DraftSession, DraftState
 from .errors import DrafterError, SpeculateError
 from .features import FeatureTaps
 from .models import GenerativeModel
+from .noise import kept_rng
 from .observations import Observations
 from .tree import DraftTree
 from .verification import Verdict
@@ -35,6 +37,7 @@ class Drafting:
         self._taps = FeatureTaps(cast(GenerativeModel, request.target), drafter.feature_layers)
         self._unobserved = Observations()
         self._open_session: DraftSession | None = None
+        self._checks = DraftChecks(drafter.name, request.target.get_input_embeddings().num_embeddings)
 
     def start(self) -> None:
         """Opens the session."""
@@ -74,10 +77,13 @@ class Drafting:
         """A tree that the target can score, of as many rows as the request."""
         if (observation := self._unobserved.take()) is not None:
             self._ask(lambda: self._session.observe(*observation))
-        tree = self._ask(lambda: self._session.draft(state))
-        if tree.batch_size != len(state.active):
-            raise DrafterError(f"drafter {self.drafter.name!r} drafted {tree.batch_size} rows for {len(state.active)}.")
+        roots = state.root_ids.tolist()  # before anybody else has them
+        tree = self._checks.admit(self._ask(lambda: self._session.draft(state)), roots)
         return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
+
+    def confirm_draft(self) -> None:
+        """After the last tree was scored, before anything of it is emitted; see `DraftChecks.confirm`."""
+        self._checks.confirm()
 
     def close(self) -> None:
         """Closes the session; one that carries over is told of the last rounds before."""
@@ -94,7 +100,9 @@ class Drafting:
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         try:
-            return call()
+            # A drafter may use random numbers, and gradients; nobody else is to notice.
+            with kept_rng(self.request.input_ids.device), torch.no_grad():
+                return call()
         except SpeculateError:
             raise
         except Exception as error:

@@ -187,6 +187,28 @@ class DraftTree:
         return self._device_parents
 
     @property
+    def parents_as_given(self) -> Tensor | Sequence[Sequence[int]]:
+        """int64 [R, N], a tensor or rows on the host; R is 1 (all rows share it) or B."""
+        return self._host_parents if self._device_parents is None else self._device_parents
+
+    @property
+    def parents_device(self) -> torch.device:
+        """Where the parents are."""
+        return torch.device("cpu") if self._device_parents is None else self._device_parents.device
+
+    def rebuilt(self, token_ids: Int[Tensor, "B N"], max_depth: int, host: HostTree) -> DraftTree:
+        """A tree of the same structure, whose plan is made anew.
+
+        Args:
+            token_ids: of its nodes.
+            max_depth: the depth of its deepest node.
+            host: its tokens and parents on the host.
+        """
+        new = DraftTree(token_ids, self.parents_as_given, max_depth)
+        new.__dict__["host"] = host
+        return new
+
+    @property
     def batch_size(self) -> int:
         return self.token_ids.shape[0]
 

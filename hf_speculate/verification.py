@@ -126,7 +126,7 @@ class Sampler:
         return _possible(self._pick(scores, noise).tolist())
 
     def _processed(self, logits: Tensor, rows: Sequence[int], step: int, sequences: Sequences) -> Tensor:
-        """The scores of some rows, of the whole batch or of one; what an unknown processor draws is drawn in its turn."""
+        """The scores of the whole batch or of one row; what an unknown processor draws is drawn in its turn."""
         is_whole = len(rows) == sequences.batch_size
         processors = self.processors if is_whole else self._processors_of_row(rows[0], sequences)
         if not processors:
