@@ -3,7 +3,7 @@
 reading    the header, every length checked against the size of the file
 formats    what the bytes of a block mean: integers, scale and offset per group
 model      which model the file holds: configuration, names, shapes
-native     compiles and calls native.cpp, a kernel for CPUs
+native     compiles and calls native.cpp, a kernel for CPUs (kept and checked by kernel_cache)
 int4       packs for torch's int4 kernel
 backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings

@@ -66,10 +66,14 @@ class KernelCache:
         return list(self._noted.values())
 
     def read(self, name: str) -> bytes | None:
-        """The library of that name, verified; None if there is none."""
-        for place in self._places:
+        """The library of that name, verified; None if there is none. What only the user has fills a shared folder."""
+        for number, place in enumerate(self._places):
             with self._noting(place.path), _opened(place) as folder, self._noting(f"{place.path}/{name}"):
-                return _read(folder, name)
+                library = _read(folder, name)
+                for earlier in self._places[:number]:
+                    with contextlib.suppress(OSError):  # most users may only read there
+                        _keep(earlier, name, library)
+                return library
         return None
 
     def names(self, prefix: str) -> list[str]:
@@ -87,8 +91,7 @@ class KernelCache:
         failures = []
         for place in self._places:
             try:
-                with _opened(place, make=True) as folder:
-                    _write(folder, name, _sealed(name, library), place.file_mode)
+                _keep(place, name, library)
                 return True
             except OSError as error:
                 if place.path not in self._noted:
@@ -107,20 +110,20 @@ class KernelCache:
             self._noted[where] = f"{where}: {_said(error)}"
 
     def _find_places(self) -> Iterator[_Place]:
-        if shared := os.environ.get(SHARED_VARIABLE):
+        shared, own = os.environ.get(SHARED_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+        if shared:
             yield from self._place(f"${SHARED_VARIABLE}", os.path.expanduser(shared), is_shared=True)
-        # A relative path depends on the current folder, where anybody may have put anything.
-        if own := os.environ.get("XDG_CACHE_HOME"):
-            places = list(self._place("$XDG_CACHE_HOME", own, is_shared=False))
+        if own and (places := list(self._place("$XDG_CACHE_HOME", own, is_shared=False))):
             yield from places
-            if places:
-                return
-        yield from self._place("the home folder's cache", os.path.expanduser("~/.cache"), is_shared=False)
+            return
+        home = os.path.expanduser("~/.cache")
+        if os.path.isabs(home) or not shared:  # users without home are whom a shared folder is for
+            yield from self._place("the home folder's cache", home, is_shared=False)
 
     def _place(self, source: str, path: str, is_shared: bool) -> Iterator[_Place]:
         if os.path.isabs(path):
             yield _Place(path if is_shared else os.path.join(path, "hf_speculate"), is_shared)
-        else:
+        else:  # it would depend on the current folder, where anybody may have put anything
             self._noted[source] = f"{source} is {path!r}, not an absolute path, and is not used"
 
 
@@ -188,6 +191,11 @@ def _check_trusted(status: os.stat_result, what: str) -> None:
 
 def _trusted_owners() -> tuple[int, ...]:
     return (0, os.geteuid())
+
+
+def _keep(place: _Place, name: str, library: bytes) -> None:
+    with _opened(place, make=True) as folder:
+        _write(folder, name, _sealed(name, library), place.file_mode)
 
 
 def _read(folder: int, name: str) -> bytes:

@@ -275,6 +275,24 @@ def test_a_shared_cache_serves_users_who_cannot_write_it(user, tmp_path):
     assert not user.compilations
 
 
+def test_a_shared_cache_serves_users_without_home(user, tmp_path):
+    user.monkeypatch.setenv(kernel_cache.SHARED_VARIABLE, str(tmp_path / "shared"))
+    user.monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    for num_compilations in (1, 0):
+        assert user.starts_process() == ""
+        assert len(user.compilations) == num_compilations
+        assert not user.warnings
+
+
+def test_a_shared_cache_is_filled_with_what_its_owner_has(user, tmp_path):
+    kept, shared = user.has_compiled(), tmp_path / "shared"
+    user.monkeypatch.setenv(kernel_cache.SHARED_VARIABLE, str(shared))
+    assert user.starts_process() == ""
+    assert not user.compilations
+    assert (shared / kept.name).read_bytes() == kept.read_bytes()
+    assert not user.warnings
+
+
 def test_a_shared_cache_that_cannot_be_used(user):
     user.monkeypatch.setenv(kernel_cache.SHARED_VARIABLE, "shared")
     user.has_compiled()
@@ -323,6 +341,14 @@ def test_libraries_load_without_memory_files(user):
         assert user.starts_process() == ""
         assert native.library().bf16 == answer
     assert not os.listdir(tempfile.gettempdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+def test_what_was_kept_needs_no_temporary_file(user):
+    """Folders for those may be full, or forbid to run what lies there."""
+    user.has_compiled()
+    user.monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **_: pytest.fail("a file was written"))
+    assert user.starts_process() == ""
 
 
 def test_processes_that_compile_at_the_same_time(user):

@@ -94,7 +94,7 @@ def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
         local_path.unlink(missing_ok=True)
     else:
         local_path.write_text(local, encoding="utf-8")
-        public = "# Paths of the machine that it ran on are cut to their last part.\n" + public
+        public = f"# Paths of the machine that it ran on are cut; {LOCAL_RECIPE_FILE} there has them.\n{public}"
     (Path(folder) / RECIPE_FILE).write_text(public, encoding="utf-8")
 
 
