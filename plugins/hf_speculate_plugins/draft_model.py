@@ -6,8 +6,9 @@ as in EAGLE-2, see `growth`. The drafter keeps its own KV cache and runs one tig
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from hf_speculate.cache import TreeCache
 from hf_speculate.conversations import Conversations, common_prefix
 from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState, Knobs
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.positions import num_positions
 from hf_speculate.scoring import Scorer, supported_shape
 from hf_speculate.tree import DraftTree
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_SIZES = ("num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size")
+_MAX_PACKED = 32
 _HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.")
 
 
@@ -66,6 +70,9 @@ class DraftModelDrafter(Drafter):
     knobs = Knobs(depth="depth", width="top_k", nodes="max_nodes", explored={"depth": 12, "top_k": 8, "max_nodes": 64})
 
     def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):
+        shape, reason = supported_shape(model, DynamicCache(config=model.config))
+        if shape == "single":
+            raise TargetMismatchError(f"{type(model).__name__} cannot be a draft model: {reason}.")
         self.model = model.eval()
         self.options = options or DraftModelOptions()
         self.conversations: Conversations[TreeCache] = Conversations()
@@ -98,10 +105,13 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Loads the draft model beside the target: same dtype, same device."""
+        parsed = DraftModelOptions(**options)
+        _check_sizes(folder)
         try:
-            return cls.for_target(target, model=folder, **options)
-        except (OSError, ValueError) as error:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, trust_remote_code=False)
+        except Exception as error:  # configs and files of models are wrong in more ways than transformers has errors
             raise CheckpointError(f"cannot load a draft model from {folder}: {error}") from error
+        return cls(loaded.to(target.device), parsed)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares vocabularies: sizes (padding rows aside) and special token ids."""
@@ -124,6 +134,24 @@ class DraftModelDrafter(Drafter):
         return DraftModelSession(self, request)
 
 
+def _check_sizes(folder: str) -> None:
+    """Raises `CheckpointError` for a config that announces far more than the files hold: it would be made first."""
+    shapes, config = tensor_shapes(folder), read_config(folder)
+    nested = config.get("text_config")
+    values = nested if isinstance(nested, dict) else config
+    sizes = {name: size for name in _SIZES if isinstance(size := values.get(name), int)}
+    # Weights of a few bits are packed, several in one value.
+    most = _MAX_PACKED * sum(math.prod(shape) for shape in shapes.values())
+    products = [("num_hidden_layers", sizes.get("num_hidden_layers", 0), len(shapes))]
+    products += [(name, sizes.get(name, 0) * sizes.get("hidden_size", 1), most) for name in _SIZES[1:3]]
+    for name, announced, stored in products:
+        if shapes and announced > stored:
+            raise CheckpointError(
+                f"{folder}: {name} in config.json is {sizes[name]}, of which the {len(shapes)} tensors there do not "
+                "hold the weights."
+            )
+
+
 def _as_set(ids: int | Sequence[int] | None) -> set[int]:
     if ids is None:
         return set()
@@ -143,9 +171,7 @@ class DraftModelSession(DraftSession):
         self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
         batch_size, num_prompt = request.input_ids.shape
         cache = DynamicCache(config=self.model.config)
-        shape, reason = supported_shape(self.model, cache)
-        if shape == "single":
-            raise TargetMismatchError(f"{type(self.model).__name__} cannot be a draft model: {reason}.")
+        shape, _ = supported_shape(self.model, cache)
         mask = None if request.attention_mask is None else request.attention_mask[:, -num_prompt:]
         self._conversations, self._target_cache = drafter.conversations, request.cache
         text = request.text
@@ -166,7 +192,8 @@ class DraftModelSession(DraftSession):
     def observe(self, tokens, features, lengths) -> None:
         if not self._has_read_prompt:
             self._has_read_prompt = True
-            self._prefill()
+            if self._depth_limit(range(len(self._texts))) is not None:
+                self._prefill()
             lengths_list = [1] * len(self._texts)
             tokens = tokens.gather(1, lengths[:, None] - 1)
         else:
@@ -176,12 +203,23 @@ class DraftModelSession(DraftSession):
             text.extend(row[:length])
 
     def draft(self, state: DraftState) -> DraftTree:
+        limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
+        if limit is None:
+            return DraftTree.root_only(state.root_ids)
         self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
-        rows, depth = self.cache.rows, min(self.options.depth, state.max_depth)
+        rows, depth = self.cache.rows, min(self.options.depth, state.max_depth, limit + 1)
         root_logits = self._feed_committed()
         is_chain = self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain"
         draft = self._draft_chain if is_chain else self._draft_tree
         return state.whole_tree(draft(state.select(rows), root_logits, depth), rows)
+
+    def _depth_limit(self, rows: Iterable[int]) -> int | None:
+        """How deep nodes may be that the draft model runs; None: not even the root has a position that it knows."""
+        size = num_positions(self.model.config)
+        longest = max((self._last_positions[row] + len(self._texts[row]) for row in rows), default=0)
+        if size is None:
+            return 10**9
+        return size - 1 - longest if longest < size else None
 
     @property
     def _positions(self) -> list[int]:

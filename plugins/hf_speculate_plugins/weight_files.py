@@ -144,7 +144,8 @@ def write_checkpoint(
         if file.endswith(".safetensors"):
             save_file(dict(tensors), path, metadata={"format": "pt"})
         else:
-            torch.save(dict(tensors), path)
+            with open(path, "wb") as opened:  # by name, the name would be in the file, and this one is a temporary one
+                torch.save(dict(tensors), opened)
 
     replace_files(folder, {file: write, "config.json": json_writer(config)})
 
@@ -255,4 +256,4 @@ def _short(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
+    return text if len(text) <= 200 else f"{text[:100]} ... ({len(text)} characters)"

@@ -212,11 +212,11 @@ def _features(shapes: Shapes, config: Values, dialect: str, version: int) -> dic
         if fc_size <= hidden_size:
             raise CheckpointError(f"fc.weight of EAGLE-1 takes {fc_size} inputs, the state alone has {hidden_size}.")
         return {"num_features": 1, "target_hidden_size": fc_size - hidden_size, "feature_layers": None}
-    layers = _feature_layers(config)
+    layers, target_hidden_size = _feature_layers(config), config.size("target_hidden_size", 0)
     if layers is not None:
         num_features = len(layers)
-    elif "target_hidden_size" in config:
-        num_features = fc_size // config.size("target_hidden_size")
+    elif target_hidden_size:
+        num_features = fc_size // target_hidden_size
     else:
         num_features = fc_size // hidden_size if dialect == "deepspec" else 3
     if not 0 < num_features <= _MAX_FEATURES or fc_size % num_features:
