@@ -282,7 +282,7 @@ def _is_size(value: Any, depth: int = 0) -> bool:
     if isinstance(value, list):
         return 0 < len(value) <= _MAX_OPTION and depth < 2 and all(_is_size(item, depth + 1) for item in value)
     if depth:
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_OPTION
+        return depth == 2 and type(value) in (int, float) and 0 <= value <= _MAX_OPTION
     return value is None or (type(value) is int and 1 <= value <= _MAX_OPTION)
 
 

@@ -176,3 +176,14 @@ def test_settings_tell_what_differs(tiny_model):
     assert any("Abacus" in word for word in words)
     assert any("hidden_size" in word and "32" in word and "64" in word for word in words)
     assert here.key != there.key == replace(there).key
+
+
+@pytest.mark.parametrize("options", [{"depth": "4"}, {"depth": 10**9}, {"depth": True}, {"width": [0]}, {"x": 1}])
+def test_options_that_tune_does_not_write_are_refused(options, tmp_path, tiny_model):
+    target = tiny_model()
+    surface = CostSurface((16,), (1, 4), ((0.01, 0.02),))
+    costs = TargetCosts(Setting.of(target, 1), surface, surface)
+    tuning = TuningFile(drafter="eagle", options=options, costs=costs, drafting=surface, acceptance=Acceptance())
+    read = TuningFile.read(tuning.save(tmp_path / "tuning.json"))
+    with pytest.raises(CheckpointError, match=rf"option '{next(iter(options))}' is .*; possible: depth, width"):
+        read.options_for(target, {}, ("depth", "width"))
