@@ -2,6 +2,8 @@
 
 reading    the header, every length checked against the size of the file
 formats    what the bytes of a block mean: integers, scale and offset per group
+metadata   its values by type, and what they say of the vocabulary
+tokenizer  the tokenizer in the file
 model      which model the file holds: configuration, names, shapes
 native     compiles and calls native.cpp, a kernel for CPUs (kept and checked by kernel_cache)
 int4       packs for torch's int4 kernel

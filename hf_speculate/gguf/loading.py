@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
-from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
@@ -35,8 +34,9 @@ from .model import (
 )
 from .modules import FusedLinear, PackedEmbedding, PackedLinear, PackedMatrix, Projection
 from .quantizer import PackedGgufQuantizer
-from .reading import GgufFile, read_header
+from .reading import read_header
 from .report import packing_report
+from .tokenizer import read_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -84,10 +84,7 @@ def load_gguf(
     plan = plan_model(file)
     on = torch.device(device or "cpu")
     chosen = choose_backend(backend, on, dtype)
-    tokenizer = tokenizer if tokenizer is not None else read_tokenizer(file)
-    num_tokens, vocab_size = len(file.metadata.get("tokenizer.ggml.tokens") or []), plan.config.vocab_size
-    if num_tokens > vocab_size:
-        raise CheckpointError(f"{path!r} has a tokenizer of {num_tokens} tokens, but embeddings of {vocab_size}.")
+    tokenizer = tokenizer if tokenizer is not None else read_tokenizer(file, plan.config.vocab_size)
     model = build_model(plan, dtype, on, chosen, attn_implementation)
     logger.info(f"{path}: {packing_report(model)}")
     return model, tokenizer
@@ -105,28 +102,6 @@ def load_model(
     on = torch.device(device or "cpu")
     plan, chosen = plan_model(read_header(path)), choose_backend(backend, on, dtype)
     return build_model(plan, dtype, on, chosen, attn_implementation)
-
-
-def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
-    """The tokenizer in a file with its chat template, as transformers understands it.
-
-    Raises:
-        CheckpointError: there is none, or of a kind that transformers does not know.
-    """
-    if "tokenizer.ggml.model" not in file.metadata or "tokenizer.ggml.tokens" not in file.metadata:
-        raise CheckpointError(f"{file.path!r} holds no tokenizer (tokenizer.ggml.*): pass `tokenizer=`.")
-    try:
-        architecture, description, options = get_gguf_tokenizer(file.path)
-        backend, _ = convert_gguf_tokenizer(architecture, description)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
-    # Its parts are checked; how they belong together, transformers and tokenizers say in several ways, one of which
-    # (a panic in Rust) is no Exception.
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise CheckpointError(
-            f"the tokenizer in {file.path!r} cannot be read ({type(error).__name__}: {error}): pass `tokenizer=`."
-        ) from error
 
 
 def build_model(

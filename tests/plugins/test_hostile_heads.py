@@ -172,10 +172,11 @@ def refused(tmp_path, tiny_model):
     [
         ("layers.1000000000.mlp.gate_proj.weight", "layer 1000000000 is named; there can be 64"),
         ("layers." + "9" * 5000 + ".mlp.gate_proj.weight", "a number of 5000 digits is named"),
+        ("layers.64.mlp.gate_proj.weight", "layer 64 is named; there can be 64"),
         ("layers.x.mlp.gate_proj.weight", "unknown: layers.x.mlp"),
         ("layers.63.mlp.gate_proj.weight", r"missing: layers\.1\..*more"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_a_layer_beyond_any_head_is_refused_before_layers_are_made(name, message, tmp_path, refused):
     write_eagle3(tmp_path / "head")
