@@ -7,7 +7,7 @@ nobody has to close it. Conversations are one row without padding; batches start
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers.cache_utils import Cache
@@ -35,6 +35,13 @@ class Conversations(Generic[State]):
 
     def __init__(self) -> None:
         self._states: WeakKeyDictionary[Cache, tuple[list[int], State]] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: caches are of this process."""
+        return {}
+
+    def __setstate__(self, _state: dict[str, Any]) -> None:
+        self.__init__()
 
     def keep(self, cache: Cache, text: list[int], state: State) -> None:
         """Keeps what a request on `cache` came to, having read `text`."""

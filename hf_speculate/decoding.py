@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from .cache import TreeCache
+from .delivery import Delivery
 from .drafter import DraftState
 from .drafting import Drafting
+from .ended_rows import EndedRows
+from .errors import PromptError
 from .graphs import Compiler
+from .masks import layer_windows
 from .models import GenerativeModel
+from .positions import depth_limit, has_length_dependent_rope, takes_position_ids
 from .processors import score_only
-from .scoring import Scorer, has_length_dependent_rope, rope_depth_limit
+from .scoring import Scorer
 from .sequences import Sequences
 from .stats import SpeculationStats
 from .stopping import Stopping
 from .tree import DraftTree
 from .tuning import UNLIMITED, Tuner
 from .verification import Sampler, Verdict, verify
-
-
-# Steps of padding that a row which has ended catches up with in one round.
-_MAX_PADDING = 32
 
 
 def decode(run: Decoding) -> Generator[Verdict]:
@@ -68,11 +69,11 @@ class Decoding:
         prefill_forward: runs the prompt, `hidden_states` layers given, and returns the model's output.
         sampler, stopping, sequences, stats: see there.
         prompt_positions: position id of each row's last prompt token.
+        num_expected: entries that the cache should have behind the prompt, if that is known.
         tuner: chooses how much every round drafts; None: what the drafter gives.
         compiler: of the target's and the drafter's forwards; None: nothing is compiled.
         shows_cache: somebody gets to see the cache: of rows that have ended it holds what stock's would.
-        streamer: gets the tokens [B] of every step; all rows advance together for it.
-        num_delivered: tokens a row that it was handed.
+        delivery: hands the tokens [B] of every step to a streamer; all rows advance together for it.
     """
 
     target: GenerativeModel
@@ -84,13 +85,12 @@ class Decoding:
     sequences: Sequences
     stats: SpeculationStats
     prompt_positions: Sequence[int]
+    num_expected: int | None = None
     tuner: Tuner | None = None
     compiler: Compiler | None = None
     shows_cache: bool = True
-    streamer: Any = None
+    delivery: Delivery | None = None
 
-    num_delivered: int = field(default=0, init=False)
-    _prompt_lengths: tuple[int, ...] | None = field(default=None, init=False)
     _round_start: float = field(default=0.0, init=False)
     _draft_seconds: float = field(default=0.0, init=False)
     _drafted_depth: int = field(default=0, init=False)
@@ -104,6 +104,10 @@ class Decoding:
     @cached_property
     def _forward_kwargs(self) -> dict[str, Any]:
         return {**self.drafting.forward_kwargs, **self.sampler.records.forward_kwargs}
+
+    @cached_property
+    def _layer_windows(self) -> list[int | None]:
+        return layer_windows(self.target.config)
 
     @cached_property
     def _vocab_size(self) -> int:
@@ -130,44 +134,18 @@ class Decoding:
             return "RoPE that depends on the longest position"
         if self.scorer.needs_equal_rows:
             return "attention that counts along the cache"
-        return "a streamer" if self.streamer is not None else ""
+        return "a streamer" if self.delivery is not None else ""
 
     @cached_property
-    def pads_ended(self) -> bool:
-        """Whether rows that have ended go on with padding, as stock's do: something looks at the whole batch, or at
-        what every row shows at every step."""
-        has_others = self.sequences.batch_size > 1 and self.stopping.has_eos
-        return has_others and (self.lockstep or self.sampler.records.are_kept)
+    def ended(self) -> EndedRows:
+        """What rows that have ended owe; padding where something looks at the whole batch, or at every step of it."""
+        looks = self.lockstep or self.sampler.records.are_kept
+        pads = self.stopping.has_eos and self.sequences.batch_size > 1 and looks
+        return EndedRows(self.sequences, self.stopping, are_padded=pads, show_cache=self.shows_cache)
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a row has not ended, or lacks what stock's goes on to compute until the last one ends."""
-        sequences = self.sequences
-        if not all(sequences.finished):
-            return True
-        if self.pads_ended:
-            return len(set(sequences.num_emitted)) > 1
-        wanted = self._settled_lengths(sequences.num_emitted) if self.shows_cache else self.cache.lengths
-        return any(found < length for found, length in zip(self.cache.lengths, wanted, strict=True))
-
-    @property
-    def done_rows(self) -> list[int]:
-        """Rows that have ended and need not be run any more: stock runs their EOS once more with the next step of the
-        others, and its cache then has that entry."""
-        ended = self.sequences.finished_rows
-        is_longer = self.shows_cache and self.stopping.has_eos
-        return [row for row in ended if self._num_entries_behind(row) <= 0] if is_longer else ended
-
-    def _num_entries_behind(self, row: int) -> int:
-        """New tokens of a row that have no entry in the cache."""
-        assert self._prompt_lengths is not None
-        return self._prompt_lengths[row] + len(self.sequences.new_tokens[row]) - self.cache.lengths[row]
-
-    def _settled_lengths(self, num_new: Sequence[int]) -> list[int]:
-        """Entries of real tokens in stock's cache where rows have so many new tokens: the longest one's last has none."""
-        assert self._prompt_lengths is not None
-        last = max(max(num_new) - 1, 0)
-        return [length + min(n, last) for length, n in zip(self._prompt_lengths, num_new, strict=True)]
+        return not all(self.sequences.finished) or self.ended.is_any_behind(self.cache)
 
     def prefill(self) -> Verdict:
         """Runs the prompt and chooses the first token of every row."""
@@ -179,24 +157,35 @@ class Decoding:
                 output = self.prefill_forward(**self._forward_kwargs)
             if output.past_key_values is not self.cache.cache:  # prefix tuning brings its own
                 self.scorer.cache = TreeCache(output.past_key_values, self.sequences.batch_size)
+            self._check_prompt()
             self.cache.commit_appended()
             self.sampler.records.add_prompt(output)
-            self._prompt_lengths = self.cache.lengths
+            self.ended.prompt_lengths = self.cache.lengths
             prompt = self.sequences.prompt
             roots = prompt[:, -1] if prompt.shape[1] else prompt.new_zeros(prompt.shape[0])
             verdict = self._verify(output.logits[:, -1:], DraftTree.root_only(roots.cpu()))
             self.stats.prefill_tokens += sum(map(len, verdict.tokens))
+        self._leave_to_streamer("prefill_seconds")
         with self.stats.timed("drafter_prefill_seconds"):
             self.drafting.observe_prompt(self._known_tokens(), output.hidden_states)
         return verdict
+
+    def _check_prompt(self) -> None:
+        """Masks, positions and paths are laid over entries by their index: there has to be one for each token."""
+        found = self.cache.cache.get_seq_length()
+        if self.num_expected is not None and found != self.num_expected:
+            raise PromptError(
+                f"{type(self.target).__name__} keeps {found} cache entries of a prompt of {self.num_expected} tokens "
+                "(images in front of the text, as a rule): which entry belongs to which token is not known."
+            )
 
     def leave_out_finished(self) -> None:
         """From here on, as far as it pays, the target runs the other rows only; the tokens of finished ones are known.
         In lock-step it runs all: what is called with the whole batch must see what stock shows it."""
         finished = self.sequences.finished
-        if self.lockstep or self.pads_ended or not any(finished) or all(finished):
+        if self.lockstep or self.ended.are_padded or not any(finished) or all(finished):
             return
-        if self.scorer.leave_out(self.done_rows) and self.tuner is not None:
+        if self.scorer.leave_out(self.ended.done(self.cache)) and self.tuner is not None:
             self.tuner.leave(len(self.cache.rows))
 
     def draft(self) -> DraftTree:
@@ -206,9 +195,7 @@ class Decoding:
             self._release_noise()
             rows = [row for row in range(self.sequences.batch_size) if self._takes_part(row)]
             tree = self._tree_for(rows) if rows else DraftTree.root_only(self._root_ids)
-            if self.pads_ended:
-                tree = self._with_padding(tree)
-            tree = tree.select(self.cache.rows)
+            tree = self.ended.with_padding(tree).select(self.cache.rows)
         self._draft_seconds = time.perf_counter() - self._round_start
         return tree
 
@@ -225,16 +212,6 @@ class Decoding:
             tree = tree.first(budget.max_nodes)
         return tree.pruned(limits) if tree.max_depth > min(limits[row] for row in rows) else tree
 
-    def _with_padding(self, tree: DraftTree) -> DraftTree:
-        """The tree with a chain of padding for every row that has ended, as deep as the longest may get."""
-        longest, pad = max(self.sequences.num_emitted) + tree.max_depth, self.sequences.pad_token_id
-        chains = {}
-        for row in range(self.sequences.batch_size):
-            if not self.stopping.is_running(self.sequences, row):
-                length = min(longest - len(self.sequences.new_tokens[row]), _MAX_PADDING)
-                chains[row] = [self.sequences.new_tokens[row][-1], *[pad] * length]
-        return tree.with_chains(chains) if chains else tree
-
     def score(self, tree: DraftTree) -> Any:
         with self.stats.timed("target_seconds"), self.drafting.listening():
             self.stats.target_forwards += 1
@@ -247,6 +224,7 @@ class Decoding:
             self.drafting.confirm_draft()
             self._walked = Verdict.empty(self.sequences.batch_size)
             verdict = self._verify(logits, tree, self._walked)
+        self._leave_to_streamer("target_seconds")
         for row, tokens in enumerate(verdict.tokens):
             if tokens:
                 self.stats.record_round(
@@ -259,19 +237,20 @@ class Decoding:
 
     def record(self, output: Any, verdict: Verdict) -> None:
         """Keeps the hidden states and attentions of the accepted paths if the request asked for them."""
-        records, cache = self.sampler.records, self.cache
+        records, cache, whole = self.sampler.records, self.cache, self.scorer.whole_output
         for slot, row in enumerate(cache.rows) if records.forward_kwargs else ():
             path = verdict.paths[row]
             first_step = len(self.sequences.new_tokens[row]) - len(path)
-            records.add_path(output, slot, row, path, first_step, cache.lengths[row], cache.append_index)
+            if whole is not None:
+                records.add_whole(whole, row, first_step)
+            else:
+                place = first_step, cache.lengths[row], cache.append_index
+                records.add_path(output, slot, row, path, *place, self._layer_windows)
 
     def keep(self, verdict: Verdict) -> None:
-        """Keeps the entries of the accepted paths, and the root of a row that has ended with it: its EOS."""
-        paths, self._walked = list(verdict.paths), None
-        for row in self.cache.rows if self.shows_cache and self.stopping.has_eos else ():
-            if not paths[row] and self._num_entries_behind(row) > 0:
-                paths[row] = [0]
-        self.cache.keep(paths, ended=self.done_rows)
+        """Keeps the entries of the accepted paths."""
+        self._walked = None
+        self.cache.keep(self.ended.paths(verdict, self.cache), ended=self.ended.done(self.cache))
 
     def observe(self, verdict: Verdict, hidden_states: Any) -> None:
         """Notes what the drafter will be told before its next draft."""
@@ -303,10 +282,10 @@ class Decoding:
             self.keep(self._walked)  # what was emitted of a round that was broken off
         self.cache.bring_back()
         delivered = self.sequences.num_emitted
-        if self.streamer is not None:
-            delivered = [min(self.num_delivered, n) for n in delivered]
-        if self._prompt_lengths is not None:
-            wanted = zip(self._settled_lengths(delivered), self.cache.lengths, strict=True)
+        if self.delivery is not None:
+            delivered = [min(self.delivery.num_steps, n) for n in delivered]
+        if self.ended.prompt_lengths is not None:
+            wanted = zip(self.ended.settled_lengths(delivered), self.cache.lengths, strict=True)
             self.cache.truncate(list(map(min, wanted)))
             self.scorer.settle()
         self.cache.release()
@@ -321,30 +300,18 @@ class Decoding:
             self.stopping,
             self.sequences,
             lockstep=self.lockstep,
-            pads_ended=self.pads_ended,
-            after_step=None if self.streamer is None else self._deliver,
+            pads_ended=self.ended.are_padded,
+            after_step=self.delivery,
             verdict=verdict,
         )
 
-    def _deliver(self) -> bool:
-        """Hands the streamer the tokens of a step, as stock does. What it draws is drawn in its turn: False if it has,
-        and with it changed the noise of what is still to be chosen."""
-        start, noise = time.perf_counter(), self.sampler.noise
-        if noise is not None:
-            noise.pause(self.sequences.num_emitted[0])
-        for tokens in self.sequences.columns(self.num_delivered):
-            self.num_delivered += 1
-            self.streamer.put(tokens)
-        was_disturbed = noise is not None and noise.resume()
-        self._count_out(time.perf_counter() - start)
-        return not was_disturbed
-
-    def _count_out(self, seconds: float) -> None:
-        """Takes the time of a consumer out of ours."""
-        counter = "prefill_seconds" if self._walked is None else "target_seconds"
-        for name in (counter, "total_seconds"):
-            setattr(self.stats, name, getattr(self.stats, name) - seconds)
-        self._round_start += seconds
+    def _leave_to_streamer(self, counter: str) -> None:
+        """Takes the streamer's time out of ours."""
+        if self.delivery is not None:
+            seconds = self.delivery.take_seconds()
+            for name in (counter, "total_seconds"):
+                setattr(self.stats, name, getattr(self.stats, name) - seconds)
+            self._round_start += seconds
 
     def _release_noise(self) -> None:
         """Forgets noise rows that every row has used; only now, as what they chose has been delivered."""
@@ -365,16 +332,24 @@ class Decoding:
 
     def _depth_limits(self) -> list[int]:
         """How deep each row may draft: a node at depth d can be emitted only if d tokens and the bonus still fit."""
-        rope_limit = None
-        if self._has_length_dependent_rope:
-            rope_limit = rope_depth_limit(self.target.config, max(self._root_positions))
+        of_positions = self._depth_limit_of_positions()
         limits = []
         for row in range(self.sequences.batch_size):
-            limit = 10**9 if rope_limit is None else rope_limit
+            limit = 10**9 if of_positions is None else of_positions
             if self.stopping.max_length is not None:
                 limit = min(limit, self.stopping.max_length - self.sequences.length(row) - 1)
             limits.append(max(limit, 0))
         return limits
+
+    def _depth_limit_of_positions(self) -> int | None:
+        if self.scorer.takes_root_only:
+            return 0
+        # Padding has no positions, but there are models that count it.
+        counts = {self.cache.append_index}
+        if takes_position_ids(self.target):
+            counts = {max(self._root_positions), *(counts if self._has_length_dependent_rope else ())}
+        limits = [depth_limit(self.target.config, count) for count in counts]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _takes_part(self, row: int) -> bool:
         """Whether the next round can emit tokens in a row."""

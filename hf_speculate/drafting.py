@@ -13,7 +13,7 @@ from .draft_checks import DraftChecks
 from .drafter import Drafter, DraftRequest, DraftSession, DraftState
 from .errors import DrafterError, SpeculateError
 from .features import FeatureTaps
-from .models import GenerativeModel
+from .models import GenerativeModel, num_embeddings
 from .noise import kept_rng
 from .observations import Observations
 from .tree import DraftTree
@@ -37,7 +37,7 @@ class Drafting:
         self._taps = FeatureTaps(cast(GenerativeModel, request.target), drafter.feature_layers)
         self._unobserved = Observations()
         self._open_session: DraftSession | None = None
-        self._checks = DraftChecks(drafter.name, request.target.get_input_embeddings().num_embeddings)
+        self._checks = DraftChecks(drafter.name, num_embeddings(request.target))
 
     def start(self) -> None:
         """Opens the session."""

@@ -9,6 +9,10 @@ class UnsupportedRequestError(SpeculateError, ValueError):
     """A `generate` request (mode, cache, model class) that cannot run with a speculator."""
 
 
+class PromptError(UnsupportedRequestError):
+    """A prompt of which the model makes more, or fewer, cache entries than it has tokens; nothing was emitted."""
+
+
 class TargetMismatchError(SpeculateError, ValueError):
     """A drafter that does not fit the target: vocabulary, hidden size, layer count."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .drafter import RAW_LAST
@@ -27,6 +27,24 @@ def finite(states: Tensor) -> Tensor:
     if states.dtype != torch.float16 or states.requires_grad:
         return states
     return torch.nan_to_num(states, nan=0.0)
+
+
+def problem_with_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> str:
+    """Why the states that a drafter named so wants cannot be tapped; "" if they can."""
+    if RAW_LAST in layers and _last_layer(target) is None:
+        return (
+            f"the drafter {drafter!r} reads the output of the last decoder layer, which is not to be found in "
+            f"{type(target).__name__}."
+        )
+    return ""
+
+
+def _last_layer(target: GenerativeModel) -> nn.Module | None:
+    """The last of the decoder's layers: of its `layers`, or of the only list of as many modules as the config says."""
+    decoder, count = target.get_decoder(), target.config.get_text_config(decoder=True).num_hidden_layers
+    lists = {name: child for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)}
+    stacks = [lists["layers"]] if "layers" in lists else [child for child in lists.values() if len(child) == count]
+    return stacks[0][-1] if len(stacks) == 1 else None
 
 
 class FeatureTaps:
@@ -109,8 +127,9 @@ class FeatureTaps:
             if self._listening and threading.get_ident() == thread:  # other threads may run the same model
                 self._raw_last = output[0] if isinstance(output, tuple) else output
 
-        decoder: Any = self._target.get_decoder()
-        return decoder.layers[-1].register_forward_hook(keep)
+        layer = _last_layer(self._target)
+        assert layer is not None, "see problem_with_taps"
+        return layer.register_forward_hook(keep)
 
     def _states(self, hidden_states: Any, layer: int) -> Tensor:
         if layer == RAW_LAST:
@@ -119,4 +138,8 @@ class FeatureTaps:
             states = hidden_states[layer] if hidden_states is not None and layer < len(hidden_states) else None
         if states is None:
             raise DrafterError(f"the target shows no hidden state {layer}, which the drafter's `feature_layers` name.")
+        if states.dim() != 3:
+            raise DrafterError(
+                f"the target's hidden state {layer} has the shape {list(states.shape)}; drafters take [B, T, H]."
+            )
         return finite(states)

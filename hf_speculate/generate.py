@@ -21,19 +21,21 @@ from transformers import GenerationMixin
 from transformers.utils import logging
 
 from . import attention
-from .errors import UnsupportedRequestError
+from .errors import PromptError, TargetMismatchError, UnsupportedRequestError
 from .models import GenerativeModel
 from .preparation import prepare
 from .prepared import PreparedCall, streamed
-from .recurrent import target_shape
 from .requests import (
     problem_with_acceptance,
     problem_with_arguments,
+    problem_with_features,
     problem_with_inputs,
     problem_with_model,
     problem_with_request,
 )
+from .scoring import Shape
 from .speculator import Speculator, attached, resolve
+from .trial import request_shape
 
 
 logger = logging.get_logger(__name__)
@@ -99,10 +101,9 @@ def _wrap_generate(original: Callable) -> Callable:
         tokens = _note.set(note), streamed.set(None)
         try:
             if note is not None:
-                if problem := problem_with_model(self) or problem_with_arguments(kwargs):
+                problem = problem_with_model(self) or problem_with_arguments(kwargs)
+                if problem := problem or _problem_with_target(note):
                     _refuse(note, problem)
-                else:
-                    note.speculator.drafter.check_target(self)
             return original(self, *args, **kwargs)
         finally:
             _note.reset(tokens[0])
@@ -115,6 +116,8 @@ def _wrap_generate(original: Callable) -> Callable:
     )
     generate.__signature__ = signature.replace(parameters=[*parameters[:-1], new, parameters[-1]])  # type: ignore
     generate.__dict__["__hf_speculate__"] = True
+    # The way past `torch.no_grad` leads where it did, not to the decorated original.
+    generate.__wrapped__ = getattr(original, "__wrapped__", original)
     return generate
 
 
@@ -141,29 +144,58 @@ def _wrap_sample(original: Callable) -> Callable:
             return original(*arguments, **kwargs)
         _note.set(None)  # nested calls (guidance, drafters) are plain
         problem = problem_with_inputs(self, input_ids, generation_config, kwargs)
+        problem = problem or problem_with_features(note.speculator, self)
         problem = problem or problem_with_acceptance(note.speculator, generation_config, logits_processor)
-        if problem := problem or _problem_with_stream(note, input_ids, kwargs):
+        if problem := problem or _problem_with_stream(note, input_ids):
             _refuse(note, problem)
             return original(*arguments, **kwargs)
-        shape, reason = target_shape(self, kwargs["past_key_values"])
+        shape, reason = request_shape(self, kwargs["past_key_values"])
         if shape == "single":
-            note.speculator.stats.fallbacks[reason] += 1
+            _refuse(note, f"{reason}.")
             return original(*arguments, **kwargs)
-        kwargs.pop("synced_gpus", None)
-        streamer = kwargs.pop("streamer", None)
-        run = prepare(note.speculator, *arguments, kwargs, has_callers_cache=note.has_callers_cache, streamer=streamer)
-        call = PreparedCall(run, note.speculator, generation_config)
-        if note.streamed:
-            return call.start()
-        with closing(call.rounds()) as rounds:
-            for _ in rounds:
-                pass
-        if streamer is not None:
-            streamer.end()
-        return call.output()
+        try:
+            return _speculate(note, arguments, dict(kwargs), shape, reason)
+        except PromptError as error:
+            _refuse(note, str(error))
+            return original(*arguments, **kwargs)
 
     _sample.__dict__["__hf_speculate__"] = True
     return _sample
+
+
+def _speculate(note: _Note, arguments: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape, reason: str) -> Any:
+    """What `_sample` returns, or the prepared call of a stream."""
+    kwargs.pop("synced_gpus", None)
+    streamer = kwargs.pop("streamer", None)
+    run = prepare(
+        note.speculator,
+        arguments,
+        kwargs,
+        shape=shape,
+        reason=reason,
+        has_callers_cache=note.has_callers_cache,
+        streamer=streamer,
+    )
+    call = PreparedCall(run, note.speculator, arguments[-1])
+    if note.streamed:
+        return call.start()
+    with closing(call.rounds()) as rounds:
+        for _ in rounds:
+            pass
+    if streamer is not None:
+        streamer.end()
+    return call.output()
+
+
+def _problem_with_target(note: _Note) -> str:
+    """Why an attached drafter does not fit (any more); for an explicit one that is its own error."""
+    try:
+        note.speculator.drafter.check_target(note.model)
+    except TargetMismatchError as error:
+        if note.explicit:
+            raise
+        return str(error)
+    return ""
 
 
 def _refuse(note: _Note, problem: str) -> None:
@@ -175,14 +207,11 @@ def _refuse(note: _Note, problem: str) -> None:
     _note.set(None)
 
 
-def _problem_with_stream(note: _Note, input_ids: Tensor, kwargs: dict[str, Any]) -> str:
+def _problem_with_stream(note: _Note, input_ids: Tensor) -> str:
     """What `hf_speculate.stream` cannot do though `generate` can."""
     if note.streamed == "text" and input_ids.shape[0] > 1:
         return (
             f"stream(tokenizer=...) yields the text of one sequence, the request has {input_ids.shape[0]}; without "
             "tokenizer= it yields the tokens of every row."
         )
-    shape, reason = target_shape(note.model, kwargs["past_key_values"])
-    if note.streamed and shape == "single":
-        return f"stream cannot run this model ({reason}); generate(streamer=...) can."
     return ""

@@ -77,6 +77,18 @@ def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
     return tuple(types.values())
 
 
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Of every layer of a decoder the entries that a token sees, itself included; None: all."""
+    decoder = config.get_text_config(decoder=True)
+    names, options = get_layer_types_and_kwargs(decoder)
+    mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
+    of_type = {kind.name or mask_names[kind.layer_index]: kind.window for kind in layer_types(config)}
+    return [
+        of_type.get(mask_name) if name == "dummy" else option.get("sliding_window")
+        for name, mask_name, option in zip(names, mask_names, options, strict=True)
+    ]
+
+
 def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor:
     """int64 [B, 1] (or [1, 1] without a mask): entries before the first real one of every row."""
     if prompt_mask is None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .acceptance import TypicalSampler
 from .adapters import active_adapters, prompt_learning
 from .conversations import cached_text
 from .decoding import Decoding
+from .delivery import Delivery
 from .drafter import DraftRequest
 from .drafting import Drafting
 from .models import GenerativeModel
 from .noise import Noise
+from .recomputing import recomputing
 from .records import LayerRecord, Records, StepRecord
-from .recurrent import target_scorer, target_shape
+from .recurrent import target_scorer
 from .requests import total_length
+from .scoring import Shape
 from .sequences import Sequences
 from .speculator import Speculator
 from .static import compiled, compiler_for
@@ -29,6 +35,7 @@ from .tuning import Tuner
 from .verification import Sampler
 
 
+_TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Arguments of `_sample` that the loop makes anew for every forward, or that concern the prompt only.
 _OWN_KWARGS = (
     "attention_mask",
@@ -40,26 +47,34 @@ _OWN_KWARGS = (
     "tokenizer",  # of stop strings: stock hands it on to the model, which has no use for it
     "output_attentions",
     "output_hidden_states",
+    *_TOKEN_KWARGS,
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
 )
 
 
 def prepare(
     speculator: Speculator,
-    model: GenerativeModel,
-    input_ids: Tensor,
-    logits_processor,
-    stopping_criteria,
-    generation_config: GenerationConfig,
+    arguments: tuple[Any, ...],
     model_kwargs: dict[str, Any],
     *,
+    shape: Shape,
+    reason: str,
     has_callers_cache: bool,
     streamer: Any = None,
 ) -> Decoding:
+    """The loop's state for a call of `_sample`.
+
+    Args:
+        arguments: its positional ones: model, prompt, processors, criteria, generation config; `model_kwargs` are the
+            others.
+        shape, reason: what the model takes, and why nothing wider, see `request_shape`.
+        has_callers_cache: the cache was an argument of `generate`.
+        streamer: as `generate` takes it.
+    """
+    model, input_ids, logits_processor, stopping_criteria, generation_config = arguments
     batch_size, stats = input_ids.shape[0], SpeculationStats()
     compiler = compiler_for(speculator.backend, input_ids.device, stats.fallbacks)
     cache, attention_mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
-    shape, reason = target_shape(model, cache)
     if reason:
         stats.fallbacks[reason] += 1
     noise = None
@@ -91,15 +106,23 @@ def prepare(
     positions = [num_earlier + input_ids.shape[1] - 1] * batch_size
     if model_kwargs.get("position_ids") is not None:
         positions = model_kwargs["position_ids"][:, -1].expand(batch_size).tolist()
+    num_virtual = 0
     if (adapter := prompt_learning(model)) is not None:
         if adapter.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
             # PEFT drops the position ids then: positions are those in the cache, padding counted.
             positions = [input_ids.shape[1] - 1] * batch_size
-        positions = [adapter.num_virtual_tokens + position for position in positions]
+        num_virtual = adapter.num_virtual_tokens
+        positions = [num_virtual + position for position in positions]
         if attention_mask is not None:
-            attention_mask = functional.pad(attention_mask, (adapter.num_virtual_tokens, 0), value=1)
+            attention_mask = functional.pad(attention_mask, (num_virtual, 0), value=1)
+    num_expected = None if attention_mask is None else attention_mask.shape[1]
+    if attention_mask is None and model_kwargs.get("inputs_embeds") is None:
+        num_expected = num_virtual + num_earlier + input_ids.shape[1]
     forward_kwargs = {k: v for k, v in model_kwargs.items() if v is not None and k not in _OWN_KWARGS}
-    scorer = target_scorer(model, cache, batch_size, attention_mask, shape, forward_kwargs)
+    token_kwargs = _token_kwargs(model_kwargs)
+    scorer = target_scorer(model, cache, batch_size, attention_mask, shape, forward_kwargs, token_kwargs)
+    sequences = Sequences(input_ids, None if pad is None else int(pad))
+    scorer = recomputing(scorer, model, partial(_step_inputs, model, sequences, model_kwargs))
     shows_cache = has_callers_cache or bool(generation_config.return_dict_in_generate)
     if compiler is not None:
         scorer = compiled(scorer, compiler, speculator.drafter.feature_layers, is_private=not shows_cache)
@@ -110,14 +133,33 @@ def prepare(
         prefill_forward=lambda **taps: model._prefill(input_ids, generation_config, {**model_kwargs, **taps}),
         sampler=sampler,
         stopping=stopping,
-        sequences=Sequences(input_ids, None if pad is None else int(pad)),
+        sequences=sequences,
         stats=stats,
         prompt_positions=positions,
+        num_expected=num_expected,
         compiler=compiler,
         shows_cache=shows_cache,
-        streamer=streamer,
+        delivery=None if streamer is None else Delivery(streamer, sequences, noise),
         tuner=_tuner(speculator, model, batch_size, request.adapters),
     )
+
+
+def _step_inputs(
+    model: GenerativeModel, sequences: Sequences, model_kwargs: dict[str, Any], cache: Cache
+) -> dict[str, Any]:
+    """What stock's loop would hand the model for the next step of a lock-step."""
+    kwargs = {**model_kwargs, "past_key_values": cache}
+    num_new = sequences.num_emitted[0]
+    kwargs = model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=num_new)
+    text = sequences.view(range(sequences.batch_size))
+    return model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
+
+
+def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """What new tokens get of the arguments with a value for each token, as stock goes on with them: the last one's,
+    and 0 (text) where images are told from text."""
+    given = {name: model_kwargs[name][:, -1:] for name in _TOKEN_KWARGS if model_kwargs.get(name) is not None}
+    return {name: torch.zeros_like(v) if name == "mm_token_type_ids" else v for name, v in given.items()}
 
 
 def _tuner(speculator: Speculator, model: GenerativeModel, batch_size: int, adapters: str) -> Tuner | None:

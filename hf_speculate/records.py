@@ -108,7 +108,15 @@ class Records:
             self.attentions.add_prompt(output.attentions or ())
 
     def add_path(
-        self, output: Any, slot: int, row: int, path: Sequence[int], first_step: int, length: int, num_prefix: int
+        self,
+        output: Any,
+        slot: int,
+        row: int,
+        path: Sequence[int],
+        first_step: int,
+        length: int,
+        num_prefix: int,
+        windows: Sequence[int | None],
     ) -> None:
         """Records one row's accepted path out of a forward over a tree.
 
@@ -118,6 +126,8 @@ class Records:
             path: its nodes, root first; node `path[j]` is what step `first_step + j` was computed from.
             length: committed entries of the row.
             num_prefix: M, entries of the cache before the nodes; those in [length, M) are other rows'.
+            windows: of every layer, see `layer_windows`. Of a layer with a window the attentions have the last columns
+                of M + N, as many as it shows.
         """
         for index, node in enumerate(path):
             if self.hidden_states is not None:
@@ -125,8 +135,19 @@ class Records:
                 self.hidden_states.add(first_step + index, row, states)
             if self.attentions is not None:
                 keys = [*range(length), *(num_prefix + ancestor for ancestor in path[: index + 1])]
-                weights = [layer[slot, :, node, keys][:, None] for layer in output.attentions or ()]
+                weights = []
+                for layer, window in zip(output.attentions or (), windows, strict=False):
+                    hidden = num_prefix + layer.shape[2] - layer.shape[3]
+                    seen = [key - hidden for key in keys[-(window or 0) :]]
+                    weights.append(layer[slot, :, node, seen][:, None])
                 self.attentions.add(first_step + index, row, weights)
+
+    def add_whole(self, output: Any, row: int, step: int) -> None:
+        """Records one row of a forward that ran the whole text for one step, as stock does."""
+        if self.hidden_states is not None:
+            self.hidden_states.add(step, row, [layer[..., row, :, :] for layer in output.hidden_states])
+        if self.attentions is not None:
+            self.attentions.add(step, row, [layer[row] for layer in output.attentions or ()])
 
     def complete(self, batch_size: int, num_steps: int) -> dict[str, Any]:
         """What was asked for, by the names and in the shapes of `GenerateDecoderOnlyOutput`."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,16 +19,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
 from .cache import INDEXABLE, TreeCache
-from .devices import execution_device
 from .errors import CacheStateError
-from .scoring import Scorer, Shape, supported_shape, takes_position_ids
+from .scoring import Scorer, Shape, supported_shape
 from .tree import DraftTree
 
 
@@ -244,24 +241,16 @@ class RecurrentScorer(Scorer):
             logits_to_keep=count,
             return_dict=True,
             **({"position_ids": positions} if self._takes_position_ids else {}),
+            **self._for_tokens(count),
             **self._forward_kwargs,
             **(forward_kwargs or {}),
         )
 
 
-# Whether the model was found to go on from its states with several tokens as it does with one after another.
-_continues: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-
-
 def target_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
-    """`supported_shape`, and chains for models with recurrent layers that were tried out once (a few tokens each)."""
+    """`supported_shape`, and chains for models with recurrent layers."""
     if not has_recurrent_layers(cache):
         return supported_shape(model, cache)
-    if model not in _continues:
-        with torch.no_grad():
-            _continues[model] = _continues_states(model)
-    if not _continues[model]:
-        return "single", f"{type(model).__name__} does not go on from its states with several tokens at once: no drafts"
     return "chain", "recurrent layers: chains only, rejected tokens are undone by a copy of the states"
 
 
@@ -272,32 +261,8 @@ def target_scorer(
     prompt_mask: Tensor | None = None,
     shape: Shape = "tree",
     forward_kwargs: Mapping[str, Any] | None = None,
+    token_kwargs: Mapping[str, Tensor] | None = None,
 ) -> Scorer:
     """The scorer that fits the layers of `cache`, with the cache that it needs."""
-    if has_recurrent_layers(cache):
-        return RecurrentScorer(model, RecurrentCache(cache, batch_size), prompt_mask, shape, forward_kwargs)
-    return Scorer(model, TreeCache(cache, batch_size), prompt_mask, shape, forward_kwargs)
-
-
-def _continues_states(model: PreTrainedModel) -> bool:
-    """Compares chains, one of them rejected, with the same tokens one by one."""
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(1, 15) * 7919 % vocab_size)[None]
-    plain, ours = (DynamicCache(config=model.config) for _ in range(2))
-    device = execution_device(model.get_input_embeddings()) or model.device
-    for cache in (plain, ours):
-        model(input_ids=ids[:, :9].to(device), past_key_values=cache, use_cache=True)
-    one_by_one = []
-    for i in range(9, 14):
-        # Not left to the model: some take their default from a layer that counts nothing.
-        position = {"position_ids": torch.tensor([[i]], device=device)} if takes_position_ids(model) else {}
-        step = ids[:, i : i + 1].to(device)
-        one_by_one.append(model(input_ids=step, past_key_values=plain, use_cache=True, **position).logits)
-    expected = torch.cat(one_by_one, dim=1)[:, 1:].float()
-    scorer = RecurrentScorer(model, RecurrentCache(ours, 1), shape="chain")
-    scorer.cache.commit_appended()
-    scorer(DraftTree.chain(torch.cat([ids[:, 9:10], ids[:, :3]], dim=1)), [9])
-    scorer.cache.keep([[0]])
-    found = scorer(DraftTree.chain(ids[:, 10:]), [10]).logits.float()
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+    kind, kind_of_cache = (RecurrentScorer, RecurrentCache) if has_recurrent_layers(cache) else (Scorer, TreeCache)
+    return kind(model, kind_of_cache(cache, batch_size), prompt_mask, shape, forward_kwargs, token_kwargs)

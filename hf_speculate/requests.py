@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .adapters import activated_lora, prompt_learning
+from .features import problem_with_taps
 from .models import GenerativeModel
+from .positions import takes_position_ids
 from .processors import see_rows_alone
-from .scoring import takes_position_ids
 from .speculator import Speculator
 
 
@@ -28,6 +29,8 @@ def problem_with_model(model: GenerativeModel) -> str:
         return f"speculator= was given for {name}, an encoder-decoder model; only decoder-only models are supported."
     if not type(model)._sample.__dict__.get("__hf_speculate__"):
         return f"{name} has a decoding method of its own (`_sample`), which a speculator cannot replace."
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        return f"{name} is in training mode with gradient checkpointing, which leaves the KV cache out: call eval()."
     return ""
 
 
@@ -67,10 +70,13 @@ def problem_with_inputs(
     if unknown or cache.is_compileable:
         kind = "offloaded " if cache.offloading else ""
         return f"speculator= was given with a {kind}{type(cache).__name__}; pass a DynamicCache, or none."
+    if own := _own_methods(cache):
+        return (
+            f"speculator= was given with a {type(cache).__name__}, which has its own {', '.join(own)}: what it keeps "
+            "of the text is not known. Pass a DynamicCache, or none."
+        )
     if takes_position_ids(model) and (not isinstance(position_ids, Tensor) or position_ids.dim() != 2):
         return f"speculator= needs a model with two-dimensional position ids; {type(model).__name__} has other ones."
-    if kwargs.get("token_type_ids") is not None:
-        return "token_type_ids are not supported with a speculator."
     if activated_lora(model):
         return (
             "speculator= does not work while an activated LoRA (alora_invocation_tokens) is in effect: PEFT would "
@@ -89,6 +95,19 @@ def problem_with_inputs(
             "at least one new token, or only the new tokens with an attention mask for all."
         )
     return ""
+
+
+def _own_methods(cache: Cache) -> list[str]:
+    """What a subclass of stock's caches does its own way: one that evicts entries overrides some of it."""
+    stock = next(kind for kind in type(cache).__mro__ if kind in (DynamicCache, Cache))
+    subclasses = type(cache).__mro__[: type(cache).__mro__.index(stock)]
+    names = {name for kind in subclasses for name in vars(kind) if not name.startswith("__")}
+    return sorted(name for name in names if hasattr(stock, name))
+
+
+def problem_with_features(speculator: Speculator, model: GenerativeModel) -> str:
+    """What the drafter wants to see of the target and cannot."""
+    return problem_with_taps(model, speculator.drafter.feature_layers, speculator.drafter.name)
 
 
 def problem_with_acceptance(speculator: Speculator, config: GenerationConfig, processors: LogitsProcessorList) -> str:

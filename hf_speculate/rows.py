@@ -127,10 +127,11 @@ def may_hold_rows(model: nn.Module, forward_kwargs: Mapping[str, Any]) -> bool:
         return True
     hooks = (_global_hooks.values(), _global_pre_hooks.values())
     of_modules = ((m._forward_hooks.values(), m._forward_pre_hooks.values()) for m in model.modules())
-    return not all(map(_is_indifferent, chain(*hooks, *chain.from_iterable(of_modules))))
+    return not all(map(is_indifferent, chain(*hooks, *chain.from_iterable(of_modules))))
 
 
-def _is_indifferent(hook: Callable[..., Any]) -> bool:
+def is_indifferent(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is known to hold nothing for the rows of a batch, see `may_hold_rows`."""
     function = hook
     while isinstance(function, partial):
         if any(isinstance(value, Sequence | Tensor) and not isinstance(value, str) for value in _bound(function)):

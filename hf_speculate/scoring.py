@@ -6,14 +6,13 @@ architecture: any decoder-only model whose forward takes a 4-D mask, position id
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .attention import TreeAttention
@@ -22,6 +21,7 @@ from .devices import execution_device
 from .errors import CacheStateError
 from .layers import PreallocatedLayer
 from .masks import LayerType, layer_types, num_left_padding
+from .positions import takes_position_ids
 from .rows import may_hold_rows
 from .tree import DraftTree
 
@@ -54,10 +54,6 @@ def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
     return "tree", ""
 
 
-def takes_position_ids(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
-
-
 def counts_along_cache(model: PreTrainedModel) -> str:
     """Why the place of an entry in the cache matters to `model`, beside its position and mask; "" if it does not."""
     config = model.config.get_text_config(decoder=True)
@@ -70,36 +66,6 @@ def counts_along_cache(model: PreTrainedModel) -> str:
     return ""
 
 
-def _rope_parameters(config: PreTrainedConfig) -> Iterator[dict]:
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    yield from nested or [parameters]
-
-
-def has_length_dependent_rope(config: PreTrainedConfig) -> bool:
-    """Whether the forward depends on its longest position (RoPE types `dynamic` and `longrope`)."""
-    return any(p.get("rope_type") in ("dynamic", "longrope") for p in _rope_parameters(config))
-
-
-def rope_depth_limit(config: PreTrainedConfig, root_position: int) -> int | None:
-    """How deep a tree may go so that its longest position leaves RoPE as a one-token forward would have it.
-
-    Args:
-        root_position: the largest position id of a root in the batch.
-    Returns:
-        The depth (0: no draft), or None for no limit.
-    """
-    limits = []
-    for parameters in _rope_parameters(config):
-        if parameters.get("rope_type") == "dynamic":
-            limits.append(max(config.get_text_config(decoder=True).max_position_embeddings - 1 - root_position, 0))
-        elif parameters.get("rope_type") == "longrope":
-            last_short = parameters["original_max_position_embeddings"] - 1
-            if root_position <= last_short:
-                limits.append(last_short - root_position)
-    return min(limits, default=None)
-
-
 class Scorer:
     """Runs a causal LM over draft trees on top of one cache, rows of a batch having their own lengths.
 
@@ -110,10 +76,17 @@ class Scorer:
             None when all are.
         shape: "tree", or "chain" for attentions that take no tree mask.
         forward_kwargs: further keyword arguments of every forward.
+        token_kwargs: those of them that have a value for each token: [B, 1], what new tokens of a row get.
     """
 
     num_rerun = 0
     """Committed tokens that the last forward ran again in front of the nodes."""
+
+    takes_root_only = False
+    """Whether the next forward can be a plain decoding step only."""
+
+    whole_output: Any = None
+    """States and attentions of the last forward, where that ran the whole text."""
 
     def __init__(
         self,
@@ -122,6 +95,7 @@ class Scorer:
         prompt_mask: Tensor | None = None,
         shape: Shape = "tree",
         forward_kwargs: Mapping[str, Any] | None = None,
+        token_kwargs: Mapping[str, Tensor] | None = None,
     ):
         self.model = model
         self.cache = cache
@@ -130,6 +104,7 @@ class Scorer:
         self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
         self._num_idle = 0
         self._forward_kwargs = dict(forward_kwargs or {})
+        self._token_kwargs = dict(token_kwargs or {})
         self._layer_types = layer_types(model.config)
         self._takes_position_ids = takes_position_ids(model)
         # Of offloaded embeddings `model.device` is "meta".
@@ -169,9 +144,15 @@ class Scorer:
             logits_to_keep=tree.num_nodes - num_cached,
             return_dict=True,
             **positions,
+            **self._for_tokens(tree.num_nodes - num_cached),
             **self._forward_kwargs,
             **(forward_kwargs or {}),
         )
+
+    def _for_tokens(self, count: int) -> dict[str, Tensor]:
+        """The `token_kwargs` of a forward over `count` tokens of the rows that are there."""
+        rows = list(self.cache.rows)
+        return {name: values[rows].expand(-1, count) for name, values in self._token_kwargs.items()}
 
     @property
     def has_windows(self) -> bool:

@@ -52,7 +52,7 @@ class Sequences:
         self.new_tokens[row].append(token)
 
     def view(self, rows: Sequence[int]) -> Int[Tensor, "R T"]:
-        """Text of some rows of equal length, as stock's `input_ids`: contiguous, on the prompt's device. Do not modify."""
+        """Text of some rows of equal length, as stock's `input_ids`, contiguous and where the prompt is. Read only."""
         length = self.length(rows[0])
         if len(rows) == self.batch_size and length == self.prompt.shape[1]:
             return self.prompt

@@ -337,19 +337,44 @@ def attach(model: nn.Module, speculator: Speculator | str | os.PathLike) -> Spec
     Requests that cannot run with a speculator (beams, …) warn once and run plain; `generate(..., speculator=None)`
     runs plain too. Nothing is stored on the model. Undo with `detach`.
 
+    Args:
+        model: also one that has a model inside generate for it (image and speech models): then that one is sped up.
     Returns:
         The resolved speculator.
+    Raises:
+        SpeculateError: a model that generates nothing.
     """
     model = unwrap(model)
-    resolved = resolve(speculator, model)
-    resolved.drafter.check_target(model)
-    _attached[model] = resolved
+    generating = _generating(model)
+    resolved = resolve(speculator, generating[-1])
+    for part in generating:
+        resolved.drafter.check_target(part)
+    _attached.update(dict.fromkeys(generating, resolved))
     return resolved
+
+
+def _generating(model: GenerativeModel) -> list[GenerativeModel]:
+    """The models that `model.generate` may run in: itself; where it has a method of its own for that, also the models
+    inside that have transformers'."""
+    if _generates_as_stock(model):
+        return [model]
+    inner = [m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel) and _generates_as_stock(m)]
+    if not inner and not hasattr(model, "generate"):
+        raise SpeculateError(
+            f"{type(model).__name__} has no `generate`, nor has a model inside it: nothing to speed up."
+        )
+    return [model, *cast(list[GenerativeModel], inner)]
+
+
+def _generates_as_stock(model: PreTrainedModel) -> bool:
+    return getattr(getattr(type(model), "generate", None), "__hf_speculate__", False)
 
 
 def detach(model: nn.Module) -> Speculator:
     """Undoes `attach`; returns what was attached. Raises `SpeculateError` if nothing was."""
-    found = _attached.pop(unwrap(model), None)
+    found = None
+    for part in _generating(unwrap(model)):
+        found = _attached.pop(part, None) or found
     if found is None:
         raise SpeculateError(f"no speculator is attached to this {type(model).__name__}.")
     return found

@@ -24,7 +24,8 @@ from .buffers import capacity_for, lease_of, pool_of
 from .drafter import RAW_LAST
 from .graphs import Compiler
 from .layers import PreallocatedLayer
-from .scoring import Scorer, has_length_dependent_rope
+from .positions import has_length_dependent_rope
+from .scoring import Scorer
 from .tree import DraftTree
 
 
@@ -150,6 +151,8 @@ class StaticScorer(Scorer):
             layer.allocate = None
 
     def _problem(self, tree: DraftTree, num_cached: int, options: Mapping[str, Any]) -> str:
+        if self._token_kwargs:
+            return f"arguments {sorted(self._token_kwargs)}"
         if num_cached or tree.num_nodes > NODE_BUCKETS[-1]:
             return f"a tree of more than {NODE_BUCKETS[-1]} nodes, or a part of one"
         if any(name != "output_hidden_states" or value is True for name, value in options.items()):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -211,6 +212,13 @@ class Experience:
     def __init__(self, tuning: TuningFile | None = None) -> None:
         self._tuning = tuning
         self._known: WeakKeyDictionary[PreTrainedModel, dict[str, _Known]] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was learnt of targets: they are of this process."""
+        return {"tuning": self._tuning}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["tuning"])
 
     def tuner(self, target: PreTrainedModel, batch_size: int, adapters: str = "", chooses_depth: bool = True) -> Tuner:
         """For one request, see `Tuner`; it begins with what earlier ones, or `hf-speculate tune`, taught.

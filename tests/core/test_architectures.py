@@ -1,23 +1,31 @@
 """Which causal LMs of transformers speculate, and how: tiny random models of each, text compared with plain `generate`.
 
-`docs/architectures.md` is what these tests say; `HF_SPECULATE_WRITE_DOCS=1 pytest tests/core/test_architectures.py -k
-table` writes it anew, and a stale file fails.
+`docs/architectures.md`, and the list of classes that need no trial at run time, are what `hf_speculate.trial` finds here;
+`HF_SPECULATE_WRITE_DOCS=1 pytest tests/core/test_architectures.py -k in_the_docs` writes them anew, and a stale file
+fails.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.models import has_own_method
+from hf_speculate.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
+from hf_speculate.trial import INPUT_PREPARATION, run_trial
 
 from ..inputs import padded_batch
 
@@ -85,7 +93,7 @@ class Case:
 
 RECURRENT = "recurrent layers: chains only, rejected tokens are undone by a copy of the states"
 # Found by trying: transformers' own forward over several tokens behind a cache differs from one token after another.
-FORGETS = "does not go on from its states with several tokens at once: no drafts"
+FORGETS = "does not score several tokens at once as one after another"
 NO_CACHE = "speculator= needs a transformers Cache"
 SLIDING = "sliding windows"
 MIXED = "sliding windows and full attention"
@@ -207,8 +215,8 @@ CASES = {
             "adapter_rank": 4,
             "attention_head_dim": 16,
         },
-        CHAINS,
-        RECURRENT,
+        NOTHING,
+        FORGETS,
         "Mamba 2, shared attention",
     ),
     "nemotron_h": Case(
@@ -220,8 +228,8 @@ CASES = {
             "chunk_size": 8,
             "hybrid_override_pattern": "M*M-",
         },
-        CHAINS,
-        RECURRENT,
+        NOTHING,
+        FORGETS,
         "Mamba 2",
     ),
     "recurrent_gemma": Case(
@@ -287,22 +295,54 @@ def test_rows_of_a_padded_batch_are_those_of_plain_generate(name, prompt):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.drafts == NOTHING])
-def test_what_cannot_speculate_says_so(name, prompt):
-    if CASES[name].why == FORGETS:
-        speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-        text = build(name).generate(prompt(9), max_new_tokens=8, speculator=speculator)
-        assert torch.equal(text, build(name).generate(prompt(9), max_new_tokens=8))
-        assert FORGETS in " ".join(speculator.stats.fallbacks)
-        return
+def test_what_cannot_speculate_says_so_or_steps_aside(name, prompt):
+    model, speculator = build(name), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
     with pytest.raises(UnsupportedRequestError, match=CASES[name].why):
-        build(name).generate(prompt(9), max_new_tokens=4, speculator=Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
+        model.generate(prompt(9), max_new_tokens=4, speculator=speculator)
+    hf_speculate.attach(model, speculator)
+    text = model.generate(prompt(9), max_new_tokens=8)
+    hf_speculate.detach(model)
+    assert torch.equal(text, model.generate(prompt(9), max_new_tokens=8))
+    assert CASES[name].why in " ".join(speculator.stats.fallbacks)
 
 
-def test_the_table_in_the_docs_is_what_these_tests_say(request):
-    path = request.config.rootpath / "docs" / "architectures.md"
-    if os.environ.get("HF_SPECULATE_WRITE_DOCS"):
-        path.write_text(document())
-    assert path.read_text() == document(), "stale: run this test with HF_SPECULATE_WRITE_DOCS=1"
+def found_by_trial(name) -> str:
+    """What the trial finds, for any class whatever is known of it."""
+    model = build(name)
+    shape, reason = target_shape(model, DynamicCache(config=model.config))
+    if shape != "single":
+        shape, _ = run_trial(model, shape, reason)
+    return {"tree": TREES, "chain": CHAINS, "single": NOTHING}[shape]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_trial_finds_what_the_other_tests_find(name):
+    assert found_by_trial(name) == CASES[name].drafts
+
+
+def test_the_table_in_the_docs_and_the_list_of_classes_are_what_the_trial_finds(request):
+    made = {
+        request.config.rootpath / "docs" / "architectures.md": document(),
+        Path(hf_speculate.__file__).with_name("tried_classes.json"): tried_classes(),
+    }
+    for path, text in made.items():
+        if os.environ.get("HF_SPECULATE_WRITE_DOCS"):
+            path.write_text(text)
+        assert path.read_text() == text, "stale: run this test with HF_SPECULATE_WRITE_DOCS=1"
+
+
+def tried_classes() -> str:
+    """JSON: those that the trial finds no narrower than their config says."""
+    names = set()
+    for name in CASES:
+        model = build(name)
+        cache = DynamicCache(config=model.config)
+        is_widest = {"tree": TREES, "chain": CHAINS}.get(target_shape(model, cache)[0]) == found_by_trial(name)
+        has_own = any(has_own_method(model, method) for method in INPUT_PREPARATION)
+        if is_widest and not has_own and not has_recurrent_layers(cache):  # others are tried whatever this list says
+            names.add(type(model).__name__)
+    version = ".".join(transformers.__version__.split(".")[:2])
+    return json.dumps({"transformers": version, "classes": sorted(names)}, indent=1) + "\n"
 
 
 HEAD = """# Architectures
@@ -315,9 +355,13 @@ position ids, a 4-D mask (or one for each layer type) and a `Cache` of attention
 - **trees**: every draft tree is scored in one forward. Sliding windows and chunks keep about 1.5 windows of entries.
 - **chains**: one branch a round; why is in `stats.fallbacks`. Beside recurrent layers one copy of their states is held,
   however long the text; accepted tokens of a chain that was rejected in part are run again with the next one (16 at
-  most), and the rows of a batch advance together. Each such model is tried out once, with a few tokens: one that does
-  not go on from its states as it should gets no drafts.
-- **no drafts**: an explicit `speculator=` raises the error given; a fallback runs plain `generate`.
+  most), and the rows of a batch advance together.
+- **no drafts**: an explicit `speculator=` raises the error given; an attached one steps aside with a warning.
+
+The column *drafts* is what a trial finds. It also runs before the first request of a model whose class is not in this
+table, whose class prepares its inputs its own way, or that has recurrent layers: stock's loop and ours write a tiny
+left-padded batch, with drafts that are accepted, in part accepted and rejected, and the logits of every step are
+compared.
 
 | `model_type` | drafts | remarks |
 |---|---|---|
@@ -328,5 +372,5 @@ def document() -> str:
     rows = []
     for name, case in CASES.items():
         remarks = "; ".join(part for part in (case.note, case.why) if part)
-        rows.append(f"| `{name}` | {case.drafts} | {remarks} |\n")
+        rows.append(f"| `{name}` | {found_by_trial(name)} | {remarks} |\n")
     return HEAD + "".join(rows)

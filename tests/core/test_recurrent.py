@@ -10,9 +10,10 @@ import hf_speculate.recurrent as recurrent
 from hf_speculate import Speculator
 from hf_speculate.errors import CacheStateError
 from hf_speculate.features import RAW_LAST
-from hf_speculate.recurrent import MAX_RERUN, RecurrentCache, RecurrentScorer, target_shape
+from hf_speculate.recurrent import MAX_RERUN, RecurrentCache, RecurrentScorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import DraftTree
+from hf_speculate.trial import run_trial
 
 from ..inputs import padded_batch
 
@@ -230,6 +231,6 @@ def test_taps_show_the_states_of_the_text_though_tokens_are_run_again(model, pro
 
 def test_a_model_that_forgets_its_states_gets_no_drafts(model, prompt, monkeypatch):
     monkeypatch.setattr(recurrent._LayerStates, "put_back", lambda *args: None)
-    shape, reason = target_shape(model, DynamicCache(config=model.config))
+    shape, reason = run_trial(model, "chain")
     assert shape == "single"
-    assert "does not go on from its states" in reason
+    assert "does not score several tokens at once as one after another" in reason
