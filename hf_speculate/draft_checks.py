@@ -47,10 +47,12 @@ class DraftChecks:
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
         self._check_form(tree, len(roots))
         tree = tree.first(MAX_NODES - 1)
-        if tree.token_ids.device.type == "cpu" and tree.parents_device.type == "cpu":
+        if _is_on_host(tree):
             return self._on_host(tree, roots)
-        self._unchecked = tree, tree.max_depth
-        return _clamped(tree, roots, self._vocab_size)
+        parents = tree.parents_as_given
+        depth = tree.max_depth if isinstance(parents, Tensor) else self._check_structure(parents)
+        self._unchecked = tree, depth
+        return _clamped(tree, roots, self._vocab_size, depth)
 
     def confirm(self) -> None:
         """After the target has scored what `admit` returned last: checks what could not be read then.
@@ -95,11 +97,17 @@ class DraftChecks:
 
     def _check(self, host: HostTree) -> int:
         """The depth of the deepest node."""
-        deepest = 0
         for row, (tokens, parents) in enumerate(zip(host.token_ids, host.parents, strict=True)):
             if min(tokens[1:], default=0) < 0 or max(tokens[1:], default=0) >= self._vocab_size:
                 wrong = next(token for token in tokens[1:] if not 0 <= token < self._vocab_size)
                 raise self._error(f"drafted token {wrong} in row {row}; the target has 0 to {self._vocab_size - 1}")
+            self._check_siblings(row, tokens, parents)
+        return self._check_structure(host.parents)
+
+    def _check_structure(self, rows: Sequence[Sequence[int]]) -> int:
+        """The depth of the deepest node."""
+        deepest = 0
+        for row, parents in enumerate(rows):
             if parents[0] != ROOT_PARENT:
                 raise self._error(f"drafted a node 0 with parent {parents[0]} in row {row}; it is the root, parent -1")
             depths = [0]
@@ -112,7 +120,6 @@ class DraftChecks:
                 else:
                     raise self._error(f"drafted node {node} with parent {parent} in row {row}; parents come first")
             deepest = max(deepest, *depths)
-            self._check_siblings(row, tokens, parents)
         return deepest
 
     def _check_siblings(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
@@ -128,7 +135,12 @@ class DraftChecks:
         )
 
 
-def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int) -> DraftTree:
+def _is_on_host(tree: DraftTree) -> bool:
+    parents = tree.parents_as_given
+    return tree.token_ids.device.type == "cpu" and not (isinstance(parents, Tensor) and parents.device.type != "cpu")
+
+
+def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int) -> DraftTree:
     """The tree on its device, with values that no kernel can stumble over; the same where `confirm` finds no fault."""
     tokens = tree.token_ids
     first = torch.tensor(roots, device=tokens.device)[:, None]
@@ -137,4 +149,4 @@ def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int) -> DraftTre
     if isinstance(parents, Tensor):
         before = torch.arange(parents.shape[1], device=parents.device) - 1
         parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)
-    return DraftTree(tokens, parents, max_depth=min(max(tree.max_depth, 0), tree.num_nodes - 1))
+    return DraftTree(tokens, parents, max_depth=min(max(depth, 0), tree.num_nodes - 1))

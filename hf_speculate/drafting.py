@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -91,17 +91,23 @@ class Drafting:
         session, self._open_session = self._open_session, None
         if session is None:
             return
-        try:
-            observation = self._unobserved.take() if session.carries_over else None
-            if observation is not None:
-                session.observe(*observation)
-        finally:
-            session.close()
+        with self._unnoticed():
+            try:
+                observation = self._unobserved.take() if session.carries_over else None
+                if observation is not None:
+                    session.observe(*observation)
+            finally:
+                session.close()
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """A drafter may use random numbers, and gradients: nobody else is to notice."""
+        with kept_rng(self.request.input_ids.device), torch.no_grad():
+            yield
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         try:
-            # A drafter may use random numbers, and gradients; nobody else is to notice.
-            with kept_rng(self.request.input_ids.device), torch.no_grad():
+            with self._unnoticed():
                 return call()
         except SpeculateError:
             raise

@@ -191,11 +191,6 @@ class DraftTree:
         """int64 [R, N], a tensor or rows on the host; R is 1 (all rows share it) or B."""
         return self._host_parents if self._device_parents is None else self._device_parents
 
-    @property
-    def parents_device(self) -> torch.device:
-        """Where the parents are."""
-        return torch.device("cpu") if self._device_parents is None else self._device_parents.device
-
     def rebuilt(self, token_ids: Int[Tensor, "B N"], max_depth: int, host: HostTree) -> DraftTree:
         """A tree of the same structure, whose plan is made anew.
 

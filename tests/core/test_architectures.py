@@ -1,6 +1,6 @@
 """Which causal LMs of transformers speculate, and how: tiny random models of each, text compared with plain `generate`.
 
-`docs/architectures.md`, and the list of classes that need no trial at run time, are what `hf_speculate.trial` finds here;
+`docs/architectures.md`, and the list of classes that need no trial at run time, are what `hf_speculate.trial` finds;
 `HF_SPECULATE_WRITE_DOCS=1 pytest tests/core/test_architectures.py -k in_the_docs` writes them anew, and a stale file
 fails.
 """
