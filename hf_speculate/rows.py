@@ -6,24 +6,18 @@ there a second copy of the cache, but of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks as _global_hooks
-from torch.nn.modules.module import _global_forward_pre_hooks as _global_pre_hooks
 
+from .hooks import has_foreign_hooks
 from .layers import PreallocatedLayer, SlidingLayer
 
 
 # Entries that a layer can still be given after rows have left, before its buffers have to grow.
 _ROOM = 64
-
-# Whose hooks look at each row alone, whatever rows there are.
-_INDIFFERENT = ("hf_speculate", "hf_speculate_plugins", "transformers", "accelerate", "peft")
 
 
 class _Left(NamedTuple):
@@ -117,29 +111,8 @@ def _origin(layer: PreallocatedLayer) -> int:
 
 def may_hold_rows(model: nn.Module, forward_kwargs: Mapping[str, Any]) -> bool:
     """Whether something beside inputs and cache may have a value for each row of the batch, so that no row can be left
-    out of the forwards.
-
-    Arguments of every forward do, if they are more than a switch. So may every hook of a forward, unless it is known
-    to be indifferent: those of transformers and accelerate, ours, PEFT's without values bound to them (it binds an
-    adapter for each row), and those whose function says `row_wise = True`.
+    out of the forwards: arguments of every forward, if they are more than a switch, and hooks.
     """
     if any(not isinstance(value, bool | int | float | str) for value in forward_kwargs.values()):
         return True
-    hooks = (_global_hooks.values(), _global_pre_hooks.values())
-    of_modules = ((m._forward_hooks.values(), m._forward_pre_hooks.values()) for m in model.modules())
-    return not all(map(is_indifferent, chain(*hooks, *chain.from_iterable(of_modules))))
-
-
-def is_indifferent(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is known to hold nothing for the rows of a batch, see `may_hold_rows`."""
-    function = hook
-    while isinstance(function, partial):
-        if any(isinstance(value, Sequence | Tensor) and not isinstance(value, str) for value in _bound(function)):
-            return False
-        function = function.func
-    package = (getattr(function, "__module__", None) or "").partition(".")[0]
-    return package in _INDIFFERENT or getattr(function, "row_wise", False)
-
-
-def _bound(hook: partial) -> Iterable[Any]:
-    return (*hook.args, *hook.keywords.values())
+    return has_foreign_hooks(model)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import cache
 from importlib.resources import files
@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.utils import logging
@@ -33,10 +33,10 @@ from transformers.utils import logging
 from .adapters import prompt_learning
 from .devices import execution_device
 from .drafter import Drafter, DraftRequest, DraftSession, DraftState
+from .hooks import without_foreign_hooks
 from .models import GenerativeModel, has_own_method
 from .noise import kept_rng
 from .recurrent import has_recurrent_layers, target_shape
-from .rows import is_indifferent
 from .scoring import Shape
 from .speculator import Speculator
 from .tree import ROOT_PARENT, DraftTree
@@ -108,7 +108,7 @@ def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[S
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(kept_rng(execution_device(model.get_input_embeddings()) or model.device))
-        stack.enter_context(_without_hooks(model))
+        stack.enter_context(without_foreign_hooks(model))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         try:
@@ -124,13 +124,16 @@ def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[S
 
 
 def _plain(model: GenerativeModel) -> tuple[_Request, Tensor]:
-    """A request, and the logits of stock's loop; without padding for models that take no mask."""
+    """A request, and the logits of stock's loop; without padding for models that take none ("eager" in fp64: NaN)."""
     try:
         request = _Request(model, _LENGTHS)
-        return request, request.logits(None)
+        logits = request.logits(None)
+        if logits.isfinite().all():
+            return request, logits
     except ValueError:
-        request = _Request(model, None)
-        return request, request.logits(None)
+        pass
+    request = _Request(model, None)
+    return request, request.logits(None)
 
 
 def _difference(request: _Request, shape: Shape, expected: Tensor) -> str:
@@ -186,13 +189,16 @@ class _Request:
         """float32 [steps, B, V], of every step."""
         lengths = self._lengths or (4, 4)
         width = max(lengths)
-        rows = [[self.ring[0]] * (width - n) + self.ring[2 * i : 2 * i + n] for i, n in enumerate(lengths)]
+        # Stock takes padding for such even without a mask: the text begins behind it in the ring.
+        first, count = self.ring[0], len(self.ring)
+        texts = [[self.ring[(2 * i + 1 + j) % count] for j in range(n)] for i, n in enumerate(lengths)]
+        rows = [[first] * (width - len(text)) + text for text in texts]
         mask = [[0] * (width - n) + [1] * n for n in lengths]
         device = execution_device(self.model.get_input_embeddings()) or self.model.device
         config = GenerationConfig(
             max_new_tokens=_NEW_TOKENS,
             do_sample=False,
-            pad_token_id=self.ring[0],
+            pad_token_id=first,
             return_dict_in_generate=True,
             output_logits=True,
         )
@@ -267,22 +273,3 @@ class _TrialSession(DraftSession):
         _, first, second = self._chain(root, kind)[0]
         wrong = self._request.wrong(self._request.wrong(root))
         return (root, wrong, first, self._request.next(wrong), second), (ROOT_PARENT, 0, 0, 1, 2)
-
-
-@contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Takes hooks of forwards off that are not known to be indifferent."""
-    taken = []
-    try:
-        for module in model.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                foreign = {key: hook for key, hook in hooks.items() if not is_indifferent(hook)}
-                if foreign:
-                    taken.append((hooks, dict(hooks)))
-                    for key in foreign:
-                        del hooks[key]
-        yield
-    finally:
-        for hooks, before in taken:
-            hooks.clear()
-            hooks.update(before)

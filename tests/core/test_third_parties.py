@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -9,6 +11,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.eagle import EagleDrafter
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+
+from ..inputs import write_eagle_head
 
 
 VOCAB_SIZE, WIDTH, NEW_TOKENS = 96, 9, 30
@@ -148,3 +154,30 @@ def test_texts_are_contiguous_and_int64(tiny_model, prompt, num_rows, dtype):
         )
         assert text.dtype == torch.long
     assert torch.equal(text, model.generate(ids.long(), max_new_tokens=6))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_head_that_uses_the_targets_matrices_calls_no_hook_on_them(tiny_model, prompt, tmp_path, kind):
+    """A hook counts, or adds something for each row: it is about the target's own forwards."""
+    model = copy.deepcopy(tiny_model())
+    ids, calls = torch.cat([prompt(WIDTH), prompt(WIDTH, seed=1)]), []
+    bias = torch.randn(2, 1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+
+    def add_for_each_row(module, args, output):
+        calls.append(output.shape)
+        return output + bias
+
+    model.lm_head.register_forward_hook(add_for_each_row)
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: calls.append(output.shape))
+    request = {"max_new_tokens": 20, "eos_token_id": list(range(3, 12))}
+    plain = model.generate(ids, **request)
+    if kind == "eagle":
+        folder = write_eagle_head(tmp_path / "head", 32, VOCAB_SIZE)
+        drafter = EagleDrafter.from_folder(folder, model, depth=3, feature_layers=(0, 1, 2))
+    else:
+        heads = MedusaHeads(torch.randn(2, 1, 32, 32) * 0.3, torch.randn(2, 1, 32), None)
+        drafter = MedusaDrafter(heads, model, MedusaOptions(choices=((0,), (1,), (0, 0))))
+    calls.clear()
+    speculator = Speculator(drafter)
+    assert torch.equal(model.generate(ids, **request, speculator=speculator), plain)
+    assert len(calls) == 2 * (speculator.stats.target_forwards + 1)

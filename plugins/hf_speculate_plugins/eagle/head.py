@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_speculate.features import finite
+from hf_speculate.hooks import unhooked
 
 from .config import EagleSpec
 
@@ -161,7 +162,7 @@ class EagleHead(nn.Module):
     def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
         """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
         module: Any = self.shared["embed_tokens"] or self.embed_tokens
-        embeddings = module(_beside(token_ids, module))
+        embeddings = unhooked(module)(_beside(token_ids, module))
         return embeddings.to(device=self.device, dtype=self.dtype)
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
@@ -220,7 +221,7 @@ class EagleHead(nn.Module):
         """Draft logits of `forward`'s states, and the states that the next draft step takes."""
         inputs, fed_back = self.finish(hidden)
         module = self.output
-        return module(_beside(inputs, module)).to(hidden.device), fed_back
+        return unhooked(module)(_beside(inputs, module)).to(hidden.device), fed_back
 
 
 def _beside(inputs: Tensor, module: Any) -> Tensor:

@@ -7,12 +7,14 @@ Head h (from 0) on the state at position t predicts the token at t + 2 + h; t + 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+
+from hf_speculate.hooks import unhooked
 
 
 class MedusaHeads(nn.Module):
@@ -85,7 +87,7 @@ class MedusaHeads(nn.Module):
     def forward(
         self,
         features: Float[Tensor, "*lead H"],
-        lm_head: Callable[[Tensor], Tensor] | None = None,
+        lm_head: nn.Module | None = None,
         num_heads: int | None = None,
     ) -> Float[Tensor, "D *lead Vd"]:
         """Logits of the first `num_heads` heads (default: all).
@@ -112,12 +114,12 @@ class MedusaHeads(nn.Module):
             states = states + functional.silu(update)
         return states
 
-    def _output(self, states: Float[Tensor, "D R H"], lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def _output(self, states: Float[Tensor, "D R H"], lm_head: nn.Module | None) -> Tensor:
         weight = self.output_weight
         if weight is None:
             if lm_head is None:
                 raise TypeError("these Medusa heads have no output matrix of their own: pass the target's lm_head.")
-            return lm_head(states)
+            return unhooked(lm_head)(states)
         if weight.shape[0] == 1:
             return functional.linear(states, weight[0])
         return torch.bmm(states, weight[: len(states)].mT)
