@@ -1,4 +1,5 @@
-"""Random requests: processors x stops x batch shapes x drafters x tree shapes, equal to plain `generate` or a tie.
+"""Random requests, equal to plain `generate` or a tie: processors x stops x batch shapes x drafters x tree shapes x
+outputs x hooks x token types x second turns on the returned cache.
 
 Two hundred fixed cases here, two thousand fresh ones in the nightly tier (`-m slow`).
 """
@@ -7,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cache
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -132,6 +136,10 @@ STOPS = [
     of("ends_row", A_TOKEN),
     of("stop_strings", st.lists(st.text("abcdefgh XYZ", min_size=1, max_size=2), min_size=1, max_size=5)),
 ]
+# What is recorded: nothing (rows that end leave the forwards), or something (they go on with padding).
+OUTPUTS = [(), (), ("scores", "logits"), ("hidden_states",), ("attentions", "scores"), ("logits", "hidden_states")]
+# Of a second turn on the returned cache: what is passed as the prompt, and whether it is speculative too.
+SECOND_TURNS = [None, *((kind, again) for kind in ("whole text", "new tokens") for again in (False, True))]
 BRANCHINGS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 SCRIPTED = st.tuples(st.just("scripted"), BRANCHINGS, st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.integers(0, 99))
 DRAFTERS = st.one_of(
@@ -155,7 +163,7 @@ def cases(draw):
     do_sample = draw(st.booleans())
     choices = [*PROCESSORS, *WARPERS] if do_sample else PROCESSORS
     return Case(
-        architecture=draw(st.sampled_from(["llama", "qwen2"])),
+        architecture=draw(st.sampled_from(["llama", "qwen2", "gpt2"])),
         attention=draw(st.sampled_from(["eager", "sdpa"])),
         lengths=tuple(draw(st.lists(st.integers(1, 10), min_size=1, max_size=4))),
         num_return_sequences=draw(st.sampled_from([1, 1, 2])) if do_sample else 1,
@@ -166,6 +174,9 @@ def cases(draw):
         stops=merged(draw(st.lists(st.one_of(STOPS), max_size=2))),
         drafter=draw(DRAFTERS),
         chunk=draw(st.sampled_from([None, None, 3])),
+        outputs=draw(st.sampled_from(OUTPUTS)),
+        hook=draw(st.sampled_from([None, None, None, "everywhere", "each row", "bound"])),
+        second_turn=draw(st.sampled_from(SECOND_TURNS)),
     )
 
 
@@ -182,6 +193,13 @@ class Case:
     stops: dict[str, Any] = field(default_factory=dict)
     drafter: tuple = ("empty",)
     chunk: int | None = None
+    outputs: tuple[str, ...] = ("scores", "logits")
+    hook: str | None = None
+    second_turn: tuple[str, bool] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths) * self.num_return_sequences
 
     def inputs(self, prompt):
         width = max(self.lengths)
@@ -190,7 +208,10 @@ class Case:
             for i, n in enumerate(self.lengths)
         ]
         mask = [(torch.arange(width) >= width - n).long() for n in self.lengths]
-        return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(mask)}
+        inputs = {"input_ids": torch.stack(rows), "attention_mask": torch.stack(mask)}
+        if self.architecture == "gpt2":
+            inputs["token_type_ids"] = (inputs["input_ids"] * 7 + self.seed) % VOCAB_SIZE
+        return inputs
 
     def request(self, inputs) -> dict[str, Any]:
         """A fresh one for every call: processors and criteria keep a state."""
@@ -245,6 +266,8 @@ def random_medusa(choices, model):
 
 def make_drafter(case, model, tiny_model, script):
     kind, *options = case.drafter
+    if case.architecture == "gpt2" and kind in ("eagle", "medusa", "draft_model"):
+        kind, options = "scripted", ((2, 2, 1), 0.8, case.seed)  # those are made for the others
     if kind == "scripted":
         branching, accuracy, seed = options
         return ScriptedDrafter(script, branching, accuracy=accuracy, vocab_size=VOCAB_SIZE, seed=seed)
@@ -262,19 +285,83 @@ def make_drafter(case, model, tiny_model, script):
     return random_medusa(options[0], model) if kind == "medusa" else EmptyDrafter()
 
 
-def generate(model, case, inputs, speculator):
+@cache
+def tiny_gpt2(attention):
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_positions=64,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    config._attn_implementation = attention
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval().requires_grad_(False)
+    torch.set_rng_state(state)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def target(case, tiny_model):
+    if case.architecture == "gpt2":
+        return tiny_gpt2(case.attention)
+    return tiny_model(case.architecture, attention=case.attention)
+
+
+def add_bound(bias, module, args, output):
+    return (output[0] if isinstance(output, tuple) else output) + bias
+
+
+@contextmanager
+def hooked(case, model):
+    """A hook on a layer's MLP: the same for all, a value for each row, or one that is bound to it."""
+    if case.hook is None:
+        yield
+        return
+    num_rows = 1 if case.hook == "everywhere" else case.batch_size
+    bias = 0.5 * torch.randn(num_rows, 1, HIDDEN, generator=torch.Generator().manual_seed(case.seed))
+    hook = partial(add_bound, bias) if case.hook == "bound" else lambda *args: add_bound(bias, *args)
+    layers = model.transformer.h if case.architecture == "gpt2" else model.model.layers
+    handle = layers[0].mlp.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def generate(model, case, inputs, speculator, outputs=None):
     torch.manual_seed(case.seed)
-    with warnings.catch_warnings():
+    recorded = {f"output_{name}": True for name in (case.outputs if outputs is None else outputs)}
+    with warnings.catch_warnings(), hooked(case, model):
         warnings.simplefilter("ignore")
         output = model.generate(
-            **inputs,
-            **case.request(inputs),
-            speculator=speculator,
-            return_dict_in_generate=True,
-            output_scores=True,
-            output_logits=True,
+            **inputs, **case.request(inputs), speculator=speculator, return_dict_in_generate=True, **recorded
         )
     return output, torch.get_rng_state()
+
+
+def second_turn(model, case, inputs, first, speculator):
+    """The next turn on the returned cache, padding masked; the cache is used up."""
+    kind, is_speculative = case.second_turn
+    width = inputs["input_ids"].shape[1]
+    rows = inputs["attention_mask"].repeat_interleave(case.num_return_sequences, 0)
+    later = torch.randint(3, VOCAB_SIZE, (len(rows), 3), generator=torch.Generator().manual_seed(case.seed))
+    mask = torch.cat([rows, (first.sequences[:, width:] != 0).long(), torch.ones_like(later)], dim=1)
+    text = torch.cat([first.sequences, later], dim=1)
+    prompt = text if kind == "whole text" else text[:, first.past_key_values.get_seq_length() :]
+    request = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(
+        prompt,
+        attention_mask=mask,
+        past_key_values=first.past_key_values,
+        speculator=speculator if is_speculative else None,
+        **request,
+    )
 
 
 def is_tie(case, plain, ours, width) -> bool:
@@ -300,7 +387,7 @@ def is_tie(case, plain, ours, width) -> bool:
 
 
 def check(case, tiny_model, prompt, seen: Counter) -> None:
-    model, inputs = tiny_model(case.architecture, attention=case.attention), case.inputs(prompt)
+    model, inputs = target(case, tiny_model), case.inputs(prompt)
     width = inputs["input_ids"].shape[1]
     seen["cases"] += 1
     try:
@@ -311,17 +398,43 @@ def check(case, tiny_model, prompt, seen: Counter) -> None:
             generate(model, case, inputs, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
         return
     drafter = make_drafter(case, model, tiny_model, plain.sequences[:, width:])
-    ours, our_rng = generate(model, case, inputs, Speculator(drafter))
+    speculator = Speculator(drafter)
+    ours, our_rng = generate(model, case, inputs, speculator)
     seen["accepted"] += ours.speculation.accepted_tokens > 0
+    seen["leaving"] += len(case.lengths) > 1 and not case.outputs and case.hook is None
+    seen["hooked"] += case.hook is not None
+    seen["second turns"] += case.second_turn is not None
     seen["lock-step"] += any("lock-step" in reason for reason in ours.speculation.fallbacks)
     seen["ragged"] += len(case.lengths) > 1 and not any("lock-step" in r for r in ours.speculation.fallbacks)
     if not torch.equal(ours.sequences, plain.sequences):
-        assert is_tie(case, plain, ours, width), f"ours {ours.sequences.tolist()}, plain {plain.sequences.tolist()}"
+        told = f"ours {ours.sequences.tolist()}, plain {plain.sequences.tolist()}"
+        outputs = ("scores", "logits")
+        again = [generate(model, case, inputs, chosen, outputs)[0] for chosen in (None, Speculator(drafter))]
+        assert is_tie(case, *again, width), told
         seen["ties"] += 1
         return
     assert torch.equal(our_rng, rng), "equal text, but the RNG is elsewhere"
-    assert len(ours.scores) == len(plain.scores)
+    assert_same_outputs(case, plain, ours)
     assert ours.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+    if case.second_turn is not None:
+        turns = [second_turn(model, case, inputs, first, speculator) for first in (plain, ours)]
+        if not torch.equal(turns[0].sequences, turns[1].sequences):
+            greedy = replace(case, do_sample=False, processors={})
+            for turn in turns:
+                turn.scores = turn.logits
+            prompt_width = turns[0].sequences.shape[1] - 5
+            assert is_tie(greedy, *turns, prompt_width), f"second turns {[turn.sequences.tolist() for turn in turns]}"
+            seen["ties"] += 1
+
+
+def assert_same_outputs(case, plain, ours) -> None:
+    """Shapes and values of every step of every row."""
+    for name in case.outputs:
+        assert len(ours[name]) == len(plain[name]), name
+        for mine, theirs in zip(ours[name], plain[name], strict=True):
+            pairs = [(mine, theirs)] if torch.is_tensor(mine) else zip(mine, theirs, strict=True)
+            for a, b in pairs:
+                torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3, msg=lambda told, name=name: f"{name}: {told}")
 
 
 def run(num_cases: int, tiny_model, prompt, *, fixed: bool) -> Counter:
@@ -343,7 +456,8 @@ def run(num_cases: int, tiny_model, prompt, *, fixed: bool) -> Counter:
     # A divergence is expected about once in 1e5 tokens of fp32, see the design.
     assert seen["ties"] <= 1, seen
     assert seen["refused"] < num_cases / 5, seen
-    assert min(seen["accepted"], seen["lock-step"], seen["ragged"]) > num_cases / 10, f"one-sided cases: {seen}"
+    kinds = ("accepted", "lock-step", "ragged", "leaving", "hooked", "second turns")
+    assert min(seen[kind] for kind in kinds) > num_cases / 12, f"one-sided cases: {seen}"
     return seen
 
 
