@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo test slow peers lint fix bench bench-quick build clean
+.PHONY: demo test slow peers stock-tests lint fix bench bench-quick build clean
 
 demo: $(SETUP)
 	$(BIN)/python examples/quickstart.py
@@ -27,6 +27,18 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	$(PEERS)/bin/pip install -q "transformers>=5.17,<5.20" pydantic pydantic-settings loguru click numpy openai datasets psutil
 	touch $@
+
+# The tests that transformers ships in its source distribution, that of the installed version.
+SDISTS := .sdist
+
+stock-tests: $(SETUP)
+	$(BIN)/pip install -q parameterized==0.9.0
+	set -e; \
+	version=$$($(BIN)/python -c "from importlib.metadata import version; print(version('transformers'))"); \
+	sdist=$(SDISTS)/transformers-$$version; \
+	test -d $$sdist || $(BIN)/pip download -q --no-deps --no-binary transformers -d $(SDISTS) transformers==$$version; \
+	test -d $$sdist || tar -xzf $$sdist.tar.gz -C $(SDISTS); \
+	TRANSFORMERS_SDIST=$$sdist $(BIN)/python -m pytest -q tests/optional/test_transformers_suite.py
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -58,4 +70,4 @@ $(SETUP): pyproject.toml
 	touch $(SETUP)
 
 clean:
-	rm -rf .venv $(PEERS) dist build .pytest_cache .ruff_cache
+	rm -rf .venv $(PEERS) $(SDISTS) dist build .pytest_cache .ruff_cache
