@@ -147,12 +147,15 @@ class TestText:
             ((28, 23, 27), {"eos_token_id": [*range(3, 9)]}),
             ((32, 5), {}),
             ((20, 36, 33), {}),
+            ((25, 25), {}),
         ],
         ids=str,
     )
     def test_of_a_padded_batch(self, name, attention, lengths, request_):
         model, inputs = build(name, attention), padded_batch(random_prompt, lengths)
-        request = {"max_new_tokens": 12, **request_}
+        if lengths == (25, 25):  # every row is padded: RoPE changes later than the cache is dropped
+            inputs["attention_mask"][:, :5] = 0
+        request = {"max_new_tokens": 16, **request_}
         plain = run(model, inputs, **request)
         for kind, speculator in speculators(plain[0][:, max(lengths) :]).items():
             ours = run(model, inputs, speculator, **request)
