@@ -28,6 +28,7 @@ from .processors import score_only
 from .scoring import Scorer
 from .sequences import Sequences
 from .stats import SpeculationStats
+from .stock_step import StockStep
 from .stopping import Stopping
 from .tree import DraftTree
 from .tuning import UNLIMITED, Tuner
@@ -70,6 +71,7 @@ class Decoding:
         sampler, stopping, sequences, stats: see there.
         prompt_positions: position id of each row's last prompt token.
         num_expected: entries that the cache should have behind the prompt, if that is known.
+        step: what stock would hand the model behind the prompt.
         tuner: chooses how much every round drafts; None: what the drafter gives.
         compiler: of the target's and the drafter's forwards; None: nothing is compiled.
         shows_cache: somebody gets to see the cache: of rows that have ended it holds what stock's would.
@@ -85,6 +87,7 @@ class Decoding:
     sequences: Sequences
     stats: SpeculationStats
     prompt_positions: Sequence[int]
+    step: StockStep
     num_expected: int | None = None
     tuner: Tuner | None = None
     compiler: Compiler | None = None
@@ -171,13 +174,15 @@ class Decoding:
         return verdict
 
     def _check_prompt(self) -> None:
-        """Masks, positions and paths are laid over entries by their index: there has to be one for each token."""
+        """Masks, positions and paths are laid over entries by their index: there has to be one for each token. What
+        stock hands on from step to step is handed to every forward."""
         found = self.cache.cache.get_seq_length()
         if self.num_expected is not None and found != self.num_expected:
             raise PromptError(
                 f"{type(self.target).__name__} keeps {found} cache entries of a prompt of {self.num_expected} tokens "
                 "(images in front of the text, as a rule): which entry belongs to which token is not known."
             )
+        self.scorer.set_forward_kwargs(self.step.forward_kwargs(self.cache.cache))
 
     def leave_out_finished(self) -> None:
         """From here on, as far as it pays, the target runs the other rows only; the tokens of finished ones are known.

@@ -10,7 +10,7 @@ class UnsupportedRequestError(SpeculateError, ValueError):
 
 
 class PromptError(UnsupportedRequestError):
-    """A prompt of which the model makes more, or fewer, cache entries than it has tokens; nothing was emitted."""
+    """A prompt behind which stock goes on in a way that trees cannot follow; it has run, nothing was emitted."""
 
 
 class TargetMismatchError(SpeculateError, ValueError):

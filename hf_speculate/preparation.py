@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .acceptance import TypicalSampler
 from .adapters import active_adapters, prompt_learning
@@ -30,26 +27,10 @@ from .sequences import Sequences
 from .speculator import Speculator
 from .static import compiled, compiler_for
 from .stats import SpeculationStats
+from .stock_step import TOKEN_KWARGS, StockStep
 from .stopping import Stopping
 from .tuning import Tuner
 from .verification import Sampler
-
-
-_TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# Arguments of `_sample` that the loop makes anew for every forward, or that concern the prompt only.
-_OWN_KWARGS = (
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "inputs_embeds",
-    "tokenizer",  # of stop strings: stock hands it on to the model, which has no use for it
-    "output_attentions",
-    "output_hidden_states",
-    *_TOKEN_KWARGS,
-    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
-)
 
 
 def prepare(
@@ -118,11 +99,11 @@ def prepare(
     num_expected = None if attention_mask is None else attention_mask.shape[1]
     if attention_mask is None and model_kwargs.get("inputs_embeds") is None:
         num_expected = num_virtual + num_earlier + input_ids.shape[1]
-    forward_kwargs = {k: v for k, v in model_kwargs.items() if v is not None and k not in _OWN_KWARGS}
     token_kwargs = _token_kwargs(model_kwargs)
-    scorer = target_scorer(model, cache, batch_size, attention_mask, shape, forward_kwargs, token_kwargs)
+    scorer = target_scorer(model, cache, batch_size, attention_mask, shape, token_kwargs=token_kwargs)
     sequences = Sequences(input_ids, None if pad is None else int(pad))
-    scorer = recomputing(scorer, model, partial(_step_inputs, model, sequences, model_kwargs))
+    step = StockStep(model, sequences, model_kwargs)
+    scorer = recomputing(scorer, model, step)
     shows_cache = has_callers_cache or bool(generation_config.return_dict_in_generate)
     if compiler is not None:
         scorer = compiled(scorer, compiler, speculator.drafter.feature_layers, is_private=not shows_cache)
@@ -137,6 +118,7 @@ def prepare(
         stats=stats,
         prompt_positions=positions,
         num_expected=num_expected,
+        step=step,
         compiler=compiler,
         shows_cache=shows_cache,
         delivery=None if streamer is None else Delivery(streamer, sequences, noise),
@@ -144,21 +126,10 @@ def prepare(
     )
 
 
-def _step_inputs(
-    model: GenerativeModel, sequences: Sequences, model_kwargs: dict[str, Any], cache: Cache
-) -> dict[str, Any]:
-    """What stock's loop would hand the model for the next step of a lock-step."""
-    kwargs = {**model_kwargs, "past_key_values": cache}
-    num_new = sequences.num_emitted[0]
-    kwargs = model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=num_new)
-    text = sequences.view(range(sequences.batch_size))
-    return model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
-
-
 def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """What new tokens get of the arguments with a value for each token, as stock goes on with them: the last one's,
     and 0 (text) where images are told from text."""
-    given = {name: model_kwargs[name][:, -1:] for name in _TOKEN_KWARGS if model_kwargs.get(name) is not None}
+    given = {name: model_kwargs[name][:, -1:] for name in TOKEN_KWARGS if model_kwargs.get(name) is not None}
     return {name: torch.zeros_like(v) if name == "mm_token_type_ids" else v for name, v in given.items()}
 
 

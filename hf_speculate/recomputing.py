@@ -6,27 +6,22 @@ is the one that stock makes, by the same method; behind it trees are scored on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from transformers.cache_utils import Cache
 
 from .cache import TreeCache
 from .models import GenerativeModel, has_own_method
 from .positions import longrope_switch
 from .scoring import Scorer
+from .stock_step import StockStep
 from .tree import DraftTree
 
 
-StepInputs = Callable[[Cache], dict[str, Any]]
-"""From the cache to what stock's loop would hand the model for its next step."""
-
-
-def recomputing(scorer: Scorer, model: GenerativeModel, step_inputs: StepInputs) -> Scorer:
+def recomputing(scorer: Scorer, model: GenerativeModel, step: StockStep) -> Scorer:
     """A scorer that makes stock's step where `model` may drop its cache; `scorer` itself where it never does."""
     switch = longrope_switch(model.config)
     has_own = has_own_method(model, "prepare_inputs_for_generation")
-    return RecomputingScorer(scorer, switch, step_inputs) if has_own and switch is not None else scorer
+    return RecomputingScorer(scorer, switch, step) if has_own and switch is not None else scorer
 
 
 class RecomputingScorer(Scorer):
@@ -35,16 +30,16 @@ class RecomputingScorer(Scorer):
     Args:
         scorer: whose work it does.
         switch: entries of the cache at which the model may drop it.
-        step_inputs: see there.
+        step: makes it.
 
     Attributes:
         whole_output: of the step in which everything was run again; None after any other.
     """
 
-    def __init__(self, scorer: Scorer, switch: int, step_inputs: StepInputs):
+    def __init__(self, scorer: Scorer, switch: int, step: StockStep):
         self.__dict__.update(vars(scorer))
         self._switch = switch
-        self._step_inputs = step_inputs
+        self._step = step
 
     @property
     def takes_root_only(self) -> bool:
@@ -61,7 +56,7 @@ class RecomputingScorer(Scorer):
         self.num_rerun, self.whole_output = 0, None
         if not self.takes_root_only:
             return super().__call__(tree, root_positions, num_cached=num_cached, forward_kwargs=forward_kwargs)
-        inputs = {**self._step_inputs(self.cache.cache), **(forward_kwargs or {})}
+        inputs = {**self._step.inputs(self.cache.cache), **(forward_kwargs or {})}
         output = self.model(**inputs, return_dict=True)
         if output.past_key_values is not self.cache.cache:
             self._adopt(output)

@@ -149,6 +149,10 @@ class Scorer:
             **(forward_kwargs or {}),
         )
 
+    def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
+        """Further keyword arguments of every forward from here on."""
+        self._forward_kwargs = dict(forward_kwargs)
+
     def _for_tokens(self, count: int) -> dict[str, Tensor]:
         """The `token_kwargs` of a forward over `count` tokens of the rows that are there."""
         rows = list(self.cache.rows)
