@@ -1,4 +1,4 @@
-"""Models that see images: what they do with them behind the prompt is stock's, or an attached speculator steps aside."""
+"""Models that see images: what they do with them behind the prompt is stock's, or a speculator steps aside."""
 
 from __future__ import annotations
 
@@ -127,8 +127,6 @@ def test_images_in_the_text_are_sped_up(make, do_sample):
         torch.manual_seed(3)
         assert torch.equal(model.generate(**request, speculator=speculator), plain)
         assert not speculator.stats.fallbacks
-    other = {**inputs, "pixel_values": -inputs["pixel_values"]}
-    assert not torch.equal(model.generate(**other, max_new_tokens=14), plain), "the image makes a difference"
 
 
 @pytest.mark.parametrize(("make", "why"), [(git, "does not score several tokens"), (mllama, "cross_attention_mask")])
