@@ -79,7 +79,8 @@ def request_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
 def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
     """Whether nobody has tried this class: its input preparation is not stock's, or no test compares it with stock.
 
-    Recurrent layers are always tried; prompt-learning adapters, which prepare inputs as well, are known.
+    Recurrent layers are always tried, and so are models whose forward somebody has replaced. Prompt-learning adapters,
+    which prepare inputs as well, and accelerate, which replaces forwards, are known.
     """
     kind = type(model)
     if has_recurrent_layers(cache):
@@ -87,6 +88,8 @@ def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
     for name in INPUT_PREPARATION:
         if has_own_method(model, name) or (name in vars(model) and prompt_learning(model) is None):
             return True
+    if "forward" in vars(model) and not hasattr(model, "_hf_hook"):
+        return True
     tried = tried_classes()
     is_same_version = transformers.__version__.split(".")[:2] == tried["transformers"].split(".")[:2]
     return not (is_same_version and kind.__module__.startswith("transformers.") and kind.__name__ in tried["classes"])

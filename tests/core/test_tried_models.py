@@ -13,7 +13,7 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
-from hf_speculate.trial import request_shape
+from hf_speculate.trial import needs_trial, request_shape
 
 from ..conftest import VOCAB_SIZE, build_tiny_model
 from ..inputs import padded_batch
@@ -218,3 +218,21 @@ class TestMoreEntriesThanTokens:
             )
         assert streamer.num_puts == cache.get_seq_length() == 0
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_known_model_whose_forward_was_replaced_is_tried(prompt):
+    """By a method that treats the last position in its own way, as steering code does."""
+    model = copy.deepcopy(build_tiny_model())
+    cache = DynamicCache(config=model.config)
+    assert not needs_trial(model, cache)
+    forward = model.forward
+
+    def steered(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits[:, -1] += torch.linspace(0, 3, output.logits.shape[-1])
+        return output
+
+    model.forward = steered
+    assert needs_trial(model, cache)
+    with pytest.raises(UnsupportedRequestError, match="logits differ"):
+        model.generate(prompt(9), max_new_tokens=6, speculator=Speculator(RandomDrafter(vocab_size=96)))
