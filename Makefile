@@ -28,17 +28,18 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install -q "transformers>=5.17,<5.20" pydantic pydantic-settings loguru click numpy openai datasets psutil
 	touch $@
 
-# The tests that transformers ships in its source distribution, that of the installed version.
+# The tests in the source distribution of the installed transformers; what only they need stays out of .venv.
 SDISTS := .sdist
+SDIST_NEEDS := parameterized==0.9.0 torchao==0.18.0
 
 stock-tests: $(SETUP)
-	$(BIN)/pip install -q parameterized==0.9.0
+	test -d $(SDISTS)/packages || $(BIN)/pip install -q --no-deps --target $(SDISTS)/packages $(SDIST_NEEDS)
 	set -e; \
 	version=$$($(BIN)/python -c "from importlib.metadata import version; print(version('transformers'))"); \
 	sdist=$(SDISTS)/transformers-$$version; \
 	test -d $$sdist || $(BIN)/pip download -q --no-deps --no-binary transformers -d $(SDISTS) transformers==$$version; \
 	test -d $$sdist || tar -xzf $$sdist.tar.gz -C $(SDISTS); \
-	TRANSFORMERS_SDIST=$$sdist $(BIN)/python -m pytest -q tests/optional/test_transformers_suite.py
+	PYTHONPATH=$(SDISTS)/packages TRANSFORMERS_SDIST=$$sdist $(BIN)/python -m pytest -q tests/optional/test_transformers_suite.py
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

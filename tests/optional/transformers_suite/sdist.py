@@ -104,9 +104,11 @@ def _run_rank(function: Callable, rank: int, world_size: int, meeting_point: str
         world_size=world_size,
         timeout=timedelta(seconds=RANK_SECONDS),
     )
-    function(rank, *arguments)
-    for finish in at_end_of_rank:
-        finish()
+    try:
+        function(rank, *arguments)
+    finally:
+        for finish in at_end_of_rank:
+            finish()
     dist.destroy_process_group()
 
 
