@@ -142,7 +142,7 @@ def document(report: dict) -> str:
     found = [names(report, model_type) for model_type in MODELS]
     by_all = set.intersection(*found)
     lines += ["", listed("Passed by all types (`test_` is left out):", by_all), ""]
-    lines += [listed("Passed by some, not applicable to the others:", set.union(*found) - by_all)]
+    lines += [listed("Passed by some, not applicable to the others (or see the table):", set.union(*found) - by_all)]
     return "\n".join(lines) + "\n"
 
 

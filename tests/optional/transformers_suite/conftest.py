@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 
+REPORT = os.environ.get("STOCK_TESTS_REPORT")
 _results: dict[str, dict] = {}
 
 
@@ -29,6 +30,8 @@ def _watched_calls(request):
 
 
 def pytest_runtest_logreport(report):
+    if REPORT is None:  # hooks of this file see every test of a run that comes by
+        return
     result = _results.setdefault(report.nodeid.partition("::")[2], {"outcome": "passed", "why": ""})
     result |= dict(report.user_properties)
     if report.outcome != "passed" and result["outcome"] != "failed":
@@ -38,5 +41,5 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish():
-    if path := os.environ.get("STOCK_TESTS_REPORT"):
-        Path(path).write_text(json.dumps(_results, indent=1))
+    if REPORT is not None:
+        Path(REPORT).write_text(json.dumps(_results, indent=1))
