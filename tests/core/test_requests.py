@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate import Speculator
+from hf_speculate import DraftTree, Speculator
 from hf_speculate.drafter import RAW_LAST
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.generate import _originals
@@ -83,10 +83,8 @@ class TestTraining:
         model.activation_checkpointing_enable()
         model.train()
         assert_steps_aside(model, "gradient checkpointing", lambda: {"input_ids": random_prompt(9)})
-        model.eval()
-        assert assert_as_plain(model, input_ids=random_prompt(9)).accepted_tokens > 0
-
-    def test_training_mode_alone_is_fine(self, model):
+        assert assert_as_plain(model.eval(), input_ids=random_prompt(9)).accepted_tokens > 0
+        model.activation_checkpointing_disable()
         assert assert_as_plain(model.train(), input_ids=random_prompt(9)).accepted_tokens > 0
 
     def test_the_way_past_no_grad_is_that_of_transformers(self, model):
@@ -105,8 +103,7 @@ class Evicting(DynamicCache):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys[:, :, -200:], values[:, :, -200:]
 
-    def crop(self, max_length):
-        super().crop(max_length)
+    crop = DynamicCache.crop
 
 
 class Labelled(DynamicCache):
@@ -173,6 +170,21 @@ class CuttingSometimes(LogitsProcessor):
         return scores[:, : VOCAB_SIZE - 40 * (input_ids.shape[1] % 2)]
 
 
+class WithTheLastIds(EmptyDrafter):
+    """Ranks children by the noise of the highest ids of the vocabulary."""
+
+    def start(self, request):
+        session = super().start(request)
+
+        def draft(state):
+            ids = torch.arange(60, VOCAB_SIZE)
+            state.child_scores(torch.zeros(len(state.root_ids), 1, len(ids)), 0, ids)
+            return DraftTree.root_only(state.root_ids)
+
+        session.draft = draft
+        return session
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
     ("inputs", "row_wise"),
@@ -185,15 +197,15 @@ class TestWidthOfScores:
             processor.row_wise = row_wise
         request = {**inputs, "do_sample": do_sample, "logits_processor": list(processors), "max_new_tokens": 14}
         assert assert_as_plain(model, 0.7, **request).accepted_tokens > 0
-        draft = Speculator(DraftModelDrafter(build_tiny_model(seed=1)))  # draws with the same noise
-        assert_same(run(model, draft, **request), run(model, **request))
+        for drafter in (DraftModelDrafter(build_tiny_model(seed=1)), WithTheLastIds()):
+            assert_same(run(model, Speculator(drafter), **request), run(model, **request))
 
     @pytest.mark.parametrize("width", [90, 128])
     def test_a_head_that_is_narrower_or_wider_than_the_vocabulary(self, model, do_sample, inputs, row_wise, width):
         head, count = torch.nn.Linear(32, width, bias=False).requires_grad_(False), min(width, VOCAB_SIZE)
         head.weight.data.zero_()[:count] = model.lm_head.weight[:count]
         model.lm_head = head
-        self.run(model, do_sample, inputs, row_wise, Masking())
+        self.run(model, do_sample, inputs, row_wise, *[Masking()] * (width > VOCAB_SIZE))
 
     def test_a_processor_that_cuts(self, model, do_sample, inputs, row_wise):
         self.run(model, do_sample, inputs, row_wise, Cutting())
@@ -218,8 +230,6 @@ def test_copies_of_a_speculator_that_was_used(make):
 
 
 class Watching(EmptyDrafter):
-    """Notes what it is shown of the last layer."""
-
     feature_layers = (RAW_LAST,)
 
     def __init__(self):
