@@ -23,7 +23,7 @@ from .errors import PromptError
 from .graphs import Compiler
 from .masks import layer_windows
 from .models import GenerativeModel
-from .positions import depth_limit, has_length_dependent_rope, takes_position_ids
+from .positions import DepthLimit, has_length_dependent_rope, takes_position_ids
 from .processors import score_only
 from .scoring import Scorer
 from .sequences import Sequences
@@ -115,6 +115,10 @@ class Decoding:
     @cached_property
     def _vocab_size(self) -> int:
         return self.target.config.get_text_config(decoder=True).vocab_size
+
+    @cached_property
+    def _takes_position_ids(self) -> bool:
+        return takes_position_ids(self.target)
 
     @cached_property
     def _has_length_dependent_rope(self) -> bool:
@@ -337,7 +341,7 @@ class Decoding:
 
     def _depth_limits(self) -> list[int]:
         """How deep each row may draft: a node at depth d can be emitted only if d tokens and the bonus still fit."""
-        of_positions = self._depth_limit_of_positions()
+        of_positions = 0 if self.scorer.takes_root_only else self._depth_limit(self._counts())
         limits = []
         for row in range(self.sequences.batch_size):
             limit = 10**9 if of_positions is None else of_positions
@@ -346,15 +350,16 @@ class Decoding:
             limits.append(max(limit, 0))
         return limits
 
-    def _depth_limit_of_positions(self) -> int | None:
-        if self.scorer.takes_root_only:
-            return 0
-        # Padding has no positions, but there are models that count it.
+    @cached_property
+    def _depth_limit(self) -> DepthLimit:
+        return DepthLimit(self.target.config)
+
+    def _counts(self) -> set[int]:
+        """The places that the model may take its roots to be at. Padding has no positions, but some models count it."""
         counts = {self.cache.append_index}
-        if takes_position_ids(self.target):
+        if self._takes_position_ids:
             counts = {max(self._root_positions), *(counts if self._has_length_dependent_rope else ())}
-        limits = [depth_limit(self.target.config, count) for count in counts]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return counts
 
     def _takes_part(self, row: int) -> bool:
         """Whether the next round can emit tokens in a row."""

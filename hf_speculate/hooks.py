@@ -39,13 +39,13 @@ def without_foreign_hooks(model: nn.Module) -> Iterator[None]:
     """Forwards of `model` in here call no hook of others."""
     taken = []
     try:
-        for module in model.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                foreign = [key for key, hook in hooks.items() if _is_foreign(hook)]
-                if foreign:
-                    taken.append((hooks, dict(hooks)))
-                    for key in foreign:
-                        del hooks[key]
+        of_modules = ((module._forward_hooks, module._forward_pre_hooks) for module in model.modules())
+        for hooks in chain((_global_forward_hooks, _global_forward_pre_hooks), *of_modules):
+            foreign = [key for key, hook in hooks.items() if _is_foreign(hook)]
+            if foreign:
+                taken.append((hooks, dict(hooks)))
+                for key in foreign:
+                    del hooks[key]
         yield
     finally:
         for hooks, before in taken:

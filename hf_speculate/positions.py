@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -17,26 +17,34 @@ def has_length_dependent_rope(config: PreTrainedConfig) -> bool:
     return any(p.get("rope_type") in ("dynamic", "longrope") for p in _rope_parameters(config))
 
 
-def depth_limit(config: PreTrainedConfig, root_position: int) -> int | None:
+class DepthLimit:
     """How deep a tree may go so that every position is one that the model knows, and its longest leaves RoPE as a
     one-token forward would have it.
 
     Args:
-        root_position: the largest position of a root in the batch.
-    Returns:
-        The depth (0: no draft), or None for no limit.
+        config: of the model; read once, as asking it takes longer than a round may.
     """
-    limits = []
-    if (size := num_positions(config)) is not None:
-        limits.append(max(size - 1 - root_position, 0))
-    for parameters in _rope_parameters(config):
-        if parameters.get("rope_type") == "dynamic":
-            limits.append(max(config.get_text_config(decoder=True).max_position_embeddings - 1 - root_position, 0))
-        elif parameters.get("rope_type") == "longrope":
-            last_short = parameters["original_max_position_embeddings"] - 1
-            if root_position <= last_short:
-                limits.append(last_short - root_position)
-    return min(limits, default=None)
+
+    def __init__(self, config: PreTrainedConfig):
+        self._num_positions = num_positions(config)
+        self._switch = longrope_switch(config)
+        types = [p.get("rope_type") for p in _rope_parameters(config)]
+        if "dynamic" in types:  # a table as well: behind it every length has its own RoPE
+            self._num_positions = config.get_text_config(decoder=True).max_position_embeddings
+
+    def __call__(self, root_positions: Iterable[int]) -> int | None:
+        """The depth (0: no draft), or None for no limit.
+
+        Args:
+            root_positions: of the roots, in one batch.
+        """
+        limits = []
+        for position in root_positions:
+            if self._num_positions is not None:
+                limits.append(max(self._num_positions - 1 - position, 0))
+            if self._switch is not None and position < self._switch:
+                limits.append(self._switch - 1 - position)
+        return min(limits, default=None)
 
 
 def longrope_switch(config: PreTrainedConfig) -> int | None:

@@ -29,7 +29,7 @@ def problem_with_model(model: GenerativeModel) -> str:
         return f"speculator= was given for {name}, an encoder-decoder model; only decoder-only models are supported."
     if not type(model)._sample.__dict__.get("__hf_speculate__"):
         return f"{name} has a decoding method of its own (`_sample`), which a speculator cannot replace."
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if model.training and getattr(model, "is_activation_checkpointing", False):
         return f"{name} is in training mode with gradient checkpointing, which leaves the KV cache out: call eval()."
     return ""
 

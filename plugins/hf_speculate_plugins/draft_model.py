@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from hf_speculate.cache import TreeCache
 from hf_speculate.conversations import Conversations, common_prefix
 from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState, Knobs
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.positions import num_positions
+from hf_speculate.positions import num_positions, takes_position_ids
 from hf_speculate.scoring import Scorer, supported_shape
 from hf_speculate.tree import DraftTree
 
@@ -169,6 +169,7 @@ class DraftModelSession(DraftSession):
         self.options = drafter.options
         self.model = drafter.model
         self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
+        self._num_positions = num_positions(self.model.config)
         batch_size, num_prompt = request.input_ids.shape
         cache = DynamicCache(config=self.model.config)
         shape, _ = supported_shape(self.model, cache)
@@ -204,22 +205,32 @@ class DraftModelSession(DraftSession):
 
     def draft(self, state: DraftState) -> DraftTree:
         limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
+        if limit is not None:
+            self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
+            limit = self._depth_limit(self.cache.rows)  # rows that have ended may have stayed
         if limit is None:
             return DraftTree.root_only(state.root_ids)
-        self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
         rows, depth = self.cache.rows, min(self.options.depth, state.max_depth, limit + 1)
         root_logits = self._feed_committed()
         is_chain = self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain"
         draft = self._draft_chain if is_chain else self._draft_tree
         return state.whole_tree(draft(state.select(rows), root_logits, depth), rows)
 
-    def _depth_limit(self, rows: Iterable[int]) -> int | None:
+    def _depth_limit(self, rows: Sequence[int]) -> int | None:
         """How deep nodes may be that the draft model runs; None: not even the root has a position that it knows."""
-        size = num_positions(self.model.config)
-        longest = max((self._last_positions[row] + len(self._texts[row]) for row in rows), default=0)
+        size = self._num_positions
         if size is None:
             return 10**9
+        longest = max(self._last_positions[row] + len(self._texts[row]) for row in rows)
+        if not takes_position_ids(self.model):  # it counts entries: padding, and the gaps behind shorter rows
+            common = [self._num_common(row) for row in rows]
+            num_new = max(len(self._texts[row]) - known for row, known in zip(rows, common, strict=True))
+            longest = self._num_prompt - 1 + max(common) + num_new
         return size - 1 - longest if longest < size else None
+
+    def _num_common(self, row: int) -> int:
+        """Committed tokens behind the prompt, but the root, that the cache holds."""
+        return common_prefix(self._texts[row][:-1], self._cached[row])
 
     @property
     def _positions(self) -> list[int]:
@@ -271,10 +282,9 @@ class DraftModelSession(DraftSession):
         """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [R, V]."""
         new: dict[int, list[int]] = {}
         for row in self.cache.rows:
-            text, cached = self._texts[row], self._cached[row]
-            common = common_prefix(text[:-1], cached)
-            del cached[common:]
-            new[row] = text[common:]
+            common = self._num_common(row)
+            del self._cached[row][common:]
+            new[row] = self._texts[row][common:]
         self.cache.truncate([self._num_prompt + len(cached) for cached in self._cached])
         tree = DraftTree.from_rows([(tokens, range(-1, len(tokens) - 1)) for tokens in new.values()])
         output = self.scorer(tree, self._positions)

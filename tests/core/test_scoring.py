@@ -12,7 +12,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache import TreeCache
-from hf_speculate.positions import depth_limit, has_length_dependent_rope
+from hf_speculate.positions import DepthLimit, has_length_dependent_rope
 from hf_speculate.scoring import Scorer, supported_shape
 from hf_speculate.testing import RandomDrafter
 
@@ -261,7 +261,7 @@ class TestRopeLimit:
     )
     def test_no_node_passes_a_position_where_rope_changes(self, tiny_model, parameters, root_position, limit):
         config = rope_config(tiny_model, **parameters)
-        assert depth_limit(config, root_position) == limit
+        assert DepthLimit(config)([root_position]) == limit
         nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
         expected = any(part["rope_type"] in ("dynamic", "longrope") for part in nested)
         assert has_length_dependent_rope(config) is expected
