@@ -341,7 +341,9 @@ class Decoding:
 
     def _depth_limits(self) -> list[int]:
         """How deep each row may draft: a node at depth d can be emitted only if d tokens and the bonus still fit."""
-        of_positions = 0 if self.scorer.takes_root_only else self._depth_limit(self._counts())
+        of_positions = self._depth_limit(self._counts()) if self._depth_limit.is_any else None
+        if self.scorer.takes_root_only:
+            of_positions = 0
         limits = []
         for row in range(self.sequences.batch_size):
             limit = 10**9 if of_positions is None else of_positions

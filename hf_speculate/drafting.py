@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +14,7 @@ from .drafter import Drafter, DraftRequest, DraftSession, DraftState
 from .errors import DrafterError, SpeculateError
 from .features import FeatureTaps
 from .models import GenerativeModel, num_embeddings
-from .noise import kept_rng
+from .noise import RngState
 from .observations import Observations
 from .tree import DraftTree
 from .verification import Verdict
@@ -75,10 +75,15 @@ class Drafting:
 
     def draft(self, state: DraftState) -> DraftTree:
         """A tree that the target can score, of as many rows as the request."""
-        if (observation := self._unobserved.take()) is not None:
-            self._ask(lambda: self._session.observe(*observation))
+        observation, session = self._unobserved.take(), self._session
         roots = state.root_ids.tolist()  # before anybody else has them
-        tree = self._checks.admit(self._ask(lambda: self._session.draft(state)), roots)
+
+        def draft() -> DraftTree:
+            if observation is not None:
+                session.observe(*observation)
+            return session.draft(state)
+
+        tree = self._checks.admit(self._ask(draft), roots)
         return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
 
     def confirm_draft(self) -> None:
@@ -91,24 +96,29 @@ class Drafting:
         session, self._open_session = self._open_session, None
         if session is None:
             return
-        with self._unnoticed():
-            try:
-                observation = self._unobserved.take() if session.carries_over else None
-                if observation is not None:
-                    session.observe(*observation)
-            finally:
-                session.close()
+        self._unnoticed(lambda: self._end(session))
 
-    @contextmanager
-    def _unnoticed(self) -> Iterator[None]:
+    def _end(self, session: DraftSession) -> None:
+        try:
+            observation = self._unobserved.take() if session.carries_over else None
+            if observation is not None:
+                session.observe(*observation)
+        finally:
+            session.close()
+
+    def _unnoticed(self, call: Callable[[], Answer]) -> Answer:
         """A drafter may use random numbers, and gradients: nobody else is to notice."""
-        with kept_rng(self.request.input_ids.device), torch.no_grad():
-            yield
+        rng, has_gradients = RngState(self.request.input_ids.device), torch.is_grad_enabled()
+        try:
+            return call()
+        finally:
+            rng.put_back()
+            if torch.is_grad_enabled() != has_gradients:
+                torch.set_grad_enabled(has_gradients)
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         try:
-            with self._unnoticed():
-                return call()
+            return self._unnoticed(call)
         except SpeculateError:
             raise
         except Exception as error:

@@ -54,6 +54,8 @@ class EndedRows:
 
     def paths(self, verdict: Verdict, cache: TreeCache) -> list[list[int]]:
         """What is kept of a round: the accepted paths, and the root of a row that has ended with it."""
+        if not self._owe_eos or not any(self._sequences.finished):
+            return verdict.paths
         owing = [row for row in cache.rows if self._owes_eos(row, cache)]
         return [path or ([0] if row in owing else path) for row, path in enumerate(verdict.paths)]
 
@@ -66,8 +68,10 @@ class EndedRows:
     def with_padding(self, tree: DraftTree) -> DraftTree:
         """The tree with a chain of padding for every row that has ended, as deep as the longest may get."""
         sequences, chains = self._sequences, {}
+        if not self.are_padded or not any(sequences.finished):
+            return tree
         longest = max(sequences.num_emitted) + tree.max_depth
-        for row, tokens in enumerate(sequences.new_tokens if self.are_padded else ()):
+        for row, tokens in enumerate(sequences.new_tokens):
             if not self._stopping.is_running(sequences, row):
                 length = min(longest - len(tokens), _MAX_PADDING)
                 chains[row] = [tokens[-1], *[sequences.pad_token_id] * length]

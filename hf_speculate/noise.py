@@ -13,8 +13,7 @@ what such code draws counts as in stock: rows that no token has used yet are dra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -137,16 +136,19 @@ class Noise:
             self._logs.pop(self._first_step + len(self._rows), None)
 
 
-@contextmanager
-def kept_rng(device: torch.device) -> Iterator[None]:
-    """What draws from the global generators of the CPU and of `device` in here leaves no trace on them."""
-    devices = {torch.device("cpu"), device} if device.type != "cpu" else {device}
-    states = [(each, _get_rng_state(each)) for each in devices]
-    try:
-        yield
-    finally:
-        for each, state in states:
-            _set_rng_state(state, each)
+class RngState:
+    """Where the global generators of the CPU and of a device are."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._other = None if device.type == "cpu" else _get_rng_state(device)
+
+    def put_back(self) -> None:
+        """Leaves no trace of what was drawn since."""
+        torch.set_rng_state(self._cpu)
+        if self._other is not None:
+            _set_rng_state(self._other, self._device)
 
 
 def _get_rng_state(device: torch.device) -> Tensor:

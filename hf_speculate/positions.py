@@ -32,6 +32,11 @@ class DepthLimit:
         if "dynamic" in types:  # a table as well: behind it every length has its own RoPE
             self._num_positions = config.get_text_config(decoder=True).max_position_embeddings
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is a limit anywhere."""
+        return self._num_positions is not None or self._switch is not None
+
     def __call__(self, root_positions: Iterable[int]) -> int | None:
         """The depth (0: no draft), or None for no limit.
 

@@ -37,14 +37,11 @@ class Stopping:
         self.criteria = criteria
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.max_length: int | None = criteria.max_length
+        # One that is not known may draw from the RNG that the request samples with.
+        self.may_draw = any(type(criterion) not in _KNOWN for criterion in criteria)
         self._host_rules = _host_rules(criteria)
         deadlines = [c.initial_timestamp + c.max_time for c in criteria if type(c) is MaxTimeCriteria]
         self._deadline: float | None = min(deadlines, default=None)
-
-    @property
-    def may_draw(self) -> bool:
-        """Whether a criterion is not known: it may draw from the RNG that the request samples with."""
-        return any(type(criterion) not in _KNOWN for criterion in self.criteria)
 
     @property
     def row_wise(self) -> bool:

@@ -199,8 +199,8 @@ class DraftTree:
             max_depth: the depth of its deepest node.
             host: its tokens and parents on the host.
         """
-        new = DraftTree(token_ids, self.parents_as_given, max_depth)
-        new.__dict__["host"] = host
+        new = object.__new__(DraftTree)
+        vars(new).update(vars(self), token_ids=token_ids, _plan=None, _max_depth=max_depth, host=host)
         return new
 
     @property

@@ -35,7 +35,7 @@ from .devices import execution_device
 from .drafter import Drafter, DraftRequest, DraftSession, DraftState
 from .hooks import without_foreign_hooks
 from .models import GenerativeModel, has_own_method
-from .noise import kept_rng
+from .noise import RngState
 from .recurrent import has_recurrent_layers, target_shape
 from .scoring import Shape
 from .speculator import Speculator
@@ -110,7 +110,7 @@ def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[S
     name, problem = type(model).__name__, ""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(kept_rng(execution_device(model.get_input_embeddings()) or model.device))
+        stack.callback(RngState(execution_device(model.get_input_embeddings()) or model.device).put_back)
         stack.enter_context(without_foreign_hooks(model))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

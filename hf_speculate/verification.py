@@ -280,10 +280,12 @@ class _Walk:
 
     def _goes_on_after_criteria(self, rows: list[int]) -> bool:
         """Marks the rows that are finished; whether any is not, and all that was drawn ahead still holds."""
-        is_whole = len(rows) == self.sequences.batch_size
-        noise = self.sampler.noise if is_whole and self.stopping.may_draw else None
-        if noise is not None:
-            noise.pause(len(self.sequences.new_tokens[rows[0]]))
-        self.stopping.update(rows, self.sequences, self.sampler.records)
-        was_disturbed = noise is not None and noise.resume()
-        return not was_disturbed and not all(self.sequences.finished[row] for row in rows)
+        was_disturbed = False
+        if self.stopping.may_draw and self.sampler.noise is not None and len(rows) == self.sequences.batch_size:
+            self.sampler.noise.pause(len(self.sequences.new_tokens[rows[0]]))
+            self.stopping.update(rows, self.sequences, self.sampler.records)
+            was_disturbed = self.sampler.noise.resume()
+        else:
+            self.stopping.update(rows, self.sequences, self.sampler.records)
+        finished = self.sequences.finished
+        return not was_disturbed and not all(finished[row] for row in rows)
