@@ -99,6 +99,7 @@ class Decoding:
     _drafted_depth: int = field(default=0, init=False)
     _num_slow: int = field(default=0, init=False)
     _walked: Verdict | None = field(default=None, init=False)
+    _hidden_states: Any = field(default=None, init=False)
 
     @property
     def cache(self) -> TreeCache:
@@ -225,6 +226,7 @@ class Decoding:
         with self.stats.timed("target_seconds"), self.drafting.listening():
             self.stats.target_forwards += 1
             output = self.scorer(tree, self._root_positions, forward_kwargs=self._forward_kwargs)
+            self._hidden_states = output.hidden_states
             self.drafting.skip(self.scorer.num_rerun)
             return output
 
@@ -287,8 +289,9 @@ class Decoding:
             self.drafting.close()
 
     def _settle(self) -> None:
-        if self._walked is not None:
-            self.keep(self._walked)  # what was emitted of a round that was broken off
+        if (verdict := self._walked) is not None:  # what was emitted of a round that was broken off
+            self.keep(verdict)
+            self.observe(verdict, self._hidden_states)
         self.cache.bring_back()
         delivered = self.sequences.num_emitted
         if self.delivery is not None:

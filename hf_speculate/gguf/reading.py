@@ -91,14 +91,14 @@ class GgufFile:
                 found = file.readinto(memoryview(rows.numpy()).cast("B"))  # type: ignore[attr-defined]
             except OSError as error:
                 raise CheckpointError(f"cannot read {self.path!r}: {error}") from error
-            if found != rows.nbytes or _identity(file) != self.identity:
+            if found != rows.nbytes or file_identity(file) != self.identity:
                 raise self._changed()
         return rows
 
     def check_unchanged(self) -> None:
         """Raises `CheckpointError` if the file was written or replaced since its header was read."""
         with open_regular(self.path) as file:
-            if _identity(file) != self.identity:
+            if file_identity(file) != self.identity:
                 raise self._changed()
 
     def _changed(self) -> CheckpointError:
@@ -120,7 +120,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufFile:
             raise cursor.broken(str(error)) from error
 
 
-def _identity(file: BinaryIO) -> Identity:
+def file_identity(file: BinaryIO) -> Identity:
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -142,7 +142,7 @@ class _Cursor:
     def __init__(self, path: str, file: BinaryIO):
         self.path = path
         self.size = os.fstat(file.fileno()).st_size
-        self.identity = _identity(file)
+        self.identity = file_identity(file)
         self.position = 0
         self._file = file
 

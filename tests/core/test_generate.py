@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
+from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..inputs import character_tokenizer
@@ -319,9 +320,14 @@ class TestFallbacks:
         model, ids = tiny_model(), prompt(12)
         speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
         plain = model.generate(ids, max_new_tokens=20, pad_token_id=0)
-        ours = model.generate(
-            ids, max_new_tokens=20, pad_token_id=0, speculator=speculator, past_key_values=strange_cache(model)
-        )
+        request = {"max_new_tokens": 20, "pad_token_id": 0}
+        with pytest.raises(UnsupportedRequestError, match="StrangeLayer"):
+            model.generate(ids, **request, speculator=speculator, past_key_values=strange_cache(model))
+        hf_speculate.attach(model, speculator)
+        try:
+            ours = model.generate(ids, **request, past_key_values=strange_cache(model))
+        finally:
+            hf_speculate.detach(model)
         assert torch.equal(ours, plain)
         assert "StrangeLayer" in next(iter(speculator.stats.fallbacks))
 

@@ -14,18 +14,22 @@ from hf_speculate.gguf.formats import FORMATS
 from hf_speculate.gguf.matrices import Matrix, TensorRows, half_split_order
 from hf_speculate.gguf.modules import FusedLinear, PackedLinear, Projection
 from hf_speculate.gguf.random_files import random_blocks
-from hf_speculate.gguf.reading import GgufFile, TensorEntry
+from hf_speculate.gguf.reading import GgufFile, TensorEntry, file_identity
 
 
 CPU = torch.device("cpu")
 
 
-def make_matrix(folder, kind: str, rows: int, columns: int = 512, parts: int = 1, seed: int = 0) -> Matrix:
-    """Random blocks in a file of nothing else, as `parts` tensors of equal size."""
+def make_matrix(
+    folder, kind: str, rows: int, columns: int = 512, parts: int = 1, seed: int = 0, change=lambda data: None
+) -> Matrix:
+    """Random blocks in a file of nothing else, as `parts` tensors of equal size; `change` may write into their bytes."""
     path = folder / f"{kind}-{rows}-{columns}.bin"
     blocks = random_blocks(kind, rows, columns, 0.5, np.random.default_rng(seed))
+    change(blocks.reshape(-1))
     blocks.tofile(path)
-    file, size = GgufFile(str(path), {}, {}, blocks.nbytes), rows // parts
+    with open(path, "rb") as opened:
+        file, size = GgufFile(str(path), {}, {}, blocks.nbytes, file_identity(opened)), rows // parts
     entries = [
         TensorEntry(f"t{i}", (size, columns), kind, i * size * blocks.shape[1], blocks.shape[1]) for i in range(parts)
     ]
@@ -147,10 +151,10 @@ def test_dequantising_keeps_to_its_buffer(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scales_that_are_not_finite_are_refused(backend, tmp_path):
-    matrix = make_matrix(tmp_path, "Q4_0", rows=16)
-    blocks = np.fromfile(matrix.parts[0].file.path, np.uint8)
-    blocks[36:38] = np.frombuffer(np.float16("inf").tobytes(), np.uint8)
-    blocks.tofile(matrix.parts[0].file.path)
+    def spoil(data):
+        data[36:38] = np.frombuffer(np.float16("inf").tobytes(), np.uint8)
+
+    matrix = make_matrix(tmp_path, "Q4_0", rows=16, change=spoil)
     with pytest.raises(CheckpointError, match=r"t0 \(Q4_0\): some scales are not finite"):
         pack(matrix, backend, torch.float32)
 

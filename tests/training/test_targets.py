@@ -80,7 +80,7 @@ class TestGguf:
         folder = train_head(recipe_from(recipe_values))
         drafts_losslessly(folder, load_model(gguf_path, dtype=torch.float32))
         target = provenance(folder)["target"]
-        assert target["name"] == gguf_path
+        assert target["name"] == Path(gguf_path).name
         fastest = choose_backend("auto", torch.device("cpu"), torch.float32).name
         assert target["quantization"] == {"quant_method": "gguf", "types": ["Q8_0"], "backends": [fastest, "rows"]}
 
@@ -133,8 +133,9 @@ class TestLora:
         model = self.adapted(saved_target, adapter_folder)
         drafts_losslessly(folder, model)
         found = provenance(folder)
-        assert found["recipe"]["target"]["adapter"] == adapter_folder
-        assert found["target"]["adapters"] == {"default": {"type": "PeftType.LORA", "base": str(saved_target)}}
+        assert found["recipe"]["target"]["adapter"] == Path(adapter_folder).name
+        base = Path(saved_target).name
+        assert found["target"]["adapters"] == {"default": {"type": "PeftType.LORA", "base": base}}
         assert found["adapters"] == adapter_fingerprints(unwrap(model))
         assert adapter_mismatch(str(folder), unwrap(model)) == ""
         with model.disable_adapter():
