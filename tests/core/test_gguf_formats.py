@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def make_matrix(
     folder, kind: str, rows: int, columns: int = 512, parts: int = 1, seed: int = 0, change=lambda data: None
 ) -> Matrix:
-    """Random blocks in a file of nothing else, as `parts` tensors of equal size; `change` may write into their bytes."""
+    """Random blocks in a file of nothing else, as `parts` tensors of equal size; `change` writes into their bytes."""
     path = folder / f"{kind}-{rows}-{columns}.bin"
     blocks = random_blocks(kind, rows, columns, 0.5, np.random.default_rng(seed))
     change(blocks.reshape(-1))
