@@ -178,7 +178,8 @@ class DraftSession(ABC):
     def draft(self, state: DraftState) -> DraftTree:
         """A tree for the next round, all B rows; its node 0 is `state.root_ids`. May be the root alone.
 
-        Nodes come in the order of their worth (parents first): the loop may score only the first n of them.
+        Nodes come in the order of their worth (parents first): the loop may score only the first n of them, at most 511
+        draft nodes. It checks what it is given (see `draft_checks`): a breach is a `DrafterError`, the root is its own.
         """
 
     @abstractmethod
