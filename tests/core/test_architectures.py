@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_speculate
-from hf_speculate import Speculator
+from hf_speculate import Speculator, trial
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.models import has_own_method
 from hf_speculate.recurrent import has_recurrent_layers, target_shape
@@ -325,10 +325,17 @@ def test_the_table_in_the_docs_and_the_list_of_classes_are_what_the_trial_finds(
         request.config.rootpath / "docs" / "architectures.md": document(),
         Path(hf_speculate.__file__).with_name("tried_classes.json"): tried_classes(),
     }
+    is_writing = bool(os.environ.get("HF_SPECULATE_WRITE_DOCS"))
+    if not is_writing and trial.tried_classes()["transformers"] != installed_version():
+        pytest.skip("they are about another minor version of transformers; every model is tried with this one")
     for path, text in made.items():
-        if os.environ.get("HF_SPECULATE_WRITE_DOCS"):
+        if is_writing:
             path.write_text(text)
         assert path.read_text() == text, "stale: run this test with HF_SPECULATE_WRITE_DOCS=1"
+
+
+def installed_version() -> str:
+    return ".".join(transformers.__version__.split(".")[:2])
 
 
 def tried_classes() -> str:
@@ -341,8 +348,7 @@ def tried_classes() -> str:
         has_own = any(has_own_method(model, method) for method in INPUT_PREPARATION)
         if is_widest and not has_own and not has_recurrent_layers(cache):  # others are tried whatever this list says
             names.add(type(model).__name__)
-    version = ".".join(transformers.__version__.split(".")[:2])
-    return json.dumps({"transformers": version, "classes": sorted(names)}, indent=1) + "\n"
+    return json.dumps({"transformers": installed_version(), "classes": sorted(names)}, indent=1) + "\n"
 
 
 HEAD = """# Architectures
