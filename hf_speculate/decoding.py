@@ -166,6 +166,7 @@ class Decoding:
             if output.past_key_values is not self.cache.cache:  # prefix tuning brings its own
                 self.scorer.cache = TreeCache(output.past_key_values, self.sequences.batch_size)
             self._check_prompt()
+            self.scorer.set_forward_kwargs(self.step.forward_kwargs(self.cache.cache))
             self.cache.commit_appended()
             self.sampler.records.add_prompt(output)
             self.ended.prompt_lengths = self.cache.lengths
@@ -179,15 +180,13 @@ class Decoding:
         return verdict
 
     def _check_prompt(self) -> None:
-        """Masks, positions and paths are laid over entries by their index: there has to be one for each token. What
-        stock hands on from step to step is handed to every forward."""
+        """Masks, positions and paths are laid over entries by their index: there has to be one for each token."""
         found = self.cache.cache.get_seq_length()
         if self.num_expected is not None and found != self.num_expected:
             raise PromptError(
                 f"{type(self.target).__name__} keeps {found} cache entries of a prompt of {self.num_expected} tokens "
                 "(images in front of the text, as a rule): which entry belongs to which token is not known."
             )
-        self.scorer.set_forward_kwargs(self.step.forward_kwargs(self.cache.cache))
 
     def leave_out_finished(self) -> None:
         """From here on, as far as it pays, the target runs the other rows only; the tokens of finished ones are known.

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
@@ -21,6 +22,11 @@ def execution_device(module: nn.Module) -> torch.device | None:
             if device is not None:
                 return torch.device(device)
     return None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens. (Of offloaded embeddings `model.device` is "meta".)"""
+    return execution_device(model.get_input_embeddings()) or model.device
 
 
 def device_name(device: torch.device) -> str:

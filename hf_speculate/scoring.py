@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from .attention import TreeAttention
 from .cache import TreeCache, is_indexable
-from .devices import execution_device
+from .devices import input_device
 from .errors import CacheStateError
 from .layers import PreallocatedLayer
 from .masks import LayerType, layer_types, num_left_padding
@@ -107,8 +107,7 @@ class Scorer:
         self._token_kwargs = dict(token_kwargs or {})
         self._layer_types = layer_types(model.config)
         self._takes_position_ids = takes_position_ids(model)
-        # Of offloaded embeddings `model.device` is "meta".
-        self.device = execution_device(model.get_input_embeddings()) or model.device
+        self.device = input_device(model)
         self.attention = TreeAttention(model, self.device)
 
     def __call__(

@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .adapters import prompt_learning
-from .devices import execution_device
+from .devices import input_device
 from .drafter import Drafter, DraftRequest, DraftSession, DraftState
 from .hooks import without_foreign_hooks
 from .models import GenerativeModel, has_own_method
@@ -110,7 +110,7 @@ def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[S
     name, problem = type(model).__name__, ""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.callback(RngState(execution_device(model.get_input_embeddings()) or model.device).put_back)
+        stack.callback(RngState(input_device(model)).put_back)
         stack.enter_context(without_foreign_hooks(model))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -197,7 +197,7 @@ class _Request:
         texts = [[self.ring[(2 * i + 1 + j) % count] for j in range(n)] for i, n in enumerate(lengths)]
         rows = [[first] * (width - len(text)) + text for text in texts]
         mask = [[0] * (width - n) + [1] * n for n in lengths]
-        device = execution_device(self.model.get_input_embeddings()) or self.model.device
+        device = input_device(self.model)
         config = GenerationConfig(
             max_new_tokens=_NEW_TOKENS,
             do_sample=False,

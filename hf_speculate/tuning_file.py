@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from .adapters import active_adapters
 from .costs import CostSurface
-from .devices import device_name, execution_device
+from .devices import device_name, input_device
 from .errors import CheckpointError
 from .files import json_writer, read_json, replace_files
 from .models import GenerativeModel
@@ -68,7 +68,7 @@ class Setting:
     @classmethod
     def of(cls, target: PreTrainedModel, batch_size: int) -> Setting:
         """The setting that a request with this target would run in now."""
-        device = execution_device(target.get_input_embeddings()) or target.device
+        device = input_device(target)
         return cls(
             target=_fingerprint(target),
             device=device_name(device),
