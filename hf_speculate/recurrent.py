@@ -260,9 +260,8 @@ def target_scorer(
     batch_size: int,
     prompt_mask: Tensor | None = None,
     shape: Shape = "tree",
-    forward_kwargs: Mapping[str, Any] | None = None,
     token_kwargs: Mapping[str, Tensor] | None = None,
 ) -> Scorer:
     """The scorer that fits the layers of `cache`, with the cache that it needs."""
     kind, kind_of_cache = (RecurrentScorer, RecurrentCache) if has_recurrent_layers(cache) else (Scorer, TreeCache)
-    return kind(model, kind_of_cache(cache, batch_size), prompt_mask, shape, forward_kwargs, token_kwargs)
+    return kind(model, kind_of_cache(cache, batch_size), prompt_mask, shape, token_kwargs=token_kwargs)
