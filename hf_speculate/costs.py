@@ -1,12 +1,10 @@
-"""What rounds cost, as a function of their size and of the context: measured beforehand, and corrected as they run."""
+"""What rounds cost, as a function of their size and of the context, learnt as they run."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any
 
 
 _WEIGHT = 0.2
@@ -19,63 +17,14 @@ _PRIOR_COST_PER_LEVEL = 1.0
 Shape = Callable[[int, int], float]
 
 
-def interpolate(points: Sequence[float], values: Sequence[float], point: float, *, extend: bool) -> float:
-    """Linear between `points` (ascending); beyond them along the last segment (`extend`) or constant. Never below 0."""
-    if len(points) == 1:
-        return values[0]
+def interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
+    """Linear between `points` (ascending), constant beyond them."""
     place = bisect_left(points, point)
-    if not extend and place in (0, len(points)):
+    if place in (0, len(points)):
         return values[min(place, len(points) - 1)]
-    place = min(max(place, 1), len(points) - 1)
     low, high = points[place - 1], points[place]
     share = (point - low) / (high - low)
-    return max(values[place - 1] + share * (values[place] - values[place - 1]), 0.0)
-
-
-@dataclass(frozen=True)
-class CostSurface:
-    """Seconds on a grid of contexts and sizes, bilinear in between and extended beyond.
-
-    Attributes:
-        contexts: cache entries a row, ascending.
-        sizes: ascending: nodes of a round (root included), or levels of a draft.
-        seconds: `seconds[c][s]`.
-    """
-
-    contexts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
-
-    def __post_init__(self) -> None:
-        for name in ("contexts", "sizes"):
-            values = getattr(self, name)
-            if not values or list(values) != sorted(set(values)) or min(values) < 0:
-                raise ValueError(f"{name} must be different, ascending and not negative, got {list(values)}")
-        widths = {len(row) for row in self.seconds}
-        if len(self.seconds) != len(self.contexts) or widths != {len(self.sizes)}:
-            raise ValueError(f"{len(self.contexts)} contexts x {len(self.sizes)} sizes do not fit the table of seconds")
-        if any(not 0 <= value < float("inf") for row in self.seconds for value in row):
-            raise ValueError("seconds must be finite and not negative")
-
-    def __call__(self, size: int, context: int) -> float:
-        """Seconds; where the extension would reach 0 or less, a little more than 0."""
-        columns = [interpolate(self.sizes, row, size, extend=True) for row in self.seconds]
-        lowest = min(self.seconds[0][0], self.seconds[-1][0]) / 10
-        return max(interpolate(self.contexts, columns, context, extend=True), lowest, 1e-9)
-
-    def plus(self, seconds: float) -> CostSurface:
-        """The same with a constant added."""
-        rows = tuple(tuple(max(value + seconds, 0.0) for value in row) for row in self.seconds)
-        return CostSurface(self.contexts, self.sizes, rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"contexts": list(self.contexts), "sizes": list(self.sizes), "seconds": [list(r) for r in self.seconds]}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> CostSurface:
-        """Raises `KeyError`, `TypeError` or `ValueError` for what `to_json` cannot have written."""
-        rows = tuple(tuple(float(seconds) for seconds in row) for row in value["seconds"])
-        return cls(tuple(map(int, value["contexts"])), tuple(map(int, value["sizes"])), rows)
+    return values[place - 1] + share * (values[place] - values[place - 1])
 
 
 class _Table:
@@ -108,7 +57,7 @@ class _Table:
 
     def at(self, size: int, context: int) -> float:
         sizes, ratios = self._known
-        ratio = interpolate(sizes, ratios, size, extend=False) if sizes else 1.0
+        ratio = interpolate(sizes, ratios, size) if sizes else 1.0
         return ratio * self.shape(size, context)
 
     def copy(self) -> _Table:
@@ -122,15 +71,15 @@ class _Table:
 
 
 class Timings:
-    """Seconds as a function of size and context, from what was measured beforehand and from observations.
+    """Seconds as a function of size and context, from observations.
 
-    With a measured surface, observations correct it by a factor that depends on the size alone. Without one, every
+    With a surface to begin with, observations correct it by a factor that depends on the size alone. Without one, every
     octave of the context from 512 on has a table of its own. A new one begins with what its neighbour knows; one
     further off takes that for a mere shape, which its own first observations stretch.
 
     Args:
-        slope: relative rise per unit of size where nothing was measured or observed.
-        surface: seconds that were measured, or are known of something much alike.
+        slope: relative rise per unit of size where nothing was observed.
+        surface: seconds that are known of something much alike.
     """
 
     def __init__(self, slope: float, surface: Shape | None = None):
@@ -143,7 +92,7 @@ class Timings:
         return self._surface is not None or bool(self._tables)
 
     def knows(self, size: int, context: int = 0) -> bool:
-        """Whether seconds of `size` were measured or observed near this context."""
+        """Whether seconds of `size` were observed near this context."""
         return self._surface is not None or size in self._table(context)
 
     def record(self, size: int, seconds: float, context: int = 0) -> None:
@@ -189,7 +138,7 @@ class RoundCosts:
     Shared by all calls of a speculator; `Tuner` reads and feeds it.
 
     Args:
-        rounds, drafting: what was measured beforehand, if anything.
+        rounds, drafting: what is known of something much alike, if anything.
     """
 
     def __init__(self, rounds: Shape | None = None, drafting: Shape | None = None):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 
 # Sizes of trees between which the tuner chooses (draft nodes, the root not counted).
@@ -59,34 +58,6 @@ class Acceptance:
         for table in (self._trials, self._hits):
             for row in table:
                 row[:] = [weight * value for value in row]
-
-    def weighing(self, rounds: float) -> Acceptance:
-        """The same knowledge with the weight of so many rounds."""
-        new = Acceptance.average([self])
-        most = max((max(row) for row in self._trials), default=0.0)
-        new.fade(rounds / most if most else 1.0)
-        return new
-
-    def to_json(self) -> dict[str, Any]:
-        tables = {"trials": self._trials, "hits": self._hits}
-        return {"widest": self.widest, "deepest": self.deepest, "ladder": list(LADDER), **tables}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Acceptance:
-        """Raises `KeyError`, `TypeError` or `ValueError` for what `to_json` cannot have written."""
-        if tuple(value["ladder"]) != LADDER:
-            raise ValueError(f"acceptance is known for trees of {value['ladder']} nodes, not of {list(LADDER)}")
-        new = cls()
-        new.widest, new.deepest = int(value["widest"]), int(value["deepest"])
-        new._trials, new._hits = ([[float(x) for x in row] for row in value[name]] for name in ("trials", "hits"))
-        if not len(new._trials) == len(new._hits) == new.deepest:
-            raise ValueError(f"acceptance tables do not have {new.deepest} levels")
-        for trials, hits in zip(new._trials, new._hits, strict=True):
-            if not len(trials) == len(hits) == len(LADDER) or any(
-                not 0 <= hit <= trial < float("inf") for trial, hit in zip(trials, hits, strict=True)
-            ):
-                raise ValueError(f"a level of the acceptance tables is not {len(LADDER)} pairs 0 <= hits <= trials")
-        return new
 
     @classmethod
     def average(cls, rows: Sequence[Acceptance]) -> Acceptance:

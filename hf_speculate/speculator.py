@@ -25,7 +25,6 @@ from .privacy import clean_folder
 from .registry import installed_drafters, load_drafter
 from .stats import SpeculationStats
 from .tuning import Experience
-from .tuning_file import TuningFile, find_tuning
 
 
 class Speculator:
@@ -41,7 +40,6 @@ class Speculator:
             allow, and nothing where nothing pays (see `tuning`). False: always what the options say; then rounds, and
             with them 16-bit ties, do not depend on the clock. None: True unless the environment variable
             HF_SPECULATE_ADAPTIVE is 0.
-        tuning: what `hf-speculate tune` measured of this drafter: what `adaptive` knows from the start.
         compile: forwards of the target over trees, and of heads, go through `torch.compile` with static shapes (see
             `static`), on GPUs as CUDA graphs: each (at most 8 of a function) takes seconds to minutes when it is first
             needed, and is kept as long as the model, as are the buffers of up to 4 requests. Nobody may change the
@@ -65,7 +63,6 @@ class Speculator:
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
         adaptive: bool | None = None,
-        tuning: TuningFile | None = None,
         compile: bool | str = False,
     ):
         if not isinstance(drafter, Drafter):
@@ -79,7 +76,7 @@ class Speculator:
         )
         if adaptive is None:
             adaptive = os.environ.get("HF_SPECULATE_ADAPTIVE", "1") != "0"
-        self.experience = Experience(tuning) if adaptive else None
+        self.experience = Experience() if adaptive else None
         self.backend = find_backend(compile)
         self.stats = SpeculationStats()
         self.adapter_stats: dict[str, SpeculationStats] = {}
@@ -181,7 +178,6 @@ class AutoSpeculator:
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
         adaptive: bool | None = None,
-        tuning: str | os.PathLike | Literal[False] | None = None,
         compile: bool | str = False,
         **options: Any,
     ) -> Speculator:
@@ -191,11 +187,8 @@ class AutoSpeculator:
             name: an installed drafter, see `hf-speculate drafters`.
             target: the model that it will draft for (PEFT-wrapped and compiled models are looked through).
             acceptance, posterior_threshold, posterior_alpha, adaptive, compile: see `Speculator`.
-            tuning: a file of `hf-speculate tune`: the size of the trees, unless the options say anything about it, and
-                what `adaptive` knows from the start.
             options: the drafter's options; unknown ones raise `TypeError`.
         Raises:
-            CheckpointError: a tuning file that cannot be read, or is another drafter's.
             DrafterNotFoundError: no such drafter (with a suggestion).
             TargetMismatchError: it does not fit the target.
         """
@@ -203,10 +196,9 @@ class AutoSpeculator:
         _typical_rule(acceptance, **rule)  # what it refuses is refused before weights are read
         target = unwrap(target)
         method = load_drafter(name)
-        tuned = find_tuning(tuning, None, name)
-        drafter = method.for_target(target, **_tuned(options, tuned, method, target))
+        drafter = method.for_target(target, **options)
         drafter.check_target(target)
-        return Speculator(drafter, acceptance, **rule, adaptive=adaptive, tuning=tuned, compile=compile)
+        return Speculator(drafter, acceptance, **rule, adaptive=adaptive, compile=compile)
 
     @staticmethod
     def from_pretrained(
@@ -222,7 +214,6 @@ class AutoSpeculator:
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
         adaptive: bool | None = None,
-        tuning: str | os.PathLike | Literal[False] | None = None,
         compile: bool | str = False,
         **options: Any,
     ) -> Speculator:
@@ -233,8 +224,6 @@ class AutoSpeculator:
             target: the model that it will draft for.
             revision, token, cache_dir, local_files_only, subfolder: as everywhere on the Hub.
             acceptance, posterior_threshold, posterior_alpha, adaptive, compile: see `Speculator`.
-            tuning: a file of `hf-speculate tune`: the size of the trees, unless the options say anything about it, and
-                what `adaptive` knows from the start. None: the folder's `tuning.json`, if it has one; False: none.
             options: the drafter's options.
         Raises:
             DrafterNotFoundError: neither a folder nor a repository that can be had.
@@ -249,7 +238,6 @@ class AutoSpeculator:
                 posterior_threshold=posterior_threshold,
                 posterior_alpha=posterior_alpha,
                 adaptive=adaptive,
-                tuning=tuning,
                 compile=compile,
                 parts=parts,
                 **options,
@@ -266,27 +254,17 @@ class AutoSpeculator:
             subfolder=subfolder,
         )
         method = drafter_class_for(folder)
-        tuned = find_tuning(tuning, folder, method.name)
-        drafter = method.from_folder(folder, target, **_tuned(options, tuned, method, target))
+        drafter = method.from_folder(folder, target, **options)
         drafter.check_target(target)
         if drafter.feature_layers:  # it was trained on the target's states
             warn_of_other_adapters(folder, target)
-        return Speculator(drafter, acceptance, **rule, adaptive=adaptive, tuning=tuned, compile=compile)
+        return Speculator(drafter, acceptance, **rule, adaptive=adaptive, compile=compile)
 
 
 def _parts(name_or_path: str | os.PathLike) -> list[str]:
     """The drafters that "a+b" names; none if that is a folder. (Hub ids have no "+".)"""
     name = os.fspath(name_or_path)
     return name.split("+") if "+" in name and not os.path.exists(name) else []
-
-
-def _tuned(
-    options: dict[str, Any], tuning: TuningFile | None, method: type[Drafter], target: PreTrainedModel
-) -> dict[str, Any]:
-    """The user's options and, where they say nothing about the size of trees, the tuned ones."""
-    if tuning is None or method.knobs is None:
-        return options
-    return {**tuning.options_for(target, options, method.knobs.names), **options}
 
 
 def unwrap(model: nn.Module) -> GenerativeModel:

@@ -2,7 +2,7 @@
 
 The nodes of a tree come best first (`DraftTree`), so its first n nodes are the drafter's tree of n nodes: a round with
 a wide tree tells what every smaller and shallower one would have accepted. Costs are measured on the rounds themselves;
-where `hf-speculate tune` has measured them before (`TuningFile`), the rounds correct these.
+an estimate of the first ones is corrected by those that follow.
 A round gets the budget with the highest expected tokens per second. Where that is no draft at all, drafts are still
 tried now and then, as often as a fixed share of the time pays for: `Tuner` never spends more.
 """
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from .costs import RoundCosts
 from .reach import LADDER, Acceptance
-from .tuning_file import Setting, TuningFile, cached_costs
 
 
 _CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next
@@ -204,24 +203,20 @@ class Experience:
     """What a speculator has learnt about its targets and their adapters; targets that are gone are forgotten.
 
     Adapters have nothing in common: another one writes another text, and takes its own time to do so.
-
-    Args:
-        tuning: what was measured beforehand, if anything.
     """
 
-    def __init__(self, tuning: TuningFile | None = None) -> None:
-        self._tuning = tuning
+    def __init__(self) -> None:
         self._known: WeakKeyDictionary[PreTrainedModel, dict[str, _Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was learnt of targets: they are of this process."""
-        return {"tuning": self._tuning}
+        return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["tuning"])
+        self.__init__()
 
     def tuner(self, target: PreTrainedModel, batch_size: int, adapters: str = "", chooses_depth: bool = True) -> Tuner:
-        """For one request, see `Tuner`; it begins with what earlier ones, or `hf-speculate tune`, taught.
+        """For one request, see `Tuner`; it begins with what earlier ones taught.
 
         Args:
             adapters: of the target that are in effect, see `active_adapters`.
@@ -229,9 +224,9 @@ class Experience:
         by_adapters = self._known.setdefault(target, {})
         known = by_adapters.get(adapters)
         if known is None:
-            known = by_adapters[adapters] = _Known(self._tuning.acceptance if self._tuning else Acceptance())
+            known = by_adapters[adapters] = _Known(Acceptance())
         if batch_size not in known.costs:
-            known.costs[batch_size] = self._measured(target, batch_size)
+            known.costs[batch_size] = RoundCosts()
         acceptances = [Acceptance.average([known.acceptance]) for _ in range(batch_size)]
         return Tuner(known.costs[batch_size], acceptances, chooses_depth)
 
@@ -240,14 +235,6 @@ class Experience:
         acceptance = Acceptance.average(tuner.acceptances)
         acceptance.fade(_CARRIED_WEIGHT)
         self._known[target][adapters].acceptance = acceptance
-
-    def _measured(self, target: PreTrainedModel, batch_size: int) -> RoundCosts:
-        """What `hf-speculate tune` measured in this very setting: with this drafter, or else of the target alone."""
-        setting = Setting.of(target, batch_size)
-        if self._tuning is not None and self._tuning.costs.setting == setting:
-            return RoundCosts(self._tuning.costs.rounds, self._tuning.drafting)
-        costs = cached_costs(setting)
-        return RoundCosts(costs.rounds if costs else None)
 
 
 @dataclass

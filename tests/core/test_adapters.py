@@ -19,7 +19,6 @@ from hf_speculate.origins import adapter_mismatch
 from hf_speculate.speculator import unwrap
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tuning import Experience
-from hf_speculate.tuning_file import Setting
 from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
@@ -202,9 +201,9 @@ class TestWhatIsLearnt:
         self.run(adapted, speculator, ids, "first")
         assert speculator.experience is not None
         known = speculator.experience._known[unwrap(adapted)]
-        before = known["first"].acceptance.to_json()
+        before = known["first"].acceptance.expected_lengths(3, 4)
         self.run(adapted, speculator, ids, "second")
-        assert known["first"].acceptance.to_json() == before
+        assert known["first"].acceptance.expected_lengths(3, 4) == before
         lengths = {name: known[name].acceptance.expected_lengths(3, 4)[-1] for name in ("first", "second")}
         assert lengths["first"] > 3.5  # a prior of 0.7 a level counts as well
         assert lengths["second"] < 2
@@ -226,16 +225,6 @@ class TestWhatIsLearnt:
         self.run(adapted, speculator, ids, "second")
         assert drafter.ledgers["first"].values(0, 0, [-1, 0]) == values
         assert drafter.ledgers["second"].values(0, 0, [-1, 0])[1] < 0.3 < 0.8 < values[1]
-
-    def test_measured_costs_are_those_of_the_adapter(self, adapted):
-        model, settings = unwrap(adapted), []
-        for name in ("first", "second"):
-            adapted.set_adapter(name)
-            settings.append(Setting.of(model, 1))
-        with adapted.disable_adapter():
-            settings.append(Setting.of(model, 1))
-        assert len({setting.key for setting in settings}) == 3
-        assert settings[0].differences(settings[1]) == ["target's adapters first / second"]
 
     def test_experience_of_one_adapter_is_that_of_none_without_peft(self, tiny_model):
         experience = Experience()

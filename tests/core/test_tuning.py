@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_speculate import Speculator, decoding
-from hf_speculate.costs import CostSurface, RoundCosts
+from hf_speculate.costs import RoundCosts
 from hf_speculate.observations import Observation, joined
 from hf_speculate.reach import LADDER, Acceptance
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
@@ -277,50 +277,12 @@ class TestContext:
         assert [budget.max_nodes for budget in long[2:6]] == [3] * 4
         assert self.rounds(tuner, 8, context=200)[1].max_nodes >= 12
 
-    def test_with_measured_costs_from_the_first_round(self):
-        contexts, sizes = (200, 4000, 8000), (1, 2, 5, 9, 17)
-        table = tuple(tuple(self.seconds(size - 1, context) for size in sizes) for context in contexts)
-        tuner = Tuner(RoundCosts(CostSurface(contexts, sizes, table)), [Acceptance()])
-        self.rounds(tuner, 60, context=200)
-        assert [budget.max_nodes for budget in self.rounds(tuner, 4, context=8000)] == [3] * 4
-
     def test_a_round_that_was_held_up_does_not_switch_drafting_off(self):
         tuner = Tuner(RoundCosts(), [Acceptance()])
         self.rounds(tuner, 40, context=200)
         tuner.choose([0], 200)
         tuner.record(12, 4, {0: [1, 3, 6, 12]}, seconds=500.0, drafting_seconds=0.0)
         assert NOTHING not in self.rounds(tuner, 20, context=200)
-
-
-def test_acceptance_survives_json_and_can_be_weighed():
-    acceptance = Acceptance(decay=1.0)
-    for path, num_nodes, depth in random_rounds(200):
-        acceptance.record(path, num_nodes, depth)
-    again = Acceptance.from_json(acceptance.to_json())
-    assert again.to_json() == acceptance.to_json()
-    light = acceptance.weighing(8.0)
-    assert max(light._trials[0]) == pytest.approx(8.0)
-    before = light.expected_lengths(5, 5)
-    assert before == pytest.approx(acceptance.expected_lengths(5, 5), abs=0.2)
-    for _ in range(30):
-        light.record([], 31, 5)
-    assert light.expected_lengths(5, 5)[-1] < 1.5  # a new text is soon believed
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("ladder", [1, 2], "trees of"),
-        ("deepest", 7, "levels"),
-        ("hits", [[2.0] * len(LADDER)], "hits <= trials"),
-        ("trials", [[1.0]], "pairs"),
-    ],
-)
-def test_broken_acceptance_is_refused(name, value, message):
-    acceptance = Acceptance()
-    acceptance.record([1], 1, 1)
-    with pytest.raises(ValueError, match=message):
-        Acceptance.from_json({**acceptance.to_json(), name: value})
 
 
 def test_rounds_over_a_part_of_the_batch_teach_nothing_about_the_whole():

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate.tuning_file import Setting
 from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.heads import MedusaHeads
 from hf_speculate_training.recipe import recipe_from
@@ -114,12 +113,6 @@ def test_heads_of_the_unquantised_target_draft_for_the_bundled_one_in_bfloat16()
     report = check_lossless(model, speculator, [ids], max_new_tokens=24)
     assert report.num_cases == 1
     assert (speculator.stats.mean_acceptance_length or 0) > 2
-
-
-def test_costs_of_quantised_targets_are_their_own(folder):
-    keys = {Setting.of(quantised(folder, kind), 1).key for kind in ("nf4", "int8")}
-    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert len(keys | {Setting.of(plain, 1).key}) == 3
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
