@@ -7,12 +7,10 @@ uncompiled. Which arguments are new does not matter, nor does the caller's grad 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from inspect import unwrap
-from statistics import median
 from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -36,8 +34,6 @@ _LimitHit: Any = getattr(exc, "FailOnRecompileLimitHit", TorchDynamoException)
 
 # Of one function of one module. Every graph takes seconds to minutes to compile.
 MAX_GRAPHS = 8
-# "auto": calls that run uncompiled first (most requests are over then), and those of either kind that are compared.
-AUTO_AFTER, AUTO_COMPARED = 24, 5
 # When a graph that fits is compiled, although one that does more than is needed could serve: after so many calls that
 # it fits, if they are so large a part of all.
 ASKED_OFTEN, ASKED_SHARE = 32, 0.25
@@ -51,14 +47,12 @@ class Graphs:
 
     Attributes:
         by_key: by the function's name and what it was compiled for; None where compiling failed.
-        trials: of "auto".
         asked: how often `Compiler.choose` would have had a graph, and how often it was asked about a function.
     """
 
     backend: str
     captures: bool = False
     by_key: dict[tuple[str, Hashable], Callable[..., Any] | None] = field(default_factory=dict)
-    trials: dict[tuple[str, Hashable], Trial] = field(default_factory=dict)
     asked: Counter[Hashable] = field(default_factory=Counter)
 
     def get(self, function: Callable[..., Any], key: Hashable) -> tuple[Callable[..., Any] | None, bool]:
@@ -92,29 +86,6 @@ class Graphs:
         return best if asked > ASKED_OFTEN and asked > ASKED_SHARE * self.asked[name] else known
 
 
-class Trial:
-    """Whether a compiled function is faster than the plain one: decided by the clock, once.
-
-    The plain one runs first, `AUTO_AFTER` times, so that short requests compile nothing.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {"plain": [], "compiled": []}
-
-    @property
-    def choice(self) -> str:
-        plain, compiled = self.seconds["plain"], self.seconds["compiled"]
-        if len(plain) < AUTO_AFTER:
-            return "plain"
-        if len(compiled) < AUTO_COMPARED:
-            return "compiled"
-        return "compiled" if median(compiled) < median(plain[-AUTO_COMPARED:]) else "plain"
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.seconds["compiled"]) >= AUTO_COMPARED
-
-
 _graphs: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], Graphs]] = WeakKeyDictionary()
 
 
@@ -124,17 +95,15 @@ def graphs_of(module: nn.Module, backend: str, captures: bool = False) -> Graphs
 
 
 def find_backend(compile: bool | str) -> str | None:
-    """The backend that `Speculator(compile=)` means: of `torch.compile`, "auto", or None.
+    """The backend of `torch.compile` that `Speculator(compile=)` means, or None.
 
     Raises:
         ValueError: torch has none of this name.
     """
     if isinstance(compile, bool):
         return "inductor" if compile else None
-    if compile != "auto" and compile not in (known := list_backends(None)):
-        raise ValueError(
-            f"compile={compile!r} is no backend of torch.compile; possible: True, auto, {', '.join(known)}."
-        )
+    if compile not in (known := list_backends(None)):
+        raise ValueError(f"compile={compile!r} is no backend of torch.compile; possible: True, {', '.join(known)}.")
     return compile
 
 
@@ -144,17 +113,15 @@ class Compiler:
     Args:
         backend: of `torch.compile`.
         fallbacks: counts what runs uncompiled, by reason.
-        is_trial: "auto": only what the clock finds to be faster.
 
     Attributes:
         num_slow: calls so far that took very much longer than others will: they compiled, or recorded CUDA graphs.
     """
 
-    def __init__(self, backend: str, fallbacks: Counter[str], is_trial: bool = False):
+    def __init__(self, backend: str, fallbacks: Counter[str]):
         self.backend = backend
         self.num_slow = 0
         self._fallbacks = fallbacks
-        self._is_trial = is_trial
         self._shortcuts: dict[Callable[..., Any], Shortcut | None] = {}
 
     def refuse(self, problem: str) -> None:
@@ -192,18 +159,6 @@ class Compiler:
             inputs: makes the arguments, tensors at addresses that stay (`Buffers`).
         """
         graphs = graphs_of(module, self.backend, is_capturable(device, self.backend))
-        if not self._is_trial:
-            return self._run(graphs, key, function, inputs, plain)
-        trial = graphs.trials.setdefault((function.__name__, key), Trial())
-        choice = trial.choice
-        start = None if trial.is_over else _now(device)
-        slow = self.num_slow
-        result = plain() if choice == "plain" else self._run(graphs, key, function, inputs, plain)
-        if start is not None and self.num_slow == slow:
-            trial.seconds[choice].append(_now(device) - start)
-        return result
-
-    def _run(self, graphs: Graphs, key: Hashable, function: Any, inputs: Any, plain: Any) -> Any:
         compiled, is_new = graphs.get(function, key)
         name = function.__name__
         if compiled is None:
@@ -235,10 +190,3 @@ class Compiler:
             result = compiled(*arguments)
         self._shortcuts[compiled] = Shortcut.of(arguments, calls, result)
         return result
-
-
-def _now(device: torch.device) -> float:
-    """Seconds of the clock, when all that was launched is done."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-    return time.perf_counter()

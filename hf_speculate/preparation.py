@@ -16,6 +16,7 @@ from .decoding import Decoding
 from .delivery import Delivery
 from .drafter import DraftRequest
 from .drafting import Drafting
+from .graphs import Compiler
 from .models import GenerativeModel
 from .noise import Noise
 from .recomputing import recomputing
@@ -25,7 +26,7 @@ from .requests import total_length
 from .scoring import Shape
 from .sequences import Sequences
 from .speculator import Speculator
-from .static import compiled, compiler_for
+from .static import compiled
 from .stats import SpeculationStats
 from .stock_step import TOKEN_KWARGS, StockStep
 from .stopping import Stopping
@@ -54,7 +55,7 @@ def prepare(
     """
     model, input_ids, logits_processor, stopping_criteria, generation_config = arguments
     batch_size, stats = input_ids.shape[0], SpeculationStats()
-    compiler = compiler_for(speculator.backend, input_ids.device, stats.fallbacks)
+    compiler = None if speculator.backend is None else Compiler(speculator.backend, stats.fallbacks)
     cache, attention_mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
     if reason:
         stats.fallbacks[reason] += 1

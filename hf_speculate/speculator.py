@@ -43,13 +43,12 @@ class Speculator:
         compile: forwards of the target over trees, and of heads, go through `torch.compile` with static shapes (see
             `static`), on GPUs as CUDA graphs: each (at most 8 of a function) takes seconds to minutes when it is first
             needed, and is kept as long as the model, as are the buffers of up to 4 requests. Nobody may change the
-            model during a call. A string names a backend of `torch.compile`. "auto": on a GPU, CUDA graphs without
-            inductor's kernels, of forwards that have run 24 times, where the clock finds them faster; on a CPU
-            nothing. What cannot be compiled runs as always, and `stats.fallbacks` says why.
+            model during a call. A string names a backend of `torch.compile`. What cannot be compiled runs as always,
+            and `stats.fallbacks` says why.
 
     Attributes:
         experience: what `adaptive` has learnt, None if it is off.
-        backend: of `torch.compile`, or "auto"; None if nothing is compiled.
+        backend: of `torch.compile`; None if nothing is compiled.
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
         adapter_stats: the same by the target's PEFT adapters in effect ("" for none, see `active_adapters`).
         lossless: True: the text is the target's own (see README, "What lossless means"). False with "typical".

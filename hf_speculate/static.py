@@ -9,7 +9,6 @@ which also serves what has no graph.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,17 +61,6 @@ def compiled(scorer: Scorer, compiler: Compiler, feature_layers: Sequence[int], 
         compiler.refuse(problem)
         return scorer
     return StaticScorer(scorer, compiler, is_private)
-
-
-def compiler_for(backend: str | None, device: torch.device, fallbacks: Counter[str]) -> Compiler | None:
-    """What compiles for one request; None: nothing does.
-
-    "auto" means CUDA graphs of the forwards as they are, on GPUs only, where the clock finds them to be faster
-    (`graphs.Trial`): that costs a few forwards, where inductor's kernels cost minutes before they gain anything.
-    """
-    if backend == "auto":
-        return Compiler("eager", fallbacks, is_trial=True) if device.type == "cuda" else None
-    return None if backend is None else Compiler(backend, fallbacks)
 
 
 def problem_with_static(scorer: Scorer) -> str:

@@ -26,7 +26,7 @@ from .timing import progress, timed
 
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384)
 NODES = (1, 8, 16, 32, 64)
-FORMS = ("stock", "folded", "split")
+FORMS = ("stock", "folded")
 
 # Of wall clock, for the runs of one form at one place: long contexts get fewer.
 _SECONDS = 0.5
@@ -118,7 +118,7 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
                 *(
                     column
                     for what in measured
-                    for column in (*(f"{what}\n{form}" for form in FORMS), "stock /\nfolded", "stock /\nsplit")
+                    for column in (*(f"{what}\n{form}" for form in FORMS), "stock /\nfolded")
                 ),
             ],
             rows=rows,
@@ -140,7 +140,7 @@ def _layer_times(
     mask = _mask(_tree(nodes), context, dtype, device)
     masks: dict[str, Tensor | None] = dict.fromkeys(FORMS)
     if nodes > 1:
-        masks = {"stock": mask, "folded": fold(mask, groups), "split": fold(mask, groups, nodes)}
+        masks = {"stock": mask, "folded": fold(mask, groups)}
     else:
         masks["folded"] = TreeAttention.without_mask(groups, device)
     options = {"scaling": shape.head_dim**-0.5, "is_causal": False}

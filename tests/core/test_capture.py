@@ -1,9 +1,8 @@
-"""CUDA graphs without a GPU: what is recorded and replayed, with a recorder that computes; and when "auto" compiles."""
+"""CUDA graphs without a GPU: what is recorded and replayed, with a recorder that computes."""
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch._dynamo.utils import counters
 from hf_speculate import Speculator
 from hf_speculate.buffers import pool_of
 from hf_speculate.capture import MAX_RECORDINGS, Recorder, is_capturable
-from hf_speculate.graphs import Compiler, Trial, graphs_of
-from hf_speculate.static import compiler_for
+from hf_speculate.graphs import graphs_of
 from hf_speculate.testing import RandomDrafter
 
 
@@ -43,7 +41,6 @@ def model(tiny_model):
     model = tiny_model("llama", max_positions=2048, seed=7)
     for captures in (False, True):
         graphs_of(model, "eager", captures).by_key.clear()
-        graphs_of(model, "eager", captures).trials.clear()
     gc.collect()  # caches of earlier tests give their buffers back now
     pool_of(model)._idle.clear()
     return model
@@ -108,45 +105,3 @@ def test_a_returned_cache_is_what_replays_wrote(model, prompt, monkeypatch):
     first = model.generate(prompt(10), speculator=speculator, **request)
     second = model.generate(first.sequences, past_key_values=first.past_key_values, speculator=speculator, **request)
     assert second.sequences.tolist() == model.generate(prompt(10), **{**REQUEST, "max_new_tokens": 32}).tolist()
-
-
-def test_auto_compiles_nothing_on_a_cpu(model, prompt):
-    assert compiler_for("auto", CPU, Counter()) is None
-    assert compiler_for(None, GPU, Counter()) is None
-    on_gpu = compiler_for("auto", GPU, Counter())
-    assert on_gpu is not None
-    assert on_gpu.backend == "eager"
-    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="auto")
-    model.generate(prompt(12), speculator=speculator, **REQUEST)
-    assert not counters["stats"]["unique_graphs"]
-    assert not speculator.stats.fallbacks
-
-
-@pytest.mark.parametrize(("compiled_seconds", "choice"), [(1.0, "compiled"), (3.0, "plain")])
-def test_a_trial_takes_what_is_faster(monkeypatch, compiled_seconds, choice):
-    monkeypatch.setattr("hf_speculate.graphs.AUTO_AFTER", 3)
-    monkeypatch.setattr("hf_speculate.graphs.AUTO_COMPARED", 2)
-    trial, choices = Trial(), []
-    while not trial.is_over:
-        choices.append(trial.choice)
-        trial.seconds[trial.choice].append({"plain": 2.0, "compiled": compiled_seconds}[trial.choice])
-    assert choices == ["plain"] * 3 + ["compiled"] * 2
-    assert trial.choice == choice
-
-
-def test_a_trial_changes_no_text_and_compiles_late(model, prompt, monkeypatch):
-    monkeypatch.setattr("hf_speculate.graphs.AUTO_AFTER", 3)
-    monkeypatch.setattr("hf_speculate.graphs.is_capturable", lambda *_: True)
-    monkeypatch.setattr(
-        "hf_speculate.preparation.compiler_for", lambda _b, _d, fallbacks: Compiler("eager", fallbacks, is_trial=True)
-    )
-    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="auto")
-    model.generate(prompt(12), speculator=speculator, **{**REQUEST, "max_new_tokens": 3})
-    assert not counters["stats"]["unique_graphs"], "a short request compiled"
-    assert model.generate(prompt(12), speculator=speculator, **REQUEST).tolist() == (
-        model.generate(prompt(12), **REQUEST).tolist()
-    )
-    trials = graphs_of(model, "eager", True).trials.values()
-    assert any(trial.is_over for trial in trials)
-    assert all(len(trial.seconds["compiled"]) <= 5 for trial in trials)
-    assert not speculator.stats.fallbacks
