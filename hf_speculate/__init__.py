@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .drafter import Drafter as Drafter
-from .drafter import DraftRequest as DraftRequest
-from .drafter import DraftSession as DraftSession
-from .drafter import DraftState as DraftState
+from .drafting import Drafter as Drafter
+from .drafting import DraftRequest as DraftRequest
+from .drafting import DraftSession as DraftSession
+from .drafting import DraftState as DraftState
 from .errors import SpeculateError as SpeculateError
-from .generate import install as install
-from .generate import uninstall as uninstall
+from .generation import install as install
+from .generation import uninstall as uninstall
 from .registry import installed_drafters as installed_drafters
 from .speculator import AutoSpeculator as AutoSpeculator
 from .speculator import Speculator as Speculator

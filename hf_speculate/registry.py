@@ -10,7 +10,7 @@ import difflib
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
-from .drafter import Drafter
+from .drafting import Drafter
 from .errors import DrafterNotFoundError, SpeculateError
 
 

@@ -13,18 +13,24 @@ from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import PreTrainedModel
 
-from .acceptance import TypicalAcceptance
-from .card import Metric, write_card
-from .drafter import Drafter
+from .compilation import find_backend
+from .drafting import Drafter
 from .errors import SpeculateError
-from .graphs import find_backend
-from .hub import drafter_class_for, local_folder, make_repository, upload_head
+from .hub import (
+    Metric,
+    clean_folder,
+    drafter_class_for,
+    local_folder,
+    make_repository,
+    upload_head,
+    warn_of_other_adapters,
+    write_card,
+)
 from .models import GenerativeModel
-from .origins import warn_of_other_adapters
-from .privacy import clean_folder
+from .policy import Experience
 from .registry import installed_drafters, load_drafter
 from .stats import SpeculationStats
-from .tuning import Experience
+from .verification import TypicalAcceptance
 
 
 class Speculator:
@@ -99,7 +105,7 @@ class Speculator:
             path: folder, made if it is absent.
             layout: one of the drafter's, e.g. "speculators", "specforge", "safeailab" for EAGLE-3 and "fasterdecoding",
                 "vllm" for Medusa; None: the drafter's default. (The acceptance rule is not part of any.)
-            metrics, notes, measured_on: for the card, see `hf_speculate.card.write_card`.
+            metrics, notes, measured_on: for the card, see `hf_speculate.hub.card.write_card`.
         Raises:
             CheckpointError: the drafter has no weights, or the layout cannot express them; nothing is written then.
         """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import TextStreamer
 
 from .errors import UnsupportedRequestError
-from .prepared import PreparedCall, streamed
+from .generation import PreparedCall, streamed
 from .speculator import Speculator, attached, unwrap
 
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..attention import TreeAttention, fold, grouped_sdpa
 from ..cache import TreeCache
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..scoring import Scorer
+from ..target import Scorer, TreeAttention, fold, grouped_sdpa
 from ..tree import DraftTree
 from .environment import environment, find_device, find_dtype
 from .grid import Grid

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..devices import device_name
 from ..errors import SpeculateError
 from ..registry import installed_drafters
+from ..target import device_name
 
 
 _PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")

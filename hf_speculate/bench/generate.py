@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..scoring import supported_shape
+from ..target import supported_shape
 from .identity import compare_texts
 from .memory import drafter_mb, peak_memory
 from .methods import (

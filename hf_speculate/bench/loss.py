@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..drafter import Drafter
+from ..drafting import Drafter
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..drafter import Drafter
+from ..drafting import Drafter
 
 
 _MB = 1024 * 1024

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..policy import NOTHING, Budget, Experience, Tuner
 from ..speculator import Speculator
-from ..tuning import NOTHING, Budget, Experience, Tuner
 
 
 class RecordedExperience(Experience):

@@ -13,11 +13,11 @@ from torch._dynamo.utils import counters
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from ..capture import Recorder
+from ..compilation import Recorder
 from ..errors import SpeculateError
 from ..models import GenerativeModel
+from ..policy import Budget
 from ..stats import SpeculationStats
-from ..tuning import Budget
 from .methods import Method
 from .replay import recorded_budgets
 from .timing import synchronize, timed

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..drafter import Drafter, DraftRequest, DraftSession, DraftState
+from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import SpeculateError
 from ..tree import ROOT_PARENT, DraftTree
 

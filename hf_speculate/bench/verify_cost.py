@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from ..cache import TreeCache
 from ..models import GenerativeModel
-from ..scoring import Scorer
+from ..target import Scorer
 from ..tree import DraftTree
 from .timing import spread, timed
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafter import Drafter, DraftRequest, DraftSession, DraftState
+from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
 from ..speculator import Speculator, unwrap
 from ..tree import DraftTree
@@ -19,7 +19,7 @@ from .lossless import check_lossless
 def check_drafter(
     drafter: Drafter, target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int = 24
 ) -> None:
-    """Checks that `drafter` keeps the contract of `hf_speculate.drafter` on a small target.
+    """Checks that `drafter` keeps the contract of `hf_speculate.drafting.contract` on a small target.
 
     Checked: tree invariants of every draft (root, parents, siblings, token range, depth budget), one `close` per
     session whatever happens, well-formed calls for greedy and sampled requests, left-padded batches whose rows

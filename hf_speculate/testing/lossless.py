@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..errors import LosslessnessError
 from ..models import GenerativeModel
-from ..noise import Noise
 from ..speculator import Speculator, unwrap
+from ..verification import Noise
 
 
 # Relative to the largest logit. Measured: fp32 5e-6 (24 x 896 body, tree of 24 nodes), bf16 2.5e-2.

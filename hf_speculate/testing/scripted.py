@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..drafter import Drafter, DraftRequest, DraftSession, DraftState
+from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..tree import ROOT_PARENT, DraftTree
 
 

@@ -20,9 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.drafter import RAW_LAST
+from hf_speculate.drafting import RAW_LAST, FeatureTaps
 from hf_speculate.errors import SpeculateError
-from hf_speculate.features import FeatureTaps
 from hf_speculate.models import GenerativeModel
 
 

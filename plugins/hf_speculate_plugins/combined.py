@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.costs import Timings
-from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState
-from hf_speculate.observations import Observation, joined
+from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, Observation, joined
+from hf_speculate.policy import Timings
 from hf_speculate.speculator import make_speculator
 from hf_speculate.tree import DraftTree
 

@@ -17,11 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_speculate.cache import TreeCache
-from hf_speculate.conversations import Conversations, common_prefix
-from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState, Knobs
+from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, DraftState, Knobs, common_prefix
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.positions import num_positions, takes_position_ids
-from hf_speculate.scoring import Scorer, supported_shape
+from hf_speculate.target import Scorer, num_positions, supported_shape, takes_position_ids
 from hf_speculate.tree import DraftTree
 
 from .checkpoints import read_config, tensor_shapes

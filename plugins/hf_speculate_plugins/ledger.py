@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from hf_speculate.drafter import DraftSession
+from hf_speculate.drafting import DraftSession
 from hf_speculate.tree import ROOT_PARENT, DraftTree, node_depths
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from hf_speculate.drafter import Drafter, DraftRequest, DraftSession, DraftState, Knobs
+from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, Knobs
 from hf_speculate.tree import ROOT_PARENT, DraftTree
 
 

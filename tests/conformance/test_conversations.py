@@ -7,7 +7,9 @@ import gc
 import pytest
 import torch
 
-from hf_speculate import Speculator, conversations, decoding
+from hf_speculate import Speculator
+from hf_speculate.drafting import conversations
+from hf_speculate.generation import loop as decoding
 from hf_speculate.tree import PADDING_PARENT
 
 from ..plugins.test_eagle import target

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate import AutoSpeculator, Speculator, decoding
+from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.generation import loop as decoding
+from hf_speculate.policy.adaptive import NOTHING, UNLIMITED
 from hf_speculate.tree import PADDING_PARENT
-from hf_speculate.tuning import NOTHING, UNLIMITED
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.heads import MedusaHeads

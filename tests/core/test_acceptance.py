@@ -7,8 +7,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import DraftTree, Speculator, attach, detach
-from hf_speculate.acceptance import TypicalAcceptance
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.verification.typical import TypicalAcceptance
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 

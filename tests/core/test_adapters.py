@@ -13,12 +13,12 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.adapters import active_adapters, adapter_fingerprints
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.origins import adapter_mismatch
+from hf_speculate.hub.origins import adapter_mismatch
+from hf_speculate.policy.adaptive import Experience
 from hf_speculate.speculator import unwrap
+from hf_speculate.target.adapters import active_adapters, adapter_fingerprints
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate.tuning import Experience
 from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter

@@ -1,8 +1,8 @@
 """Which causal LMs of transformers speculate, and how: tiny random models of each, text compared with plain `generate`.
 
-`docs/architectures.md`, and the list of classes that need no trial at run time, are what `hf_speculate.trial` finds;
-`HF_SPECULATE_WRITE_DOCS=1 pytest tests/core/test_architectures.py -k in_the_docs` writes them anew, and a stale file
-fails.
+`docs/architectures.md`, and the list of classes that need no trial at run time, are what
+`hf_speculate.generation.trial` finds; `HF_SPECULATE_WRITE_DOCS=1 pytest -k in_the_docs`
+writes them anew, and a stale file fails.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_speculate
-from hf_speculate import Speculator, trial
+from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.generation import trial
+from hf_speculate.generation.trial import INPUT_PREPARATION, run_trial
 from hf_speculate.models import has_own_method
-from hf_speculate.recurrent import has_recurrent_layers, target_shape
+from hf_speculate.target.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate.trial import INPUT_PREPARATION, run_trial
 
 from ..inputs import padded_batch
 
@@ -323,7 +324,7 @@ def test_the_trial_finds_what_the_other_tests_find(name):
 def test_the_table_in_the_docs_and_the_list_of_classes_are_what_the_trial_finds(request):
     made = {
         request.config.rootpath / "docs" / "architectures.md": document(),
-        Path(hf_speculate.__file__).with_name("tried_classes.json"): tried_classes(),
+        Path(trial.__file__).with_name("tried_classes.json"): tried_classes(),
     }
     is_writing = bool(os.environ.get("HF_SPECULATE_WRITE_DOCS"))
     if not is_writing and trial.tried_classes()["transformers"] != installed_version():

@@ -14,10 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
-from hf_speculate.attention import TreeAttention, fold, grouped_sdpa, head_groups, install
-from hf_speculate.cache import TreeCache
+from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import SpeculateError
-from hf_speculate.scoring import Scorer
+from hf_speculate.target.attention import TreeAttention, fold, grouped_sdpa, head_groups, install_attention
+from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import RandomDrafter
 
 
@@ -140,7 +140,7 @@ def test_masks_of_others_reach_stock_as_they_are(mask, monkeypatch):
         "one query": torch.zeros(1, 1, 1, 31, dtype=torch.float64),
     }[mask]
     seen = []
-    monkeypatch.setattr("hf_speculate.attention.sdpa_attention_forward", lambda *a, **k: seen.append((a, k)))
+    monkeypatch.setattr("hf_speculate.target.attention.sdpa_attention_forward", lambda *a, **k: seen.append((a, k)))
     module = layer(4, 2)
     grouped_sdpa(module, query, key, value, given, scaling=0.1, is_causal=False)
     ((arguments, options),) = seen
@@ -248,7 +248,7 @@ def test_an_sdpa_of_somebody_else_is_left_alone(tiny_model):
 
     AttentionInterface.register("sdpa", foreign)
     try:
-        install()
+        install_attention()
         assert AttentionInterface()["sdpa"] is foreign
         assert head_groups(model) == 1, "folded masks would reach a function that does not know them"
     finally:

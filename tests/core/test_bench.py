@@ -112,7 +112,7 @@ def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
 
 
 def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
-    from hf_speculate import decoding
+    from hf_speculate.generation import loop as decoding
 
     verify = decoding.verify
 

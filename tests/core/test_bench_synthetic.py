@@ -22,9 +22,9 @@ from hf_speculate.bench.shapes import SHAPES, ModelShape, find_shape, random_pro
 from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
 from hf_speculate.bench.synthetic_workload import plain_texts
 from hf_speculate.cli import app
+from hf_speculate.policy.adaptive import Budget
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import ScriptedDrafter
-from hf_speculate.tuning import Budget
 
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Qwen2Config, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_speculate.cache import TreeCache, is_indexable
+from hf_speculate.cache.layers import PreallocatedLayer
+from hf_speculate.cache.tree_cache import TreeCache, is_indexable
 from hf_speculate.errors import CacheStateError
-from hf_speculate.layers import PreallocatedLayer
 
 
 HEADS, HEAD_DIM = 2, 4

@@ -10,9 +10,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_speculate import AutoSpeculator, Speculator, hub
-from hf_speculate.card import CARD_FILE, is_generated, write_card
-from hf_speculate.drafter import Drafter, SavedHead
+from hf_speculate.drafting.contract import Drafter, SavedHead
 from hf_speculate.errors import CheckpointError
+from hf_speculate.hub.card import CARD_FILE, is_generated, write_card
 from hf_speculate.testing.scripted import EmptyDrafter
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_speculate import DraftTree, Speculator, draft_checks
-from hf_speculate.draft_checks import MAX_NODES
+from hf_speculate import DraftTree, Speculator
+from hf_speculate.drafting import checks as draft_checks
+from hf_speculate.drafting.checks import MAX_NODES
 from hf_speculate.errors import DrafterError
-from hf_speculate.scoring import Scorer
+from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import EmptyDrafter
 from hf_speculate.tree import TreePlan
 

@@ -6,11 +6,11 @@ import torch
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
-from hf_speculate.drafting import Drafting
+from hf_speculate.drafting.contract import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting.driver import Drafting
+from hf_speculate.policy.adaptive import Budget
 from hf_speculate.tree import DraftTree
-from hf_speculate.tuning import Budget
-from hf_speculate.verification import Verdict
+from hf_speculate.verification.sampler import Verdict
 
 
 class Listener(Drafter, DraftSession):

@@ -79,7 +79,7 @@ def test_without_a_speculator_the_original_runs_untouched(tiny_model, prompt, mo
     def forbidden(*args, **kwargs):
         raise AssertionError("our loop ran")
 
-    monkeypatch.setattr("hf_speculate.generate.prepare", forbidden)
+    monkeypatch.setattr("hf_speculate.generation.bridge.prepare", forbidden)
     model, ids = tiny_model(), prompt(6)
     model.generate(ids, max_new_tokens=3)
     model.generate(ids, max_new_tokens=3, speculator=None)

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_speculate import Speculator
-from hf_speculate.decoding import Decoding
 from hf_speculate.errors import DrafterError
+from hf_speculate.generation.loop import Decoding
 from hf_speculate.testing import RaisingDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate.noise import Noise
+from hf_speculate.verification.noise import Noise
 
 
 CPU = torch.device("cpu")

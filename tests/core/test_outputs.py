@@ -7,8 +7,8 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_speculate import Speculator
-from hf_speculate.records import LayerRecord
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.verification.records import LayerRecord
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..inputs import padded_batch

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from hf_speculate import Speculator
-from hf_speculate.positions import longrope_switch, num_positions
-from hf_speculate.scoring import Scorer
+from hf_speculate.target.positions import longrope_switch, num_positions
+from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 

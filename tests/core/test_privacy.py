@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.privacy import clean_folder, find_secret, is_secret_name, masked, masked_arguments, publishable
+from hf_speculate.hub.privacy import clean_folder, find_secret, is_secret_name, masked, masked_arguments, publishable
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.

@@ -19,10 +19,10 @@ from transformers import (
 from transformers.generation import logits_process as lp
 
 from hf_speculate import Speculator
-from hf_speculate.drafter import RAW_LAST
-from hf_speculate.processors import without_inspection
+from hf_speculate.drafting.contract import RAW_LAST
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
-from hf_speculate.verification import Sampler
+from hf_speculate.verification.processors import without_inspection
+from hf_speculate.verification.sampler import Sampler
 
 from ..inputs import padded_batch
 

@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from hf_speculate import Speculator
-from hf_speculate.noise import Noise
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate.testing.lossless import TOLERANCE
+from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions

@@ -8,12 +8,12 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, Qwen3NextCon
 
 import hf_speculate.recurrent as recurrent
 from hf_speculate import Speculator
+from hf_speculate.drafting.features import RAW_LAST
 from hf_speculate.errors import CacheStateError
-from hf_speculate.features import RAW_LAST
-from hf_speculate.recurrent import MAX_RERUN, RecurrentCache, RecurrentScorer
+from hf_speculate.generation.trial import run_trial
+from hf_speculate.target.recurrent import MAX_RERUN, RecurrentCache, RecurrentScorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import DraftTree
-from hf_speculate.trial import run_trial
 
 from ..inputs import padded_batch
 

@@ -19,11 +19,14 @@ from transformers import (
 )
 
 import hf_speculate
-from hf_speculate import DraftTree, Speculator, decoding, rows, scoring
-from hf_speculate.cache import TreeCache
-from hf_speculate.scoring import Scorer
+from hf_speculate import DraftTree, Speculator
+from hf_speculate.cache import rows
+from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.generation import loop as decoding
+from hf_speculate.target import scoring
+from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
-from hf_speculate.verification import Sampler
+from hf_speculate.verification.sampler import Sampler
 from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter

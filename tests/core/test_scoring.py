@@ -11,9 +11,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from hf_speculate import DraftTree, Speculator
-from hf_speculate.cache import TreeCache
-from hf_speculate.positions import DepthLimit, has_length_dependent_rope
-from hf_speculate.scoring import Scorer, supported_shape
+from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.target.positions import DepthLimit, has_length_dependent_rope
+from hf_speculate.target.scoring import Scorer, supported_shape
 from hf_speculate.testing import RandomDrafter
 
 

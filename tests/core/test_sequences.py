@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hf_speculate.sequences import Sequences
+from hf_speculate.verification.sequences import Sequences
 
 
 PROMPT = torch.tensor([[0, 4, 5], [6, 7, 8], [9, 1, 2]])

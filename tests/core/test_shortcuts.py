@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_speculate.graphs import ASKED_OFTEN, MAX_GRAPHS, Compiler, Graphs, graphs_of
-from hf_speculate.shortcuts import Shortcut, Watched, watching
+from hf_speculate.compilation.graphs import ASKED_OFTEN, MAX_GRAPHS, Compiler, Graphs, graphs_of
+from hf_speculate.compilation.shortcuts import Shortcut, Watched, watching
 
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCau
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_speculate import Speculator
-from hf_speculate.cache import TreeCache
+from hf_speculate.cache.layers import SlidingLayer
+from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
-from hf_speculate.layers import SlidingLayer
-from hf_speculate.masks import LayerType, layer_types
+from hf_speculate.target.masks import LayerType, layer_types
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..conftest import build_tiny_model
@@ -194,7 +194,7 @@ class TestLayerTypes:
 
     def test_windows_that_differ_within_a_type_are_refused(self, monkeypatch):
         kinds = ["sliding_attention"] * 2, [{"sliding_window": 8}, {"sliding_window": 16}]
-        monkeypatch.setattr("hf_speculate.masks.get_layer_types_and_kwargs", lambda config: kinds)
+        monkeypatch.setattr("hf_speculate.target.masks.get_layer_types_and_kwargs", lambda config: kinds)
         with pytest.raises(CacheStateError, match="windows of 8 and 16"):
             layer_types(LlamaConfig(num_hidden_layers=2))
 

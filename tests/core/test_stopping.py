@@ -16,9 +16,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_speculate.records import Records, StepRecord
-from hf_speculate.sequences import Sequences
-from hf_speculate.stopping import Stopping
+from hf_speculate.verification.records import Records, StepRecord
+from hf_speculate.verification.sequences import Sequences
+from hf_speculate.verification.stopping import Stopping
 
 
 PROMPT = torch.tensor([[4, 5, 6], [7, 8, 9]])

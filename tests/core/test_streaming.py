@@ -25,8 +25,8 @@ from transformers import (
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.errors import DrafterError, UnsupportedRequestError
-from hf_speculate.noise import Noise
 from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
+from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..inputs import character_tokenizer

@@ -10,12 +10,13 @@ import torch
 import transformers
 from transformers import DynamicCache, LlamaForCausalLM
 
-from hf_speculate import Speculator, trial
-from hf_speculate.cache import TreeCache
-from hf_speculate.scoring import Scorer
+from hf_speculate import Speculator
+from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.generation import trial
+from hf_speculate.generation.trial import needs_trial, request_shape, run_trial
+from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.tree import TreePlan, additive
-from hf_speculate.trial import needs_trial, request_shape, run_trial
 
 from ..conftest import VOCAB_SIZE, build_tiny_model
 

@@ -12,8 +12,8 @@ from transformers import DynamicCache, ImageGPTConfig, ImageGPTForCausalImageMod
 import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.generation.trial import needs_trial, request_shape
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
-from hf_speculate.trial import needs_trial, request_shape
 
 from ..conftest import VOCAB_SIZE, build_tiny_model
 from ..inputs import padded_batch

@@ -8,12 +8,13 @@ from bisect import bisect_left
 import pytest
 import torch
 
-from hf_speculate import Speculator, decoding
-from hf_speculate.costs import RoundCosts
-from hf_speculate.observations import Observation, joined
-from hf_speculate.reach import LADDER, Acceptance
+from hf_speculate import Speculator
+from hf_speculate.drafting.observations import Observation, joined
+from hf_speculate.generation import loop as decoding
+from hf_speculate.policy.acceptance import LADDER, Acceptance
+from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START, NOTHING, Budget, Tuner
+from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
-from hf_speculate.tuning import LOSS_SHARE, LOSS_START, NOTHING, Budget, Tuner
 
 from ..conftest import VOCAB_SIZE
 

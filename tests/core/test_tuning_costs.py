@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_speculate.costs import RoundCosts, Timings, interpolate
+from hf_speculate.policy.costs import RoundCosts, Timings, interpolate
 
 
 class TestTimings:

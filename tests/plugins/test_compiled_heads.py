@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from hf_speculate import Speculator, ranking, tree
-from hf_speculate.drafter import DraftRequest
+from hf_speculate import Speculator, tree
+from hf_speculate.compilation.graphs import Compiler, graphs_of
+from hf_speculate.drafting import ranking
+from hf_speculate.drafting.contract import DraftRequest
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
-from hf_speculate.graphs import Compiler, graphs_of
 from hf_speculate_plugins import growth
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attending, head, steps
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
@@ -48,7 +49,7 @@ def _without_checks(fresh_dynamo, monkeypatch):
 @pytest.fixture
 def heads_only(monkeypatch):
     """The target is not compiled: that takes most of the time, and has its own tests."""
-    monkeypatch.setattr("hf_speculate.preparation.compiled", lambda scorer, *_args, **_options: scorer)
+    monkeypatch.setattr("hf_speculate.generation.preparation.compiled", lambda scorer, *_args, **_options: scorer)
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def test_packed_matrices_of_a_gguf_target_are_a_part_of_the_graph(tmp_path, prom
 @pytest.mark.usefixtures("heads_only")
 def test_whole_trees_are_recorded_once_and_replayed(tmp_path, prompt, drafts, monkeypatch):
     """As on a GPU, with a recording that computes: only what comes in at addresses that stay may differ."""
-    monkeypatch.setattr("hf_speculate.graphs.is_capturable", lambda *_: True)
+    monkeypatch.setattr("hf_speculate.compilation.graphs.is_capturable", lambda *_: True)
     recorded = []
 
     def record(run, inputs):
@@ -199,7 +200,7 @@ def test_whole_trees_are_recorded_once_and_replayed(tmp_path, prompt, drafts, mo
         recorded.append(inputs)
         return lambda: [old.copy_(new) for old, new in zip(outputs, run(*inputs), strict=True)], outputs
 
-    monkeypatch.setattr("hf_speculate.capture.record", record)
+    monkeypatch.setattr("hf_speculate.compilation.capture.record", record)
     drafter = eagle(tmp_path)
     for size, sampling in ((1, {"do_sample": False}), (1, {"do_sample": True, "top_p": 0.9})):
         assert_same_drafts(drafter, drafts, batch_of(prompt, size), **sampling)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafter import RAW_LAST
+from hf_speculate.drafting.contract import RAW_LAST
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.hub import drafter_class_for
+from hf_speculate.hub.repositories import drafter_class_for
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, EagleSession, StaticTree
 from hf_speculate_plugins.eagle.attending import CachedAttention

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafter import DraftState
-from hf_speculate.features import FeatureTaps, finite
+from hf_speculate.drafting.contract import DraftState
+from hf_speculate.drafting.features import FeatureTaps, finite
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.eagle.session import EagleSession
 from hf_speculate_plugins.medusa import MedusaDrafter

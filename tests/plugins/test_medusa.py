@@ -17,7 +17,7 @@ from accelerate import dispatch_model
 from safetensors.torch import load_file, save_file
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafter import DraftRequest, DraftState
+from hf_speculate.drafting.contract import DraftRequest, DraftState
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.checkpoints import read_checkpoint

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_speculate import AutoSpeculator, DraftTree, Speculator
-from hf_speculate.acceptance import TypicalAcceptance
-from hf_speculate.decoding import Decoding
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.records import Records
-from hf_speculate.sequences import Sequences
-from hf_speculate.stopping import Stopping
-from hf_speculate.verification import Sampler, verify
+from hf_speculate.generation.loop import Decoding
+from hf_speculate.verification.records import Records
+from hf_speculate.verification.sampler import Sampler, verify
+from hf_speculate.verification.sequences import Sequences
+from hf_speculate.verification.stopping import Stopping
+from hf_speculate.verification.typical import TypicalAcceptance
 from hf_speculate_plugins.medusa import drafter as drafter_module
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_speculate import Speculator
-from hf_speculate.drafter import RAW_LAST, DraftRequest
+from hf_speculate.drafting.contract import RAW_LAST, DraftRequest
 from hf_speculate.tree import TreePlan
 from hf_speculate_training.batches import NO_DOCUMENT, Batch
 from hf_speculate_training.eagle3 import Eagle3Method

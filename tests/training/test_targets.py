@@ -14,16 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.adapters import adapter_fingerprints
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.backends import choose_backend
 from hf_speculate.gguf.modules import PackedLinear
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
-from hf_speculate.origins import adapter_mismatch
+from hf_speculate.hub.origins import adapter_mismatch
 from hf_speculate.speculator import unwrap
+from hf_speculate.target.adapters import adapter_fingerprints
+from hf_speculate.target.embeddings import embedding_rows, output_rows
 from hf_speculate.testing import check_lossless
-from hf_speculate.vocabulary import embedding_rows, output_rows
 from hf_speculate_training.inputs import load_target
 from hf_speculate_training.new_head import new_eagle3
 from hf_speculate_training.recipe import TargetSection, recipe_from

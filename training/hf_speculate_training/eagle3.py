@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hf_speculate.vocabulary import is_dense
+from hf_speculate.target import is_dense
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, LoadedHead
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_speculate.adapters import sample_bytes
 from hf_speculate.speculator import unwrap
+from hf_speculate.target import sample_bytes
 
 
 def target_fingerprint(target: nn.Module) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.vocabulary import is_dense
+from hf_speculate.target import is_dense
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
 from .batches import Batch

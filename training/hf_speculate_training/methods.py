@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.drafter import Drafter
+from hf_speculate.drafting import Drafter
 
 from .batches import Batch
 from .target_states import TargetStates

@@ -18,8 +18,7 @@ from torch import nn
 from hf_speculate.bench.environment import environment
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import packing_report
-from hf_speculate.origins import PROVENANCE_FILE
-from hf_speculate.privacy import publishable
+from hf_speculate.hub import PROVENANCE_FILE, publishable
 from hf_speculate.speculator import unwrap
 
 from .fingerprints import target_fingerprint

@@ -26,7 +26,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.privacy import find_secret, masked, publishable
+from hf_speculate.hub import find_secret, masked, publishable
 
 from .data import DataOptions
 from .evaluation import AcceptanceOptions

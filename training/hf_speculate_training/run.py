@@ -16,12 +16,10 @@ from torch import nn
 from transformers import EarlyStoppingCallback, set_seed
 from transformers.utils import logging
 
-from hf_speculate.adapters import adapter_fingerprints
-from hf_speculate.card import write_card
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import make_repository, upload_head
-from hf_speculate.privacy import clean_folder, masked_arguments, publishable
+from hf_speculate.hub import clean_folder, make_repository, masked_arguments, publishable, upload_head, write_card
 from hf_speculate.speculator import AutoSpeculator, unwrap
+from hf_speculate.target import adapter_fingerprints
 
 from .building import adapted_target, build_method, has_evaluation, training_arguments
 from .data import Collator, RowDataset

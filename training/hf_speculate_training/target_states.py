@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from hf_speculate.drafting import FeatureTaps
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.features import FeatureTaps
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import unwrap
 

@@ -11,10 +11,9 @@ from typing import Annotated
 
 import typer
 
-from hf_speculate.card import write_card
-from hf_speculate.drafter import SavedHead
+from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
-from hf_speculate.hub import drafter_class_for, local_folder
+from hf_speculate.hub import drafter_class_for, local_folder, write_card
 
 from ..checkpoints import LoadReport
 from ..target_files import TargetFiles

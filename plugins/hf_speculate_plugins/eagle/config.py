@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hf_speculate.drafter import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 
 
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt"]

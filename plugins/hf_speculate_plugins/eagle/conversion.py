@@ -6,7 +6,7 @@ import os
 
 from torch import nn
 
-from hf_speculate.drafter import SavedHead
+from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 
 from ..checkpoints import LoadReport

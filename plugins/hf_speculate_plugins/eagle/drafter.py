@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from hf_speculate.conversations import Conversations
-from hf_speculate.drafter import Drafter, DraftRequest, Knobs, SavedHead
+from hf_speculate.drafting import Conversations, Drafter, DraftRequest, Knobs, SavedHead
 from hf_speculate.hub import local_folder
 
 from ..checkpoints import LoadReport, tensor_shapes

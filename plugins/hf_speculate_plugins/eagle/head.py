@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_speculate.features import finite
-from hf_speculate.hooks import unhooked
+from hf_speculate.drafting import finite
+from hf_speculate.target import unhooked
 
 from .config import EagleSpec
 

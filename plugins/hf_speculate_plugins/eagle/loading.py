@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.devices import execution_device
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.target import execution_device
 
 from ..checkpoints import Checkpoint, KeyAccount, LoadReport, read_checkpoint
 from ..values import Values

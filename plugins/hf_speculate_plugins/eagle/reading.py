@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache import TreeCache
-from hf_speculate.drafter import DraftState
-from hf_speculate.graphs import Compiler
+from hf_speculate.compilation import Compiler
+from hf_speculate.drafting import DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
 from .attending import CachedAttention

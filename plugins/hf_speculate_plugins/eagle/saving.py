@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.vocabulary import embedding_rows, output_rows
+from hf_speculate.target import embedding_rows, output_rows
 
 from ..weight_files import write_checkpoint
 from .config import EagleSpec

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_speculate.drafter import DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..growth import Frontier, grow_tree

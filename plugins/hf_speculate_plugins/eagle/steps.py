@@ -1,7 +1,7 @@
 """Drafting with static shapes, so that it can be compiled: what a round committed, a level of a tree, a whole tree.
 
-As the target's forwards (`hf_speculate.static`): entries are padded to a fixed number, the cache's buffers have the
-next power of two of entries, and everything else that changes comes in as tensors at addresses that stay. The plain
+As the target's forwards (`hf_speculate.target.static`): entries are padded to a fixed number, the cache's buffers have
+the next power of two of entries, and everything else that changes comes in as tensors at addresses that stay. The plain
 reference is `Reading` without them.
 
 A dynamic tree is one graph: every level of a small head launches some hundred tiny kernels, and what lies between them
@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_speculate.buffers import StaticLayer, capacity_for, lease_of, pool_of
-from hf_speculate.cache import TreeCache
-from hf_speculate.drafter import DraftState
-from hf_speculate.graphs import Compiler
-from hf_speculate.layers import PreallocatedLayer
-from hf_speculate.ranking import Warpers, rank_children
-from hf_speculate.static import NODE_BUCKETS, width_for
+from hf_speculate.cache import PreallocatedLayer, TreeCache
+from hf_speculate.compilation import Compiler, StaticLayer, capacity_for, lease_of, pool_of
+from hf_speculate.drafting import DraftState, Warpers, rank_children
+from hf_speculate.target import NODE_BUCKETS, width_for
 from hf_speculate.tree import DraftTree, additive
 
 from ..growth import Frontier, grow_tree, num_candidates

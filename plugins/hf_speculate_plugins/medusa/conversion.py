@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from hf_speculate.drafter import SavedHead
+from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
 from ..checkpoints import LoadReport

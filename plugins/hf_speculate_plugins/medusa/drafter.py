@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_speculate.devices import execution_device
-from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, Knobs, SavedHead
+from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, Knobs, SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.target import execution_device
 
 from ..checkpoints import LoadReport
 from ..choices import checked_choices

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_speculate.hooks import unhooked
+from hf_speculate.target import unhooked
 
 
 class MedusaHeads(nn.Module):

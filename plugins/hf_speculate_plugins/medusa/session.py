@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_speculate.buffers import Buffers, SetKey, pool_of
-from hf_speculate.drafter import DraftRequest, DraftSession, DraftState
+from hf_speculate.compilation import Buffers, SetKey, pool_of
+from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
 from hf_speculate.tree import DraftTree
 
 from .choices import StaticTree, column_index, static_tree

@@ -1,0 +1,10 @@
+"""The KV cache: entries are appended, those of an accepted path are kept, the others go, at a cost of their own number.
+
+The unit is a cache layer of ours in an ordinary transformers `Cache`; `TreeCache` steers the layers of one cache and
+commits by one integer a row. Rows that have ended can be set aside, and come back in the end.
+"""
+
+from .layers import PreallocatedLayer as PreallocatedLayer
+from .tree_cache import INDEXABLE as INDEXABLE
+from .tree_cache import TreeCache as TreeCache
+from .tree_cache import is_indexable as is_indexable

@@ -1,0 +1,217 @@
+"""KV cache with append, keep and truncate.
+
+The unit is a cache *layer* (`layers`), placed in an ordinary transformers `Cache`. `TreeCache` steers the layers of one
+cache during speculation: a forward appends N entries a row behind a common index, `keep` moves the accepted ones behind
+each row's own end, and one assignment of `lengths` commits; until then the old state is intact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import CacheStateError
+from .layers import PreallocatedLayer, SlidingLayer
+from .rows import RowsAside
+
+
+_OURS: dict[type, type[PreallocatedLayer]] = {
+    DynamicLayer: PreallocatedLayer,
+    DynamicSlidingWindowLayer: SlidingLayer,
+}
+# Layers that use the entries of another one hold nothing.
+INDEXABLE = (*_OURS, *_OURS.values(), DummyLayer)
+
+
+def is_indexable(cache: Cache) -> bool:
+    """Whether the entries of every layer of `cache` can be addressed by their index (attention, windowed or not)."""
+    replicated = cache.layer_class_to_replicate
+    if replicated is not None and replicated not in (DynamicLayer, PreallocatedLayer):
+        return False
+    return not cache.offloading and all(type(layer) in INDEXABLE for layer in cache.layers)
+
+
+class TreeCache:
+    """Speculative bookkeeping over one `Cache`: per-row lengths, a common append index, append / keep / truncate.
+
+    The object's `layers` are replaced in place by our own (the user's own cache object stays the one that is used and
+    returned). Rows of a batch append at the common index `max(lengths)` and have their own lengths; the entries of row
+    r in `[lengths[r], max(lengths))` are holes that a mask must hide. Rows that have ended can be set aside: the layers
+    then hold `rows` only, and are appended to by forwards over these.
+
+    Args:
+        cache: a `Cache` whose layers all hold attention states, see `is_indexable`.
+        batch_size: B.
+    Raises:
+        CacheStateError: layers that cannot be indexed.
+    """
+
+    def __init__(self, cache: Cache, batch_size: int):
+        if not self.accepts(cache):
+            kinds = sorted({type(layer).__name__ for layer in cache.layers})
+            raise CacheStateError(
+                f"cannot keep entries by index in a {type(cache).__name__} with layers {kinds}; "
+                "every layer must be a DynamicLayer or DynamicSlidingWindowLayer without offloading."
+            )
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, DynamicLayer) and type(layer) in _OURS:
+                cache.layers[index] = _OURS[type(layer)].from_layer(layer)
+        if cache.layer_class_to_replicate is not None:
+            cache.layer_class_to_replicate = PreallocatedLayer
+        self.cache = cache
+        self.lengths: tuple[int, ...] = (cache.get_seq_length(),) * batch_size
+        self.rows: Sequence[int] = range(batch_size)
+        self._aside: RowsAside | None = None
+        self._ended: Collection[int] = ()
+        self._sliding = [layer for layer in cache.layers if isinstance(layer, SlidingLayer)]
+        self.release()
+        # A prompt can push everything out of a window that an interruption would have to bring back.
+        self._before_prompt = [layer.checkpoint() for layer in self._sliding]
+
+    @staticmethod
+    def accepts(cache: Cache) -> bool:
+        return is_indexable(cache)
+
+    @property
+    def present_lengths(self) -> Sequence[int]:
+        """Of the rows that the layers hold."""
+        return self.lengths if self._aside is None else [self.lengths[row] for row in self.rows]
+
+    @property
+    def append_index(self) -> int:
+        """Where the next forward writes: the length of the longest row that is there."""
+        return max(self.present_lengths)
+
+    @property
+    def is_ragged(self) -> bool:
+        lengths = self.present_lengths
+        return min(lengths) != max(lengths)
+
+    def commit_appended(self) -> None:
+        """Accepts everything that forwards have appended (prefill), all rows alike."""
+        self.lengths = (self.cache.get_seq_length(),) * len(self.lengths)
+        self._before_prompt = []
+        self._pin_windows()
+
+    def keep(self, paths: Sequence[Sequence[int]], ended: Collection[int] = ()) -> None:
+        """Keeps the entries of one path a row out of the nodes appended by the last forward, and drops the others.
+
+        Args:
+            paths: for each row the accepted nodes in order (indices into the appended block; strictly increasing).
+                An empty path leaves the row as it was. Those of rows that are set aside are empty.
+            ended: rows that will never be appended to again; sliding windows need not wait for them.
+
+        Moves at most `max(len(path))` entries a row behind the committed prefix; the prefix is never touched.
+        """
+        base = self.append_index
+        lengths = tuple(length + len(path) for length, path in zip(self.lengths, paths, strict=True))
+        self._move(base, [paths[row] for row in self.rows])
+        self.lengths, self._ended, self._before_prompt = lengths, ended, []
+        self.restore()
+
+    def set_aside(self, rows: Collection[int]) -> None:
+        """Takes rows that will not be appended to again out of the layers, until `bring_back`.
+
+        Cost: a copy of what stays; no memory beyond that, but for one layer at a time.
+        """
+        remaining = [row for row in self.rows if row not in rows]
+        self._aside = self._aside or RowsAside(len(self.lengths))
+        self._aside.select(self._layers, remaining, self.lengths)
+        self.rows = remaining
+        self.restore()
+
+    def bring_back(self) -> None:
+        """Makes the layers hold all rows and agree with `lengths` again; also after an interruption of anything here.
+
+        Entries behind the end of a row that was set aside are 0.
+        """
+        if self._aside is not None:
+            self._aside.bring_back(self._layers, self.lengths)
+            self.rows, self._aside = range(len(self.lengths)), None
+        self.restore()
+
+    @property
+    def shortest_length(self) -> int:
+        """The least length that rows can be cut to: 0, or what sliding windows have kept."""
+        return max((layer.shortest_length for layer in self._sliding), default=0)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Cuts row r to its first `lengths[r]` entries: one assignment.
+
+        Raises:
+            CacheStateError: beyond the end of a row, or before `shortest_length`.
+        """
+        for row, (wanted, found) in enumerate(zip(lengths, self.lengths, strict=True)):
+            if not 0 <= wanted <= found:
+                raise CacheStateError(f"cannot truncate row {row} to {wanted} entries: it has {found}.")
+            if wanted < min(found, self.shortest_length):
+                raise CacheStateError(
+                    f"cannot truncate row {row} from {found} to {wanted} entries: a sliding window has moved on, "
+                    f"{self.shortest_length} is the shortest length left."
+                )
+        self.lengths = tuple(lengths)
+        self.restore()
+
+    def restore(self) -> None:
+        """Makes the layers agree with `lengths`, dropping uncommitted entries of an interrupted forward."""
+        for layer, checkpoint in zip(self._sliding, self._before_prompt, strict=False):
+            layer.revert(checkpoint)
+        length = self.append_index
+        for layer in self._layers:
+            layer.length = length
+        self._pin_windows()
+
+    def release(self) -> None:
+        """Hands the layers back to plain `generate`: sliding windows move with every append again."""
+        for layer in self._sliding:
+            layer.pinned_from = None
+
+    def visible_from(self, layer_index: int) -> int:
+        """Index of the first entry that a layer shows to the next forward."""
+        layers = self.cache.layers
+        layer = layers[layer_index] if layer_index < len(layers) else None
+        return layer.visible_from if isinstance(layer, SlidingLayer) else 0
+
+    def _pin_windows(self) -> None:
+        if self._sliding:
+            running = (self.lengths[row] for row in self.rows if row not in self._ended)
+            shortest = min(running, default=self.append_index)
+            for layer in self._sliding:
+                layer.pinned_from = layer.window_start(shortest)
+
+    def _move(self, base: int, paths: Sequence[Sequence[int]]) -> None:
+        if not self.is_ragged and all(tuple(path) == tuple(paths[0]) for path in paths):
+            self._move_shared(base, paths[0])
+            return
+        width = max(len(path) for path in paths)
+        sources, destinations = [], []
+        for length, path in zip(self.present_lengths, paths, strict=True):
+            stay = range(length + len(path), length + width)
+            sources.append([base + node for node in path] + list(stay))
+            destinations.append(list(range(length, length + width)))
+        if width and sources != destinations:
+            self._move_layers(torch.tensor(sources), torch.tensor(destinations))
+
+    def _move_shared(self, base: int, path: Sequence[int]) -> None:
+        first = next((index for index, node in enumerate(path) if node != index), len(path))
+        if first < len(path):
+            sources = torch.tensor([base + node for node in path[first:]])
+            self._move_layers(sources, torch.arange(base + first, base + len(path)))
+
+    def _move_layers(self, sources: Tensor, destinations: Tensor) -> None:
+        placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        for layer in self._layers:
+            device = layer.device
+            if device not in placed:
+                placed[device] = (sources.to(device), destinations.to(device))
+            layer.move(*placed[device])
+
+    @property
+    def _layers(self) -> Iterator[PreallocatedLayer]:
+        """The layers that hold anything."""
+        for layer in self.cache.layers:
+            if isinstance(layer, PreallocatedLayer) and layer.is_initialized:
+                yield layer

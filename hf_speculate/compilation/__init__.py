@@ -1,0 +1,15 @@
+"""Forwards of static shapes, compiled: functions become graphs, their tensors live at addresses that stay.
+
+`Compiler` holds a bounded number of graphs for each module and falls back to the plain call; `buffers` lends the
+tensors, from request to request; on GPUs graphs are recorded as CUDA graphs.
+"""
+
+from .buffers import Buffers as Buffers
+from .buffers import SetKey as SetKey
+from .buffers import StaticLayer as StaticLayer
+from .buffers import capacity_for as capacity_for
+from .buffers import lease_of as lease_of
+from .buffers import pool_of as pool_of
+from .capture import Recorder as Recorder
+from .graphs import Compiler as Compiler
+from .graphs import find_backend as find_backend

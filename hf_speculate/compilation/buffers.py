@@ -1,0 +1,196 @@
+"""Buffers at addresses that stay: what captured forwards read and write, handed from one request to the next.
+
+A graph is compiled for the shape of its buffers, and a CUDA graph holds their very addresses. So a request leases a
+set of buffers for its batch size and capacity, and the set goes back to the pool of its model when nobody can see it
+any more: when the cache object that showed it is gone. A cache that the caller has, or gets, has nothing from a pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..cache import PreallocatedLayer
+
+
+MIN_CAPACITY = 512
+# Of one model, idle; what was idle longest is freed. Long texts on large models take gigabytes each.
+MAX_IDLE = 4
+
+SetKey = tuple[int, int]  # batch size, capacity
+
+
+def capacity_for(length: int) -> int:
+    """The least capacity for so many entries: a power of two."""
+    return max(MIN_CAPACITY, 1 << (length - 1).bit_length())
+
+
+class StaticLayer(CacheLayerMixin):
+    """One layer's buffers during a captured forward: entries are written at given slots, all of them are shown.
+
+    Args:
+        keys, values: `[B, heads, capacity, head_dim]`, written in place.
+        slots: int64 [N], where the forward's entries go; shared by all layers.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor):
+        super().__init__()
+        self.keys, self.values = keys, values
+        self._buffers, self.slots = (keys, values), slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("a static layer is made with its buffers")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._buffers
+        keys.index_copy_(2, self.slots, key_states)
+        values.index_copy_(2, self.slots, value_states)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self._buffers[0].shape[2] - self.slots.shape[0]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._buffers[0].shape[2], 0
+
+    def get_max_length(self) -> int:
+        return self._buffers[0].shape[2]
+
+
+class Buffers:
+    """Tensors by name, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Hashable, Tensor] = {}
+        self._caches: dict[int, Cache] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors.values())
+
+    def tensor(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tensor of this name; a new one, of zeros, where there is none or it has another form."""
+        known = self._tensors.get(name)
+        if known is None or known.shape != torch.Size(shape) or known.dtype != dtype or known.device != device:
+            with torch.inference_mode(False):  # else later calls outside that mode could not write it
+                known = torch.zeros(*shape, dtype=dtype, device=device)
+            torch._dynamo.mark_static_address(known, guard=False)  # another set is no reason to compile
+            self._tensors[name] = known
+            self._caches.clear()
+        return known
+
+    def filled(self, name: Hashable, values: Tensor) -> Tensor:
+        """The tensor of this name and the form of `values`, with these values."""
+        return self.tensor(name, values.shape, values.dtype, values.device).copy_(values)
+
+    def cache(self, layers: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> Cache:
+        """A cache of static layers over buffers of this set, the same object whenever `slots` is."""
+        width = slots.shape[0]
+        if width not in self._caches:
+            self._caches[width] = Cache(layers=[StaticLayer(keys, values, slots) for keys, values in layers])
+        return self._caches[width]
+
+    def clear(self) -> None:
+        """Zeros everywhere: an entry that no row sees has the weight 0, and 0 x NaN is not 0."""
+        with torch.inference_mode(False):
+            for tensor in self:
+                tensor.zero_()
+
+
+class Pool:
+    """Idle sets of buffers of one model."""
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[SetKey, Buffers]] = []
+        self._lock = threading.RLock()  # a set may come back at any allocation of the thread that takes one
+
+    def take(self, key: SetKey) -> Buffers:
+        with self._lock:
+            for index in reversed(range(len(self._idle))):
+                if self._idle[index][0] == key:
+                    found = self._idle.pop(index)[1]
+                    found.clear()
+                    return found
+        return Buffers()
+
+    def put_back(self, sets: dict[SetKey, Buffers]) -> None:
+        with self._lock:
+            self._idle += sets.items()
+            del self._idle[:-MAX_IDLE]
+
+
+_pools: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()
+
+
+def pool_of(module: nn.Module) -> Pool:
+    """The idle buffers of `module`'s forwards; kept as long as the module."""
+    return _pools.setdefault(module, Pool())
+
+
+class Lease:
+    """The sets of buffers that the layers of one cache use: one for each capacity that they grow through.
+
+    Args:
+        cache: shows them. When it is gone, they go back.
+        pool: where they come from and go to; None where others may have the cache's tensors: they get new ones.
+    """
+
+    def __init__(self, cache: Cache, pool: Pool | None):
+        self._sets: dict[SetKey, Buffers] = {}
+        self._pool = pool
+        if pool is not None:
+            weakref.finalize(cache, pool.put_back, self._sets).atexit = False
+            for index, layer in enumerate(cache.layers):
+                if isinstance(layer, PreallocatedLayer):
+                    layer.allocate = partial(self._allocate, index)
+
+    def buffers(self, batch_size: int, capacity: int) -> Buffers:
+        key = (batch_size, capacity)
+        if key not in self._sets:
+            self._sets[key] = Buffers() if self._pool is None else self._pool.take(key)
+        return self._sets[key]
+
+    def place(self, layers: Sequence[Any], capacity: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer in the buffers of this capacity, which the layers then use.
+
+        Args:
+            layers: `PreallocatedLayer`s that hold something, all of the same batch size.
+        """
+        for index, layer in enumerate(layers):
+            for name, buffer in layer._buffers.items():
+                placed = self._allocate(index, name, buffer, capacity)
+                if placed is not buffer:
+                    placed[:, :, : layer.length] = buffer[:, :, : layer.length]
+                    layer._buffers[name] = placed
+            layer._is_owned = True
+        if self._pool is None:  # nobody waits for those that it has grown out of
+            batch_size = layers[0]._buffers["keys"].shape[0]
+            self._sets = {(batch_size, capacity): self.buffers(batch_size, capacity)}
+        return [(layer._buffers["keys"], layer._buffers["values"]) for layer in layers]
+
+    def _allocate(self, layer_index: int, name: str, like: Tensor, num_entries: int) -> Tensor:
+        """See `PreallocatedLayer.allocate`."""
+        capacity = capacity_for(num_entries)
+        shape = (*like.shape[:2], capacity, like.shape[3])
+        return self.buffers(like.shape[0], capacity).tensor((layer_index, name), shape, like.dtype, like.device)
+
+
+_leases: WeakKeyDictionary[Cache, Lease] = WeakKeyDictionary()
+
+
+def lease_of(cache: Cache, pool: Pool | None) -> Lease:
+    """The lease of `cache`: the one that it has (its buffers stay where they are from call to call) or a new one."""
+    if cache not in _leases:
+        _leases[cache] = Lease(cache, pool)
+    return _leases[cache]

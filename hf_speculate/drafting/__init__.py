@@ -1,0 +1,26 @@
+"""What drafts for the loop: the contract of a drafting method, and the driver that asks it and tells it.
+
+A `Drafter` is weights and options, a `DraftSession` its state for one request; the driver feeds it hidden states and
+committed tokens, and takes nothing from it unchecked. This face, with `hf_speculate.tree`, is what a drafter of a third
+party needs; nothing else is promised.
+"""
+
+from .contract import RAW_LAST as RAW_LAST
+from .contract import Drafter as Drafter
+from .contract import DraftRequest as DraftRequest
+from .contract import DraftSession as DraftSession
+from .contract import DraftState as DraftState
+from .contract import Knobs as Knobs
+from .contract import SavedHead as SavedHead
+from .conversations import Conversations as Conversations
+from .conversations import cached_text as cached_text
+from .conversations import common_prefix as common_prefix
+from .conversations import remember_text as remember_text
+from .driver import Drafting as Drafting
+from .features import FeatureTaps as FeatureTaps
+from .features import finite as finite
+from .features import problem_with_taps as problem_with_taps
+from .observations import Observation as Observation
+from .observations import joined as joined
+from .ranking import Warpers as Warpers
+from .ranking import rank_children as rank_children

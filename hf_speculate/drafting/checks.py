@@ -1,0 +1,152 @@
+"""What the loop takes from a drafter: every tree is checked, so that a drafter can be wrong only in speed.
+
+The loop sets node 0 itself and makes the plan of a tree from its parents. Trees that are on the host are checked before
+they are scored. Reading one back from a device before would have the target wait for the host: there, out-of-range
+values are clamped, so that no kernel can fail, and the tree is checked when it has been scored, before anything of it
+is emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DrafterError
+from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostTree
+
+
+# Of the best nodes of a draft so many are scored at the most, root included. No published tree has more than about 100;
+# a mask has N x N entries.
+MAX_NODES = 512
+
+
+class DraftChecks:
+    """Checks the trees of one drafter.
+
+    Args:
+        name: the drafter's, for errors.
+        vocab_size: ids that the target has embeddings for.
+    """
+
+    def __init__(self, name: str, vocab_size: int):
+        self._name = name
+        self._vocab_size = vocab_size
+        self._unchecked: tuple[DraftTree, int] | None = None
+
+    def admit(self, tree: Any, roots: Sequence[int]) -> DraftTree:
+        """A tree like `tree` that can be scored, with `roots` as the nodes 0 of its rows.
+
+        Raises:
+            DrafterError: no tree, not of as many rows, or one that breaks an invariant of `DraftTree`.
+        """
+        self._unchecked = None
+        if not isinstance(tree, DraftTree):
+            raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
+        self._check_form(tree, len(roots))
+        tree = tree.first(MAX_NODES - 1)
+        if _is_on_host(tree):
+            return self._on_host(tree, roots)
+        parents = tree.parents_as_given
+        depth = tree.max_depth if isinstance(parents, Tensor) else self._check_structure(parents)
+        self._unchecked = tree, depth
+        return _clamped(tree, roots, self._vocab_size, depth)
+
+    def confirm(self) -> None:
+        """After the target has scored what `admit` returned last: checks what could not be read then.
+
+        Raises:
+            DrafterError: as `admit`.
+        """
+        if self._unchecked is not None:
+            (tree, max_depth), self._unchecked = self._unchecked, None
+            depth = self._check(tree.host)
+            if depth > max_depth:
+                raise self._error(f"drafted a tree of depth {depth} with max_depth={max_depth}")
+
+    def _on_host(self, tree: DraftTree, roots: Sequence[int]) -> DraftTree:
+        host = tree.host
+        depth = self._check(host)
+        tokens = tree.token_ids
+        if any(row[0] != root for row, root in zip(host.token_ids, roots, strict=True)):
+            tokens = torch.cat([torch.tensor(roots)[:, None], tokens[:, 1:]], dim=1)
+            host = HostTree([[root, *row[1:]] for row, root in zip(host.token_ids, roots, strict=True)], host.parents)
+        return tree.rebuilt(tokens, depth, host)
+
+    def _check_form(self, tree: DraftTree, num_rows: int) -> None:
+        tokens, parents = tree.token_ids, tree.parents_as_given
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype != torch.long or tokens.is_meta:
+            found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise self._error(f"drafted token_ids that are {found}; they must be int64 [B, N] with data")
+        if len(tokens) != num_rows:
+            raise self._error(f"drafted {len(tokens)} rows for {num_rows}")
+        if not tokens.shape[1]:
+            raise self._error("drafted no nodes: node 0, the root, is always there")
+        if isinstance(parents, Tensor):
+            is_fit = parents.dtype == torch.long and parents.shape[1:] == tokens.shape[1:] and not parents.is_meta
+            if not is_fit or len(parents) not in (1, num_rows):
+                raise self._error(
+                    f"drafted parents {parents.dtype} {list(parents.shape)} for {list(tokens.shape)} nodes"
+                )
+            if not isinstance(tree.max_depth, int):
+                raise self._error(f"drafted a tree with max_depth={tree.max_depth!r}, not an int")
+        elif len(parents) not in (1, num_rows) or any(len(row) != tokens.shape[1] for row in parents):
+            raise self._error(f"drafted {[len(row) for row in parents]} parents for {list(tokens.shape)} nodes")
+
+    def _check(self, host: HostTree) -> int:
+        """The depth of the deepest node."""
+        for row, (tokens, parents) in enumerate(zip(host.token_ids, host.parents, strict=True)):
+            if min(tokens[1:], default=0) < 0 or max(tokens[1:], default=0) >= self._vocab_size:
+                wrong = next(token for token in tokens[1:] if not 0 <= token < self._vocab_size)
+                raise self._error(f"drafted token {wrong} in row {row}; the target has 0 to {self._vocab_size - 1}")
+            self._check_siblings(row, tokens, parents)
+        return self._check_structure(host.parents)
+
+    def _check_structure(self, rows: Sequence[Sequence[int]]) -> int:
+        """The depth of the deepest node."""
+        deepest = 0
+        for row, parents in enumerate(rows):
+            if parents[0] != ROOT_PARENT:
+                raise self._error(f"drafted a node 0 with parent {parents[0]} in row {row}; it is the root, parent -1")
+            depths = [0]
+            for node in range(1, len(parents)):
+                parent = parents[node]
+                if parent == PADDING_PARENT:
+                    depths.append(-1)
+                elif isinstance(parent, int) and 0 <= parent < node and depths[parent] >= 0:
+                    depths.append(depths[parent] + 1)
+                else:
+                    raise self._error(f"drafted node {node} with parent {parent} in row {row}; parents come first")
+            deepest = max(deepest, *depths)
+        return deepest
+
+    def _check_siblings(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        nodes = [pair for pair in zip(parents, tokens, strict=True) if pair[0] >= 0]
+        if len(set(nodes)) < len(nodes):
+            parent, token = next(pair for pair in nodes if nodes.count(pair) > 1)
+            raise self._error(f"drafted token {token} twice below node {parent} of row {row}")
+
+    def _error(self, problem: str) -> DrafterError:
+        return DrafterError(
+            f"drafter {self._name!r} {problem}. The text emitted so far and the cache are valid; generate without "
+            "`speculator=` to go on."
+        )
+
+
+def _is_on_host(tree: DraftTree) -> bool:
+    parents = tree.parents_as_given
+    return tree.token_ids.device.type == "cpu" and not (isinstance(parents, Tensor) and parents.device.type != "cpu")
+
+
+def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int) -> DraftTree:
+    """The tree on its device, with values that no kernel can stumble over; the same where `confirm` finds no fault."""
+    tokens = tree.token_ids
+    first = torch.tensor(roots, device=tokens.device)[:, None]
+    tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)
+    parents = tree.parents_as_given
+    if isinstance(parents, Tensor):
+        before = torch.arange(parents.shape[1], device=parents.device) - 1
+        parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)
+    return DraftTree(tokens, parents, max_depth=min(max(depth, 0), tree.num_nodes - 1))

@@ -1,0 +1,311 @@
+"""The contract between the decoding loop and a drafting method.
+
+A `Drafter` is weights and options and does not change while generating; `start` opens a `DraftSession` for one
+request. A drafter holds no decoding loop, no acceptance rule and no cache surgery on the target: it can be wrong only
+in speed, never in text. `hf_speculate.testing.check_drafter` is the conformance suite.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..errors import CheckpointError
+from ..verification import Noise
+from .ranking import rank_children
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ..compilation import Compiler
+    from ..tree import DraftTree
+
+
+# Key in `Drafter.feature_layers`: the last layer's own output. The last entry of `hidden_states` comes after the final
+# norm, so this one is in no index.
+RAW_LAST = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRequest:
+    """What a session knows of a `generate` call.
+
+    Attributes:
+        target: the model that verifies.
+        input_ids: int64 [B, S], the prompt as `generate` was given it (left padded).
+        attention_mask: int64 [B, S'], None when all ones; S' > S when the prompt continues a cache.
+        known_from: index into `input_ids` of the first prompt token that `observe` will report; tokens before it
+            belong to a reused cache and come without features.
+        do_sample: whether the request samples.
+        max_new_tokens: upper bound of what will be emitted, None if unbounded.
+        cache: the target's cache: drafters key by it what the next turn of a conversation can use (`conversations`).
+        num_earlier: tokens that the cache holds and `input_ids` does not (a turn that was given its new tokens only).
+        earlier_ids: these tokens, where they are known (one row).
+        adaptive: whether what is drafted may depend on how long things take.
+        compiler: what forwards of static shapes can be compiled with; None where the user did not ask for that. The
+            target's are already; a drafter may have its own compiled too (`Compiler.run`), or leave it.
+        adapters: the target's PEFT adapters in effect, "" for none (`active_adapters`): what a drafter learns about
+            acceptance from one text to the next holds for these.
+    """
+
+    target: PreTrainedModel
+    input_ids: Int[Tensor, "B S"]
+    attention_mask: Tensor | None = None
+    known_from: int = 0
+    do_sample: bool = False
+    max_new_tokens: int | None = None
+    cache: Cache | None = None
+    num_earlier: int = 0
+    earlier_ids: Sequence[int] | None = None
+    adaptive: bool = True
+    compiler: Compiler | None = None
+    adapters: str = ""
+
+    @property
+    def text(self) -> list[int] | None:
+        """The whole text so far, of a request with one row, no padding and nothing unknown; else None."""
+        is_plain = self.input_ids.shape[0] == 1 and self.attention_mask is None
+        if not is_plain or (self.num_earlier and self.earlier_ids is None):
+            return None
+        return [*(self.earlier_ids or ()), *self.input_ids[0].tolist()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftState:
+    """The situation before one round.
+
+    Attributes:
+        root_ids: int64 [B] on the CPU, the last committed token of each row (node 0 of the tree to be drafted).
+        active: False for rows that are finished; what is drafted for them is ignored.
+        max_depth: nodes deeper than this cannot be emitted; 0 asks for no draft. Always >= 0.
+        chains_only: True where the target cannot score branches: only the first branch of a tree is used.
+        num_emitted: new tokens of each row so far; noise row `num_emitted[r] + d` chooses the children of row r's
+            nodes at depth d.
+    """
+
+    root_ids: Int[Tensor, " B"]
+    active: tuple[bool, ...]
+    max_depth: int
+    chains_only: bool
+    num_emitted: tuple[int, ...]
+    _noise: Noise | None = None
+    _warpers: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    _rows: Sequence[int] | None = None
+
+    def select(self, rows: Sequence[int]) -> DraftState:
+        """The situation of some rows, for a drafter that leaves finished ones out; see `whole_tree`."""
+        if len(rows) == len(self.active):
+            return self
+        active, num_emitted = (tuple(values[row] for row in rows) for values in (self.active, self.num_emitted))
+        return replace(self, root_ids=self.root_ids[list(rows)], active=active, num_emitted=num_emitted, _rows=rows)
+
+    def whole_tree(self, tree: DraftTree, rows: Sequence[int]) -> DraftTree:
+        """From a tree of `rows` what `draft` returns: the other rows get a draft that nobody looks at."""
+        if len(rows) == len(self.active):
+            return tree
+        slots = {row: slot for slot, row in enumerate(rows)}
+        whole = tree.gather([slots.get(row, 0) for row in range(len(self.active))])
+        whole.token_ids[:, 0] = self.root_ids.to(whole.token_ids.device)
+        return whole
+
+    def child_scores(
+        self, draft_logits: Float[Tensor, "B N W"], depth: int, token_ids: Int[Tensor, " W"] | None = None
+    ) -> Float[Tensor, "B N W"]:
+        """Scores by which children of nodes at `depth` should be ranked (top-k of these are the children).
+
+        For a greedy request these are the logits. For a sampled one they are `warped logits - log(noise of that step)`:
+        the target samples with the same noise, so drafting with it raises acceptance (Gumbel top-k coupling) and cannot
+        change the text. Scores of different nodes are comparable only after `log_softmax`.
+
+        Args:
+            draft_logits: logits of the drafter, any float dtype.
+            depth: depth of the nodes whose children are ranked (0: children of the root).
+            token_ids: target vocabulary id of each column, when the draft vocabulary is a part of the target's.
+        """
+        noise = self.log_noise((depth,), draft_logits.shape[-1], token_ids)
+        return rank_children(draft_logits, None if noise is None else noise[:, 0].to(draft_logits.device), self.warpers)
+
+    def log_noise(
+        self, depths: Sequence[int], num_columns: int, token_ids: Int[Tensor, " W"] | None = None
+    ) -> Float[Tensor, "B D C"] | None:
+        """log of the noise that chooses the children of nodes at `depths`, None for a greedy request.
+
+        Args:
+            num_columns: W, of the draft logits.
+            token_ids: see `child_scores`. Without it, C is the smaller of W and the target's vocabulary.
+        """
+        if self._noise is None:
+            return None
+        levels = [
+            self._noise.log_rows([n + depth for n in self.num_emitted], self._rows, token_ids)[:, :num_columns]
+            for depth in depths
+        ]
+        return levels[0][:, None] if len(levels) == 1 else torch.stack(levels, dim=1)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the request samples."""
+        return self._noise is not None
+
+    @property
+    def warpers(self) -> LogitsProcessorList:
+        """Those processors of the request that warp a drafter's logits as they warp the target's."""
+        return self._warpers
+
+
+class DraftSession(ABC):
+    """The drafting state of one request. Sessions are used by one thread and closed exactly once.
+
+    Attributes:
+        carries_over: whether the next turn of a conversation can use what this session knows; then it is also told of
+            the last rounds, after which nothing was drafted.
+    """
+
+    carries_over: bool = False
+
+    @abstractmethod
+    def draft(self, state: DraftState) -> DraftTree:
+        """A tree for the next round, all B rows; its node 0 is `state.root_ids`. May be the root alone.
+
+        Nodes come in the order of their worth (parents first): the loop may score only the first n of them, at most 511
+        draft nodes. It checks what it is given (see `draft_checks`): a breach is a `DrafterError`, the root is its own.
+        """
+
+    @abstractmethod
+    def observe(
+        self,
+        tokens: Int[Tensor, "B J"],
+        features: Mapping[int, Float[Tensor, "B J H"]],
+        lengths: Int[Tensor, " B"],
+    ) -> None:
+        """Learns what was committed: once after the prefill, then before every `draft`, but the first, what the rounds
+        since the last one brought (several, if some of them had no draft).
+
+        Args:
+            tokens: int64 on the CPU; `tokens[r, j]` was chosen *after* path node j of row r, root first. After the
+                prefill, "path node j" is prompt token `known_from + j`. Columns from `lengths[r]` on are padding.
+            features: the target's hidden state *at* path node j, for each index in `Drafter.feature_layers`.
+            lengths: int64 on the CPU, how many columns of each row are real (0 for finished rows).
+        """
+
+    def grade(self, row: int) -> int:
+        """Which kind of draft the last one of a row was, where some kinds are surer than others (a longer match)."""
+        return 0
+
+    def close(self) -> None:
+        """Releases what the session holds. Called exactly once, also after an error."""
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """What `Drafter.save_pretrained` wrote, for the model card.
+
+    Attributes:
+        algorithm: tag of the method on the Hub, e.g. "eagle3".
+        layout: name of the layout that was written.
+        base_model: Hub id or path of the target, if the drafter knows it.
+    """
+
+    algorithm: str
+    layout: str
+    base_model: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """The options that say how much a drafter drafts: what `hf-speculate tune` turns.
+
+    Attributes:
+        depth, width, nodes: names of the options for the deepest level, for the children (or branches) of a node and
+            for all draft nodes; None where there is none.
+        choices: name of the option that takes a static tree, a list of rank tuples as Medusa has them; then the other
+            three are None.
+        widths: values of `width` worth trying.
+        explored: options under which acceptance is learnt: as deep and wide as anything worth trying.
+        others: options about size that go with none of these.
+    """
+
+    depth: str | None = None
+    width: str | None = None
+    nodes: str | None = None
+    choices: str | None = None
+    widths: Sequence[int] = (1, 2, 3, 4, 6, 8)
+    explored: Mapping[str, Any]
+    others: Sequence[str] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every option about size."""
+        known = (self.depth, self.width, self.nodes, self.choices)
+        return (*(name for name in known if name is not None), *self.others)
+
+
+class Drafter(ABC):
+    """Weights and options of a drafting method; may be shared by threads and requests.
+
+    Where the user asked for compiled forwards, `DraftRequest.compiler` is set: a drafter may hand it functions of
+    static shapes (`hf_speculate.compilation.Compiler.run`, with tensors from its `Buffers`), or ignore it.
+
+    Class attributes:
+        name: the entry point's name.
+        feature_layers: indices into the target's `hidden_states` tuple (0: embeddings, k: output of layer k - 1, L:
+            after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
+        chooses_depth: whether a session finds out itself how deep a draft pays, if the request is `adaptive`: the loop
+            then chooses the number of nodes only.
+        knobs: what `hf-speculate tune` may turn; None: nothing, it then only predicts what the options bring.
+    """
+
+    name: ClassVar[str]
+    chooses_depth: ClassVar[bool] = False
+    knobs: ClassVar[Knobs | None] = None
+    feature_layers: tuple[int, ...] = ()
+
+    @classmethod
+    @abstractmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """Builds the drafter for a target from keyword options; unknown options raise `TypeError`."""
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        """Whether `folder` holds a checkpoint of this method. Looks at files; loads no weights."""
+        return False
+
+    @classmethod
+    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+        """Builds the drafter from a local checkpoint folder that `recognizes` accepted."""
+        raise NotImplementedError(f"{cls.__name__} has no checkpoints to load.")
+
+    def save_pretrained(self, path: str | os.PathLike, layout: str | None = None) -> SavedHead:
+        """Writes weights and config to the folder `path` in a published layout (None: the drafter's default).
+
+        Raises:
+            CheckpointError: nothing to save, or the layout cannot express it; nothing has been written then.
+        """
+        raise CheckpointError(f"the drafter {self.name!r} has no weights to save.")
+
+    def with_options(self, **options: Any) -> Self:
+        """A drafter with the same weights and other options; needed by those with `knobs`.
+
+        This implementation replaces fields of `self.options`, a dataclass.
+        """
+        new = copy(self)
+        new.options = replace(self.options, **options)  # type: ignore[attr-defined]
+        return new
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""
+
+    @abstractmethod
+    def start(self, request: DraftRequest) -> DraftSession:
+        """Opens a session for one request."""

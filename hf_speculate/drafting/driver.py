@@ -1,0 +1,144 @@
+"""The drafter's side of a request: what it is asked and told, and what its errors mean to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import DrafterError, SpeculateError
+from ..models import GenerativeModel, num_embeddings
+from ..tree import DraftTree
+from ..verification import RngState, Verdict
+from .checks import DraftChecks
+from .contract import Drafter, DraftRequest, DraftSession, DraftState
+from .features import FeatureTaps
+from .observations import Observations
+
+
+Answer = TypeVar("Answer")
+
+
+class Drafting:
+    """A drafter at work on one request: its session, and the taps that get it the target's hidden states.
+
+    Args:
+        drafter: the method.
+        request: what its session is told.
+    """
+
+    def __init__(self, drafter: Drafter, request: DraftRequest):
+        self.drafter = drafter
+        self.request = request
+        self._taps = FeatureTaps(cast(GenerativeModel, request.target), drafter.feature_layers)
+        self._unobserved = Observations()
+        self._open_session: DraftSession | None = None
+        self._checks = DraftChecks(drafter.name, num_embeddings(request.target))
+
+    def start(self) -> None:
+        """Opens the session."""
+        self._open_session = self._ask(lambda: self.drafter.start(self.request))
+
+    @property
+    def _session(self) -> DraftSession:
+        assert self._open_session is not None
+        return self._open_session
+
+    @property
+    def forward_kwargs(self) -> dict[str, Any]:
+        """What the target's forwards have to be asked for."""
+        return self._taps.forward_kwargs
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Around the forwards whose hidden states the drafter gets."""
+        return self._taps.listening()
+
+    def skip(self, num_rerun: int) -> None:
+        """Forgets what the last forward showed of its first tokens: they were run again, in front of the nodes."""
+        self._taps.skip(num_rerun)
+
+    def observe_prompt(self, tokens: Tensor, hidden_states: Any) -> None:
+        """Tells of the prompt; `tokens` [B, J]: what came after each of its known positions, see `DraftSession`."""
+        features = self._taps.last(hidden_states, tokens.shape[1])
+        lengths = torch.full((tokens.shape[0],), tokens.shape[1])
+        self._ask(lambda: self._session.observe(tokens, features, lengths))
+
+    def observe(self, verdict: Verdict, hidden_states: Any, rows: Sequence[int]) -> None:
+        """Notes what the drafter will be told before its next draft; `rows`: those that the target's forward ran."""
+        tokens = tuple(map(tuple, verdict.tokens))  # the consumer of the verdict may change its lists
+        paths = [path[: len(emitted)] for path, emitted in zip(verdict.paths, tokens, strict=True)]
+        self._unobserved.add(tokens, self._taps.at(hidden_states, paths, rows))
+
+    def draft(self, state: DraftState) -> DraftTree:
+        """A tree that the target can score, of as many rows as the request."""
+        observation, session = self._unobserved.take(), self._session
+        roots = state.root_ids.tolist()  # before anybody else has them
+
+        def draft() -> DraftTree:
+            if observation is not None:
+                session.observe(*observation)
+            return session.draft(state)
+
+        tree = self._checks.admit(self._ask(draft), roots)
+        return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
+
+    def confirm_draft(self) -> None:
+        """After the last tree was scored, before anything of it is emitted; see `DraftChecks.confirm`."""
+        self._checks.confirm()
+
+    def close(self) -> None:
+        """Closes the session; one that carries over is told of the last rounds before."""
+        self._taps.close()
+        session, self._open_session = self._open_session, None
+        if session is None:
+            return
+        self._unnoticed(lambda: self._end(session))
+
+    def _end(self, session: DraftSession) -> None:
+        try:
+            observation = self._unobserved.take() if session.carries_over else None
+            if observation is not None:
+                session.observe(*observation)
+        finally:
+            session.close()
+
+    def _unnoticed(self, call: Callable[[], Answer]) -> Answer:
+        """A drafter may use random numbers, and gradients: nobody else is to notice."""
+        rng, has_gradients = RngState(self.request.input_ids.device), torch.is_grad_enabled()
+        try:
+            return call()
+        finally:
+            rng.put_back()
+            if torch.is_grad_enabled() != has_gradients:
+                torch.set_grad_enabled(has_gradients)
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        try:
+            return self._unnoticed(call)
+        except SpeculateError:
+            raise
+        except Exception as error:
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} raised {type(error).__name__}: {error}. The text emitted so far and "
+                "the cache are valid; generate without `speculator=` to go on."
+            ) from error
+
+
+def _is_chain(tree: DraftTree) -> bool:
+    return all(row == list(range(-1, len(row) - 1)) for row in tree.host.parents)
+
+
+def _first_branch(tree: DraftTree) -> DraftTree:
+    """The chain of first children of every row, for targets that cannot score branches."""
+    rows: list[tuple[Sequence[int], Sequence[int]]] = []
+    for tokens, parents in zip(tree.host.token_ids, tree.host.parents, strict=True):
+        branch, last = [tokens[0]], 0
+        for node in range(1, len(tokens)):
+            if parents[node] == last:
+                branch.append(tokens[node])
+                last = node
+        rows.append((branch, range(-1, len(branch) - 1)))
+    return DraftTree.from_rows(rows)

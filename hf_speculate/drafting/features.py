@@ -1,0 +1,145 @@
+"""Hidden states of the target for drafters that want them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import DrafterError
+from ..models import GenerativeModel
+from .contract import RAW_LAST
+
+
+def finite(states: Tensor) -> Tensor:
+    """Float16 states with the largest numbers there are for those that overflowed, and 0 for what is no number.
+
+    One infinite value at the first token would be in every later state of a drafter that attends to it. (Transformers
+    clamps fp16 states for the same reason.) Others pass as they are: no other dtype overflows, and training has to see
+    when it diverges.
+    """
+    if states.dtype != torch.float16 or states.requires_grad:
+        return states
+    return torch.nan_to_num(states, nan=0.0)
+
+
+def problem_with_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> str:
+    """Why the states that a drafter named so wants cannot be tapped; "" if they can."""
+    if RAW_LAST in layers and _last_layer(target) is None:
+        return (
+            f"the drafter {drafter!r} reads the output of the last decoder layer, which is not to be found in "
+            f"{type(target).__name__}."
+        )
+    return ""
+
+
+def _last_layer(target: GenerativeModel) -> nn.Module | None:
+    """The last of the decoder's layers: of its `layers`, or of the only list of as many modules as the config says."""
+    decoder, count = target.get_decoder(), target.config.get_text_config(decoder=True).num_hidden_layers
+    lists = {name: child for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)}
+    stacks = [lists["layers"]] if "layers" in lists else [child for child in lists.values() if len(child) == count]
+    return stacks[0][-1] if len(stacks) == 1 else None
+
+
+class FeatureTaps:
+    """Taps the layers that a drafter asked for, for the time of one request.
+
+    Args:
+        target: the model.
+        layers: `Drafter.feature_layers`. Those of the `hidden_states` tuple cost a forward argument; `RAW_LAST` is read
+            by a hook, since that tuple holds the last layer's output after the final norm only.
+    """
+
+    def __init__(self, target: GenerativeModel, layers: Sequence[int]):
+        self.layers = tuple(layers)
+        self._target = target
+        self._raw_last: Tensor | None = None
+        self._listening = False
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def forward_kwargs(self) -> dict[str, list[int]]:
+        """What to hand the target's forward."""
+        indices = [layer for layer in self.layers if layer != RAW_LAST]
+        return {"output_hidden_states": indices} if indices else {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around the forwards that are tapped: processors, criteria and consumers may run the target as well."""
+        if RAW_LAST in self.layers and self._hook is None:
+            self._hook = self._tap_raw_last()
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def skip(self, count: int) -> None:
+        """Forgets the first positions of the last forward; those of the `hidden_states` tuple are the forward's own."""
+        if count and self._raw_last is not None:
+            self._raw_last = self._raw_last[:, count:]
+
+    def last(self, hidden_states: Any, width: int) -> Mapping[int, Float[Tensor, "B J H"]]:
+        """The states of the last `width` positions of the forward that returned `hidden_states`."""
+        return {layer: self._states(hidden_states, layer)[:, -width:] for layer in self.layers}
+
+    def at(
+        self, hidden_states: Any, paths: Sequence[Sequence[int]], rows: Sequence[int]
+    ) -> Mapping[int, Float[Tensor, "B J H"]]:
+        """The states at the nodes of one path a row; rows with shorter paths repeat node 0 as padding.
+
+        Args:
+            rows: those that the forward ran. The others, whose paths are empty, get states of another row.
+        """
+        if not self.layers:
+            return {}
+        width = max(map(len, paths))
+        nodes = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths])
+        slots = None
+        if len(rows) < len(paths):
+            slot_of = {row: slot for slot, row in enumerate(rows)}
+            slots = torch.tensor([slot_of.get(row, 0) for row in range(len(paths))])
+        features = {}
+        for layer in self.layers:
+            states = self._states(hidden_states, layer)
+            if slots is not None:
+                states = states.index_select(0, slots.to(states.device))
+            if states.shape[1] > 1:
+                states = states.gather(1, nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
+            features[layer] = states
+        return features
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._raw_last = None
+
+    def _tap_raw_last(self) -> RemovableHandle:
+        thread = threading.get_ident()
+
+        def keep(_module, _inputs, output) -> None:
+            if self._listening and threading.get_ident() == thread:  # other threads may run the same model
+                self._raw_last = output[0] if isinstance(output, tuple) else output
+
+        layer = _last_layer(self._target)
+        assert layer is not None, "see problem_with_taps"
+        return layer.register_forward_hook(keep)
+
+    def _states(self, hidden_states: Any, layer: int) -> Tensor:
+        if layer == RAW_LAST:
+            states = self._raw_last
+        else:
+            states = hidden_states[layer] if hidden_states is not None and layer < len(hidden_states) else None
+        if states is None:
+            raise DrafterError(f"the target shows no hidden state {layer}, which the drafter's `feature_layers` name.")
+        if states.dim() != 3:
+            raise DrafterError(
+                f"the target's hidden state {layer} has the shape {list(states.shape)}; drafters take [B, T, H]."
+            )
+        return finite(states)

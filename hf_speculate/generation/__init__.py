@@ -1,0 +1,11 @@
+"""A `generate` call from end to end: the bridge that takes it over from transformers, and the loop that runs it.
+
+The bridge wraps three methods of `GenerationMixin`; requests are checked and prepared, then the loop drafts, scores,
+verifies, keeps and publishes one round after the other. Everything that is decided once a request is decided here;
+what a round needs comes from the rooms below.
+"""
+
+from .bridge import install as install
+from .bridge import uninstall as uninstall
+from .call import PreparedCall as PreparedCall
+from .call import streamed as streamed

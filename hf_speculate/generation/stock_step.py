@@ -1,0 +1,93 @@
+"""What stock's loop would hand the model for its next step, by the model's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from ..errors import PromptError
+from ..models import GenerativeModel, has_own_method
+from ..verification import Sequences
+
+
+# With a value for each token: stock goes on with them token by token.
+TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+# Arguments of `_sample` that the loop makes anew for every forward, or that concern the prompt only.
+OWN_KWARGS = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "inputs_embeds",
+    "tokenizer",  # of stop strings: stock hands it on to the model, which has no use for it
+    "output_attentions",
+    "output_hidden_states",
+    *TOKEN_KWARGS,
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+)
+
+
+class StockStep:
+    """The next step of one request, as stock's loop makes it.
+
+    Args:
+        model: the target.
+        sequences: the text; rows of equal length.
+        model_kwargs: of `_sample`.
+    """
+
+    def __init__(self, model: GenerativeModel, sequences: Sequences, model_kwargs: Mapping[str, Any]):
+        self._model = model
+        self._sequences = sequences
+        self._kwargs = dict(model_kwargs)
+
+    def inputs(self, cache: Cache) -> dict[str, Any]:
+        """For the last token of the text."""
+        sequences = self._sequences
+        return self._inputs(sequences.view(range(sequences.batch_size)), sequences.num_emitted[0], cache)
+
+    def forward_kwargs(self, cache: Cache) -> dict[str, Any]:
+        """Further arguments of every forward behind the prompt; to be asked for when that has run.
+
+        Stock hands on whatever `generate` was given. A model that prepares its inputs its own way may leave some of it
+        out, an image that is in the cache for one; without more than text there is nothing that it was not tried with.
+
+        Raises:
+            PromptError: it makes something else of them, which may change from step to step.
+        """
+        given = {name: v for name, v in self._kwargs.items() if v is not None and name not in OWN_KWARGS}
+        more = [name for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL if self._kwargs.get(name) is not None]
+        if not (given or more) or not has_own_method(self._model, "prepare_inputs_for_generation"):
+            return given
+        prompt = self._sequences.prompt
+        name = type(self._model).__name__
+        try:
+            inputs = self._inputs(torch.cat([prompt, prompt.new_zeros(len(prompt), 1)], dim=1), 1, cache)
+        except Exception as error:  # methods of others, which expect to be called by stock's loop
+            raise PromptError(f"{name} cannot say what it makes of {sorted((*given, *more))}: {error}") from error
+        found = {key: v for key, v in inputs.items() if v is not None and key not in (*OWN_KWARGS, "input_ids")}
+        own = sorted(key for key, value in found.items() if key not in given or not _is_same(value, given[key]))
+        if own:
+            raise PromptError(
+                f"{name} prepares its own {', '.join(own)} for every step behind this prompt: trees cannot follow."
+            )
+        return found
+
+    def _inputs(self, text: Tensor, num_new: int, cache: Cache) -> dict[str, Any]:
+        kwargs = {**self._kwargs, "past_key_values": cache}
+        kwargs = self._model._update_model_kwargs_for_generation(
+            {}, kwargs, is_encoder_decoder=False, num_new_tokens=num_new
+        )
+        return self._model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value is other or (value.shape == other.shape and torch.equal(value, other))
+    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and value == other)

@@ -1,0 +1,19 @@
+"""Heads on disk and on the Hub: fetching and uploading, model cards, where a head comes from, and what must not leave.
+
+Repositories are read and written by `huggingface_hub`; a card is written from facts that were measured; an upload is
+searched for secrets first.
+"""
+
+from .card import Metric as Metric
+from .card import write_card as write_card
+from .origins import PROVENANCE_FILE as PROVENANCE_FILE
+from .origins import warn_of_other_adapters as warn_of_other_adapters
+from .privacy import clean_folder as clean_folder
+from .privacy import find_secret as find_secret
+from .privacy import masked as masked
+from .privacy import masked_arguments as masked_arguments
+from .privacy import publishable as publishable
+from .repositories import drafter_class_for as drafter_class_for
+from .repositories import local_folder as local_folder
+from .repositories import make_repository as make_repository
+from .repositories import upload_head as upload_head

@@ -1,0 +1,59 @@
+"""Which adapters of the target a head was trained for, as far as its folder says, and whether these are in effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from ..errors import CheckpointError
+from ..files import read_json
+from ..models import GenerativeModel
+from ..target import adapter_fingerprints
+
+
+logger = logging.get_logger(__name__)
+
+PROVENANCE_FILE = "provenance.json"
+
+
+def warn_of_other_adapters(folder: str, target: GenerativeModel) -> None:
+    """Logs one warning if the head in `folder` belongs to another adapter than the one in effect (or to none).
+
+    Text does not depend on it, acceptance does. Adapters that were merged and unloaded cannot be seen.
+    """
+    if problem := adapter_mismatch(folder, target):
+        logger.warning(f"{problem} The text stays the target's own, but fewer drafts will be accepted.")
+
+
+def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
+    """What is different, "" if nothing is. Adapters are told apart by their weights, not by their names."""
+    trained, now = _trained_adapters(folder), adapter_fingerprints(target)
+    if set((trained or {}).values()) == set(now.values()):
+        return ""
+    found = f"{_listed(now)} in effect on this {type(target).__name__}"
+    if trained is None:
+        return f"the head {folder} does not say that it was trained for the PEFT adapter {found}."
+    if not trained:
+        return f"the head {folder} was trained for the target without adapters, but there is {found}."
+    wanted = f"the head {folder} was trained for a target with the PEFT adapter {_listed(trained)}"
+    if not now:
+        return f"{wanted}, and none is in effect on this {type(target).__name__} (unless it was merged and unloaded)."
+    return f"{wanted}, but another one is: {found}."
+
+
+def _trained_adapters(folder: str) -> Mapping[str, str] | None:
+    """Name -> fingerprint; None if the folder does not say (most heads of others)."""
+    try:
+        content: Any = read_json(Path(folder) / PROVENANCE_FILE)
+        if "adapters" in content:
+            return {str(name): str(fingerprint) for name, fingerprint in content["adapters"].items()}
+        return {} if content["target"]["adapters"] is None else None  # a head from before fingerprints were noted
+    except (CheckpointError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return " and ".join(repr(name) for name in names)

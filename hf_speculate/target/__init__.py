@@ -1,0 +1,41 @@
+"""The model that verifies: what its class can score, and the forward that scores it.
+
+A `Scorer` lays a draft tree over the model's inputs (positions, masks, cache); variants of it do so for recurrent
+layers and for compiled forwards. What transformers and PEFT hang on a model (hooks, adapters, device maps) is told
+apart here, and nothing names an architecture.
+"""
+
+from .adapters import activated_lora as activated_lora
+from .adapters import active_adapters as active_adapters
+from .adapters import adapter_fingerprints as adapter_fingerprints
+from .adapters import prompt_learning as prompt_learning
+from .adapters import sample_bytes as sample_bytes
+from .attention import TreeAttention as TreeAttention
+from .attention import fold as fold
+from .attention import grouped_sdpa as grouped_sdpa
+from .attention import install_attention as install_attention
+from .attention import uninstall_attention as uninstall_attention
+from .devices import device_name as device_name
+from .devices import execution_device as execution_device
+from .devices import input_device as input_device
+from .embeddings import embedding_rows as embedding_rows
+from .embeddings import is_dense as is_dense
+from .embeddings import output_rows as output_rows
+from .hooks import has_foreign_hooks as has_foreign_hooks
+from .hooks import unhooked as unhooked
+from .hooks import without_foreign_hooks as without_foreign_hooks
+from .masks import layer_windows as layer_windows
+from .positions import DepthLimit as DepthLimit
+from .positions import has_length_dependent_rope as has_length_dependent_rope
+from .positions import longrope_switch as longrope_switch
+from .positions import num_positions as num_positions
+from .positions import takes_position_ids as takes_position_ids
+from .recurrent import has_recurrent_layers as has_recurrent_layers
+from .recurrent import target_scorer as target_scorer
+from .recurrent import target_shape as target_shape
+from .scoring import Scorer as Scorer
+from .scoring import Shape as Shape
+from .scoring import supported_shape as supported_shape
+from .static import NODE_BUCKETS as NODE_BUCKETS
+from .static import compiled as compiled
+from .static import width_for as width_for

@@ -1,0 +1,101 @@
+"""Which PEFT adapters a target computes with: what was learnt of its text holds for these only.
+
+PEFT is not imported: its layers are known by what they have. Text never depends on what is found here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models import GenerativeModel
+
+
+_SAMPLES = 256
+
+
+def active_adapters(model: GenerativeModel) -> str:
+    """The adapters in effect now, as one name: "" for none, "first", "first+second" for several at once, and
+    "first|second|__base__" for a batch with an adapter for each row (`adapter_names=`). Merged ones count as well.
+
+    Args:
+        model: as `unwrap` gives it; only one that carries adapters is searched.
+    """
+    prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if prompt_learning(model) is not None:
+        return str(getattr(prepare, "active_adapter", "prompt"))
+    by_row = _hook_arguments(model, "adapter_names")
+    return "|".join(by_row) if by_row else "+".join(sorted(_names_in_effect(model)))
+
+
+def prompt_learning(model: GenerativeModel) -> Any:
+    """Config of a prompt-learning adapter (PEFT), which acts on the inputs while it calls `generate`; or None."""
+    prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    config: Any = getattr(prepare, "active_peft_config", None)
+    return config if prepare is not model and getattr(config, "is_prompt_learning", False) else None
+
+
+def activated_lora(model: GenerativeModel) -> bool:
+    """Whether an adapter is in effect from some token on (aLoRA): PEFT then counts a forward's tokens from its end,
+    which is right for prompts and for one token at a time only."""
+    return any(offset is not None for offset in _hook_arguments(model, "alora_offsets"))
+
+
+def adapter_fingerprints(model: GenerativeModel) -> Mapping[str, str]:
+    """Name -> sha256 over a sample of the weights, of the adapters in effect (prompt learning left out).
+
+    Two files with the same weights have the same fingerprint, whatever they are called; "default" is what PEFT calls
+    most adapters.
+    """
+    names = _names_in_effect(model)
+    if not names:
+        return {}
+    digests = {name: hashlib.sha256() for name in names}
+    for key, tensor in sorted(model.state_dict().items()):
+        for name in names.intersection(key.split(".")) if isinstance(tensor, Tensor) else ():
+            digests[name].update(f"{_without(name, key)} {tuple(tensor.shape)}".encode())
+            digests[name].update(sample_bytes(tensor))
+    return {name: digest.hexdigest() for name, digest in sorted(digests.items())}
+
+
+def sample_bytes(tensor: Tensor) -> bytes:
+    """256 evenly spaced values of a tensor; of one whose values lie elsewhere (offloaded) none."""
+    if tensor.device.type == "meta":
+        return b""
+    flat = tensor.detach().reshape(-1)
+    places = torch.linspace(0, max(flat.numel() - 1, 0), min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
+    values = flat[places.to(flat.device)].cpu()
+    return values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
+
+
+def _without(name: str, key: str) -> str:
+    return ".".join(part for part in key.split(".") if part != name)
+
+
+def _adapter_layers(model: nn.Module) -> Iterator[Any]:
+    """PEFT's layers, and the modules that it keeps copies of (`modules_to_save`)."""
+    if getattr(model, "peft_config", None):  # set by PEFT wherever it puts layers in
+        for module in model.modules():
+            if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters"):
+                yield module
+
+
+def _names_in_effect(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for layer in _adapter_layers(model):
+        if not layer.disable_adapters:  # a layer that is switched off takes merged weights out again
+            names.update(layer.merged_adapters or layer.active_adapters)
+    return names
+
+
+def _hook_arguments(model: nn.Module, argument: str) -> list[Any]:
+    """What PEFT hands its layers in every forward of this `generate`, which it calls within such hooks; [] if not."""
+    for layer in _adapter_layers(model):
+        for hook in reversed(layer._forward_pre_hooks.values()):  # the last one wins; an error leaves older ones behind
+            if given := getattr(hook, "keywords", {}).get(argument):
+                return list(given)
+    return []

@@ -1,0 +1,96 @@
+"""What the layers of a model see of the text, by layer type, as its config tells: everything, a window, or a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from ..errors import CacheStateError
+
+
+@dataclass(frozen=True)
+class LayerType:
+    """Layers with one attention mask.
+
+    Attributes:
+        name: their type in the config, by which a model with several types finds its mask.
+        layer_index: one of them.
+        window: entries that a token sees, itself included; None: all.
+        is_chunked: windows do not move with the token but lie side by side, from the first real token on.
+    """
+
+    name: str
+    layer_index: int
+    window: int | None = None
+    is_chunked: bool = False
+
+    def hides_any(self, length: int) -> bool:
+        """Whether tokens of a text of `length` entries may be too far back."""
+        return self.window is not None and length > self.window
+
+    def too_far(self, seen: Tensor, seeing: Tensor, num_padding: Tensor) -> Tensor:
+        """Which entries a token does not see any more.
+
+        Args:
+            seen: int64 [R, M], index of entries in the row's text, left padding counted (as stock counts).
+            seeing: int64 [R, N], of the tokens that look at them.
+            num_padding: int64 [R, 1], entries of left padding.
+        Returns:
+            bool [R, N, M].
+        """
+        assert self.window is not None
+        if self.is_chunked:
+            return ((seen - num_padding) // self.window)[:, None] != ((seeing - num_padding) // self.window)[..., None]
+        return seen[:, None] <= seeing[..., None] - self.window
+
+
+def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
+    """The layer types of a decoder, in the order of their first layer. One: a plain mask is enough, and it is named "".
+
+    Raises:
+        CacheStateError: layers that differ in a way that no mask per layer type can say.
+    """
+    decoder = config.get_text_config(decoder=True)
+    names, options = get_layer_types_and_kwargs(decoder)
+    mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
+    types: dict[str, LayerType] = {}
+    for index, (name, mask_name, option) in enumerate(zip(names, mask_names, options, strict=True)):
+        if name == "dummy":  # uses the states of another layer, whose mask has its name
+            continue
+        found = LayerType(mask_name, index, option.get("sliding_window"), is_chunked=name == "chunked_attention")
+        known = types.setdefault(mask_name, found)
+        if known.window != found.window:
+            raise CacheStateError(
+                f"layers {known.layer_index} and {index} are both {mask_name!r}, with windows of {known.window} and "
+                f"{found.window}: a model takes one mask for each layer type."
+            )
+    if len(types) > 1 and getattr(decoder, "layer_types", None) is None:
+        raise CacheStateError(f"layers of types {sorted(types)} without `layer_types` in the config.")
+    if len(types) == 1:
+        (only,) = types.values()
+        return (LayerType("", only.layer_index, only.window, only.is_chunked),)
+    return tuple(types.values())
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Of every layer of a decoder the entries that a token sees, itself included; None: all."""
+    decoder = config.get_text_config(decoder=True)
+    names, options = get_layer_types_and_kwargs(decoder)
+    mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
+    of_type = {kind.name or mask_names[kind.layer_index]: kind.window for kind in layer_types(config)}
+    return [
+        of_type.get(mask_name) if name == "dummy" else option.get("sliding_window")
+        for name, mask_name, option in zip(names, mask_names, options, strict=True)
+    ]
+
+
+def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor:
+    """int64 [B, 1] (or [1, 1] without a mask): entries before the first real one of every row."""
+    if prompt_mask is None:
+        return torch.zeros(1, 1, dtype=torch.long, device=device)
+    return (prompt_mask.cumsum(-1) == 0).sum(-1, keepdim=True).to(device)

@@ -1,0 +1,267 @@
+"""Models with recurrent layers (SSM, linear attention, short convolutions) beside attention: chains and a snapshot.
+
+A recurrent state is a summary: nothing can be taken out of it again, and no branches fit in. So drafts are chains, and
+the states are copied before one is run: one copy, whose size does not depend on the text. What is rejected goes by
+putting the copy back; the accepted tokens are then run once more, in front of the next chain and in the same forward
+(verifying a few more tokens is nearly free), or alone where they have become many. Fully accepted chains cost nothing.
+Rows of a batch advance together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from ..cache import INDEXABLE, TreeCache
+from ..errors import CacheStateError
+from ..tree import DraftTree
+from .scoring import Scorer, Shape, supported_shape
+
+
+# Accepted tokens that are run again with the next chain at most; more are run alone, once.
+MAX_RERUN = 16
+
+_RECURRENT = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+
+def has_recurrent_layers(cache: Cache) -> bool:
+    """Whether `cache` holds recurrent states beside attention layers, all of kinds whose states can be put back."""
+    layers = cache.layers
+    known = all(type(layer) in (*INDEXABLE, *_RECURRENT) for layer in layers)
+    has_attention = any(isinstance(layer, CacheLayerMixin) for layer in layers)
+    return known and has_attention and not cache.offloading and any(type(layer) in _RECURRENT for layer in layers)
+
+
+@dataclass
+class _LayerStates:
+    """What a recurrent layer held: copies of what forwards overwrite, references to what they replace."""
+
+    states: dict[tuple[str, int], Tensor | None]
+    has_previous: dict[int, bool]
+    attention: tuple[Tensor | None, Tensor | None, int] | None
+
+    @classmethod
+    def of(cls, layer: Any) -> _LayerStates:
+        states = {
+            (kind, index): None if state is None else state.clone()
+            for kind in ("conv_states", "recurrent_states")
+            for index, state in getattr(layer, kind).items()
+        }
+        attention = None
+        if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
+            attention = layer.keys, layer.values, layer.cumulative_length
+        return cls(states, dict(layer.has_previous_state), attention)
+
+    def put_back(self, layer: Any, length: int) -> None:
+        """Gives `layer` the states again; `length` entries of attention states are what it had."""
+        for (kind, index), state in self.states.items():
+            present = getattr(layer, kind)[index]
+            if state is None:
+                if present is not None:
+                    present.zero_()
+            elif present.shape == state.shape:
+                present.copy_(state)  # in place: captured graphs hold the address
+            else:
+                getattr(layer, kind)[index] = state.clone()
+        layer.has_previous_state.update(self.has_previous)
+        if self.attention is not None:
+            layer.keys, layer.values, layer.cumulative_length = self.attention
+        elif isinstance(layer, LinearAttentionAndFullAttentionLayer) and layer.get_seq_length():
+            assert layer.keys is not None
+            assert layer.values is not None
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.nbytes for state in self.states.values() if state is not None)
+
+
+class RecurrentCache(TreeCache):
+    """A `TreeCache` whose recurrent states lag behind: they are those after `state_length` tokens, or are current.
+
+    `rerun` [B, n] are the committed tokens from there on. All rows have the same length.
+    """
+
+    def __init__(self, cache: Cache, batch_size: int):
+        super().__init__(cache, batch_size)
+        self._recurrent = [layer for layer in cache.layers if type(layer) in _RECURRENT]
+        self.state_length = self.append_index
+        self.rerun = torch.empty(batch_size, 0, dtype=torch.long)
+        self.is_current = False  # until the prompt is committed: an interruption puts back what was
+        self._snapshot = self._take()
+        self._chain = self.rerun
+
+    @staticmethod
+    def accepts(cache: Cache) -> bool:
+        return has_recurrent_layers(cache)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Memory of the copy: that of all recurrent states, once."""
+        return sum(states.num_bytes for states in self._snapshot)
+
+    @property
+    def shortest_length(self) -> int:
+        return self.state_length
+
+    def commit_appended(self) -> None:
+        self.lengths = (self.cache.get_seq_length(),) * len(self.lengths)
+        self.advance()
+
+    def advance(self) -> None:
+        """Makes the present states, which must cover everything committed, the snapshot."""
+        self.state_length, self.is_current = self.append_index, True
+        self.rerun = self.rerun[:, :0]
+        self._snapshot = self._take()
+        self._before_prompt = []
+        self._pin_windows()
+
+    def begin(self, token_ids: Tensor) -> Tensor:
+        """Before a chain [B, N] is run: puts the states in order; returns the tokens to run in front of it [B, n]."""
+        if self.is_current and self.rerun.shape[1]:
+            self.advance()
+        elif not self.is_current:
+            self.restore()
+        self.is_current, self._chain = False, token_ids
+        return self.rerun
+
+    def keep(self, paths: Sequence[Sequence[int]], ended: Collection[int] = ()) -> None:
+        """Keeps the beginning of the chain that was run last, as far as the longest path; `ended` rows go along."""
+        num_kept = max(map(len, paths))
+        self.rerun = torch.cat([self.rerun, self._chain[:, :num_kept].to(self.rerun.device)], dim=1)
+        self.lengths = (self.append_index + num_kept,) * len(self.lengths)
+        self.is_current = num_kept == self._chain.shape[1]
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        length = max(lengths)
+        if not self.state_length <= length <= self.append_index:
+            raise CacheStateError(
+                f"cannot truncate rows to {length} entries: recurrent states are known for {self.state_length} to "
+                f"{self.append_index}."
+            )
+        if length < self.append_index:
+            self.is_current = False
+            self.rerun = self.rerun[:, : length - self.state_length]
+            self.lengths = (length,) * len(self.lengths)
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the snapshot back unless the states are current."""
+        if self.is_current:
+            return
+        for layer, checkpoint in zip(self._sliding, self._before_prompt, strict=False):
+            layer.revert(checkpoint)
+        for layer, states in zip(self._recurrent, self._snapshot, strict=True):
+            states.put_back(layer, self.state_length)
+        for layer in self._layers:
+            layer.length = self.state_length
+        self._pin_windows()
+
+    def _take(self) -> list[_LayerStates]:
+        return [_LayerStates.of(layer) for layer in self._recurrent]
+
+    def _pin_windows(self) -> None:
+        for layer in self._sliding:
+            layer.pinned_from = layer.window_start(self.state_length)
+
+
+class RecurrentScorer(Scorer):
+    """Scores chains on a `RecurrentCache`, running what its states lack in front of them."""
+
+    cache: RecurrentCache
+    _shifts: Sequence[int] | None = None
+    """Position less index of the entries of each row; rows that have ended keep theirs."""
+
+    @property
+    def needs_equal_rows(self) -> bool:
+        return True
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        root_positions: Sequence[int],
+        *,
+        num_cached: int = 0,
+        forward_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """As `Scorer`; `num_cached` must be 0. States and attentions of the output are those of the nodes only."""
+        if self._shifts is None:
+            self._shifts = [position - self.cache.append_index for position in root_positions]
+        if not self.cache.is_current and self.cache.rerun.shape[1] > MAX_RERUN:
+            self.settle()
+        rerun = self.cache.begin(tree.token_ids)
+        self.num_rerun = rerun.shape[1]
+        output = self._run(torch.cat([rerun, tree.token_ids.to(rerun.device)], dim=1), forward_kwargs)
+        output.logits = output.logits[:, -tree.num_nodes :]
+        for name in ("hidden_states", "attentions"):
+            if (states := getattr(output, name, None)) is not None:
+                output[name] = tuple(None if state is None else state[..., self.num_rerun :, :] for state in states)
+        return output
+
+    def settle(self) -> None:
+        """Brings the states up to everything committed."""
+        if not self.cache.is_current:
+            rerun = self.cache.begin(self.cache.rerun[:, :0])
+            if rerun.shape[1]:
+                with torch.no_grad():
+                    self._run(rerun, None)
+            self.cache.advance()
+
+    def _run(self, token_ids: Tensor, forward_kwargs: Mapping[str, Any] | None) -> Any:
+        """One forward over tokens [B, n], the first of them behind the states."""
+        count, device, start = token_ids.shape[1], self.device, self.cache.state_length
+        shifts = torch.tensor(self._shifts, device=device)
+        positions = shifts[:, None] + torch.arange(start, start + count, device=device)
+        mask = None
+        if self._prompt_mask is not None:
+            mask = torch.ones(len(token_ids), start + count, dtype=torch.long, device=device)
+            width = min(self._prompt_mask.shape[1], start)
+            mask[:, :width] = self._prompt_mask[:, :width]
+        return self.model(
+            input_ids=token_ids.to(device),
+            attention_mask=mask,
+            past_key_values=self.cache.cache,
+            use_cache=True,
+            logits_to_keep=count,
+            return_dict=True,
+            **({"position_ids": positions} if self._takes_position_ids else {}),
+            **self._for_tokens(count),
+            **self._forward_kwargs,
+            **(forward_kwargs or {}),
+        )
+
+
+def target_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
+    """`supported_shape`, and chains for models with recurrent layers."""
+    if not has_recurrent_layers(cache):
+        return supported_shape(model, cache)
+    return "chain", "recurrent layers: chains only, rejected tokens are undone by a copy of the states"
+
+
+def target_scorer(
+    model: PreTrainedModel,
+    cache: Cache,
+    batch_size: int,
+    prompt_mask: Tensor | None = None,
+    shape: Shape = "tree",
+    token_kwargs: Mapping[str, Tensor] | None = None,
+) -> Scorer:
+    """The scorer that fits the layers of `cache`, with the cache that it needs."""
+    kind, kind_of_cache = (RecurrentScorer, RecurrentCache) if has_recurrent_layers(cache) else (Scorer, TreeCache)
+    return kind(model, kind_of_cache(cache, batch_size), prompt_mask, shape, token_kwargs=token_kwargs)

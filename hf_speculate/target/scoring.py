@@ -1,0 +1,263 @@
+"""One forward of a causal LM over a draft tree: inputs, positions, masks, cache.
+
+Used for the target by the decoding loop and by drafters that run a causal LM of their own. Nothing here names an
+architecture: any decoder-only model whose forward takes a 4-D mask, position ids and a `Cache` works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..cache import PreallocatedLayer, TreeCache, is_indexable
+from ..errors import CacheStateError
+from ..tree import DraftTree
+from .attention import TreeAttention
+from .devices import input_device
+from .hooks import may_hold_rows
+from .masks import LayerType, layer_types, num_left_padding
+from .positions import takes_position_ids
+
+
+# A tree needs an additive 4-D mask; these attentions take one. (A *bool* 4-D mask is silently wrong with "eager", which
+# adds it to the scores, and is converted once a layer by "sdpa": none is ever made.)
+TREE_ATTENTION = ("eager", "sdpa")
+
+Shape = Literal["tree", "chain", "single"]
+
+# At this length, copying a row of the cache is taken to cost as much as running it in one forward over a tree; at
+# others in proportion. (One CPU core, bf16, 8 nodes: 3 000 for a model of 16M parameters, 10 000 for one of 0.5B.)
+_COPY_CONTEXT = 4096
+
+
+def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
+    """The widest draft that `model` can score with `cache`, and why it is not wider ("" for trees)."""
+    if not is_indexable(cache):
+        kinds = sorted({type(layer).__name__ for layer in cache.layers})
+        return "single", f"cache layers {kinds} cannot be indexed: no drafts"
+    try:
+        layer_types(model.config)
+    except CacheStateError as error:
+        return "single", f"{error} No drafts."
+    if reason := counts_along_cache(model):
+        return "chain", f"{reason}: chains only"
+    attention = model.config._attn_implementation
+    if attention not in TREE_ATTENTION:
+        return "chain", f"attention {attention!r} takes no tree mask: chains only"
+    return "tree", ""
+
+
+def counts_along_cache(model: PreTrainedModel) -> str:
+    """Why the place of an entry in the cache matters to `model`, beside its position and mask; "" if it does not."""
+    config = model.config.get_text_config(decoder=True)
+    if not takes_position_ids(model):
+        return f"{type(model).__name__} takes no position ids"
+    if getattr(config, "alibi", False):
+        return "ALiBi counts along the cache"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "local attention counts along the cache"
+    return ""
+
+
+class Scorer:
+    """Runs a causal LM over draft trees on top of one cache, rows of a batch having their own lengths.
+
+    Args:
+        model: the causal LM.
+        cache: its tree cache.
+        prompt_mask: bool or int [B, M0], which of the first M0 cache entries are real (left padding and holes are 0);
+            None when all are.
+        shape: "tree", or "chain" for attentions that take no tree mask.
+        forward_kwargs: further keyword arguments of every forward.
+        token_kwargs: those of them that have a value for each token: [B, 1], what new tokens of a row get.
+    """
+
+    num_rerun = 0
+    """Committed tokens that the last forward ran again in front of the nodes."""
+
+    takes_root_only = False
+    """Whether the next forward can be a plain decoding step only."""
+
+    whole_output: Any = None
+    """States and attentions of the last forward, where that ran the whole text."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        prompt_mask: Tensor | None = None,
+        shape: Shape = "tree",
+        forward_kwargs: Mapping[str, Any] | None = None,
+        token_kwargs: Mapping[str, Tensor] | None = None,
+    ):
+        self.model = model
+        self.cache = cache
+        self.shape = shape
+        self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
+        self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
+        self._num_idle = 0
+        self._forward_kwargs = dict(forward_kwargs or {})
+        self._token_kwargs = dict(token_kwargs or {})
+        self._layer_types = layer_types(model.config)
+        self._takes_position_ids = takes_position_ids(model)
+        self.device = input_device(model)
+        self.attention = TreeAttention(model, self.device)
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        root_positions: Sequence[int],
+        *,
+        num_cached: int = 0,
+        forward_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Scores nodes of `tree`; the cache then holds N appended, uncommitted entries a row.
+
+        Args:
+            tree: the rows that the cache holds (`TreeCache.rows`); must be a chain if `shape` is "chain".
+            root_positions: position id of the root of each row of the batch.
+            num_cached: the first nodes, already appended by calls since the last commit; only the others are run
+                (how a drafter grows a tree level by level).
+            forward_kwargs: further keyword arguments of this forward.
+        Returns:
+            The model's output, of these rows; `logits` is [R, N - num_cached, V], `logits[r, i]` scores the token after
+            node `num_cached + i`.
+        """
+        device = self.device
+        depths = tree.plan.depths[:, num_cached:]
+        roots = torch.tensor([root_positions[row] for row in self.cache.rows], device=depths.device)
+        position_ids = roots[:, None] + depths
+        positions = {"position_ids": position_ids.to(device)} if self._takes_position_ids else {}
+        return self.model(
+            input_ids=tree.token_ids[:, num_cached:].to(device),
+            attention_mask=self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix),
+            past_key_values=self.cache.cache,
+            use_cache=True,
+            logits_to_keep=tree.num_nodes - num_cached,
+            return_dict=True,
+            **positions,
+            **self._for_tokens(tree.num_nodes - num_cached),
+            **self._forward_kwargs,
+            **(forward_kwargs or {}),
+        )
+
+    def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
+        """Further keyword arguments of every forward from here on."""
+        self._forward_kwargs = dict(forward_kwargs)
+
+    def _for_tokens(self, count: int) -> dict[str, Tensor]:
+        """The `token_kwargs` of a forward over `count` tokens of the rows that are there."""
+        rows = list(self.cache.rows)
+        return {name: values[rows].expand(-1, count) for name, values in self._token_kwargs.items()}
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers do not see all of the text."""
+        return any(layer_type.window is not None for layer_type in self._layer_types)
+
+    @property
+    def needs_equal_rows(self) -> bool:
+        """Whether rows must have the same length: something that no mask of ours reaches counts along the cache."""
+        return self.shape == "chain" and (self.has_windows or bool(counts_along_cache(self.model)))
+
+    def leave_out(self, finished: Sequence[int]) -> bool:
+        """Before a round: takes rows that have finished out of the cache, and so out of the forwards.
+
+        Finished rows cost their share of every forward, leaving them out costs one copy of the others: it is done as
+        soon as the one is as much as the other.
+
+        Args:
+            finished: rows of the batch, not all of them.
+        Returns:
+            Whether any has left now.
+        """
+        idle = set(self.cache.rows).intersection(finished)
+        if not idle or not self._can_leave_out:
+            return False
+        self._num_idle += len(idle)
+        if self._num_idle < (len(self.cache.rows) - len(idle)) * self.cache.append_index / _COPY_CONTEXT:
+            return False
+        self._num_idle = 0
+        self.cache.set_aside(idle)
+        return True
+
+    @cached_property
+    def _can_leave_out(self) -> bool:
+        return not may_hold_rows(self.model, self._forward_kwargs)
+
+    def settle(self) -> None:
+        """Brings the cache up to everything committed, where it lags behind."""
+
+    def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | dict[str, Tensor] | None:
+        """The attention mask of a forward over the nodes of `tree` behind the first `num_cached`.
+
+        Returns:
+            None for a root alone over a prefix without holes (the stock decoding step), int64 [B, M + N] for chains
+            under the model's own causal mask, additive [B, 1, N - num_cached, M + N] for trees (M: the entries that the
+            layers show), one for each layer type where they differ.
+        """
+        num_prefix, num_nodes = self.cache.append_index, tree.num_nodes
+        visible = self._visible_prefix(num_prefix)
+        if visible is None and (num_nodes == 1 or self.shape == "chain"):
+            return None
+        if self.shape == "chain" and visible is not None:
+            return torch.cat([visible, visible.new_ones(visible.shape[0], num_nodes)], dim=1).long()
+        masks = {kind.name: self._tree_mask(tree, num_cached, visible, kind) for kind in self._layer_types}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _tree_mask(self, tree: DraftTree, num_cached: int, visible: Tensor | None, layer_type: LayerType) -> Tensor:
+        """Additive [B, 1, N - num_cached, M + N] for the layers of one type."""
+        dtype, device = self._attention_dtype, self.device
+        first, end = self.cache.visible_from(layer_type.layer_index), self.cache.append_index
+        num_prefix = end - first
+        mask = torch.zeros(
+            (tree.batch_size, 1, tree.num_nodes - num_cached, num_prefix + tree.num_nodes), dtype=dtype, device=device
+        )
+        if visible is not None:
+            mask[..., :num_prefix].masked_fill_(~visible[:, None, None, first:], torch.finfo(dtype).min)
+        mask[..., num_prefix:] = tree.plan.bias(dtype, device)[:, None, num_cached:]
+        if layer_type.hides_any(end + tree.max_depth + 1):
+            lengths = torch.tensor(self.cache.present_lengths, device=device)[:, None]
+            nodes = lengths + tree.plan.depths.to(device)
+            prefix = torch.arange(first, end, device=device).expand(tree.batch_size, -1)
+            seen = torch.cat([prefix, nodes], dim=1)
+            too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self._prompt_mask, device))
+            mask.masked_fill_(too_far[:, None], torch.finfo(dtype).min)
+        return mask
+
+    @property
+    def _prompt_mask(self) -> Tensor | None:
+        """bool [R, M0], of the rows that the cache holds; None when all entries are real."""
+        if self._masked_rows is not self.cache.rows and self._whole_prompt_mask is not None:
+            mask = self._whole_prompt_mask[list(self.cache.rows)]
+            self._masked_rows, self._mask_of_rows = self.cache.rows, None if mask.all() else mask
+        return self._mask_of_rows
+
+    @property
+    def _sees_prefix(self) -> bool:
+        """Whether every node attends to all committed entries."""
+        return self._prompt_mask is None and not self.cache.is_ragged and not self.has_windows
+
+    @property
+    def _attention_dtype(self) -> torch.dtype:
+        """dtype of queries and keys, which `sdpa` wants of its mask; under autocast it is not the model's."""
+        first = next((layer for layer in self.cache.cache.layers if isinstance(layer, PreallocatedLayer)), None)
+        return first.dtype if first is not None and first.is_initialized else self.model.dtype
+
+    def _visible_prefix(self, num_prefix: int) -> Tensor | None:
+        """bool [B, num_prefix]: entries that are real; None if all are."""
+        if self._prompt_mask is None and not self.cache.is_ragged:
+            return None
+        device = self.device
+        lengths = torch.tensor(self.cache.present_lengths, device=device)
+        visible = torch.arange(num_prefix, device=device) < lengths[:, None]
+        if self._prompt_mask is not None:
+            width = min(self._prompt_mask.shape[1], num_prefix)
+            visible[:, :width] &= self._prompt_mask[:, :width].to(device)
+        return visible

@@ -1,0 +1,186 @@
+"""Scoring trees with static shapes, so that `torch.compile` can capture the target's forward as one graph.
+
+A graph is for one number of nodes, one capacity of the cache and one batch size. Trees are padded to the next of few
+numbers of nodes, the cache's buffers have the next power of two of entries, and everything that a shape must not tell
+(how long rows are, where nodes are written) comes in as tensors, at the same addresses every time (`buffers`). So text
+may grow, trees may change and requests may come and go without another compilation. The plain reference is `Scorer`,
+which also serves what has no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..cache import PreallocatedLayer
+from ..compilation import Compiler, capacity_for, lease_of, pool_of
+from ..tree import DraftTree
+from .attention import fold
+from .positions import has_length_dependent_rope
+from .scoring import Scorer
+
+
+NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
+
+
+def width_for(num_nodes: int) -> int:
+    """The least bucket for so many nodes."""
+    return _widths(num_nodes)[0]
+
+
+def _widths(num_nodes: int) -> list[int]:
+    """The least bucket for so many nodes, and the next, which may do as well where it is compiled already."""
+    return [bucket for bucket in NODE_BUCKETS if bucket >= num_nodes][:2]
+
+
+def _forward(model: Any, cache: Cache, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
+    output = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True, **options)
+    return output.logits, output.hidden_states
+
+
+def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: bool) -> Scorer:
+    """A scorer that does what `scorer` does with compiled forwards; `scorer` itself where that cannot be.
+
+    Args:
+        compiler: of the request.
+        has_taps: whether the drafter reads a layer by a hook.
+        is_private: nobody but the request will have its cache, so that buffers of earlier requests can serve.
+    """
+    problem = problem_with_static(scorer)
+    if has_taps:
+        problem = "the drafter reads the last layer by a hook, which breaks the graph"
+    if problem:
+        compiler.refuse(problem)
+        return scorer
+    return StaticScorer(scorer, compiler, is_private)
+
+
+def problem_with_static(scorer: Scorer) -> str:
+    """Why forwards of `scorer` cannot be captured, "" if they can."""
+    model, name = scorer.model, type(scorer.model).__name__
+    if type(scorer) is not Scorer or scorer.shape != "tree" or scorer.has_windows:
+        return f"not every layer of {name} keeps all of the text"
+    if not model._can_compile_fullgraph:
+        return f"transformers does not compile {name} as one graph"
+    if has_length_dependent_rope(model.config):
+        return "RoPE that depends on the longest position"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model lies on several devices"
+    return ""
+
+
+class StaticScorer(Scorer):
+    """A `Scorer` whose forwards are compiled.
+
+    Args:
+        scorer: whose work it does; one that has no `problem_with_static`.
+        compiler: of the request.
+        is_private: see `compiled`.
+    """
+
+    def __init__(self, scorer: Scorer, compiler: Compiler, is_private: bool):
+        self.__dict__.update(vars(scorer))
+        self._compiler = compiler
+        self._pool = pool_of(scorer.model) if is_private else None
+        lease_of(self.cache.cache, self._pool)
+
+    def leave_out(self, finished: Sequence[int]) -> bool:
+        """Nobody: another number of rows is another graph."""
+        return False
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        root_positions: Sequence[int],
+        *,
+        num_cached: int = 0,
+        forward_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        def plain() -> Any:
+            return Scorer.__call__(self, tree, root_positions, num_cached=num_cached, forward_kwargs=forward_kwargs)
+
+        options = {**self._forward_kwargs, **(forward_kwargs or {})}
+        if problem := self._problem(tree, num_cached, options):
+            self._compiler.refuse(problem)
+            return plain()
+        num_nodes, num_prefix = tree.num_nodes, self.cache.append_index
+        form = self._attention_dtype, self.attention.form, repr(options)
+        keys = [(tree.batch_size, width, capacity_for(num_prefix + width), *form) for width in _widths(num_nodes)]
+        key: Any = self._compiler.choose(self.model, self.device, _forward, keys)
+        _, width, capacity = key[:3]
+
+        def inputs() -> tuple[Any, ...]:
+            return self.model, *self._inputs(tree, root_positions, width, capacity), options
+
+        output = self._compiler.run(self.model, self.device, key, _forward, inputs, plain)
+        if not isinstance(output, tuple):
+            return output
+        logits, states = output
+        for layer in self._layers:
+            layer.length = num_prefix + num_nodes
+        if states is not None:
+            states: Any = tuple(None if state is None else state[:, :num_nodes] for state in states)
+        return CausalLMOutputWithPast(
+            logits=logits[:, :num_nodes], past_key_values=self.cache.cache, hidden_states=states
+        )
+
+    def settle(self) -> None:
+        """Lets go of the buffers: plain `generate` makes its own when the cache grows."""
+        super().settle()
+        for layer in self._layers:
+            layer.allocate = None
+
+    def _problem(self, tree: DraftTree, num_cached: int, options: Mapping[str, Any]) -> str:
+        if self._token_kwargs:
+            return f"arguments {sorted(self._token_kwargs)}"
+        if num_cached or tree.num_nodes > NODE_BUCKETS[-1]:
+            return f"a tree of more than {NODE_BUCKETS[-1]} nodes, or a part of one"
+        if any(name != "output_hidden_states" or value is True for name, value in options.items()):
+            return f"arguments {sorted(options)}"
+        layers = self._layers
+        if not all(type(layer) is PreallocatedLayer and layer.is_initialized for layer in layers):
+            return "layers that hold nothing"
+        return "" if all(layer.device == self.device for layer in layers) else "a cache on several devices"
+
+    @property
+    def _layers(self) -> list[Any]:
+        return self.cache.cache.layers
+
+    def _inputs(
+        self, tree: DraftTree, root_positions: Sequence[int], width: int, capacity: int
+    ) -> tuple[Cache, dict[str, Tensor]]:
+        """Tensors of static shape. Padding nodes are copies of the root: what they write is as finite as its entry."""
+        missing = width - tree.num_nodes
+        mask = self._static_mask(tree, width, capacity)
+        lease = lease_of(self.cache.cache, self._pool)
+        layers = lease.place(self._layers, capacity)
+        buffers = lease.buffers(tree.batch_size, capacity)
+        first = self.cache.append_index
+        slots = buffers.filled(("slots", width), torch.arange(first, first + width, device=self.device))
+        depths = functional.pad(tree.plan.depths, (0, missing)).to(self.device)
+        tokens = tree.token_ids.to(self.device)
+        inputs = {
+            "input_ids": torch.cat([tokens, tokens[:, :1].expand(-1, missing)], dim=1),
+            "position_ids": torch.tensor(root_positions, device=self.device)[:, None] + depths,
+            "attention_mask": mask if self.attention.form == "stock" else fold(mask, self.attention.groups),
+        }
+        inputs = {name: buffers.filled((name, width), values) for name, values in inputs.items()}
+        return buffers.cache(layers, slots), inputs
+
+    def _static_mask(self, tree: DraftTree, width: int, capacity: int) -> Tensor:
+        """Additive [B, 1, width, capacity]."""
+        num_nodes, seen, dtype = tree.num_nodes, self.cache.append_index + tree.num_nodes, self._attention_dtype
+        mask = torch.full(
+            (tree.batch_size, 1, width, capacity), torch.finfo(dtype).min, dtype=dtype, device=self.device
+        )
+        found = self.mask(tree)
+        assert not isinstance(found, dict)
+        mask[:, :, :num_nodes, :seen] = 0 if found is None else found
+        mask[:, :, num_nodes:] = mask[:, :, :1]
+        return mask

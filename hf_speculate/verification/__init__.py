@@ -1,0 +1,21 @@
+"""Which tokens a round emits: the request's own processors, sampler and criteria, run along the draft tree.
+
+The sampler chooses a token at every node that the walk comes to, with the noise that stock would draw at that step, so
+that the text is stock's by construction. The text so far, its records and its end are kept here as well.
+"""
+
+from .noise import Noise as Noise
+from .noise import RngState as RngState
+from .processors import Tier as Tier
+from .processors import score_only as score_only
+from .processors import see_rows_alone as see_rows_alone
+from .records import LayerRecord as LayerRecord
+from .records import Records as Records
+from .records import StepRecord as StepRecord
+from .sampler import Sampler as Sampler
+from .sampler import Verdict as Verdict
+from .sampler import verify as verify
+from .sequences import Sequences as Sequences
+from .stopping import Stopping as Stopping
+from .typical import TypicalAcceptance as TypicalAcceptance
+from .typical import TypicalSampler as TypicalSampler

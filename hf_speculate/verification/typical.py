@@ -1,0 +1,115 @@
+"""Typical acceptance: a lossy alternative to matching the request's sampler.
+
+Source: Cai et al., "Medusa" (arXiv:2401.10774), section 2.3.1. A drafted token is accepted if the target finds it
+probable enough for how undecided the target is, not if the target would have sampled it. More tokens are accepted, and
+the text is *not* distributed as the target's: a speculator with this rule has `lossless == False`, its repr says so,
+and `stats.lossy_calls` counts the calls.
+
+The default rule, "match", is the request's sampler itself; see `verification`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+
+from ..tree import DraftTree
+from .records import Records
+from .sampler import Choose, Sampler
+from .sequences import Sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypicalAcceptance:
+    """The thresholds of typical acceptance.
+
+    Attributes:
+        posterior_threshold: epsilon, a token of at least this probability is accepted however sure the target is.
+        posterior_alpha: delta, the factor of the threshold that falls with entropy. (The paper suggests sqrt(epsilon).)
+    """
+
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value <= 1:
+                raise ValueError(f"typical acceptance: {name} must be above 0 and at most 1, got {value}.")
+
+    def thresholds(self, probs: Float[Tensor, "*lead V"]) -> tuple[Float[Tensor, "*lead"], Float[Tensor, "*lead"]]:
+        """(thresholds, entropies); *more* than min(epsilon, delta * exp(-entropy)) has to be the probability."""
+        # The 1e-5 is the reference's: it is what keeps p = 0 finite, and it can be seen in the thresholds.
+        entropies = -(probs * (probs + 1e-5).log()).sum(-1)
+        return (torch.exp(-entropies) * self.posterior_alpha).clamp(max=self.posterior_threshold), entropies
+
+    def last_nodes(self, scores: Float[Tensor, "R N V"], tree: DraftTree) -> Int[Tensor, " R"]:
+        """The node at the end of each row's accepted path: the deepest, and of those the one of the likeliest path.
+
+        Args:
+            scores: of every node, after the request's processors (temperature among them).
+        """
+        device = scores.device
+        probs = torch.softmax(scores.float(), dim=-1)
+        parents = torch.tensor(tree.host.parents, device=device).expand(tree.batch_size, -1)
+        is_draft = parents >= 0
+        above = parents.clamp(min=0)
+        rows = torch.arange(tree.batch_size, device=device)[:, None]
+        token_probs = probs[rows, above, tree.token_ids.to(device)]  # [B, N], at the parent
+        is_typical = token_probs > self.thresholds(probs)[0].gather(1, above)
+        is_typical = torch.where(is_draft, is_typical, parents == -1)  # the root is; padding is not
+        ancestors = tree.plan.ancestors.to(device)
+        is_accepted = (is_typical[:, None, :] | ~ancestors).all(-1)
+        likelihoods = torch.where(is_draft, token_probs, 1.0).clamp(min=1e-38).log()
+        likelihoods = (likelihoods[:, None, :] * ancestors).sum(-1)
+        depths = torch.where(is_accepted, tree.plan.depths.to(device), -1)
+        deepest = depths == depths.amax(-1, keepdim=True)
+        return likelihoods.masked_fill(~deepest, -torch.inf).argmax(-1)
+
+
+class TypicalSampler(Sampler):
+    """Chooses tokens along the path that typical acceptance takes, and the most probable one at its end.
+
+    Deterministic, as in the reference: no noise is drawn.
+
+    Args:
+        rule: the thresholds.
+        processors: as prepared by `generate`; row-wise ones (`requests` refuses others), as all nodes have to be scored
+            before a path is known.
+        records: collects scores and logits.
+    """
+
+    def __init__(self, rule: TypicalAcceptance, processors: LogitsProcessorList, records: Records):
+        super().__init__(processors, None, records)
+        self.rule = rule
+
+    def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
+        scores = self._all_scores(logits, tree, sequences, "scores" if self.required_tier == "scores" else "prefix")
+        last_nodes = self.rule.last_nodes(scores, tree).to(scores.device)
+        most_probable = scores.argmax(-1)
+        ends, table = last_nodes.tolist(), most_probable.tolist()
+        next_nodes = [_next_on_path(tree.host.parents[slot], end) for slot, end in enumerate(ends)]
+
+        def choose(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+            tokens = []
+            for row, node in zip(rows, nodes, strict=True):
+                slot = tree.slot(row)
+                self._record(sequences, row, logits[slot, node], scores[slot, node])
+                child = next_nodes[slot].get(node)
+                tokens.append(table[slot][node] if child is None else tree.host.token_ids[slot][child])
+            return tokens
+
+        return choose
+
+
+def _next_on_path(parents: Sequence[int], last: int) -> dict[int, int]:
+    """Node -> its child, for the nodes above `last`."""
+    children = {}
+    while last > 0:
+        children[parents[last]] = last
+        last = parents[last]
+    return children
