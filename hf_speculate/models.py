@@ -1,9 +1,10 @@
-"""The type of the models that are sped up."""
+"""The models that are sped up: their type, and what wraps them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 
@@ -35,3 +36,16 @@ def num_embeddings(model: PreTrainedModel) -> int:
     """Ids that a model has embeddings for; the embedding itself may be wrapped (PEFT)."""
     found = (getattr(module, "num_embeddings", None) for module in model.get_input_embeddings().modules())
     return next((n for n in found if isinstance(n, int)), model.config.get_text_config(decoder=True).vocab_size)
+
+
+def unwrap(model: nn.Module) -> GenerativeModel:
+    """The transformers model inside `torch.compile` and PEFT wrappers; raises `TypeError` if there is none."""
+    seen: Any = model
+    while not isinstance(seen, PreTrainedModel):
+        inner = getattr(seen, "_orig_mod", None)
+        if inner is None and hasattr(seen, "get_base_model"):
+            inner = seen.get_base_model()
+        if inner is None or inner is seen:
+            raise TypeError(f"expected a transformers model (or a PEFT / compiled one), got {type(model).__name__}.")
+        seen = inner
+    return cast(GenerativeModel, seen)

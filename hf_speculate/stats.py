@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from .round import Round
+
 
 class _Stopwatch:
     """Adds the time between entering and leaving to a counter, however it is left."""
@@ -63,6 +65,22 @@ class SpeculationStats:
     def timed(self, counter: str) -> _Stopwatch:
         """A context manager that adds the time spent in it to one of the counters of seconds."""
         return _Stopwatch(self, counter)
+
+    def take_out(self, seconds: float, counter: str) -> None:
+        """Takes time that others used out of one of the counters of seconds, and out of the total."""
+        for name in (counter, "total_seconds"):
+            setattr(self, name, getattr(self, name) - seconds)
+
+    def add(self, round: Round) -> None:
+        """Counts what a round did, row by row."""
+        if round.is_prefill:
+            self.prefill_tokens += sum(map(len, round.tokens))
+            return
+        host = round.tree.host
+        for row, tokens in enumerate(round.tokens):
+            if tokens:
+                slot = round.tree.slot(row)
+                self.record_round(host.num_drafted(slot), host.depth(slot), len(tokens), round.num_accepted[row])
 
     def record_round(self, num_drafted: int, depth: int, num_emitted: int, num_accepted: int) -> None:
         """Counts one row's round.

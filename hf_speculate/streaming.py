@@ -1,18 +1,21 @@
-"""`stream`: generation as a generator, without a thread."""
+"""`stream` and `rounds`: generation as a generator, without a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from transformers import TextStreamer
 
+from .attaching import attached
 from .errors import UnsupportedRequestError
 from .generation import PreparedCall, streamed
-from .speculator import Speculator, attached, unwrap
+from .models import unwrap
+from .round import Round
+from .speculator import Speculator
 
 
 if TYPE_CHECKING:
@@ -78,51 +81,94 @@ def stream(model, inputs=None, *, speculator=None, tokenizer=None, **generate_kw
         UnsupportedRequestError: no speculator; a request that cannot be streamed (`streamer=`, per-row adapters, text
             of several rows) or cannot run with a speculator at all.
     """
+    if tokenizer is None:
+        return _tokens(_prepared("rounds", model, inputs, speculator, generate_kwargs))
+    generate_kwargs["tokenizer"] = tokenizer
+    return _text(_prepared("text", model, inputs, speculator, generate_kwargs), tokenizer)
+
+
+def rounds(
+    model: nn.Module,
+    inputs: Tensor | None = None,
+    *,
+    speculator: Speculator | str | None = None,
+    **generate_kwargs: Any,
+) -> Generator[Round, None, Any]:
+    """Generates and yields every round that emitted something: its draft tree, what was accepted, what it took.
+
+        for round in hf_speculate.rounds(model, **inputs, speculator=speculator, max_new_tokens=64):
+            print(round.draw(tokenizer))
+
+    The first one is the prompt's, whose tree is the root alone. Otherwise as `stream`.
+
+    Args:
+        model, inputs, speculator, generate_kwargs: as for `stream`.
+    Returns:
+        A generator of `Round`s; its return value is what `generate` returns.
+    Raises:
+        UnsupportedRequestError: as `stream`.
+    """
+    return _rounds_and_output(_prepared("rounds", model, inputs, speculator, generate_kwargs))
+
+
+def _prepared(
+    what: Literal["rounds", "text"],
+    model: nn.Module,
+    inputs: Tensor | None,
+    speculator: Speculator | str | None,
+    generate_kwargs: dict[str, Any],
+) -> PreparedCall:
+    """The call of `generate`, its prompt run."""
     chosen = speculator if speculator is not None else attached(unwrap(model))
     if chosen is None:
         raise UnsupportedRequestError("stream needs speculator=, or a speculator that was attached to the model.")
     for name, reason in (("streamer", "both consume the tokens"), ("adapter_names", "PEFT sets them up for one call")):
         if generate_kwargs.get(name) is not None:
             raise UnsupportedRequestError(f"stream does not take {name}= ({reason}): use generate.")
-    if tokenizer is not None:
-        generate_kwargs["tokenizer"] = tokenizer
-    token = streamed.set("tokens" if tokenizer is None else "text")
+    token = streamed.set(what)
     try:
         call = model.generate(inputs, speculator=chosen, **generate_kwargs)  # type: ignore[operator]
     finally:
         streamed.reset(token)
     if not isinstance(call, PreparedCall):
         raise UnsupportedRequestError(f"{type(model).__name__}.generate does not return what its loop returns.")
-    return _tokens(call) if tokenizer is None else _text(call, tokenizer)
+    return call
+
+
+def _rounds(call: PreparedCall) -> Generator[Round]:
+    """The rounds; between two of them the RNG is where stock has it after their tokens."""
+    noise, sequences = call.run.sampler.noise, call.run.sequences
+    with closing(call.rounds()) as rounds:
+        for round in rounds:
+            if noise is None:
+                yield round
+            else:
+                noise.pause(sequences.new_shape[1])
+                yield round
+                noise.resume()
+
+
+def _rounds_and_output(call: PreparedCall) -> Generator[Round, None, Any]:
+    yield from _rounds(call)
+    return call.output()
 
 
 def _tokens(call: PreparedCall) -> Generator[list[list[int]], None, Any]:
-    noise, sequences = call.run.sampler.noise, call.run.sequences
-    with closing(call.rounds()) as rounds:
-        for verdict in rounds:
-            if noise is None:
-                yield verdict.tokens
-            else:
-                noise.pause(sequences.new_shape[1])
-                yield verdict.tokens
-                noise.resume()
+    with closing(_rounds(call)) as rounds:
+        for round in rounds:
+            yield list(map(list, round.tokens))
     return call.output()
 
 
 def _text(call: PreparedCall, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, Any]:
-    pieces, output = _Pieces(tokenizer), None
-
-    def tokens() -> Generator[list[list[int]]]:
-        nonlocal output
-        output = yield from _tokens(call)
-
-    with closing(tokens()) as rounds:
-        for (new_tokens,) in rounds:
-            for token in new_tokens:
+    pieces = _Pieces(tokenizer)
+    with closing(_rounds(call)) as rounds:
+        for round in rounds:
+            for token in round.tokens[0]:
                 pieces.put(torch.tensor([token]))
             if text := pieces.take():
                 yield text
     pieces.end()
     if text := pieces.take():
         yield text
-    return output
+    return call.output()

@@ -5,83 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from ..policy import NOTHING, Budget, Experience, Tuner
+from ..policy import Budget, DraftPolicy, PolicyRequest, PolicySession, Replay, Situation
+from ..round import Round
 from ..speculator import Speculator
 
 
-class RecordedExperience(Experience):
-    """An experience that notes the budgets of the last request.
+class RecordedPolicy(DraftPolicy):
+    """A policy that notes the budgets of its last request.
 
     Attributes:
         budgets: one a round.
     """
 
-    def __init__(self, inner: Experience):
+    is_adaptive = True
+
+    def __init__(self, inner: DraftPolicy):
         self._inner = inner
         self.budgets: list[Budget] = []
 
-    def tuner(self, *args: Any, **kwargs: Any) -> Any:
-        tuner = self._inner.tuner(*args, **kwargs)
-        choose, budgets = tuner.choose, []
-        self.budgets = budgets
-
-        def recorded(*args: Any, **kwargs: Any) -> Budget:
-            budget = choose(*args, **kwargs)
-            budgets.append(budget)
-            return budget
-
-        tuner.choose = recorded  # type: ignore[method-assign]
-        return tuner
-
-    def learn(self, target: PreTrainedModel, tuner: Tuner, adapters: str = "") -> None:
-        self._inner.learn(target, tuner, adapters)
+    def start(self, request: PolicyRequest) -> PolicySession:
+        self.budgets = []
+        return _Noting(self._inner.start(request), self.budgets)
 
 
-class _ReplayedExperience(Experience):
-    """Gives every request the same budgets and learns nothing."""
-
-    def __init__(self, budgets: Sequence[Budget]):
+class _Noting(PolicySession):
+    def __init__(self, inner: PolicySession, budgets: list[Budget]):
+        self._inner = inner
         self._budgets = budgets
 
-    def tuner(self, *args: Any, **kwargs: Any) -> Any:
-        return _ReplayedTuner(self._budgets)
+    def choose(self, situation: Situation) -> Budget:
+        self._budgets.append(self._inner.choose(situation))
+        return self._budgets[-1]
 
-    def learn(self, target: PreTrainedModel, tuner: Tuner, adapters: str = "") -> None:
-        pass
+    def learn(self, round: Round) -> None:
+        self._inner.learn(round)
 
-
-class _ReplayedTuner:
-    def __init__(self, budgets: Sequence[Budget]):
-        self._coming = iter(budgets)
-
-    def choose(self, *args: Any, **kwargs: Any) -> Budget:
-        return next(self._coming, NOTHING)
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def leave(self, num_rows: int) -> None:
-        pass
+    def close(self) -> None:
+        self._inner.close()
 
 
 def record_budgets(speculator: Speculator) -> None:
     """Has an adaptive speculator note the budgets of its requests from now on."""
-    if speculator.experience is not None and not isinstance(speculator.experience, RecordedExperience):
-        speculator.experience = RecordedExperience(speculator.experience)
+    if speculator.policy.is_adaptive and not isinstance(speculator.policy, RecordedPolicy):
+        speculator.policy = RecordedPolicy(speculator.policy)
 
 
 def recorded_budgets(speculator: Any) -> list[Budget] | None:
     """Those of its last request; None where none were noted."""
-    experience = getattr(speculator, "experience", None)
-    return experience.budgets if isinstance(experience, RecordedExperience) else None
+    policy = getattr(speculator, "policy", None)
+    return policy.budgets if isinstance(policy, RecordedPolicy) else None
 
 
 def replayed(speculator: Speculator, budgets: Sequence[Budget] | None) -> Speculator:
     """A speculator that drafts as that one did with these budgets (None: it always drafts alike)."""
-    again = Speculator(speculator.drafter, adaptive=budgets is not None)
+    policy = {"adaptive": False} if budgets is None else {"policy": Replay(budgets)}
+    again = Speculator(speculator.drafter, **policy)
     again.typical = speculator.typical
-    if budgets is not None:
-        again.experience = _ReplayedExperience(budgets)
     return again

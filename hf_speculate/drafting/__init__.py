@@ -18,8 +18,8 @@ from .conversations import common_prefix as common_prefix
 from .conversations import remember_text as remember_text
 from .driver import Drafting as Drafting
 from .features import FeatureTaps as FeatureTaps
+from .features import check_taps as check_taps
 from .features import finite as finite
-from .features import problem_with_taps as problem_with_taps
 from .observations import Observation as Observation
 from .observations import joined as joined
 from .ranking import Warpers as Warpers

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..errors import DrafterError, SpeculateError
 from ..models import GenerativeModel, num_embeddings
+from ..round import Round
 from ..tree import DraftTree
-from ..verification import RngState, Verdict
+from ..verification import RngState, Sampler, Sequences, score_only
 from .checks import DraftChecks
 from .contract import Drafter, DraftRequest, DraftSession, DraftState
 from .features import FeatureTaps
@@ -36,6 +37,7 @@ class Drafting:
         self._taps = FeatureTaps(cast(GenerativeModel, request.target), drafter.feature_layers)
         self._unobserved = Observations()
         self._open_session: DraftSession | None = None
+        self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
         self._checks = DraftChecks(drafter.name, num_embeddings(request.target))
 
     def start(self) -> None:
@@ -66,11 +68,29 @@ class Drafting:
         lengths = torch.full((tokens.shape[0],), tokens.shape[1])
         self._ask(lambda: self._session.observe(tokens, features, lengths))
 
-    def observe(self, verdict: Verdict, hidden_states: Any, rows: Sequence[int]) -> None:
-        """Notes what the drafter will be told before its next draft; `rows`: those that the target's forward ran."""
-        tokens = tuple(map(tuple, verdict.tokens))  # the consumer of the verdict may change its lists
-        paths = [path[: len(emitted)] for path, emitted in zip(verdict.paths, tokens, strict=True)]
-        self._unobserved.add(tokens, self._taps.at(hidden_states, paths, rows))
+    def observe(self, round: Round, hidden_states: Any) -> None:
+        """Notes what the drafter will be told before its next draft."""
+        if any(round.tokens):
+            paths = [path[: len(emitted)] for path, emitted in zip(round.paths, round.tokens, strict=True)]
+            self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows))
+
+    def state(
+        self, sampler: Sampler, sequences: Sequences, active: tuple[bool, ...], max_depth: int, *, chains_only: bool
+    ) -> DraftState:
+        """The situation before a round."""
+        # Somebody who draws from the same RNG once will do so again: no noise is drawn ahead of its turn then. Drafters
+        # draw for the target's vocabulary.
+        noise = sampler.noise
+        shares_noise = noise is not None and not noise.was_disturbed and noise.width == self._vocab_size
+        return DraftState(
+            root_ids=sequences.last_tokens,
+            active=active,
+            max_depth=max_depth,
+            chains_only=chains_only,
+            num_emitted=tuple(sequences.num_emitted),
+            _noise=noise if shares_noise else None,
+            _warpers=score_only(sampler.processors),
+        )
 
     def draft(self, state: DraftState) -> DraftTree:
         """A tree that the target can score, of as many rows as the request."""

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import DrafterError
+from ..errors import DrafterError, UnsupportedRequestError
 from ..models import GenerativeModel
 from .contract import RAW_LAST
 
@@ -29,14 +29,13 @@ def finite(states: Tensor) -> Tensor:
     return torch.nan_to_num(states, nan=0.0)
 
 
-def problem_with_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> str:
-    """Why the states that a drafter named so wants cannot be tapped; "" if they can."""
+def check_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> None:
+    """Raises `UnsupportedRequestError` where the states that a drafter named so wants cannot be tapped."""
     if RAW_LAST in layers and _last_layer(target) is None:
-        return (
+        raise UnsupportedRequestError(
             f"the drafter {drafter!r} reads the output of the last decoder layer, which is not to be found in "
             f"{type(target).__name__}."
         )
-    return ""
 
 
 def _last_layer(target: GenerativeModel) -> nn.Module | None:
@@ -128,7 +127,7 @@ class FeatureTaps:
                 self._raw_last = output[0] if isinstance(output, tuple) else output
 
         layer = _last_layer(self._target)
-        assert layer is not None, "see problem_with_taps"
+        assert layer is not None, "see check_taps"
         return layer.register_forward_hook(keep)
 
     def _states(self, hidden_states: Any, layer: int) -> Tensor:

@@ -10,31 +10,32 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
 from transformers import GenerationMixin
 from transformers.utils import logging
 
-from ..errors import PromptError, TargetMismatchError, UnsupportedRequestError
+from ..attaching import attached, resolve
+from ..drafting import check_taps
+from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..models import GenerativeModel
-from ..speculator import Speculator, attached, resolve
+from ..speculator import Speculator
 from ..target import Shape, install_attention, uninstall_attention
 from .call import PreparedCall, streamed
-from .preparation import prepare
+from .preparation import SampleCall, prepare
 from .requests import (
-    problem_with_acceptance,
-    problem_with_arguments,
-    problem_with_features,
-    problem_with_inputs,
-    problem_with_model,
-    problem_with_request,
+    check_acceptance,
+    check_arguments,
+    check_inputs,
+    check_model,
+    check_request,
+    check_stream,
 )
-from .trial import request_shape
+from .trial import checked_shape
 
 
 logger = logging.get_logger(__name__)
@@ -53,7 +54,7 @@ class _Note:
     model: GenerativeModel
     speculator: Speculator
     explicit: bool
-    streamed: Literal["tokens", "text"] | None
+    streamed: Literal["rounds", "text"] | None
     has_callers_cache: bool
 
 
@@ -100,9 +101,10 @@ def _wrap_generate(original: Callable) -> Callable:
         tokens = _note.set(note), streamed.set(None)
         try:
             if note is not None:
-                problem = problem_with_model(self) or problem_with_arguments(kwargs)
-                if problem := problem or _problem_with_target(note):
-                    _refuse(note, problem)
+                with _stepping_aside(note, UnsupportedRequestError, TargetMismatchError):
+                    check_model(self)
+                    check_arguments(kwargs)
+                    note.speculator.drafter.check_target(self)  # an attached one may not fit any more
             return original(self, *args, **kwargs)
         finally:
             _note.reset(tokens[0])
@@ -125,9 +127,8 @@ def _wrap_validate(original: Callable) -> Callable:
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         note = _note.get()
         if note is not None and note.model is self:
-            problem = problem_with_request(generation_mode, generation_config, generation_mode_kwargs)
-            if problem:
-                _refuse(note, problem)
+            with _stepping_aside(note, UnsupportedRequestError):
+                check_request(generation_mode, generation_config, generation_mode_kwargs)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     _validate_generation_mode.__dict__["__hf_speculate__"] = True
@@ -142,21 +143,17 @@ def _wrap_sample(original: Callable) -> Callable:
         if note is None or note.model is not self:
             return original(*arguments, **kwargs)
         _note.set(None)  # nested calls (guidance, drafters) are plain
-        problem = problem_with_inputs(self, input_ids, generation_config, kwargs)
-        problem = problem or problem_with_features(note.speculator, self)
-        problem = problem or problem_with_acceptance(note.speculator, generation_config, logits_processor)
-        if problem := problem or _problem_with_stream(note, input_ids):
-            _refuse(note, problem)
-            return original(*arguments, **kwargs)
-        shape, reason = request_shape(self, kwargs["past_key_values"])
-        if shape == "single":
-            _refuse(note, f"{reason}.")
-            return original(*arguments, **kwargs)
-        try:
-            return _speculate(note, arguments, dict(kwargs), shape, reason)
-        except PromptError as error:
-            _refuse(note, str(error))
-            return original(*arguments, **kwargs)
+        shape = None
+        with _stepping_aside(note, UnsupportedRequestError):
+            check_inputs(self, input_ids, generation_config, kwargs)
+            check_taps(self, note.speculator.drafter.feature_layers, note.speculator.drafter.name)
+            check_acceptance(note.speculator, generation_config, logits_processor)
+            check_stream(note.streamed, input_ids.shape[0])
+            shape = checked_shape(self, kwargs["past_key_values"])
+        if shape is not None:
+            with _stepping_aside(note, PromptError):
+                return _speculate(note, arguments, dict(kwargs), *shape)
+        return original(*arguments, **kwargs)
 
     _sample.__dict__["__hf_speculate__"] = True
     return _sample
@@ -164,53 +161,40 @@ def _wrap_sample(original: Callable) -> Callable:
 
 def _speculate(note: _Note, arguments: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape, reason: str) -> Any:
     """What `_sample` returns, or the prepared call of a stream."""
+    model, input_ids, processors, criteria, config = arguments
     kwargs.pop("synced_gpus", None)
     streamer = kwargs.pop("streamer", None)
-    run = prepare(
-        note.speculator,
-        arguments,
-        kwargs,
+    call = SampleCall(
+        model=model,
+        input_ids=input_ids,
+        processors=processors,
+        criteria=criteria,
+        config=config,
+        model_kwargs=kwargs,
+        streamer=streamer,
+        has_callers_cache=note.has_callers_cache,
         shape=shape,
         reason=reason,
-        has_callers_cache=note.has_callers_cache,
-        streamer=streamer,
     )
-    call = PreparedCall(run, note.speculator, arguments[-1])
+    prepared = PreparedCall(prepare(note.speculator, call), note.speculator, config)
     if note.streamed:
-        return call.start()
-    with closing(call.rounds()) as rounds:
+        return prepared.start()
+    with closing(prepared.rounds()) as rounds:
         for _ in rounds:
             pass
     if streamer is not None:
         streamer.end()
-    return call.output()
+    return prepared.output()
 
 
-def _problem_with_target(note: _Note) -> str:
-    """Why an attached drafter does not fit (any more); for an explicit one that is its own error."""
+@contextmanager
+def _stepping_aside(note: _Note, *errors: type[SpeculateError]) -> Iterator[None]:
+    """Where a request cannot run: an error for an explicit speculator; an attached one steps aside with one warning."""
     try:
-        note.speculator.drafter.check_target(note.model)
-    except TargetMismatchError as error:
+        yield
+    except errors as error:
         if note.explicit:
             raise
-        return str(error)
-    return ""
-
-
-def _refuse(note: _Note, problem: str) -> None:
-    """Raises for an explicit speculator; an attached one steps aside with one warning."""
-    if note.explicit:
-        raise UnsupportedRequestError(problem)
-    note.speculator.stats.fallbacks[problem] += 1
-    logger.warning_once(f"{problem} Running without the attached speculator.")
-    _note.set(None)
-
-
-def _problem_with_stream(note: _Note, input_ids: Tensor) -> str:
-    """What `hf_speculate.stream` cannot do though `generate` can."""
-    if note.streamed == "text" and input_ids.shape[0] > 1:
-        return (
-            f"stream(tokenizer=...) yields the text of one sequence, the request has {input_ids.shape[0]}; without "
-            "tokenizer= it yields the tokens of every row."
-        )
-    return ""
+        note.speculator.stats.fallbacks[str(error)] += 1
+        logger.warning_once(f"{error} Running without the attached speculator.")
+        _note.set(None)

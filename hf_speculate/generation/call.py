@@ -15,15 +15,15 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..drafting import remember_text
+from ..round import Round
 from ..speculator import Speculator
 from ..stats import SpeculationStats
-from ..verification import Verdict
 from .loop import Decoding, decode
 
 
-# What `hf_speculate.stream` is about to yield. Where it is set, our `_sample` hands the prepared call back unfinished,
-# and `generate` returns it as it is.
-streamed: ContextVar[Literal["tokens", "text"] | None] = ContextVar("hf_speculate_streamed", default=None)
+# What `hf_speculate.stream` or `rounds` is about to yield. Where it is set, our `_sample` hands the prepared call back
+# unfinished, and `generate` returns it as it is.
+streamed: ContextVar[Literal["rounds", "text"] | None] = ContextVar("hf_speculate_streamed", default=None)
 
 
 @dataclass
@@ -39,8 +39,8 @@ class PreparedCall:
     run: Decoding
     speculator: Speculator
     config: GenerationConfig
-    _loop: Generator[Verdict] | None = None
-    _first: Verdict | None = None
+    _loop: Generator[Round] | None = None
+    _first: Round | None = None
 
     def start(self) -> PreparedCall:
         """Runs the prompt now, within whatever `generate` was called in; `rounds` then begins with its outcome."""
@@ -49,7 +49,7 @@ class PreparedCall:
             self._first = next(self._loop)
         return self
 
-    def rounds(self) -> Generator[Verdict]:
+    def rounds(self) -> Generator[Round]:
         """The rounds, see `decode`. Closing it ends the generation; the time between rounds is the consumer's."""
         stats, loop = self.run.stats, self._loop or decode(self.run)
         try:
@@ -57,10 +57,10 @@ class PreparedCall:
                 yield self._first
             while True:
                 with self._timed():
-                    verdict = next(loop, None)
-                if verdict is None:
+                    round = next(loop, None)
+                if round is None:
                     return
-                yield verdict
+                yield round
         finally:
             with self._timed():
                 loop.close()
@@ -71,8 +71,6 @@ class PreparedCall:
             adapters = self.run.drafting.request.adapters
             self.speculator.stats.merge(stats)
             self.speculator.adapter_stats.setdefault(adapters, SpeculationStats()).merge(stats)
-            if self.speculator.experience and self.run.tuner:
-                self.speculator.experience.learn(self.run.target, self.run.tuner, adapters)
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """What stock `generate` returns, with `speculation` (this call's statistics) in the dict form."""

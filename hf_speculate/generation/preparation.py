@@ -2,121 +2,231 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.cache_utils import Cache
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..compilation import Compiler
 from ..drafting import RAW_LAST, Drafting, DraftRequest, cached_text
 from ..models import GenerativeModel
-from ..policy import Tuner
+from ..policy import PolicyRequest, PolicySession
+from ..round import Round
 from ..speculator import Speculator
 from ..stats import SpeculationStats
-from ..target import Shape, active_adapters, compiled, prompt_learning, target_scorer
+from ..target import Scorer, Shape, active_adapters, compiled, layer_windows, prompt_learning, target_scorer
 from ..verification import LayerRecord, Noise, Records, Sampler, Sequences, StepRecord, Stopping, TypicalSampler
 from .delivery import Delivery
-from .loop import Decoding
+from .ended_rows import EndedRows
+from .limits import DepthLimits
+from .lockstep import lockstep_reason
+from .loop import Decoding, Listener
+from .prompt import Prompt
 from .recomputing import recomputing
 from .requests import total_length
 from .stock_step import TOKEN_KWARGS, StockStep
 
 
-def prepare(
-    speculator: Speculator,
-    arguments: tuple[Any, ...],
-    model_kwargs: dict[str, Any],
-    *,
-    shape: Shape,
-    reason: str,
-    has_callers_cache: bool,
-    streamer: Any = None,
-) -> Decoding:
-    """The loop's state for a call of `_sample`.
+@dataclass(frozen=True, kw_only=True)
+class SampleCall:
+    """A call of `_sample`, as `generate` makes it.
 
-    Args:
-        arguments: its positional ones: model, prompt, processors, criteria, generation config; `model_kwargs` are the
-            others.
-        shape, reason: what the model takes, and why nothing wider, see `request_shape`.
-        has_callers_cache: the cache was an argument of `generate`.
+    Attributes:
+        model, input_ids, processors, criteria, config: its positional arguments.
+        model_kwargs: the others, the streamer left out.
         streamer: as `generate` takes it.
+        has_callers_cache: the cache was an argument of `generate`.
+        shape, reason: what the model takes, and why nothing wider, see `request_shape`.
     """
-    model, input_ids, logits_processor, stopping_criteria, generation_config = arguments
-    batch_size, stats = input_ids.shape[0], SpeculationStats()
-    compiler = None if speculator.backend is None else Compiler(speculator.backend, stats.fallbacks)
-    cache, attention_mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
-    if reason:
-        stats.fallbacks[reason] += 1
-    noise = None
-    typical = speculator.typical if generation_config.do_sample else None  # without a temperature both rules are greedy
-    stats.lossy_calls += typical is not None
-    if generation_config.do_sample and typical is None:
-        noise = Noise(batch_size, model.config.get_text_config(decoder=True).vocab_size, input_ids.device)
-    records = _records(generation_config)
-    sampler = Sampler(logits_processor, noise, records)
-    if typical is not None:
-        sampler = TypicalSampler(typical, logits_processor, records)
-    pad = generation_config._pad_token_tensor
-    num_earlier = total_length(input_ids, generation_config, model_kwargs) - input_ids.shape[1]
-    stopping = Stopping(stopping_criteria)
-    request = DraftRequest(
-        target=model,
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        known_from=_known_from(speculator, input_ids, generation_config, model_kwargs),
-        do_sample=generation_config.do_sample,
-        max_new_tokens=None if stopping.max_length is None else stopping.max_length - input_ids.shape[1],
-        cache=cache,
-        num_earlier=num_earlier,
-        earlier_ids=cached_text(cache) if num_earlier else None,
-        adaptive=speculator.experience is not None,
-        compiler=compiler,
-        adapters=active_adapters(model),
-    )
-    positions = [num_earlier + input_ids.shape[1] - 1] * batch_size
-    if model_kwargs.get("position_ids") is not None:
-        positions = model_kwargs["position_ids"][:, -1].expand(batch_size).tolist()
-    num_virtual = 0
-    if (adapter := prompt_learning(model)) is not None:
-        if adapter.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
+
+    model: GenerativeModel
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    streamer: Any
+    has_callers_cache: bool
+    shape: Shape
+    reason: str
+
+    @property
+    def batch_size(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def cache(self) -> Cache:
+        return self.model_kwargs["past_key_values"]
+
+    @property
+    def shows_cache(self) -> bool:
+        """Somebody gets to see the cache."""
+        return self.has_callers_cache or bool(self.config.return_dict_in_generate)
+
+    @cached_property
+    def num_earlier(self) -> int:
+        """Tokens that the cache holds and `input_ids` does not."""
+        return total_length(self.input_ids, self.config, self.model_kwargs) - self.input_ids.shape[1]
+
+    @property
+    def num_virtual(self) -> int:
+        """Tokens of a prompt-learning adapter in front of the text."""
+        adapter = prompt_learning(self.model)
+        return 0 if adapter is None else adapter.num_virtual_tokens
+
+    @cached_property
+    def attention_mask(self) -> Tensor | None:
+        """[B, M], of all that the cache will hold of the prompt; None when all ones."""
+        mask = self.model_kwargs.get("attention_mask")
+        return functional.pad(mask, (self.num_virtual, 0), value=1) if mask is not None and self.num_virtual else mask
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Position id of each row's last prompt token."""
+        length, position_ids = self.input_ids.shape[1], self.model_kwargs.get("position_ids")
+        adapter = prompt_learning(self.model)
+        if adapter is not None and adapter.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
             # PEFT drops the position ids then: positions are those in the cache, padding counted.
-            positions = [input_ids.shape[1] - 1] * batch_size
-        num_virtual = adapter.num_virtual_tokens
-        positions = [num_virtual + position for position in positions]
-        if attention_mask is not None:
-            attention_mask = functional.pad(attention_mask, (num_virtual, 0), value=1)
-    num_expected = None if attention_mask is None else attention_mask.shape[1]
-    if attention_mask is None and model_kwargs.get("inputs_embeds") is None:
-        num_expected = num_virtual + num_earlier + input_ids.shape[1]
-    token_kwargs = _token_kwargs(model_kwargs)
-    scorer = target_scorer(model, cache, batch_size, attention_mask, shape, token_kwargs=token_kwargs)
-    sequences = Sequences(input_ids, None if pad is None else int(pad))
-    step = StockStep(model, sequences, model_kwargs)
-    scorer = recomputing(scorer, model, step)
-    shows_cache = has_callers_cache or bool(generation_config.return_dict_in_generate)
-    if compiler is not None:
-        scorer = compiled(
-            scorer, compiler, has_taps=RAW_LAST in speculator.drafter.feature_layers, is_private=not shows_cache
-        )
+            return [self.num_virtual + length - 1] * self.batch_size
+        if position_ids is None:
+            return [self.num_virtual + self.num_earlier + length - 1] * self.batch_size
+        return [self.num_virtual + p for p in position_ids[:, -1].expand(self.batch_size).tolist()]
+
+    @property
+    def num_expected(self) -> int | None:
+        """Entries that the cache should have behind the prompt, if that is known."""
+        if self.attention_mask is not None:
+            return self.attention_mask.shape[1]
+        if self.model_kwargs.get("inputs_embeds") is not None:
+            return None
+        return self.num_virtual + self.num_earlier + self.input_ids.shape[1]
+
+
+def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
+    """The loop's state for a call of `_sample`."""
+    model, stats = call.model, SpeculationStats()
+    if call.reason:
+        stats.fallbacks[call.reason] += 1
+    compiler = None if speculator.backend is None else Compiler(speculator.backend, stats.fallbacks)
+    pad = call.config._pad_token_tensor
+    sequences = Sequences(call.input_ids, None if pad is None else int(pad))
+    sampler, stopping = _sampler(speculator, call, stats), Stopping(call.criteria)
+    request = _request(speculator, call, stopping, compiler)
+    step = StockStep(model, sequences, call.model_kwargs)
+    scorer = _scorer(speculator, call, step, compiler)
+    lockstep = ""
+    if call.batch_size > 1:
+        lockstep = lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
+    # Something looks at the whole batch, or at every step of it.
+    are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
+    drafting = Drafting(speculator.drafter, request)
+    policy = speculator.policy.start(_policy_request(speculator, request))
     return Decoding(
         target=model,
-        drafting=Drafting(speculator.drafter, request),
+        prompt=Prompt(
+            forward=lambda **taps: model._prefill(call.input_ids, call.config, {**call.model_kwargs, **taps}),
+            positions=call.positions,
+            num_expected=call.num_expected,
+            step=step,
+            known_from=request.known_from,
+        ),
+        drafting=drafting,
         scorer=scorer,
-        prefill_forward=lambda **taps: model._prefill(input_ids, generation_config, {**model_kwargs, **taps}),
+        policy=policy,
         sampler=sampler,
         stopping=stopping,
         sequences=sequences,
         stats=stats,
-        prompt_positions=positions,
-        num_expected=num_expected,
-        step=step,
+        ended=EndedRows(sequences, stopping, are_padded=are_padded, show_cache=call.shows_cache),
+        limits=DepthLimits(model, stopping, sequences),
+        lockstep_reason=lockstep,
         compiler=compiler,
-        shows_cache=shows_cache,
-        delivery=None if streamer is None else Delivery(streamer, sequences, noise),
-        tuner=_tuner(speculator, model, batch_size, request.adapters),
+        delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
+        listeners=_listeners(stats, sampler.records, sequences, scorer, drafting, policy),
     )
+
+
+def _listeners(
+    stats: SpeculationStats,
+    records: Records,
+    sequences: Sequences,
+    scorer: Scorer,
+    drafting: Drafting,
+    policy: PolicySession,
+) -> Sequence[Listener]:
+    windows = layer_windows(scorer.model.config) if records.forward_kwargs else ()
+
+    def count(round: Round, _output: Any) -> None:
+        stats.add(round)
+
+    def record(round: Round, output: Any) -> None:
+        records.add_round(round, output, sequences.num_emitted, windows, scorer.whole_output)
+
+    def observe(round: Round, output: Any) -> None:
+        with stats.timed("drafter_seconds"):
+            drafting.observe(round, output.hidden_states)
+
+    def learn(round: Round, _output: Any) -> None:
+        if any(round.tokens):
+            policy.learn(round)
+
+    return [count, record, observe, learn]
+
+
+def _sampler(speculator: Speculator, call: SampleCall, stats: SpeculationStats) -> Sampler:
+    records = _records(call.config)
+    if not call.config.do_sample:  # without a temperature both rules of acceptance are greedy
+        return Sampler(call.processors, None, records)
+    if speculator.typical is not None:
+        stats.lossy_calls += 1
+        return TypicalSampler(speculator.typical, call.processors, records)
+    vocab_size = call.model.config.get_text_config(decoder=True).vocab_size
+    return Sampler(call.processors, Noise(call.batch_size, vocab_size, call.input_ids.device), records)
+
+
+def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compiler: Compiler | None) -> DraftRequest:
+    max_length = stopping.max_length
+    return DraftRequest(
+        target=call.model,
+        input_ids=call.input_ids,
+        attention_mask=call.model_kwargs.get("attention_mask"),
+        known_from=_known_from(speculator, call),
+        do_sample=bool(call.config.do_sample),
+        max_new_tokens=None if max_length is None else max_length - call.input_ids.shape[1],
+        cache=call.cache,
+        num_earlier=call.num_earlier,
+        earlier_ids=cached_text(call.cache) if call.num_earlier else None,
+        adaptive=speculator.policy.is_adaptive,
+        compiler=compiler,
+        adapters=active_adapters(call.model),
+    )
+
+
+def _policy_request(speculator: Speculator, request: DraftRequest) -> PolicyRequest:
+    return PolicyRequest(
+        target=request.target,
+        batch_size=request.input_ids.shape[0],
+        adapters=request.adapters,
+        chooses_depth=not speculator.drafter.chooses_depth,
+    )
+
+
+def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler: Compiler | None) -> Scorer:
+    """Must be made before the prompt runs: our layers take the places of the cache's."""
+    model, token_kwargs = call.model, _token_kwargs(call.model_kwargs)
+    arguments = call.cache, call.batch_size, call.attention_mask, call.shape
+    scorer = recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
+    if compiler is None:
+        return scorer
+    has_taps = RAW_LAST in speculator.drafter.feature_layers
+    return compiled(scorer, compiler, has_taps=has_taps, is_private=not call.shows_cache)
 
 
 def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -124,13 +234,6 @@ def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
     and 0 (text) where images are told from text."""
     given = {name: model_kwargs[name][:, -1:] for name in TOKEN_KWARGS if model_kwargs.get(name) is not None}
     return {name: torch.zeros_like(v) if name == "mm_token_type_ids" else v for name, v in given.items()}
-
-
-def _tuner(speculator: Speculator, model: GenerativeModel, batch_size: int, adapters: str) -> Tuner | None:
-    if speculator.experience is None:
-        return None
-    chooses_depth = not speculator.drafter.chooses_depth
-    return speculator.experience.tuner(model, batch_size, adapters, chooses_depth)
 
 
 def _records(config: GenerationConfig) -> Records:
@@ -145,11 +248,10 @@ def _records(config: GenerationConfig) -> Records:
     )
 
 
-def _known_from(speculator: Speculator, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> int:
+def _known_from(speculator: Speculator, call: SampleCall) -> int:
     """Index of the first prompt token whose features the prefill will show."""
-    num_prompt = input_ids.shape[1]
-    is_whole_text = total_length(input_ids, config, kwargs) == num_prompt
-    first = kwargs["past_key_values"].get_seq_length() if is_whole_text else 0
+    num_prompt, config = call.input_ids.shape[1], call.config
+    first = 0 if call.num_earlier else call.cache.get_seq_length()
     if config.prefill_chunk_size is not None and speculator.drafter.feature_layers:
         # Of a chunked prefill only the last chunk's hidden states come back.
         first += (num_prompt - first - 1) // config.prefill_chunk_size * config.prefill_chunk_size

@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
+from ..errors import UnsupportedRequestError
 from ..models import GenerativeModel, has_own_method
 from ..speculator import Speculator
 from ..target import Shape, has_recurrent_layers, input_device, prompt_learning, target_shape, without_foreign_hooks
@@ -70,6 +71,14 @@ def request_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
     if key not in known:
         known[key] = run_trial(model, shape, reason)
     return known[key]
+
+
+def checked_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
+    """As `request_shape`; raises `UnsupportedRequestError` where the model takes no drafts at all."""
+    shape, reason = request_shape(model, cache)
+    if shape == "single":
+        raise UnsupportedRequestError(f"{reason}.")
+    return shape, reason
 
 
 def needs_trial(model: GenerativeModel, cache: Cache) -> bool:

@@ -1,10 +1,10 @@
-"""How much to draft: the budget of every round, chosen from measured costs and measured acceptance; or nothing.
+"""The adaptive policy: the budget of every round, chosen from measured costs and measured acceptance; or nothing.
 
 The nodes of a tree come best first (`DraftTree`), so its first n nodes are the drafter's tree of n nodes: a round with
 a wide tree tells what every smaller and shallower one would have accepted. Costs are measured on the rounds themselves;
 an estimate of the first ones is corrected by those that follow.
 A round gets the budget with the highest expected tokens per second. Where that is no draft at all, drafts are still
-tried now and then, as often as a fixed share of the time pays for: `Tuner` never spends more.
+tried now and then, as often as a fixed share of the time pays for: the policy never spends more.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from .acceptance import LADDER, Acceptance
+from ..round import Round
+from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts
+from .rates import LADDER, AcceptanceRates
 
 
 _CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next
@@ -36,39 +38,29 @@ LOSS_START = 5.0
 _BANK = 8.0
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a round may draft.
-
-    Attributes:
-        max_nodes: draft nodes a row, the root not counted; None for what the drafter gives.
-        max_depth: likewise.
-    """
-
-    max_nodes: int | None = None
-    max_depth: int | None = None
-
-
-UNLIMITED = Budget()
-NOTHING = Budget(0, 0)
-
-
-class Tuner:
+class AdaptiveSession(PolicySession):
     """Chooses the budget of every round of one request.
 
     Args:
         costs: of the target at this batch size.
-        acceptances: one a row.
-        chooses_depth: whether the depth is to be chosen as well; else a draft is thought of as it comes, and costs the
-            same however deep it is.
+        rates: one a row.
+        chooses_depth: see `PolicyRequest`.
+        known: what the request begins with, and leaves to the next.
     """
 
-    def __init__(self, costs: RoundCosts, acceptances: Sequence[Acceptance], chooses_depth: bool = True):
-        self.acceptances = acceptances
+    def __init__(
+        self,
+        costs: RoundCosts,
+        rates: Sequence[AcceptanceRates],
+        chooses_depth: bool = True,
+        known: _Known | None = None,
+    ):
+        self.rates = rates
+        self._known = known
         self._costs = costs
         self._chooses_depth = chooses_depth
-        self._costs_by_size = {len(acceptances): costs}
-        self._explored = len(_FIRST_ROUNDS) if acceptances[0].widest else 0
+        self._costs_by_size = {len(rates): costs}
+        self._explored = len(_FIRST_ROUNDS) if rates[0].widest else 0
         self._is_censored = False
         self._elapsed = 0.0
         self._loss = 0.0
@@ -79,20 +71,9 @@ class Tuner:
         self._plan_context = 0
         self._plan_age = 0
 
-    def leave(self, num_rows: int) -> None:
-        """From now on the target runs so many rows of the batch. What that costs is learnt for this request only: a
-        batch of this size drafts for no other rows."""
-        if num_rows not in self._costs_by_size:
-            self._costs_by_size[num_rows] = self._costs_by_size[len(self.acceptances)].as_prior()
-        self._costs, self._plan = self._costs_by_size[num_rows], None
-
-    def choose(self, rows: Sequence[int], context: int = 0) -> Budget:
-        """The budget of the next round.
-
-        Args:
-            rows: that take part.
-            context: cache entries of the longest row.
-        """
+    def choose(self, situation: Situation) -> Budget:
+        self._run(situation.num_scored)
+        context, rows = situation.context, situation.rows
         self._context = context
         if self._explored < len(_FIRST_ROUNDS):
             return self._sized(*_FIRST_ROUNDS[self._explored]) if self._may_lose(0.0) else NOTHING
@@ -107,21 +88,36 @@ class Tuner:
             return NOTHING
         if self._stake:  # what came meanwhile was not seen: what was seen before counts half
             for row in rows:
-                self.acceptances[row].fade(0.5)
+                self.rates[row].fade(0.5)
             self._plan = None
         self._stake = 0.0
         if not self._may_lose(0.0):
             return NOTHING
         return self._wider(budget) if self._is_censored or self._explored % _EXPLORE_EVERY == 0 else budget
 
+    def learn(self, round: Round) -> None:
+        if not round.is_warm_up:
+            pairs = enumerate(zip(round.paths, round.tokens, strict=True))
+            paths = {row: path[1 : len(tokens)] for row, (path, tokens) in pairs if tokens}
+            self.record(round.num_nodes, round.depth, paths, round.seconds.total, round.seconds.drafting)
+
+    def close(self) -> None:
+        """Keeps what was learnt about acceptance, for what the next text is worth."""
+        if self._known is not None:
+            rates = AcceptanceRates.average(self.rates)
+            rates.fade(_CARRIED_WEIGHT)
+            self._known.rates = rates
+
+    def _run(self, num_rows: int) -> None:
+        """From now on the target runs so many rows of the batch. What that costs is learnt for this request only: a
+        batch of this size drafts for no other rows."""
+        if num_rows not in self._costs_by_size:
+            self._costs_by_size[num_rows] = self._costs_by_size[len(self.rates)].as_prior()
+        if self._costs is not self._costs_by_size[num_rows]:
+            self._costs, self._plan = self._costs_by_size[num_rows], None
+
     def record(
-        self,
-        num_nodes: int,
-        depth: int,
-        paths: Mapping[int, Sequence[int]],
-        *,
-        seconds: float,
-        drafting_seconds: float,
+        self, num_nodes: int, depth: int, paths: Mapping[int, Sequence[int]], seconds: float, drafting_seconds: float
     ) -> None:
         """Learns what a round did.
 
@@ -137,7 +133,7 @@ class Tuner:
             self._elapsed += costs.plain(self._context)
             return
         if not self._chooses_depth:  # where a draft ended, there was no more to be had: that is no censoring
-            depth = max(depth, *(acceptance.deepest for acceptance in self.acceptances))
+            depth = max(depth, *(rates.deepest for rates in self.rates))
         costs.drafting.record(self._cost_depth(depth), drafting_seconds, self._context)
         if self._plan is not None and seconds > _PLAN_SURPRISE * self._plan[2]:
             self._plan = None
@@ -146,9 +142,9 @@ class Tuner:
         self._elapsed += seconds
         self._explored += 1
         for row, path in paths.items():
-            self.acceptances[row].record(path, num_nodes, depth)
+            self.rates[row].record(path, num_nodes, depth)
         tokens = 1 + sum(map(len, paths.values())) / len(paths)
-        deepest = max(acceptance.deepest for acceptance in self.acceptances)
+        deepest = max(rates.deepest for rates in self.rates)
         self._is_censored = depth < deepest and tokens - 1 >= depth - 0.5  # most rows were accepted to the end
         plain = costs.plain(self._context)
         self._loss = max(self._loss + seconds - tokens * plain, -_BANK * plain)
@@ -181,12 +177,12 @@ class Tuner:
     def _best(self, rows: Sequence[int]) -> tuple[Budget, float, float]:
         """The budget with the highest expected tokens per second, these, and the seconds that it takes."""
         costs, context = self._costs, self._context
-        widest, deepest = (max(getattr(a, name) for a in self.acceptances) for name in ("widest", "deepest"))
+        widest, deepest = (max(getattr(rates, name) for rates in self.rates) for name in ("widest", "deepest"))
         drafting = [costs.drafting_to(self._cost_depth(depth), context) for depth in range(1, deepest + 1)]
         best, best_rate, best_seconds, smaller = NOTHING, 0.0, 0.0, []
         for size in range(min(bisect_left(LADDER, widest) + 1, len(LADDER))):
             num_nodes = min(LADDER[size], widest)
-            lengths = [self.acceptances[row].expected_lengths(size, min(deepest, num_nodes)) for row in rows]
+            lengths = [self.rates[row].expected_lengths(size, min(deepest, num_nodes)) for row in rows]
             totals = [sum(column) for column in zip(*lengths, strict=True)]
             # More nodes accept no less; what was seen of them may be older.
             smaller = [max(pair) for pair in zip(totals, smaller, strict=False)] + totals[len(smaller) :]
@@ -199,11 +195,14 @@ class Tuner:
         return best, best_rate, best_seconds
 
 
-class Experience:
-    """What a speculator has learnt about its targets and their adapters; targets that are gone are forgotten.
+class Adaptive(DraftPolicy):
+    """Every round drafts what measured costs and acceptance say pays best, and nothing where nothing pays.
 
-    Adapters have nothing in common: another one writes another text, and takes its own time to do so.
+    What is learnt goes from request to request, by target and by its adapters: these have nothing in common, another
+    one writes another text and takes its own time to do so. Targets that are gone are forgotten.
     """
+
+    is_adaptive = True
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[PreTrainedModel, dict[str, _Known]] = WeakKeyDictionary()
@@ -215,29 +214,24 @@ class Experience:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()
 
-    def tuner(self, target: PreTrainedModel, batch_size: int, adapters: str = "", chooses_depth: bool = True) -> Tuner:
-        """For one request, see `Tuner`; it begins with what earlier ones taught.
+    def start(self, request: PolicyRequest) -> AdaptiveSession:
+        known = self._known.setdefault(request.target, {}).setdefault(request.adapters, _Known())
+        costs = known.costs.setdefault(request.batch_size, RoundCosts())
+        rates = [AcceptanceRates.average([known.rates]) for _ in range(request.batch_size)]
+        return AdaptiveSession(costs, rates, request.chooses_depth, known)
 
-        Args:
-            adapters: of the target that are in effect, see `active_adapters`.
-        """
-        by_adapters = self._known.setdefault(target, {})
-        known = by_adapters.get(adapters)
-        if known is None:
-            known = by_adapters[adapters] = _Known(Acceptance())
-        if batch_size not in known.costs:
-            known.costs[batch_size] = RoundCosts()
-        acceptances = [Acceptance.average([known.acceptance]) for _ in range(batch_size)]
-        return Tuner(known.costs[batch_size], acceptances, chooses_depth)
-
-    def learn(self, target: PreTrainedModel, tuner: Tuner, adapters: str = "") -> None:
-        """Keeps what a finished request taught about acceptance, for what the next text is worth."""
-        acceptance = Acceptance.average(tuner.acceptances)
-        acceptance.fade(_CARRIED_WEIGHT)
-        self._known[target][adapters].acceptance = acceptance
+    def __repr__(self) -> str:
+        return "Adaptive()"
 
 
 @dataclass
 class _Known:
-    acceptance: Acceptance
+    """What is known of a target with some adapters.
+
+    Attributes:
+        rates: of the last texts.
+        costs: by batch size.
+    """
+
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     costs: dict[int, RoundCosts] = field(default_factory=dict)

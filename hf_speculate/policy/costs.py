@@ -135,7 +135,7 @@ class Timings:
 class RoundCosts:
     """What a round costs on one target at one batch size: drafting by depth, everything else by nodes (root included).
 
-    Shared by all calls of a speculator; `Tuner` reads and feeds it.
+    Shared by all calls of a speculator.
 
     Args:
         rounds, drafting: what is known of something much alike, if anything.

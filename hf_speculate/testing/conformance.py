@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
-from ..speculator import Speculator, unwrap
+from ..models import unwrap
+from ..speculator import Speculator
 from ..tree import DraftTree
 from .lossless import check_lossless
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..round import Round
+
 
 class StepRecord:
     """One tensor a step, filled row by row.
@@ -106,6 +108,27 @@ class Records:
             self.hidden_states.add_prompt(output.hidden_states)
         if self.attentions is not None:
             self.attentions.add_prompt(output.attentions or ())
+
+    def add_round(
+        self, round: Round, output: Any, num_new: Sequence[int], windows: Sequence[int | None], whole: Any
+    ) -> None:
+        """Records the accepted paths of a round if hidden states or attentions were asked for.
+
+        Args:
+            output: of its forward.
+            num_new: tokens of each row, those of the round included.
+            windows: of every layer, see `layer_windows`.
+            whole: states and attentions of the forward, where that ran the whole text.
+        """
+        if not self.forward_kwargs:
+            return
+        for slot, row in enumerate(round.tree.rows):
+            path = round.paths[row]
+            first_step = num_new[row] - len(path)
+            if whole is not None:
+                self.add_whole(whole, row, first_step)
+            else:
+                self.add_path(output, slot, row, path, first_step, round.lengths[row], round.context, windows)
 
     def add_path(
         self,

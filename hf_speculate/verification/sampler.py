@@ -85,6 +85,13 @@ class Sampler:
             return "walk"
         return self._forced_tier or self.required_tier
 
+    def release_noise(self, sequences: Sequences) -> None:
+        """Forgets noise rows that every row has used; to be called when what they chose has been delivered."""
+        if self.noise is not None:
+            emitted = sequences.num_emitted
+            running = (n for n, is_finished in zip(emitted, sequences.finished, strict=True) if not is_finished)
+            self.noise.release_before(min(running, default=max(emitted)))
+
     def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
         """A function (rows, their nodes) -> the token the request's sampler chooses there.
 

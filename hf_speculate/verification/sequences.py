@@ -36,6 +36,11 @@ class Sequences:
         return [len(tokens) for tokens in self.new_tokens]
 
     @property
+    def last_tokens(self) -> Int[Tensor, " B"]:
+        """The last new token of each row, on the CPU."""
+        return torch.tensor([tokens[-1] for tokens in self.new_tokens])
+
+    @property
     def finished_rows(self) -> list[int]:
         return [row for row, is_finished in enumerate(self.finished) if is_finished]
 

@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
+import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.drafting import conversations
-from hf_speculate.generation import loop as decoding
 from hf_speculate.tree import PADDING_PARENT
 
 from ..plugins.test_eagle import target
@@ -19,38 +19,35 @@ from .test_pauses import DRAFTERS
 REMEMBERING = ("draft_model", "eagle1", "eagle3")
 
 
-def trees(model, monkeypatch, speculator, **inputs):
+def trees(model, speculator, **inputs):
     """The text, the cache, and (token, parent) of every drafted node by the length of the whole text."""
-    seen = {}
-    ask = decoding.Decoding._draft
+    seen, output = {}, None
 
-    def ask_and_note(run, max_depth):
-        tree = ask(run, max_depth)
-        nodes = zip(tree.host.token_ids[0], tree.host.parents[0], strict=True)
-        length = run.cache.lengths[0]
-        seen[length] = [node for node in nodes if node[1] != PADDING_PARENT]
-        return tree
+    def rounds():
+        nonlocal output
+        request = {**inputs, "pad_token_id": 0, "return_dict_in_generate": True}
+        output = yield from hf_speculate.rounds(model, **request, speculator=speculator)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(decoding.Decoding, "_draft", ask_and_note)
-        output = model.generate(**inputs, pad_token_id=0, speculator=speculator, return_dict_in_generate=True)
+    for round in rounds():
+        if round.num_nodes:
+            nodes = zip(round.tree.host.token_ids[0], round.tree.host.parents[0], strict=True)
+            seen[round.lengths[0]] = [node for node in nodes if node[1] != PADDING_PARENT]
     return output.sequences, output.past_key_values, seen
 
 
 class Conversation:
     """A first turn of 20 tokens, and what follows it."""
 
-    def __init__(self, name, tmp_path, monkeypatch, prompt):
+    def __init__(self, name, tmp_path, prompt):
         self.model = target("llama", dtype=torch.float64)
         self.drafter = DRAFTERS[name](self.model, tmp_path)
         self.speculator = Speculator(self.drafter, adaptive=False)
-        self.monkeypatch = monkeypatch
         first, self.cache, _ = self.run(self.speculator, input_ids=prompt(9), max_new_tokens=20)
         self.first = first
         self.text = torch.cat([first, prompt(5, seed=7)], dim=1)
 
     def run(self, speculator, **inputs):
-        return trees(self.model, self.monkeypatch, speculator, **inputs)
+        return trees(self.model, speculator, **inputs)
 
     def expected(self, text=None):
         fresh = Speculator(self.drafter, adaptive=False)
@@ -62,13 +59,13 @@ class Conversation:
 
 
 @pytest.fixture(params=DRAFTERS)
-def conversation(request, tmp_path, monkeypatch, prompt):
-    return Conversation(request.param, tmp_path, monkeypatch, prompt)
+def conversation(request, tmp_path, prompt):
+    return Conversation(request.param, tmp_path, prompt)
 
 
 @pytest.fixture(params=REMEMBERING)
-def remembered(request, tmp_path, monkeypatch, prompt):
-    return Conversation(request.param, tmp_path, monkeypatch, prompt)
+def remembered(request, tmp_path, prompt):
+    return Conversation(request.param, tmp_path, prompt)
 
 
 @pytest.mark.parametrize("form", ["whole text", "new tokens"])

@@ -15,8 +15,8 @@ import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.hub.origins import adapter_mismatch
-from hf_speculate.policy.adaptive import Experience
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
+from hf_speculate.policy import Adaptive, PolicyRequest
 from hf_speculate.target.adapters import active_adapters, adapter_fingerprints
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.combined import CombinedDrafter
@@ -199,12 +199,11 @@ class TestWhatIsLearnt:
         drafter = ScriptedDrafter(text[:, 9:], (2, 1, 1, 1), vocab_size=VOCAB_SIZE)
         speculator = Speculator(drafter, adaptive=True)
         self.run(adapted, speculator, ids, "first")
-        assert speculator.experience is not None
-        known = speculator.experience._known[unwrap(adapted)]
-        before = known["first"].acceptance.expected_lengths(3, 4)
+        known = speculator.policy._known[unwrap(adapted)]
+        before = known["first"].rates.expected_lengths(3, 4)
         self.run(adapted, speculator, ids, "second")
-        assert known["first"].acceptance.expected_lengths(3, 4) == before
-        lengths = {name: known[name].acceptance.expected_lengths(3, 4)[-1] for name in ("first", "second")}
+        assert known["first"].rates.expected_lengths(3, 4) == before
+        lengths = {name: known[name].rates.expected_lengths(3, 4)[-1] for name in ("first", "second")}
         assert lengths["first"] > 3.5  # a prior of 0.7 a level counts as well
         assert lengths["second"] < 2
         assert known["first"].costs[1] is not known["second"].costs[1]
@@ -226,10 +225,10 @@ class TestWhatIsLearnt:
         assert drafter.ledgers["first"].values(0, 0, [-1, 0]) == values
         assert drafter.ledgers["second"].values(0, 0, [-1, 0])[1] < 0.3 < 0.8 < values[1]
 
-    def test_experience_of_one_adapter_is_that_of_none_without_peft(self, tiny_model):
-        experience = Experience()
-        experience.learn(tiny_model(), experience.tuner(tiny_model(), 1))
-        assert list(experience._known[tiny_model()]) == [""]
+    def test_without_peft_everything_is_learnt_of_no_adapter(self, tiny_model):
+        policy = Adaptive()
+        policy.start(PolicyRequest(target=tiny_model(), batch_size=1)).close()
+        assert list(policy._known[tiny_model()]) == [""]
 
 
 class TestNames:

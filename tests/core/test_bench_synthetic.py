@@ -22,7 +22,7 @@ from hf_speculate.bench.shapes import SHAPES, ModelShape, find_shape, random_pro
 from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
 from hf_speculate.bench.synthetic_workload import plain_texts
 from hf_speculate.cli import app
-from hf_speculate.policy.adaptive import Budget
+from hf_speculate.policy import Budget
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import ScriptedDrafter
 
@@ -310,4 +310,4 @@ class TestReplay:
         record_budgets(speculator)
         assert recorded_budgets(speculator) is None
         assert recorded_budgets(None) is None
-        assert replayed(speculator, None).experience is None
+        assert not replayed(speculator, None).policy.is_adaptive

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_speculate import AutoSpeculator, Speculator, hub
+from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting.contract import Drafter, SavedHead
 from hf_speculate.errors import CheckpointError
+from hf_speculate.hub import repositories
 from hf_speculate.hub.card import CARD_FILE, is_generated, write_card
 from hf_speculate.testing.scripted import EmptyDrafter
 
@@ -75,7 +76,7 @@ class FakeHub:
 @pytest.fixture
 def fake_hub(tmp_path, monkeypatch):
     fake = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(hub, "HfApi", fake)
+    monkeypatch.setattr(repositories, "HfApi", fake)
     return fake
 
 

@@ -8,9 +8,15 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.drafting.contract import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.drafting.driver import Drafting
-from hf_speculate.policy.adaptive import Budget
+from hf_speculate.policy import Fixed
+from hf_speculate.round import Round
 from hf_speculate.tree import DraftTree
-from hf_speculate.verification.sampler import Verdict
+
+
+def a_round(paths, tokens):
+    """Of two rows."""
+    tree = DraftTree.root_only(torch.tensor([3, 4]))
+    return Round(tree=tree, paths=paths, tokens=tokens, num_accepted=[0, 0], lengths=[9, 9], context=9)
 
 
 class Listener(Drafter, DraftSession):
@@ -59,7 +65,7 @@ def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model
     run, states = drafting(tiny_model(), listener), torch.arange(6.0).view(3, 2, 1, 1)
     for step, paths in enumerate(([[0], [0]], [[0], []], [[0], [0]])):
         tokens = [[10 * row + step] * len(path) for row, path in enumerate(paths)]
-        run.observe(Verdict(paths, tokens, [0, 0]), (None, states[step]), range(2))
+        run.observe(a_round(paths, tokens), (None, states[step]))
     assert not listener.seen
     run.draft(state([2, 12]))
     ((tokens, features, lengths),) = listener.seen
@@ -72,7 +78,7 @@ def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model
 def test_states_of_a_tree_are_those_of_the_path(tiny_model):
     listener = Listener(feature_layers=(1,))
     run = drafting(tiny_model(), listener)
-    run.observe(Verdict([[0, 2], [0]], [[5, 6], [7]], [1, 0]), (None, torch.arange(6.0).view(2, 3, 1)), range(2))
+    run.observe(a_round([[0, 2], [0]], [[5, 6], [7]]), (None, torch.arange(6.0).view(2, 3, 1)))
     run.draft(state([6, 7]))
     assert listener.seen[0][1][1][..., 0].tolist() == [[0, 2], [3, 3]]
 
@@ -93,7 +99,7 @@ def test_only_a_session_that_carries_over_is_told_of_the_last_rounds(tiny_model)
     for carries_over in (False, True):
         listener = Listener(carries_over=carries_over)
         run = drafting(tiny_model(), listener)
-        run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None, range(2))
+        run.observe(a_round([[0], [0]], [[5], [6]]), None)
         run.close()
         run.close()
         assert len(listener.seen) == carries_over
@@ -110,25 +116,16 @@ def test_the_hook_on_the_last_layer_is_there_from_the_first_forward_to_the_end(t
         with run.listening():
             model(torch.tensor([[1, 2], [3, 4]]))
         assert len(hooks) == before + 1
-    run.observe(Verdict([[0], [0]], [[5], [6]], [0, 0]), None, range(2))
+    run.observe(a_round([[0], [0]], [[5], [6]]), None)
     run.close()
     assert len(hooks) == before
 
 
-def test_the_tuner_learns_how_deep_was_drafted_not_how_deep_was_scored(tiny_model, prompt, monkeypatch):
+def test_the_policy_learns_how_deep_was_drafted_not_how_deep_was_scored(tiny_model, prompt):
     """Levels that are cut off took time, and a path that ends where they began did not find them."""
-    seen = []
-
-    class OneNode:
-        def choose(self, rows, context):
-            return Budget(max_nodes=1)
-
-        def record(self, num_nodes, depth, paths, **seconds):
-            seen.append((num_nodes, depth))
-
-    speculator = Speculator(Listener(), adaptive=True)
-    monkeypatch.setattr(speculator.experience, "tuner", lambda *_: OneNode())
-    monkeypatch.setattr(speculator.experience, "learn", lambda *_: None)
-    tiny_model().generate(prompt(6), max_new_tokens=12, min_new_tokens=12, pad_token_id=0, speculator=speculator)
-    assert seen[0] == (1, 2)
-    assert {depth for _, depth in seen[:-2]} == {2}
+    speculator = Speculator(Listener(), policy=Fixed(max_nodes=1))
+    request = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    prefill, *rounds = hf_speculate.rounds(tiny_model(), prompt(6), speculator=speculator, **request)
+    assert prefill.is_prefill
+    assert (rounds[0].num_nodes, rounds[0].depth) == (1, 2)
+    assert {round.depth for round in rounds[:-2]} == {2}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.errors import DrafterError
-from hf_speculate.generation.loop import Decoding
 from hf_speculate.testing import RaisingDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
@@ -35,48 +35,36 @@ def perfect(model, ids, branching=(2, 2, 2)):
 
 @pytest.mark.parametrize("attention", TOLERANCE)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_after_every_round_the_cache_is_a_fresh_prefill(tiny_model, prompt, monkeypatch, attention, architecture):
+def test_after_every_round_the_cache_is_a_fresh_prefill(tiny_model, prompt, attention, architecture):
     model = tiny_model(architecture, attention=attention, dtype=torch.float64)
     ids, num_checked = prompt(9), 0
-    observe = Decoding.observe
-
-    def check_then_observe(run, *args):
-        nonlocal num_checked
-        text = torch.cat([ids, torch.tensor([run.sequences.new_tokens[0]])], dim=1)
-        assert_cache_is_fresh(model, run.cache.cache, text[:, :-1], TOLERANCE[attention])
-        num_checked += 1
-        return observe(run, *args)
-
-    monkeypatch.setattr(Decoding, "observe", check_then_observe)
     for drafter in (perfect(model, ids), RandomDrafter(vocab_size=VOCAB_SIZE)):
-        model.generate(ids, max_new_tokens=30, speculator=Speculator(drafter))
+        text, cache = ids, DynamicCache(config=model.config)
+        request = {"max_new_tokens": 30, "past_key_values": cache, "speculator": Speculator(drafter)}
+        for round in hf_speculate.rounds(model, ids, **request):
+            text = torch.cat([text, torch.tensor(round.tokens)], dim=1)
+            assert_cache_is_fresh(model, cache, text[:, :-1], TOLERANCE[attention])
+            num_checked += 1
     assert num_checked > 20
 
 
-def test_after_every_round_each_row_of_a_batch_is_a_fresh_prefill(tiny_model, prompt, monkeypatch):
+def test_after_every_round_each_row_of_a_batch_is_a_fresh_prefill(tiny_model, prompt):
     model = tiny_model(dtype=torch.float64)
     batch = torch.cat([prompt(9, seed=1), prompt(9, seed=2), prompt(9, seed=3)])
     script = model.generate(batch, max_new_tokens=48)[:, 9:]
-    was_ragged = False
-    observe = Decoding.observe
-
-    def check_then_observe(run, *args):
-        nonlocal was_ragged
-        was_ragged |= run.cache.is_ragged
-        for slot, row in enumerate(run.cache.rows):
-            length = run.cache.lengths[row]
-            text = torch.cat([batch[row], torch.tensor(run.sequences.new_tokens[row])])[None, :-1]
-            assert length == text.shape[1]
-            fresh = DynamicCache(config=model.config)
+    drafter = ScriptedDrafter(script, (3, 2, 2), accuracy=0.7, vocab_size=VOCAB_SIZE)
+    cache, texts, was_ragged = DynamicCache(config=model.config), batch.tolist(), False
+    request = {"max_new_tokens": 30, "past_key_values": cache, "speculator": Speculator(drafter)}
+    for round in hf_speculate.rounds(model, batch, **request):
+        texts = [text + list(tokens) for text, tokens in zip(texts, round.tokens, strict=True)]
+        was_ragged |= len(set(map(len, texts))) > 1
+        for slot, row in enumerate(round.tree.rows):
+            text, fresh = torch.tensor([texts[row][:-1]]), DynamicCache(config=model.config)
+            length = text.shape[1]
             model(text, past_key_values=fresh)
-            for ours, plain in zip(run.cache.cache.layers, fresh.layers, strict=True):
+            for ours, plain in zip(cache.layers, fresh.layers, strict=True):
                 torch.testing.assert_close(ours.keys[slot : slot + 1, :, :length], plain.keys, atol=1e-10, rtol=0)
                 torch.testing.assert_close(ours.values[slot : slot + 1, :, :length], plain.values, atol=1e-10, rtol=0)
-        return observe(run, *args)
-
-    monkeypatch.setattr(Decoding, "observe", check_then_observe)
-    drafter = ScriptedDrafter(script, (3, 2, 2), accuracy=0.7, vocab_size=VOCAB_SIZE)
-    model.generate(batch, max_new_tokens=30, speculator=Speculator(drafter))
     assert was_ragged, "the rows never went apart: the test shows nothing"
 
 

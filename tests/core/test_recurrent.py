@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
-import hf_speculate.recurrent as recurrent
 from hf_speculate import Speculator
 from hf_speculate.drafting.features import RAW_LAST
 from hf_speculate.errors import CacheStateError
 from hf_speculate.generation.trial import run_trial
+from hf_speculate.target import recurrent
 from hf_speculate.target.recurrent import MAX_RERUN, RecurrentCache, RecurrentScorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import DraftTree

@@ -212,11 +212,13 @@ def test_targets_and_drafters_without_static_form_say_so(tiny_model, prompt, rop
     assert reason in found
 
 
-def test_the_tuner_learns_nothing_from_rounds_that_compiled(tiny_model, prompt, monkeypatch):
+def test_the_policy_learns_nothing_from_rounds_that_compiled(tiny_model, prompt, monkeypatch):
     model = model_of(tiny_model)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), adaptive=True, compile="eager")
     learnt = []
-    monkeypatch.setattr("hf_speculate.policy.adaptive.Tuner.record", lambda *_a, **_k: learnt.append(num_graphs()))
+    monkeypatch.setattr(
+        "hf_speculate.policy.adaptive.AdaptiveSession.record", lambda *_a, **_k: learnt.append(num_graphs())
+    )
     new_tokens(model, prompt(10), speculator)
     assert len(learnt) == speculator.stats.rounds + speculator.stats.rounds_without_draft - num_graphs()
 

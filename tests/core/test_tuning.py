@@ -1,4 +1,4 @@
-"""The tuner against brute force and simulated clocks: no test here looks at a real one."""
+"""The adaptive policy against brute force and simulated clocks: no test here looks at a real one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from hf_speculate import Speculator
 from hf_speculate.drafting.observations import Observation, joined
-from hf_speculate.generation import loop as decoding
-from hf_speculate.policy.acceptance import LADDER, Acceptance
-from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START, NOTHING, Budget, Tuner
+from hf_speculate.generation import clock as round_clock
+from hf_speculate.policy import NOTHING, Budget, Situation
+from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START, AdaptiveSession
 from hf_speculate.policy.costs import RoundCosts
+from hf_speculate.policy.rates import LADDER, AcceptanceRates
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
 
 from ..conftest import VOCAB_SIZE
@@ -34,10 +35,15 @@ def random_rounds(count, seed=0):
     return rounds
 
 
-class TestAcceptance:
+def situation(*rows, context=0):
+    """These rows take part (the first, if none is named), and no others are run."""
+    return Situation(rows or (0,), num_scored=len(rows) or 1, context=context)
+
+
+class TestAcceptanceRates:
     def test_smaller_trees_are_judged_as_if_they_had_been_drafted(self):
-        """Hazards from wide rounds against replays: what would the first n nodes to depth d have accepted?"""
-        acceptance = Acceptance(decay=1.0)
+        """Rates from wide rounds against replays: what would the first n nodes to depth d have accepted?"""
+        acceptance = AcceptanceRates(decay=1.0)
         rounds = [(path, 31, 5) for path, _, _ in random_rounds(4000)]
         for path, num_nodes, depth in rounds:
             acceptance.record(path, num_nodes, depth)
@@ -48,7 +54,7 @@ class TestAcceptance:
                 assert lengths[depth - 1] == pytest.approx(sum(replayed) / len(replayed), abs=0.02), (size, depth)
 
     def test_rounds_of_different_sizes_count_where_they_say_something(self):
-        acceptance, plain = Acceptance(decay=1.0), {}
+        acceptance, plain = AcceptanceRates(decay=1.0), {}
         for path, num_nodes, depth in random_rounds(600):
             acceptance.record(path, num_nodes, depth)
             for size, n in enumerate(LADDER):
@@ -63,7 +69,7 @@ class TestAcceptance:
             assert (acceptance._trials[level][size], acceptance._hits[level][size]) == (trials, hits)
 
     def test_a_path_accepted_to_the_end_says_nothing_about_what_comes_below(self):
-        acceptance = Acceptance()
+        acceptance = AcceptanceRates()
         for _ in range(50):
             acceptance.record([1, 2], num_nodes=2, depth=2)
         deeper = acceptance.expected_lengths(size=1, max_depth=4)
@@ -71,7 +77,7 @@ class TestAcceptance:
         assert deeper[3] == pytest.approx(5.0, abs=0.5)
 
     def test_old_rounds_fade(self):
-        acceptance = Acceptance()
+        acceptance = AcceptanceRates()
         for _ in range(200):
             acceptance.record([1, 2, 3], 3, 3)
         for _ in range(40):
@@ -79,10 +85,10 @@ class TestAcceptance:
         assert acceptance.expected_lengths(2, 3)[-1] < 1.3
 
     def test_the_average_of_equal_rows_is_the_row(self):
-        row = Acceptance()
+        row = AcceptanceRates()
         for path, num_nodes, depth in random_rounds(30):
             row.record(path, num_nodes, depth)
-        mean = Acceptance.average([row, row, row])
+        mean = AcceptanceRates.average([row, row, row])
         assert (mean.widest, mean.deepest) == (31, 5)
         for size in range(len(LADDER)):
             assert mean.expected_lengths(size, 5) == pytest.approx(row.expected_lengths(size, 5))
@@ -93,19 +99,19 @@ class Simulation:
 
     def __init__(self, cost, accepts, widest=16, deepest=5):
         self.cost, self.accepts, self.widest, self.deepest = cost, accepts, widest, deepest
-        self.tuner = Tuner(RoundCosts(), [Acceptance()])
+        self.policy = AdaptiveSession(RoundCosts(), [AcceptanceRates()])
         self.seconds, self.tokens, self.budgets = 0.0, 0, []
 
     def run(self, num_tokens):
         while self.tokens < num_tokens:
-            budget = self.tuner.choose([0])
+            budget = self.policy.choose(situation())
             self.budgets.append(budget)
             num_nodes = self.widest if budget.max_nodes is None else min(budget.max_nodes, self.widest)
             depth = self.deepest if budget.max_depth is None else min(budget.max_depth, self.deepest)
             path = [node for node in self.accepts(self.tokens)[:depth] if node <= num_nodes] if num_nodes else []
             drafting = 0.05 * depth if num_nodes else 0.0
             seconds = (self.cost(num_nodes) if num_nodes else 1.0) + drafting
-            self.tuner.record(num_nodes, depth, {0: path}, seconds=seconds, drafting_seconds=drafting)
+            self.policy.record(num_nodes, depth, {0: path}, seconds=seconds, drafting_seconds=drafting)
             self.seconds += seconds
             self.tokens += len(path) + 1
         return self
@@ -155,34 +161,34 @@ def test_trees_beyond_the_ladder_are_cut_to_it():
 def test_rows_are_judged_together():
     """One row drafts well and one badly: what pays is the sum."""
     costs = RoundCosts()
-    good, bad = Acceptance(), Acceptance()
-    tuner = Tuner(costs, [good, bad])
+    good, bad = AcceptanceRates(), AcceptanceRates()
+    policy = AdaptiveSession(costs, [good, bad])
     for _ in range(40):
-        tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
-        tuner.record(4, 4, {0: [1, 2, 3, 4], 1: []}, seconds=2.0, drafting_seconds=0.1)
-    assert tuner.choose([0, 1]).max_depth == 4
-    assert tuner._best([1])[1] < 1.0 < tuner._best([0])[1]
+        policy.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
+        policy.record(4, 4, {0: [1, 2, 3, 4], 1: []}, seconds=2.0, drafting_seconds=0.1)
+    assert policy.choose(situation(0, 1)).max_depth == 4
+    assert policy._best([1])[1] < 1.0 < policy._best([0])[1]
 
 
 def test_without_a_draft_ever_there_is_nothing_to_choose_from():
-    tuner = Tuner(RoundCosts(), [Acceptance()])
+    policy = AdaptiveSession(RoundCosts(), [AcceptanceRates()])
     for _ in range(20):
-        assert tuner.choose([0]) == Budget(8, 3)
-        tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
+        assert policy.choose(situation()) == Budget(8, 3)
+        policy.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
 
 
 def test_a_drafter_that_chooses_its_depth_is_asked_for_nodes_only():
     """Half its drafts end at depth 1, where it found no more, half are right to depth 4. That a short one was right to
     its end promises nothing; and what deeper drafts took is no reason to ask for shallower ones."""
-    tuner = Tuner(RoundCosts(), [Acceptance()], chooses_depth=False)
+    policy = AdaptiveSession(RoundCosts(), [AcceptanceRates()], chooses_depth=False)
     for _ in range(60):
-        tuner.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
-        tuner.record(4, 4, {0: [1, 2, 3, 4]}, seconds=1.9, drafting_seconds=0.7)
-        tuner.record(4, 1, {0: [1]}, seconds=1.3, drafting_seconds=0.1)
-    budget, rate, seconds = tuner._best([0])
+        policy.record(0, 0, {}, seconds=1.0, drafting_seconds=0.0)
+        policy.record(4, 4, {0: [1, 2, 3, 4]}, seconds=1.9, drafting_seconds=0.7)
+        policy.record(4, 1, {0: [1]}, seconds=1.3, drafting_seconds=0.1)
+    budget, rate, seconds = policy._best([0])
     assert budget == Budget(4, None)
     assert rate * seconds == pytest.approx((5 + 2) / 2, abs=0.2)
-    by_depth = Tuner(RoundCosts(), [Acceptance()])
+    by_depth = AdaptiveSession(RoundCosts(), [AcceptanceRates()])
     for _ in range(60):
         by_depth.record(4, 4, {0: [1, 2, 3, 4]}, seconds=1.9, drafting_seconds=0.7)
         by_depth.record(4, 1, {0: [1]}, seconds=1.3, drafting_seconds=0.1)
@@ -194,7 +200,7 @@ class Clock:
 
     def __init__(self, monkeypatch, model, slope=0.1):
         self.now, self.slope = 0.0, slope
-        monkeypatch.setattr(decoding.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(round_clock.time, "perf_counter", lambda: self.now)
         self.hook = model.register_forward_pre_hook(self.tick, with_kwargs=True)
 
     def tick(self, _module, _args, kwargs):
@@ -255,55 +261,54 @@ class TestContext:
     def seconds(nodes, context):
         return 1 + context / 8000 + nodes * (0.02 + 0.4 * context / 8000)
 
-    def rounds(self, tuner, count, context):
+    def rounds(self, policy, count, context):
         """Budgets of rounds in which every draft is accepted to its fourth node."""
         budgets = []
         for _ in range(count):
-            budget = tuner.choose([0], context)
+            budget = policy.choose(situation(context=context))
             nodes = 16 if budget.max_nodes is None else min(budget.max_nodes, 16)
             depth = 5 if budget.max_depth is None else min(budget.max_depth, 5)
             path = [node for node in (1, 3, 6, 12)[:depth] if node <= nodes]
             seconds = self.seconds(nodes, context)
-            tuner.record(nodes, depth, {0: path}, seconds=seconds, drafting_seconds=0.0)
+            policy.record(nodes, depth, {0: path}, seconds=seconds, drafting_seconds=0.0)
             budgets.append(budget)
         return budgets
 
     def test_a_longer_context_shrinks_the_trees_at_once(self):
-        tuner = Tuner(RoundCosts(), [Acceptance()])
-        short = self.rounds(tuner, 60, context=200)
+        policy = AdaptiveSession(RoundCosts(), [AcceptanceRates()])
+        short = self.rounds(policy, 60, context=200)
         assert max(budget.max_nodes for budget in short[-12:]) >= 12
-        long = self.rounds(tuner, 8, context=8000)
+        long = self.rounds(policy, 8, context=8000)
         assert long[0] == NOTHING  # what plain decoding costs there
         assert long[1].max_nodes >= 6
         assert [budget.max_nodes for budget in long[2:6]] == [3] * 4
-        assert self.rounds(tuner, 8, context=200)[1].max_nodes >= 12
+        assert self.rounds(policy, 8, context=200)[1].max_nodes >= 12
 
     def test_a_round_that_was_held_up_does_not_switch_drafting_off(self):
-        tuner = Tuner(RoundCosts(), [Acceptance()])
-        self.rounds(tuner, 40, context=200)
-        tuner.choose([0], 200)
-        tuner.record(12, 4, {0: [1, 3, 6, 12]}, seconds=500.0, drafting_seconds=0.0)
-        assert NOTHING not in self.rounds(tuner, 20, context=200)
+        policy = AdaptiveSession(RoundCosts(), [AcceptanceRates()])
+        self.rounds(policy, 40, context=200)
+        policy.choose(situation(context=200))
+        policy.record(12, 4, {0: [1, 3, 6, 12]}, seconds=500.0, drafting_seconds=0.0)
+        assert NOTHING not in self.rounds(policy, 20, context=200)
 
 
 def test_rounds_over_a_part_of_the_batch_teach_nothing_about_the_whole():
     costs = RoundCosts()
-    tuner = Tuner(costs, [Acceptance() for _ in range(4)])
-    tuner.choose(range(4))
+    policy = AdaptiveSession(costs, [AcceptanceRates() for _ in range(4)])
+    policy.choose(situation(0, 1, 2, 3))
     for num_nodes, seconds in ((0, 1.0), (8, 1.8)):
-        tuner.record(num_nodes, 2, {row: [1] for row in range(4)}, seconds=seconds, drafting_seconds=0.0)
+        policy.record(num_nodes, 2, {row: [1] for row in range(4)}, seconds=seconds, drafting_seconds=0.0)
     before = costs.plain(), costs.verifying(8)
-    tuner.leave(1)
-    tuner.choose([2])
-    assert tuner._costs.rounds.knows(1), "what the whole batch costs tells enough to draft at once"
+    policy.choose(situation(2))
+    assert policy._costs.rounds.knows(1), "what the whole batch costs tells enough to draft at once"
     for _ in range(5):
-        tuner.record(0, 0, {2: []}, seconds=0.25, drafting_seconds=0.0)
-    assert tuner._costs.plain() == pytest.approx(0.25)
-    assert tuner._costs.verifying(8) == pytest.approx(0.25 * before[1] / before[0])  # stretched by what was seen
+        policy.record(0, 0, {2: []}, seconds=0.25, drafting_seconds=0.0)
+    assert policy._costs.plain() == pytest.approx(0.25)
+    assert policy._costs.verifying(8) == pytest.approx(0.25 * before[1] / before[0])  # stretched by what was seen
     assert (costs.plain(), costs.verifying(8)) == before
 
 
-def test_a_tuner_that_knows_nothing_begins_with_plain_rounds_whatever_the_rows():
-    tuner = Tuner(RoundCosts(), [Acceptance() for _ in range(4)])
-    tuner.leave(2)
-    assert not tuner._costs.rounds.knows(1)
+def test_a_policy_that_knows_nothing_begins_with_plain_rounds_whatever_the_rows():
+    policy = AdaptiveSession(RoundCosts(), [AcceptanceRates() for _ in range(4)])
+    policy.choose(situation(0, 1))
+    assert not policy._costs.rounds.knows(1)

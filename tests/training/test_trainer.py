@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 from hf_speculate.testing import check_lossless
 from hf_speculate_training import HeadTrainer, HeadTrainingArguments
 from hf_speculate_training.data import Collator, DataOptions, prepare_data

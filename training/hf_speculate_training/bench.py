@@ -17,7 +17,7 @@ from rich.table import Table
 from hf_speculate.bench.environment import environment, find_device
 from hf_speculate.bench.methods import default_target
 from hf_speculate.bench.timing import progress, synchronize
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 
 from .batches import Batch
 from .building import adapted_target, build_method

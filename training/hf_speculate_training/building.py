@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 from hf_speculate_plugins.eagle import EagleSpec
 
 from .data import Collator, PreparedData

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 
 from .batches import NO_DOCUMENT, Batch
 from .run import Run

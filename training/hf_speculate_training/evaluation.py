@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import Speculator, unwrap
+from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.speculator import Speculator
 from hf_speculate.stats import SpeculationStats
 
 from .methods import HeadMethod

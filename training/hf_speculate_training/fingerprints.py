@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 from hf_speculate.target import sample_bytes
 
 

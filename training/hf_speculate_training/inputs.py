@@ -17,7 +17,7 @@ from hf_speculate.bench.prompts import read_prompts, tokenize
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf.loading import find_file, load_model, read_tokenizer
 from hf_speculate.gguf.reading import read_header
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 
 from .data import PreparedData, RowDataset, StreamedRows, prepare_data
 from .evaluation import Prompt, evenly_spaced, prompts_of

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 from hf_speculate_plugins.medusa import MedusaHeads
 
 from .batches import Batch

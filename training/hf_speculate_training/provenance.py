@@ -19,7 +19,7 @@ from hf_speculate.bench.environment import environment
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import packing_report
 from hf_speculate.hub import PROVENANCE_FILE, publishable
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 
 from .fingerprints import target_fingerprint
 from .recipe import Recipe

@@ -22,7 +22,8 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.speculator import Speculator, unwrap
+from hf_speculate.models import unwrap
+from hf_speculate.speculator import Speculator
 
 from .answers import Asker, Job, line_digest
 from .data.encoding import Encoder

@@ -18,7 +18,8 @@ from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import clean_folder, make_repository, masked_arguments, publishable, upload_head, write_card
-from hf_speculate.speculator import AutoSpeculator, unwrap
+from hf_speculate.models import unwrap
+from hf_speculate.speculator import AutoSpeculator
 from hf_speculate.target import adapter_fingerprints
 
 from .building import adapted_target, build_method, has_evaluation, training_arguments

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hf_speculate.drafting import FeatureTaps
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import GenerativeModel, unwrap
 
 from .batches import Batch
 

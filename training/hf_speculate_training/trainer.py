@@ -21,7 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.speculator import Speculator, unwrap
+from hf_speculate.models import unwrap
+from hf_speculate.speculator import Speculator
 
 from .batches import Batch
 from .evaluation import AcceptanceEvaluation

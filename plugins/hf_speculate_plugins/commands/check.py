@@ -22,7 +22,7 @@ from hf_speculate.bench.prompts import Prompt, builtin_prompts, read_prompts, to
 from hf_speculate.bench.reporting import console
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder
-from hf_speculate.speculator import unwrap
+from hf_speculate.models import unwrap
 
 from ..calibration import Acceptance, HeadCheck, Reader, check_head, write_texts
 from ..eagle.calibration import EagleReader

@@ -1,4 +1,4 @@
-"""How far the trees of a drafter are accepted, learnt from rounds of any size."""
+"""Acceptance rates of the trees of a drafter by depth and size, learnt from rounds of any size."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 
-# Sizes of trees between which the tuner chooses (draft nodes, the root not counted).
+# Sizes of trees between which the policy chooses (draft nodes, the root not counted).
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 _DECAY = 0.93  # a memory of about 14 rounds
-_PRIOR_HAZARD = 0.7  # before anything was seen: optimistic, so that drafts get a try
+_PRIOR_RATE = 0.7  # before anything was seen: optimistic, so that drafts get a try
 _PRIOR_WEIGHT = 0.5  # rounds; what is left of it when nothing is ever accepted (2 %) must not seem worth a node
 
 
-class Acceptance:
+class AcceptanceRates:
     """How far trees of every size on the ladder are accepted, from rounds of any size at least as wide.
 
     For every depth d and size n: the share of rounds whose path went on to depth d within the first n nodes, out of
@@ -60,7 +60,7 @@ class Acceptance:
                 row[:] = [weight * value for value in row]
 
     @classmethod
-    def average(cls, rows: Sequence[Acceptance]) -> Acceptance:
+    def average(cls, rows: Sequence[AcceptanceRates]) -> AcceptanceRates:
         """What the rows of a batch know together, with the weight of one of them."""
         new = cls()
         new.widest, new.deepest = max(row.widest for row in rows), max(row.deepest for row in rows)
@@ -73,12 +73,12 @@ class Acceptance:
 
     def expected_lengths(self, size: int, max_depth: int) -> list[float]:
         """Expected tokens of a round, bonus token included, with the first `LADDER[size]` nodes cut to depth 1, 2, …"""
-        lengths, reach, length, hazard = [], 1.0, 1.0, _PRIOR_HAZARD
+        lengths, share, length, rate = [], 1.0, 1.0, _PRIOR_RATE
         for level in range(max_depth):
             if level < len(self._trials):
                 trials, hits = self._trials[level][size], self._hits[level][size]
-                hazard = (hits + _PRIOR_WEIGHT * hazard) / (trials + _PRIOR_WEIGHT)
-            reach *= hazard
-            length += reach
+                rate = (hits + _PRIOR_WEIGHT * rate) / (trials + _PRIOR_WEIGHT)
+            share *= rate
+            length += share
             lengths.append(length)
         return lengths

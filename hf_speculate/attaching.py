@@ -1,0 +1,93 @@
+"""Speculators of models: what a `speculator=` argument means, and what is attached for code that calls `generate`
+itself."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .drafting import Drafter
+from .errors import SpeculateError
+from .models import GenerativeModel, unwrap
+from .registry import installed_drafters
+from .speculator import Speculator, make_speculator
+
+
+_resolved: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Speculator]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.WeakKeyDictionary()
+
+
+def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: GenerativeModel) -> Speculator:
+    """What a `speculator=` argument means for `model`. Strings: once per model, a name wins over a path."""
+    if isinstance(speculator, Speculator):
+        return speculator
+    if isinstance(speculator, Drafter):
+        raise TypeError("speculator= takes a Speculator, got a Drafter: wrap it, Speculator(drafter).")
+    if not isinstance(speculator, str | os.PathLike):
+        raise TypeError(
+            f"speculator= takes a Speculator, the name of a drafter ({', '.join(installed_drafters())}) or the path / "
+            f"Hub id of a head; got {type(speculator).__name__}."
+        )
+    key = os.fspath(speculator)
+    known = _resolved.setdefault(model, {})
+    if key not in known:
+        known[key] = make_speculator(key, model)
+    return known[key]
+
+
+def attach(model: nn.Module, speculator: Speculator | str | os.PathLike) -> Speculator:
+    """Makes every later `model.generate(...)` use `speculator`, for code that calls `generate` itself.
+
+    Requests that cannot run with a speculator (beams, …) warn once and run plain; `generate(..., speculator=None)`
+    runs plain too. Nothing is stored on the model. Undo with `detach`.
+
+    Args:
+        model: also one that has a model inside generate for it (image and speech models): then that one is sped up.
+    Returns:
+        The resolved speculator.
+    Raises:
+        SpeculateError: a model that generates nothing.
+    """
+    model = unwrap(model)
+    generating = _generating(model)
+    resolved = resolve(speculator, generating[-1])
+    for part in generating:
+        resolved.drafter.check_target(part)
+    _attached.update(dict.fromkeys(generating, resolved))
+    return resolved
+
+
+def _generating(model: GenerativeModel) -> list[GenerativeModel]:
+    """The models that `model.generate` may run in: itself; where it has a method of its own for that, also the models
+    inside that have transformers'."""
+    if _generates_as_stock(model):
+        return [model]
+    inner = [m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel) and _generates_as_stock(m)]
+    if not inner and not hasattr(model, "generate"):
+        raise SpeculateError(
+            f"{type(model).__name__} has no `generate`, nor has a model inside it: nothing to speed up."
+        )
+    return [model, *cast(list[GenerativeModel], inner)]
+
+
+def _generates_as_stock(model: PreTrainedModel) -> bool:
+    return getattr(getattr(type(model), "generate", None), "__hf_speculate__", False)
+
+
+def detach(model: nn.Module) -> Speculator:
+    """Undoes `attach`; returns what was attached. Raises `SpeculateError` if nothing was."""
+    found = None
+    for part in _generating(unwrap(model)):
+        found = _attached.pop(part, None) or found
+    if found is None:
+        raise SpeculateError(f"no speculator is attached to this {type(model).__name__}.")
+    return found
+
+
+def attached(model: GenerativeModel) -> Speculator | None:
+    """The speculator attached to `model`, if any."""
+    return _attached.get(model)

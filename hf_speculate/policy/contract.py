@@ -1,0 +1,90 @@
+"""The contract of a policy: asked before every round how much may be drafted, told after it what that brought."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ..round import Round
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a round may draft.
+
+    Attributes:
+        max_nodes: draft nodes a row, the root not counted; None for what the drafter gives.
+        max_depth: likewise.
+    """
+
+    max_nodes: int | None = None
+    max_depth: int | None = None
+
+
+UNLIMITED = Budget()
+NOTHING = Budget(0, 0)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known before a draft.
+
+    Attributes:
+        rows: of the batch, that can emit tokens in this round.
+        num_scored: rows that the target is going to run; finished ones may be among them.
+        context: cache entries of the longest row.
+    """
+
+    rows: Sequence[int]
+    num_scored: int
+    context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRequest:
+    """What a policy knows of a `generate` call.
+
+    Attributes:
+        target: the model that verifies.
+        batch_size: B.
+        adapters: of the target that are in effect, "" for none (`active_adapters`).
+        chooses_depth: whether the depth is the policy's to choose; else the drafter finds out itself how deep a draft
+            pays, and costs the same however deep it is.
+    """
+
+    target: PreTrainedModel
+    batch_size: int
+    adapters: str = ""
+    chooses_depth: bool = True
+
+
+class PolicySession(ABC):
+    """The policy of one request."""
+
+    @abstractmethod
+    def choose(self, situation: Situation) -> Budget:
+        """What the next round may draft; `NOTHING` makes it a plain decoding step."""
+
+    def learn(self, round: Round) -> None:
+        """Called after every round that emitted something, the prompt's left out."""
+
+    def close(self) -> None:
+        """The request is over."""
+
+
+class DraftPolicy(ABC):
+    """How much a speculator drafts; shared by its requests, and by threads. A policy never changes a text, in 16 bit up
+    to near ties.
+
+    Class attributes:
+        is_adaptive: whether what is drafted may differ from run to run, so that drafters may choose by the clock too.
+    """
+
+    is_adaptive: bool = False
+
+    @abstractmethod
+    def start(self, request: PolicyRequest) -> PolicySession:
+        """Opens the policy of one request."""
