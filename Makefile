@@ -54,7 +54,7 @@ fix: $(SETUP)
 # The picture of the rooms, then the site, without network. What only the site needs is installed when it is first built.
 docs: $(SETUP) .venv/.installed-docs
 	$(BIN)/python docs/generate.py
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .venv/.installed-docs: pyproject.toml
 	$(BIN)/python -m pip install -q -e ".[docs]"

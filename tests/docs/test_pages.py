@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 
 import pytest
@@ -44,3 +46,27 @@ def test_the_navigation_has_every_page():
     pages = (str(page.relative_to(REPOSITORY / "docs")) for page in PAGES if page.is_relative_to(REPOSITORY / "docs"))
     missing = [page for page in pages if f": {page}\n" not in navigation]
     assert not missing, f"not in mkdocs.yml: {missing}"
+
+
+@pytest.mark.xfail(
+    importlib.util.find_spec("hf_speculate.policy") is None, reason="no hf_speculate.policy to refer to", strict=False
+)
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs" / "api").glob("*.md")), ids=lambda page: page.stem)
+def test_the_reference_names_what_exists(page):
+    for module, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", page.read_text(encoding="utf-8"), re.MULTILINE):
+        members = re.search(r"members: \[(.*)\]", options)
+        for name in members.group(1).split(", ") if members else ():
+            assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+def test_names_of_the_gpu_page_are_those_of_the_code():
+    """Classes, functions and `Class.member`."""
+    folders = (REPOSITORY / name for name in ("hf_speculate", "plugins", "training"))
+    sources = "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+    defined = set(re.findall(r"^\s*(?:class|def) (\w+)", sources, re.MULTILINE))
+    defined |= set(re.findall(r"^\s+(\w+): ", sources, re.MULTILINE))  # fields
+    named = re.compile(r"^(?:[A-Z]\w*[a-z]\w*(?:\.\w+)?|[a-z]+(?:_[a-z]+)+)$")
+    names = [span for span in spans(REPOSITORY / "docs" / "not-run-on-a-gpu.md") if named.match(span)]
+    missing = sorted(name for name in names if not defined.issuperset(name.split(".")))
+    assert len(names) > 20
+    assert not missing, f"not in the code: {missing}"
