@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo test slow peers stock-tests lint fix bench bench-quick build clean
+.PHONY: demo test slow peers stock-tests lint fix docs bench bench-quick build clean
 
 demo: $(SETUP)
 	$(BIN)/python examples/quickstart.py
@@ -51,6 +51,15 @@ fix: $(SETUP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The picture of the rooms, then the site, without network. What only the site needs is installed when it is first built.
+docs: $(SETUP) .venv/.installed-docs
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+.venv/.installed-docs: pyproject.toml
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	touch $@
+
 bench: $(SETUP)
 	$(BIN)/hf-speculate bench all --markdown
 
@@ -71,4 +80,4 @@ $(SETUP): pyproject.toml
 	touch $(SETUP)
 
 clean:
-	rm -rf .venv $(PEERS) $(SDISTS) dist build .pytest_cache .ruff_cache
+	rm -rf .venv $(PEERS) $(SDISTS) dist build site .pytest_cache .ruff_cache
