@@ -10,7 +10,7 @@ import torch
 from hf_speculate import Speculator, conversations, decoding
 from hf_speculate.tree import PADDING_PARENT
 
-from ..plugins.test_eagle import target
+from ..plugins.eagle.test_eagle import target
 from .test_pauses import DRAFTERS
 
 

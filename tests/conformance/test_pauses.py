@@ -10,9 +10,9 @@ from hf_speculate.tree import PADDING_PARENT
 from hf_speculate.tuning import NOTHING, UNLIMITED
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter
-from hf_speculate_plugins.medusa.heads import MedusaHeads
+from hf_speculate_plugins.medusa.head import MedusaHeads
 
-from ..plugins.test_eagle import target, write_head
+from ..plugins.eagle.test_eagle import target, write_head
 
 
 class Script:

@@ -16,13 +16,13 @@ from hf_speculate.drafter import DraftRequest
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.graphs import Compiler, graphs_of
-from hf_speculate_plugins import growth
-from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attending, head, steps
+from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attention, compiled, head
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
 from hf_speculate_plugins.medusa.session import MedusaSession
+from hf_speculate_plugins.trees import dynamic
 
-from .test_eagle import DEPTH, HIDDEN, PLAIN, SHAPES, VOCAB, batch_of, target, write_head
-from .test_medusa import TREE, random_heads
+from .eagle.test_eagle import DEPTH, HIDDEN, PLAIN, SHAPES, VOCAB, batch_of, target, write_head
+from .medusa.test_medusa import TREE, random_heads
 
 
 REQUEST = {**PLAIN, "max_new_tokens": 16}
@@ -32,7 +32,7 @@ REQUEST = {**PLAIN, "max_new_tokens": 16}
 def _without_checks(fresh_dynamo, monkeypatch):
     """Of shapes, which only tests have around functions: dynamo cannot look into these."""
     graphs_of(target(), "eager").by_key.clear()
-    for module in (head, attending, steps, growth, ranking, tree):
+    for module in (head, attention, compiled, dynamic, ranking, tree):
         for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
             for name, value in list(vars(owner).items()):
                 if getattr(owner, "__module__", module.__name__) != module.__name__:

@@ -14,7 +14,7 @@ from hf_speculate.features import FeatureTaps, finite
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.eagle.session import EagleSession
 from hf_speculate_plugins.medusa import MedusaDrafter
-from hf_speculate_plugins.medusa.heads import MedusaHeads
+from hf_speculate_plugins.medusa.head import MedusaHeads
 
 from ..inputs import write_eagle_head
 

@@ -24,7 +24,7 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.speculator import unwrap
 
-from ..calibration import Acceptance, HeadCheck, Reader, check_head, write_texts
+from ..calibration.checking import Acceptance, HeadCheck, Reader, check_head, write_texts
 from ..eagle.calibration import EagleReader
 from ..medusa.calibration import MedusaReader
 

@@ -1,12 +1,12 @@
 """EAGLE-1, EAGLE-2 and EAGLE-3 heads."""
 
-from .config import Conventions, EagleSpec
+from .checkpoint.loading import LoadedHead, load_head
+from .checkpoint.saving import write_head
 from .drafter import EagleDrafter, EagleOptions
 from .head import EagleHead
-from .loading import LoadedHead, load_head
-from .saving import write_head
+from .levels import StaticTree
 from .session import EagleSession
-from .static import StaticTree
+from .spec import Conventions, EagleSpec
 
 
 __all__ = [

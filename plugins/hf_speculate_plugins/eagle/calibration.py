@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..calibration import Alternative, Options, Text, accepted_lengths
-from .attending import CachedAttention
-from .config import Conventions, EagleSpec
+from ..calibration.checking import Alternative, Options, Text, accepted_lengths
+from .attention import CachedAttention
+from .checkpoint.loading import LoadedHead, load_head
 from .head import EagleHead
-from .loading import LoadedHead, load_head
+from .spec import Conventions, EagleSpec
 
 
 class EagleReader:

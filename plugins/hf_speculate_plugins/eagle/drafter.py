@@ -14,15 +14,15 @@ from hf_speculate.conversations import Conversations
 from hf_speculate.drafter import Drafter, DraftRequest, Knobs, SavedHead
 from hf_speculate.hub import local_folder
 
-from ..checkpoints import LoadReport, tensor_shapes
-from ..target_files import TargetFiles
-from .config import Conventions, EagleSpec
-from .conversion import convert_head
-from .layouts import eagle_version
-from .loading import LoadedHead, check_fits, load_head
-from .saving import LayoutName, write_head
+from ..checkpoints.reading import LoadReport, tensor_shapes
+from ..checkpoints.target_files import TargetFiles
+from .checkpoint.conversion import convert_head
+from .checkpoint.layouts import eagle_version
+from .checkpoint.loading import LoadedHead, check_fits, load_head
+from .checkpoint.saving import LayoutName, write_head
+from .levels import StaticTree
 from .session import EagleSession
-from .static import StaticTree
+from .spec import Conventions, EagleSpec
 
 
 if TYPE_CHECKING:

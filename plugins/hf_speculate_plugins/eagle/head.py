@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from hf_speculate.features import finite
 from hf_speculate.hooks import unhooked
 
-from .config import EagleSpec
+from .spec import EagleSpec
 
 
 # attend(layer, queries [B, heads, N, d], keys [B, kv_heads, N, d], values [B, kv_heads, N, d]) -> [B, heads, N, d]:

@@ -21,9 +21,9 @@ from hf_speculate.drafter import DraftState
 from hf_speculate.graphs import Compiler
 from hf_speculate.tree import DraftTree, TreePlan
 
-from .attending import CachedAttention
+from .attention import CachedAttention
+from .compiled import StaticSteps, problem_with_head
 from .head import EagleHead
-from .steps import StaticSteps, problem_with_head
 
 
 if TYPE_CHECKING:

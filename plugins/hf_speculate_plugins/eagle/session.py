@@ -12,10 +12,10 @@ from torch import Tensor
 from hf_speculate.drafter import DraftRequest, DraftSession, DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..growth import Frontier, grow_tree
+from ..trees.dynamic import Frontier, grow_tree
+from .compiled import parent_states
+from .levels import Level, StaticTree
 from .reading import Reading, Step
-from .static import Level, StaticTree
-from .steps import parent_states
 
 
 if TYPE_CHECKING:

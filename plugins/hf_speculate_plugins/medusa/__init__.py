@@ -2,7 +2,7 @@
 
 from .choices import computed_choices, measured_accuracies
 from .drafter import MedusaDrafter, MedusaOptions
-from .heads import MedusaHeads
+from .head import MedusaHeads
 
 
 __all__ = ["MedusaDrafter", "MedusaHeads", "MedusaOptions", "computed_choices", "measured_accuracies"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_speculate.planning import best_first
 
-from ..choices import Choices, canonical, parents_of
+from ..trees.static import Choices, canonical, parents_of
 
 
 Accuracies = tuple[tuple[float, ...], ...]

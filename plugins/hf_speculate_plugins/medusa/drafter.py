@@ -19,15 +19,15 @@ from hf_speculate.devices import execution_device
 from hf_speculate.drafter import RAW_LAST, Drafter, DraftRequest, Knobs, SavedHead
 from hf_speculate.errors import TargetMismatchError
 
-from ..checkpoints import LoadReport
-from ..choices import checked_choices
-from ..target_files import TargetFiles
-from . import layouts
-from .backbone import check_backbone
+from ..checkpoints.reading import LoadReport
+from ..checkpoints.target_files import TargetFiles
+from ..trees.static import checked_choices
+from .checkpoint import layouts
+from .checkpoint.backbone import check_backbone
+from .checkpoint.conversion import convert_heads
+from .checkpoint.layouts import LayoutName
 from .choices import DEFAULT_ACCURACIES, EXPLORED_CHOICES, StaticTree, computed_choices, static_tree
-from .conversion import convert_heads
-from .heads import MedusaHeads
-from .layouts import LayoutName
+from .head import MedusaHeads
 from .session import MedusaSession
 
 

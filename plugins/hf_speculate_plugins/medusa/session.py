@@ -12,7 +12,7 @@ from hf_speculate.drafter import DraftRequest, DraftSession, DraftState
 from hf_speculate.tree import DraftTree
 
 from .choices import StaticTree, column_index, static_tree
-from .heads import MedusaHeads
+from .head import MedusaHeads
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,6 @@
+"""Several drafters in one tree."""
+
+from .drafter import CombinedDrafter, CombinedOptions
+
+
+__all__ = ["CombinedDrafter", "CombinedOptions"]

@@ -1,0 +1,1 @@
+"""Checkpoints of EAGLE heads: layouts, loading, saving, conversion."""

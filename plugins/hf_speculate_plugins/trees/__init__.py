@@ -1,0 +1,5 @@
+"""How draft trees are shaped, for every method that drafts one.
+
+Static trees have a structure that is fixed beforehand, a list of choices; dynamic trees are grown level by level where
+the drafter is sure. Nothing here knows what scores the tokens.
+"""
