@@ -199,7 +199,7 @@ class DraftSession(ABC):
             lengths: int64 on the CPU, how many columns of each row are real (0 for finished rows).
         """
 
-    def grade(self, row: int) -> int:
+    def confidence(self, row: int) -> int:
         """Which kind of draft the last one of a row was, where some kinds are surer than others (a longer match)."""
         return 0
 

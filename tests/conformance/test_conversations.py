@@ -10,8 +10,7 @@ import torch
 from hf_speculate import Speculator, conversations, decoding
 from hf_speculate.tree import PADDING_PARENT
 
-from ..plugins.eagle.test_eagle import target
-from .test_pauses import DRAFTERS
+from ..support.heads import DRAFTERS, target
 
 
 REMEMBERING = ("draft_model", "eagle1", "eagle3")

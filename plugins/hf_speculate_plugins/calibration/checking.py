@@ -1,95 +1,34 @@
-"""Is a head read as it was trained? Acceptance on the target's own text, as stated and under other conventions.
+"""The search for the conventions that a head was trained with.
 
-Published heads are often mis-labelled: the layers that they read are off by one, a norm is on the wrong side, RoPE has
-another base. Such a head loads and drafts badly, with nothing to see. Here it drafts a greedy chain at every position
-of texts that the target wrote greedily, all positions at once, and what the target wrote says how much of it would have
-been accepted. The same is done under the known alternatives, and a change is adopted if it makes a clear difference.
-
-This module knows no method: `Reader` is what a method brings (`eagle.calibration`, `medusa.calibration`).
+A head drafts a greedy chain at every position of texts that the target wrote greedily, all positions at once, and what
+the target wrote says how much of it would have been accepted. The same is done under the known alternatives, and a
+change is adopted if it makes a clear difference.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from hf_speculate.drafter import RAW_LAST
 from hf_speculate.errors import SpeculateError
-from hf_speculate.features import FeatureTaps
-from hf_speculate.models import GenerativeModel
+
+from .rates import AcceptanceRates
+from .texts import Text
 
 
 Verdict = Literal["plausible", "mislabelled", "better", "unexplained"]
 Options = dict[str, Any]
 
-# Published heads accept 62 to 73 % at depth 1, and of those accepted to one depth, at the next not less than 0.77 times
-# that share (figures in vLLM's tests). A state that is fed back wrongly shows at depth 2 only.
-_LOW_FIRST, _LOW_DECAY = 0.6, 0.7
 # A change must gain this many standard errors (paired over positions, which are not quite independent, hence many) and
 # this many tokens a round.
 _MIN_SIGMAS, _MIN_GAIN = 4.0, 0.05
 _MIN_SPREAD = 0.1  # a gain that is the same at every position is not infinitely sure
 _MAX_CHANGES = 3
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt and what the target wrote after it.
-
-    Attributes:
-        token_ids: int64 [S].
-        num_prompt: tokens of the prompt.
-        states: the target's hidden states by index, [S, H] each, on the CPU; `RAW_LAST` is among them.
-    """
-
-    token_ids: Int[Tensor, " S"]
-    num_prompt: int
-    states: Mapping[int, Float[Tensor, "S H"]]
-
-    def roots(self, depth: int) -> range:
-        """Positions of the tokens after which `depth` more are known, all of them written by the target."""
-        return range(self.num_prompt, len(self.token_ids) - depth)
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """How much of a greedy chain is accepted, over all positions.
-
-    Attributes:
-        num_positions: how many chains were drafted.
-        by_depth: share of chains accepted to depth 1, 2, … (unconditional).
-        conditional: of the chains accepted to the depth before, the share accepted at this one; None without any.
-        mean_length: tokens a round would emit, the bonus token included.
-    """
-
-    num_positions: int
-    by_depth: tuple[float, ...]
-    conditional: tuple[float | None, ...]
-    mean_length: float
-
-    @classmethod
-    def of(cls, accepted: Int[Tensor, " P"], depth: int) -> Acceptance:
-        """From the number of accepted tokens of every chain."""
-        counts = [len(accepted), *(int((accepted >= d).sum()) for d in range(1, depth + 1))]
-        return cls(
-            num_positions=counts[0],
-            by_depth=tuple(count / counts[0] for count in counts[1:]),
-            conditional=tuple(after / before if before else None for before, after in pairwise(counts)),
-            mean_length=1 + sum(counts[1:]) / counts[0],
-        )
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Low for a trained head at depth 1, or falling off faster than heads do."""
-        first, *deeper = self.conditional
-        return first is None or first < _LOW_FIRST or any((rate or 0.0) < _LOW_DECAY * first for rate in deeper)
 
 
 @dataclass(frozen=True)
@@ -115,7 +54,7 @@ class Trial:
 
     options: Options
     meaning: str
-    acceptance: Acceptance | None = None
+    acceptance: AcceptanceRates | None = None
     gain: float | None = None
     sigmas: float | None = None
     problem: str | None = None
@@ -143,10 +82,10 @@ class HeadCheck:
 
     head: str
     drafter: str
-    stated: Acceptance
+    stated: AcceptanceRates
     trials: tuple[Trial, ...] = ()
     fix: Options = field(default_factory=dict)
-    best: Acceptance | None = None
+    best: AcceptanceRates | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -222,7 +161,7 @@ def check_head(
             "other prompts are needed."
         )
     accepted = reader.accepted({}, texts, depth)
-    stated = Acceptance.of(accepted, depth)
+    stated = AcceptanceRates.of(accepted, depth)
     if not (stated.is_suspicious if try_alternatives is None else try_alternatives):
         return HeadCheck(head, reader.name, stated)
     trials, fix, best = _search(reader, texts, depth, accepted)
@@ -231,10 +170,10 @@ def check_head(
 
 def _search(
     reader: Reader, texts: Sequence[Text], depth: int, accepted: Tensor
-) -> tuple[list[Trial], Options, Acceptance]:
+) -> tuple[list[Trial], Options, AcceptanceRates]:
     """Adopts the best change that helps, then tries the others on top of it; a file may be wrong in two places."""
     trials: list[Trial] = []
-    adopted = Trial({}, "", Acceptance.of(accepted, depth))
+    adopted = Trial({}, "", AcceptanceRates.of(accepted, depth))
     for _ in range(_MAX_CHANGES):
         found = [
             _try(reader, change, adopted, accepted, texts, depth) for change in reader.alternatives(adopted.options)
@@ -260,49 +199,7 @@ def _try(
     difference = (now - accepted).double()
     gain = float(difference.mean())
     error = max(float(difference.std(correction=0)), _MIN_SPREAD) / math.sqrt(len(difference))
-    return Trial(options, meaning, Acceptance.of(now, depth), gain, gain / error), now
-
-
-@torch.inference_mode()
-def write_texts(
-    target: GenerativeModel, prompts: Sequence[Int[Tensor, " S"]], *, max_new_tokens: int = 64, max_prompt: int = 1024
-) -> list[Text]:
-    """What the target writes greedily after each prompt, with all of its hidden states.
-
-    Args:
-        max_prompt: longer prompts lose their beginning: states of all layers are kept.
-    """
-    layers = [*range(target.config.get_text_config(decoder=True).num_hidden_layers + 1), RAW_LAST]
-    texts = []
-    for prompt in prompts:
-        prompt = prompt[-max_prompt:].to(target.device)[None]
-        written = target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            speculator=None,
-        )
-        states = _all_states(target, written, layers)
-        texts.append(Text(written[0].cpu(), prompt.shape[1], states))
-    return texts
-
-
-def _all_states(target: GenerativeModel, token_ids: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
-    taps = FeatureTaps(target, layers)
-    try:
-        with taps.listening():
-            output = target(token_ids, use_cache=False, logits_to_keep=1, **taps.forward_kwargs)
-        states = taps.last(output.hidden_states, token_ids.shape[1])
-        return {layer: state[0].cpu() for layer, state in states.items()}
-    finally:
-        taps.close()
-
-
-def accepted_lengths(drafted: Int[Tensor, "P D"], text: Text, roots: Sequence[int]) -> Int[Tensor, " P"]:
-    """How many tokens of each chain are those that the target wrote after its root."""
-    places = torch.tensor(roots)[:, None] + torch.arange(1, drafted.shape[1] + 1)
-    return (drafted.cpu() == text.token_ids[places]).int().cumprod(dim=1).sum(dim=1)
+    return Trial(options, meaning, AcceptanceRates.of(now, depth), gain, gain / error), now
 
 
 def _literal(value: Any) -> str:

@@ -13,7 +13,7 @@ from hf_speculate.errors import CheckpointError
 MAX_SIZE = 1 << 26
 
 
-class Values:
+class ConfigValues:
     """The values of one object of a config. Null is as good as absent.
 
     Args:
@@ -74,12 +74,12 @@ class Values:
             raise self.wrong(key, "a string")
         return default if value is None else value
 
-    def inner(self, key: str) -> Values:
+    def inner(self, key: str) -> ConfigValues:
         """An object; an empty one where there is none."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
-        return Values(self.where, value or {}, f"{self._prefix}{key}.")
+        return ConfigValues(self.where, value or {}, f"{self._prefix}{key}.")
 
     def texts(self, key: str) -> list[str]:
         values = self._list(key, "a list of strings")

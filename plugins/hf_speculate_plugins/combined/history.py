@@ -1,4 +1,4 @@
-"""How often the nodes of each drafter's trees were accepted, and trees merged by it."""
+"""How often the nodes of each drafter's trees were accepted, and how far beyond cheaper drafts they went."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from hf_speculate.drafter import DraftSession
-from hf_speculate.tree import ROOT_PARENT, DraftTree, node_depths
+from hf_speculate.tree import DraftTree, node_depths
 
 
 _DECAY = 0.97  # a memory of about 30 rounds
 _CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next, which may be sampled otherwise
 _PRIOR_WEIGHT = 2.0
 _PRIOR_PER_DEPTH = 0.6
-_PRIOR_HAZARD = 0.6  # of a part's next level, before anything was seen: so that every part gets a try
+_PRIOR_RATE = 0.6  # of a part's next level, before anything was seen: so that every part gets a try
 
 
 @dataclass
 class _Counts:
-    """Of the nodes of one kind of draft, by their index in the tree."""
+    """Of the nodes of drafts of one confidence, by their index in the tree."""
 
     trials: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
 
-    def record(self, node: int, is_hit: bool) -> None:
+    def count(self, node: int, is_hit: bool) -> None:
         missing = node + 1 - len(self.trials)
         self.trials += [0.0] * missing
         self.hits += [0.0] * missing
@@ -52,7 +51,7 @@ class _Gains:
     hits: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
 
-    def record(self, reached: int, drafted: int, cheaper: int) -> None:
+    def count(self, reached: int, drafted: int, cheaper: int) -> None:
         missing = drafted - len(self.trials)
         for values in (self.trials, self.hits, self.new):
             values += [0.0] * missing
@@ -64,14 +63,14 @@ class _Gains:
 
     def expected(self, depth: int) -> list[float]:
         """Tokens beyond the cheaper drafts', of drafts to depth 1, 2, … `depth`."""
-        gains, gain, reach, hazard, share = [], 0.0, 1.0, _PRIOR_HAZARD, 1.0
+        gains, gain, probability, rate, share = [], 0.0, 1.0, _PRIOR_RATE, 1.0
         for level in range(depth):
             if level < len(self.trials):
                 trials, hits, new = self.trials[level], self.hits[level], self.new[level]
-                hazard = (hits + _PRIOR_WEIGHT * hazard) / (trials + _PRIOR_WEIGHT)
+                rate = (hits + _PRIOR_WEIGHT * rate) / (trials + _PRIOR_WEIGHT)
                 share = (new + _PRIOR_WEIGHT * share) / (hits + _PRIOR_WEIGHT)
-            reach *= hazard
-            gain += reach * share
+            probability *= rate
+            gain += probability * share
             gains.append(gain)
         return gains
 
@@ -79,7 +78,7 @@ class _Gains:
         return _Gains(*([weight * value for value in values] for values in (self.trials, self.hits, self.new)))
 
 
-class Ledger:
+class AcceptanceHistory:
     """What is known of each part's drafts. Trees come best node first, so a node's index says what it is worth.
 
     Args:
@@ -90,26 +89,26 @@ class Ledger:
         self._counts: list[dict[int, _Counts]] = [{} for _ in range(num_parts)]
         self._gains: dict[tuple[int, tuple[tuple[int, int], ...]], _Gains] = {}
 
-    def carried(self) -> Ledger:
+    def carried(self) -> AcceptanceHistory:
         """For a new text, in a session of its own: what earlier texts taught, with less weight."""
         new = deepcopy(self)
-        for kinds in new._counts:
-            for counts in kinds.values():
+        for by_confidence in new._counts:
+            for counts in by_confidence.values():
                 counts.trials = [_CARRIED_WEIGHT * value for value in counts.trials]
                 counts.hits = [_CARRIED_WEIGHT * value for value in counts.hits]
         new._gains = {key: gains.faded(_CARRIED_WEIGHT) for key, gains in new._gains.items()}
         return new
 
-    def record(self, part: int, grade: int, tree: DraftTree, row: int, tokens: Sequence[int]) -> int:
+    def learn(self, part: int, confidence: int, tree: DraftTree, row: int, tokens: Sequence[int]) -> int:
         """Learns what became of a row's draft, and returns how deep the text followed it.
 
         Nodes below the last token that is known say nothing yet.
 
         Args:
-            part, grade: whose draft it was, and of which kind (`DraftSession.grade`).
+            part, confidence: whose draft it was, and how sure of it that was (`DraftSession.confidence`).
             tokens: what was emitted after the root.
         """
-        counts = self._counts[part].setdefault(grade, _Counts())
+        counts = self._counts[part].setdefault(confidence, _Counts())
         token_ids, parents = tree.host.token_ids[row], tree.host.parents[row]
         depths, length = node_depths(parents), 0
         on_path, unknown = {0}, set[int]()
@@ -122,32 +121,33 @@ class Ledger:
                 unknown.add(node)
             else:
                 is_hit = parent in on_path and token_ids[node] == tokens[depth - 1]
-                counts.record(node, is_hit)
+                counts.count(node, is_hit)
                 if is_hit:
                     on_path.add(node)
                     length = max(length, depth)
         return length
 
-    def record_gain(
+    def learn_gain(
         self, part: int, cheaper: tuple[tuple[int, int], ...], *, reached: int, drafted: int, before: int
     ) -> None:
-        """Learns how far the text followed a draft of `part`, beside cheaper parts' drafts of the grades `cheaper`.
+        """Learns how far the text followed a draft of `part`, beside drafts of cheaper parts.
 
         Args:
+            cheaper: these parts, each with its draft's confidence.
             reached: depth to which it did.
             drafted: depth to which it might have.
             before: depth to which the text followed the cheaper drafts.
         """
-        self._gains.setdefault((part, cheaper), _Gains()).record(reached, drafted, before)
+        self._gains.setdefault((part, cheaper), _Gains()).count(reached, drafted, before)
 
     def expected_gains(self, part: int, cheaper: tuple[tuple[int, int], ...], depth: int) -> list[float]:
-        """Tokens a row that `part` is expected to bring beside drafts of these grades: drafted to 1, 2, … `depth`."""
+        """Tokens a row that `part` is expected to bring beside such drafts (`learn_gain`), at depth 1, 2, … `depth`."""
         return self._gains.get((part, cheaper), _Gains()).expected(depth)
 
-    def values(self, part: int, grade: int, parents: Sequence[int]) -> list[float]:
+    def values(self, part: int, confidence: int, parents: Sequence[int]) -> list[float]:
         """Estimated probability of every node of a tree to be accepted (1 for the root), never rising: a part's own
         order, in which it put what it was surest of first, says more than the few rounds that are remembered."""
-        counts = self._counts[part].get(grade) or _Counts()
+        counts = self._counts[part].get(confidence) or _Counts()
         depths = node_depths(parents)
         known = [
             counts.value(node, depths[node]) if parent >= 0 else (float(not node), 1.0)  # the root, padding
@@ -167,51 +167,3 @@ def falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
             weight, length = weight + other, length + count
         pools.append((value, weight, length))
     return [mean for mean, _, length in pools for _ in range(length)]
-
-
-@dataclass(frozen=True)
-class MergedRow:
-    """A row's tree, best node first.
-
-    Attributes:
-        expected_length: accepted tokens that are expected of it: the sum of its nodes' values.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    expected_length: float
-
-
-def merge_row(
-    row: int, root: int, ledger: Ledger, drafts: Sequence[tuple[int, DraftSession, DraftTree]], max_nodes: int
-) -> MergedRow:
-    """One tree of all drafts of a row: equal paths become one, the `max_nodes` nodes of highest value stay.
-
-    Args:
-        drafts: part, session and tree of every part that drafted.
-    """
-    nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-    tokens, parents, depths, values = [root], [ROOT_PARENT], [0], [1.0]
-    for part, session, tree in drafts:
-        own_tokens, own_parents = tree.host.token_ids[row], tree.host.parents[row]
-        own_values = ledger.values(part, session.grade(row), own_parents)
-        place = [0] * len(own_parents)
-        for node in range(1, len(own_parents)):
-            if own_parents[node] < 0:
-                continue
-            parent = place[own_parents[node]]
-            place[node] = merged = nodes.setdefault((parent, own_tokens[node]), len(tokens))
-            if merged == len(tokens):
-                tokens.append(own_tokens[node])
-                parents.append(parent)
-                depths.append(depths[parent] + 1)
-                values.append(0.0)
-            values[merged] = max(values[merged], own_values[node])
-    # A parent's value is never below its child's: with its smaller depth it comes first, and every beginning is a tree.
-    kept = sorted(range(1, len(tokens)), key=lambda node: (-values[node], depths[node]))[:max_nodes]
-    new = {0: 0} | {node: position for position, node in enumerate(kept, start=1)}
-    return MergedRow(
-        [root, *(tokens[node] for node in kept)],
-        [ROOT_PARENT, *(new[parents[node]] for node in kept)],
-        sum(values[node] for node in kept),
-    )

@@ -16,8 +16,7 @@ from hf_speculate.drafter import SavedHead
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder
 
-from ..checkpoints.reading import LoadReport
-from ..checkpoints.target_files import TargetFiles
+from ..checkpoints import LoadReport, TargetFiles
 
 
 def convert_checkpoint(

@@ -10,7 +10,7 @@ from hf_speculate.bench.shapes import ModelShape
 from hf_speculate.drafter import Drafter
 from hf_speculate.models import GenerativeModel
 
-from ..checkpoints.reading import LoadReport
+from ..checkpoints import LoadReport
 from ..eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
 from ..medusa import MedusaDrafter, MedusaHeads
 

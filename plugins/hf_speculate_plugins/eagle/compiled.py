@@ -1,8 +1,7 @@
-"""Drafting with static shapes, so that it can be compiled: what a round committed, a level of a tree, a whole tree.
+"""Steps of a head with fixed shapes, so that they can be compiled: committed entries, a level of a tree, a whole tree.
 
-As the target's forwards (`hf_speculate.static`): entries are padded to a fixed number, the cache's buffers have the
-next power of two of entries, and everything else that changes comes in as tensors at addresses that stay. The plain
-reference is `Reading` without them.
+As the target's forwards: entries are padded to a fixed number, the cache's buffers have the next power of two of
+entries, and everything else that changes comes in as tensors at addresses that stay. The reference is `PlainSteps`.
 
 A dynamic tree is one graph: every level of a small head launches some hundred tiny kernels, and what lies between them
 on the host takes longer than they do. Its depth is one of few; of a tree that is to be less deep, the other levels are
@@ -12,28 +11,29 @@ computed for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_speculate.buffers import StaticLayer, capacity_for, lease_of, pool_of
-from hf_speculate.cache import TreeCache
 from hf_speculate.drafter import DraftState
 from hf_speculate.graphs import Compiler
 from hf_speculate.layers import PreallocatedLayer
 from hf_speculate.ranking import Warpers, rank_children
 from hf_speculate.static import NODE_BUCKETS, width_for
-from hf_speculate.tree import DraftTree, additive
+from hf_speculate.tree import DraftTree, TreePlan, additive
 
-from ..trees.dynamic import Frontier, grow_tree, num_candidates
+from ..trees import Frontier, grow_tree, num_candidates
 from .attention import CachedAttention
+from .checkpoint import LoadedHead
 from .head import EagleHead
+from .options import EagleOptions
+from .reading import Reading
+from .steps import PlainSteps, parent_states, tree_of_levels
 
-
-if TYPE_CHECKING:
-    from .drafter import EagleOptions
 
 # Levels of compiled trees. What compiles them unrolls them.
 _DEPTHS = (2, 4, 8)
@@ -109,75 +109,51 @@ class _Levels:
         return self.scores(self._head(tokens, states, positions, attend), frontier.depth)
 
 
-def parent_states(states: Tensor, index: Tensor) -> Tensor:
-    """`states[b, index[b, f]]`, [B, F, Hd]."""
-    return states.gather(1, index.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
-
-
-class StaticSteps:
-    """The compiled forwards of one request's head.
+class CompiledSteps:
+    """`Steps` whose forwards are compiled.
 
     Args:
-        head: the head; one that has no `problem_with_head`.
-        cache: its cache; the layers that it has not yet are made.
+        plain: does the same uncompiled.
+        loaded: the head; one that has no `problem_with_head`.
+        reading: what it has read; the layers that its cache has not yet are made.
+        options: rows of forwards are the options' depth and width, more take the next of `NODE_BUCKETS`.
         compiler: of the request.
-        num_entries: rows of a forward over what a round committed; more take the next of `NODE_BUCKETS`.
-        num_nodes: likewise of a forward over a level of a tree.
     """
 
-    def __init__(self, head: EagleHead, cache: TreeCache, compiler: Compiler, num_entries: int, num_nodes: int):
-        self._head, self._cache, self._compiler = head, cache, compiler
-        self._num_entries, self._num_nodes = num_entries, num_nodes
-        layers = cache.cache.layers
-        layers += [PreallocatedLayer() for _ in range(len(head.layers) - len(layers))]
-        lease_of(cache.cache, pool_of(head))
+    def __init__(
+        self, plain: PlainSteps, loaded: LoadedHead, reading: Reading, options: EagleOptions, compiler: Compiler
+    ):
+        self._plain, self._reading, self._options, self._compiler = plain, reading, options, compiler
+        self._loaded, self._head, self._target_ids = loaded, loaded.head, loaded.target_ids
+        self._cache = reading.cache.cache
+        layers = self._cache.layers
+        layers += [PreallocatedLayer() for _ in range(len(self._head.layers) - len(layers))]
+        lease_of(self._cache, pool_of(self._head))
 
-    @property
-    def _end(self) -> int:
-        """Entries that the cache holds."""
-        return cast(PreallocatedLayer, self._cache.cache.layers[0]).length
+    def entries(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        count = token_ids.shape[1]
+        inputs = token_ids, states, *self._reading.next_place(count)
+        plain = partial(self._plain.entries, token_ids, states)
+        return self._run(eagle_entries, self._options.max_depth + 1, inputs, plain)[:, :count]
 
-    def entries(self, inputs: Inputs, plain: Callable[[], Tensor]) -> Tensor:
-        """The states of new entries [B, N, Hd], which the cache then holds; `plain` does the same uncompiled."""
-        count = inputs[0].shape[1]
-        hidden = self._run(eagle_entries, self._num_entries, inputs, plain)
-        return hidden[:, :count]
-
-    def level(self, inputs: Inputs, plain: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """`EagleHead.read` of the states of new nodes."""
-        count = inputs[0].shape[1]
-        logits, fed_back = self._run(eagle_level, self._num_nodes, inputs, plain)
+    def level(self, token_ids: Tensor, states: Tensor, plan: TreePlan) -> tuple[Tensor, Tensor]:
+        count = token_ids.shape[1]
+        inputs = token_ids, states, *self._reading.node_place(plan, count)
+        plain = partial(self._plain.level, token_ids, states, plan)
+        logits, fed_back = self._run(eagle_level, self._options.max_frontier, inputs, plain)
         return logits[:, :count], fed_back[:, :count]
 
-    def tree(
-        self,
-        root: Tensor,
-        starts: Tensor,
-        visible: Tensor | None,
-        state: DraftState,
-        target_ids: Tensor | None,
-        options: EagleOptions,
-        depth: int,
-        plain: Callable[[], DraftTree],
-    ) -> DraftTree:
-        """A dynamic tree behind what is committed; `plain` grows the same one uncompiled.
-
-        Args:
-            root: [B, Hd], states of the entry committed last.
-            starts: int64 [B, 1], position of the root's children.
-            visible: bool [B, M], which committed entries are real; None if all are.
-            depth: of this tree, at most `options.depth`.
-        """
-        head = self._head
-        key: Any = self._compiler.choose(
-            head, head.device, eagle_tree, self._tree_keys(len(root), state, options, depth)
-        )
+    def tree(self, root: Tensor, state: DraftState, depth: int) -> DraftTree:
+        """As one graph, but for heads with windows: these are compiled level by level."""
+        head, options = self._head, self._options
+        if self._reading.has_windows:
+            return tree_of_levels(self._loaded, options, self.level, root, state, depth)
+        key: Any = self._compiler.choose(head, head.device, eagle_tree, self._tree_keys(len(root), state, depth))
 
         def arguments() -> tuple[Any, ...]:
-            inputs = {"root": root, "root_ids": state.root_ids.to(head.device), "starts": starts}
-            inputs["limit"] = torch.tensor([depth], device=head.device)
-            return self._tree_arguments(key, inputs, visible, state, target_ids)
+            return self._tree_arguments(key, root, state, depth)
 
+        plain = partial(self._plain.tree, root, state, depth)
         result = self._compiler.run(head, head.device, key, eagle_tree, arguments, plain)
         if isinstance(result, DraftTree):
             return result
@@ -185,45 +161,52 @@ class StaticSteps:
         tokens, parents = (each[:, :count] for each in result)
         return DraftTree(tokens, parents, max_depth=depth)
 
-    def _tree_keys(self, batch_size: int, state: DraftState, options: EagleOptions, depth: int) -> list[Any]:
+    def _tree_keys(self, batch_size: int, state: DraftState, depth: int) -> list[Any]:
         """Of the graphs that can grow a tree of this depth, the least deep first."""
+        options = self._options
         warpers = str([(type(each).__name__, vars(each)) for each in state.warpers]) if state.samples else ""
         form = self._head.dtype, state.samples, warpers
 
         def key_of(levels: int) -> tuple[Any, ...]:
             shape = levels, options.top_k, options.max_nodes
-            return batch_size, capacity_for(self._end + self._num_run(*shape)), shape, *form
+            return batch_size, capacity_for(self._end + self._num_run(levels)), shape, *form
 
         return [key_of(min(levels, options.depth)) for levels in (*_DEPTHS, options.depth) if levels >= depth]
 
-    def _num_run(self, levels: int, top_k: int, _max_nodes: int) -> int:
+    def _num_run(self, levels: int) -> int:
         """Nodes that are run for a tree; those of the deepest level are not."""
-        return max(levels - 1, 1) * min(top_k, self._head.spec.draft_vocab_size)
+        return max(levels - 1, 1) * min(self._options.top_k, self._head.spec.draft_vocab_size)
 
-    def _tree_arguments(
-        self,
-        key: tuple[Any, ...],
-        inputs: dict[str, Tensor],
-        visible: Tensor | None,
-        state: DraftState,
-        target_ids: Tensor | None,
-    ) -> tuple[Any, ...]:
-        """The arguments of `eagle_tree`, `inputs` among them in buffers."""
+    def _tree_arguments(self, key: tuple[Any, ...], root: Tensor, state: DraftState, depth: int) -> tuple[Any, ...]:
+        """The arguments of `eagle_tree`, its inputs in buffers."""
         (batch_size, capacity, shape), head = key[:3], self._head
-        inputs["slots"] = torch.arange(self._end, self._end + self._num_run(*shape), device=head.device)
-        inputs["mask"] = self._seen(visible, batch_size, capacity)
-        log_noise = state.log_noise(range(shape[0]), head.spec.draft_vocab_size, target_ids)
+        levels = shape[0]
+        inputs = {
+            "root": root,
+            "root_ids": state.root_ids.to(head.device),
+            "starts": self._reading.positions_at(torch.zeros(1, 1, dtype=torch.long)),
+            "limit": torch.tensor([depth], device=head.device),
+            "slots": torch.arange(self._end, self._end + self._num_run(levels), device=head.device),
+            "mask": self._committed_mask(batch_size, capacity),
+        }
+        log_noise = state.log_noise(range(levels), head.spec.draft_vocab_size, self._target_ids)
         if log_noise is not None:
             inputs["log_noise"] = log_noise.to(head.device)
-        lease = lease_of(self._cache.cache, pool_of(head))
-        layers, buffers = lease.place(self._cache.cache.layers, capacity), lease.buffers(batch_size, capacity)
-        inputs = {name: buffers.filled((f"tree {name}", shape[0]), each) for name, each in inputs.items()}
-        if target_ids is not None:
-            inputs["target_ids"] = target_ids
+        lease = lease_of(self._cache, pool_of(head))
+        layers, buffers = lease.place(self._cache.layers, capacity), lease.buffers(batch_size, capacity)
+        inputs = {name: buffers.filled((f"tree {name}", levels), each) for name, each in inputs.items()}
+        if self._target_ids is not None:
+            inputs["target_ids"] = self._target_ids
         return head, layers, inputs, tuple(state.warpers), *shape
 
-    def _seen(self, visible: Tensor | None, batch_size: int, capacity: int) -> Tensor:
+    @property
+    def _end(self) -> int:
+        """Entries that the cache holds."""
+        return cast(PreallocatedLayer, self._cache.layers[0]).length
+
+    def _committed_mask(self, batch_size: int, capacity: int) -> Tensor:
         """The additive mask of what is committed [B, 1, 1, M]."""
+        visible = self._reading.visible()
         seen = torch.zeros(batch_size, 1, 1, capacity, dtype=torch.bool, device=self._head.device)
         seen[..., : self._end] = True if visible is None else visible[:, None, None]
         return additive(seen, self._head.dtype)
@@ -242,7 +225,7 @@ class StaticSteps:
 
         key = (batch_size, width, capacity, head.dtype)
         result = self._compiler.run(head, head.device, key, function, arguments, plain)
-        for layer in self._cache.cache.layers:
+        for layer in self._cache.layers:
             cast(PreallocatedLayer, layer).length = end + count
         return result
 
@@ -250,19 +233,19 @@ class StaticSteps:
         """The arguments of a compiled function behind the head. Padding entries are copies of the first: finite."""
         token_ids, states, positions, masks = inputs
         (batch_size, count), device = token_ids.shape, self._head.device
-        lease = lease_of(self._cache.cache, pool_of(self._head))
-        layers = lease.place(self._cache.cache.layers, capacity)
+        lease = lease_of(self._cache, pool_of(self._head))
+        layers = lease.place(self._cache.layers, capacity)
         buffers = lease.buffers(batch_size, capacity)
         slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=device))
         padded = [_padded(each.to(device), width) for each in (token_ids, states, positions)]
         placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(padded)]
-        static = []
+        placed_masks = []
         for layer, mask in enumerate(masks):
             full = states.new_full((batch_size, 1, width, capacity), torch.finfo(states.dtype).min)
             full[:, :, :count, : end + count] = 0 if mask is None else mask
             full[:, :, count:] = full[:, :, :1]
-            static.append(buffers.filled((f"mask {layer}", width), full))
-        return buffers.cache(layers, slots), *placed, static
+            placed_masks.append(buffers.filled((f"mask {layer}", width), full))
+        return buffers.cache(layers, slots), *placed, placed_masks
 
 
 def problem_with_head(head: EagleHead) -> str:

@@ -1,6 +1,6 @@
 """What an EAGLE head computes: one description for all generations and dialects.
 
-`layouts` derives an `EagleSpec` from a checkpoint; `head` builds the module from it and reads nothing else, so whatever
+`checkpoint` derives an `EagleSpec` from files; `head` builds the module from it and reads nothing else, so whatever
 differs between published files is visible here.
 """
 

@@ -1,4 +1,4 @@
-"""Medusa heads read in several ways, for `hf_speculate_plugins.calibration`."""
+"""Medusa heads read in several ways, to find out how they were trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import SpeculateError
 
-from ..calibration.checking import Alternative, Options, Text, accepted_lengths
+from ..calibration import Alternative, Options, Text, accepted_lengths
 from .drafter import MedusaDrafter
 
 

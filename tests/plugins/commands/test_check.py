@@ -18,17 +18,18 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator, Speculator, cli
 from hf_speculate.drafter import RAW_LAST
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
-from hf_speculate_plugins.calibration import Acceptance, HeadCheck, Trial, write_texts
+from hf_speculate_plugins.calibration import AcceptanceRates, HeadCheck, Trial, write_texts
 from hf_speculate_plugins.commands.check import as_json, check_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
 from hf_speculate_plugins.eagle.calibration import EagleReader, chain_logits
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
-from hf_speculate_plugins.medusa.calibration import MedusaReader
-from hf_speculate_plugins.medusa.checkpoint.layouts import write_heads
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaReader
+from hf_speculate_plugins.medusa.checkpoint import write_heads
+
+from ...conftest import SHARED
 
 
 HIDDEN, VOCAB, LAYERS, CHAIN = 32, 96, 7, 3
-GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "golden"
+GOLDEN = SHARED / "golden"
 
 
 def make_target(rope_theta: float = 100.0) -> LlamaForCausalLM:
@@ -163,11 +164,11 @@ class TestMeasure:
             assert visited == {root: expected[root] for root in visited}
 
     def test_rates(self):
-        found = Acceptance.of(torch.tensor([0, 1, 2, 2, 0]), 3)
+        found = AcceptanceRates.of(torch.tensor([0, 1, 2, 2, 0]), 3)
         assert found.by_depth == (0.6, 0.4, 0.0)
         assert found.conditional == (0.6, 2 / 3, 0.0)
         assert found.mean_length == 2.0
-        assert Acceptance.of(torch.tensor([0, 0]), 2).conditional == (0.0, None)
+        assert AcceptanceRates.of(torch.tensor([0, 0]), 2).conditional == (0.0, None)
 
 
 def visits(model, drafter, text) -> dict[int, int]:
@@ -250,7 +251,8 @@ class TestMislabelled:
         # The states are those of the model that the head was fitted to: only the head's view of the embeddings differs.
         found = EagleReader(str(folder), model)
         stated, fixed = (
-            Acceptance.of(found.accepted(options, texts(), CHAIN), CHAIN) for options in ({}, {"embeddings": "target"})
+            AcceptanceRates.of(found.accepted(options, texts(), CHAIN), CHAIN)
+            for options in ({}, {"embeddings": "target"})
         )
         assert stated.is_suspicious
         assert fixed.by_depth[0] > 0.95
@@ -440,6 +442,6 @@ class TestCommand:
             check(good_head, max_new_tokens=3)
 
     def test_json_holds_what_could_not_be_tried(self):
-        acceptance = Acceptance.of(torch.tensor([0, 0]), 1)
+        acceptance = AcceptanceRates.of(torch.tensor([0, 0]), 1)
         found = HeadCheck("h", "eagle", acceptance, (Trial({"a": 1}, "a", problem="no"),), {}, acceptance)
         assert json.loads(json.dumps(as_json(found)))["trials"][0]["problem"] == "no"

@@ -21,10 +21,12 @@ from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, load_head
 from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
-from hf_speculate_plugins.medusa.checkpoint.layouts import read_heads, write_heads
+from hf_speculate_plugins.medusa.checkpoint import read_heads, write_heads
+
+from ...conftest import SHARED
 
 
-GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "golden"
+GOLDEN = SHARED / "golden"
 EAGLE_LAYOUTS = ("safeailab", "specforge", "speculators")
 # What each golden head can be written as, by what its layouts can say; the others are refused.
 EAGLE = {

@@ -13,7 +13,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausa
 from hf_speculate import AutoSpeculator, DraftRequest, DraftState, Speculator
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
-from hf_speculate_plugins.trees.dynamic import grow_tree
+from hf_speculate_plugins.trees import grow_tree
 
 
 NEW_TOKENS = 25

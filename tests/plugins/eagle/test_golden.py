@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +18,10 @@ from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, StaticTree, l
 from hf_speculate_plugins.eagle.attention import CachedAttention
 from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
 
+from ...conftest import SHARED
 
-GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "golden"
+
+GOLDEN = SHARED / "golden"
 HEADS = [
     "eagle1-llama3-nobias",
     "eagle1-qwen2-qkvbias",
@@ -228,7 +229,7 @@ def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
 def test_golden_static_tree(golden_root, name):
     vectors = load_file(golden_root / "tree-eagle1-static" / "vectors.safetensors")
     choices = [[x for x in row if x >= 0] for row in vectors[f"{name}_choices"].tolist()]
-    tree = StaticTree.from_choices(choices)
+    tree = StaticTree.of(choices, "eagle")
     assert list(tree.parents) == vectors[f"{name}_parents"].tolist()
     plan = DraftTree(torch.zeros(1, len(tree.parents), dtype=torch.long), tree.parents).plan
     assert torch.equal(plan.ancestors[0], vectors[f"{name}_mask"].bool())

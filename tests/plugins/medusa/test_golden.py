@@ -22,7 +22,7 @@ from hf_speculate.records import Records
 from hf_speculate.sequences import Sequences
 from hf_speculate.stopping import Stopping
 from hf_speculate.verification import Sampler, verify
-from hf_speculate_plugins.medusa import drafter as drafter_module
+from hf_speculate_plugins.medusa.session import MedusaSession
 
 
 FOLDERS = ("medusa1-base", "medusa1-2layers", "medusa2-full", "medusa-v2-sharedhead")
@@ -189,14 +189,14 @@ def _accepted_lengths(golden: Golden, speculator: Speculator, prompt: list[int],
 def _run(golden: Golden, speculator: Speculator, prompt: list[int], rounds: int, new_tokens=24, **kwargs):
     """(new tokens, accepted draft tokens of the first `rounds` rounds) of a real `generate`."""
     lengths: list[int] = []
-    original = drafter_module.MedusaSession.observe
+    original = MedusaSession.observe
 
     def observe(self, tokens, features, observed):
         lengths.append(int(observed[0]) - 1)
         original(self, tokens, features, observed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter_module.MedusaSession, "observe", observe)
+        patch.setattr(MedusaSession, "observe", observe)
         output = golden.target.generate(
             torch.tensor([prompt]),
             max_new_tokens=new_tokens,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_speculate import AutoSpeculator, DraftRequest, DraftState, Speculator
-from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions, SuffixIndex
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
+from hf_speculate_plugins.prompt_lookup.index import SuffixIndex
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=150, database=None)
@@ -160,3 +161,13 @@ class TestOptions:
 
     def test_they_show_in_the_speculators_repr(self):
         assert "max_ngram=4" in repr(Speculator(PromptLookupDrafter(PromptLookupOptions(max_ngram=4))))
+
+
+def test_the_length_of_the_match_is_known():
+    index = SuffixIndex(2, 4)
+    index.extend([1, 2, 3, 4, 9, 1, 2, 3, 4])
+    assert index.continuations(2)
+    assert index.match_size == 4
+    index.extend([7, 8])
+    assert not index.continuations(2)
+    assert index.match_size == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate_plugins.trees.dynamic import grow_tree
+from hf_speculate_plugins.trees import grow_tree
 
 
 VOCAB_SIZE = 11

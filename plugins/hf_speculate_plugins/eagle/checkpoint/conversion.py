@@ -9,11 +9,10 @@ from torch import nn
 from hf_speculate.drafter import SavedHead
 from hf_speculate.errors import CheckpointError
 
-from ...checkpoints.config import Values
-from ...checkpoints.reading import LoadReport
-from ...checkpoints.target_files import TargetFiles
-from .loading import OpenedHead, assemble, check_sizes, is_copy, open_head, shared_embeddings, shared_output
+from ...checkpoints import ConfigValues, LoadReport, TargetFiles
+from .loading import assemble, check_sizes, open_head
 from .saving import check_layout, stores, write_head
+from .sharing import OpenedHead, is_copy, shared_embeddings, shared_output
 
 
 _EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -33,7 +32,7 @@ def convert_head(
     """
     opened = open_head(folder)
     check_layout(layout, opened.spec)
-    config = Values(folder, opened.checkpoint.config)
+    config = ConfigValues(folder, opened.checkpoint.config)
     if target is not None:
         check_sizes(opened.spec, target.text_config, target.name)
     embed_tokens = _embeddings(opened, layout, target)
@@ -91,7 +90,7 @@ def _absent(opened: OpenedHead) -> nn.Module:
 
 def _were_trained(opened: OpenedHead, target: TargetFiles | None) -> bool:
     """Whether embeddings in a file are the head's own. Unless something says otherwise they are."""
-    config = Values(opened.checkpoint.folder, opened.checkpoint.config)
+    config = ConfigValues(opened.checkpoint.folder, opened.checkpoint.config)
     if "embed_requires_grad" in config or target is None:
         return config.flag("embed_requires_grad", True)
     own, theirs = opened.checkpoint.tensors[_EMBEDDINGS], target.input_embeddings().weight

@@ -16,9 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_speculate.errors import CheckpointError
 
-from ...checkpoints.config import Values
-from ...checkpoints.reading import Checkpoint, num_indexed
-from ...checkpoints.weight_files import listed
+from ...checkpoints import Checkpoint, ConfigValues, listed, num_indexed
 from ..spec import Dialect, EagleSpec
 
 
@@ -96,7 +94,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     if not checkpoint.config:  # RoPE and the number of heads are nowhere else
         raise CheckpointError(f"{checkpoint.folder} has no config.json, which says num_attention_heads and RoPE.")
     _check_dimensions(checkpoint.folder, shapes)
-    config = Values(checkpoint.folder, checkpoint.config)
+    config = ConfigValues(checkpoint.folder, checkpoint.config)
     dialect = _dialect(config, checkpoint.tensors, version)
     layer_config = _layer_config(config)
     num_layers = _num_layers(checkpoint.folder, shapes)
@@ -126,7 +124,7 @@ def _check_dimensions(folder: str, shapes: Shapes) -> None:
             raise CheckpointError(f"{folder}: {name} has shape {shape}, expected {wanted} dimensions.")
 
 
-def _dialect(config: Values, names: Iterable[str], version: int) -> Dialect:
+def _dialect(config: ConfigValues, names: Iterable[str], version: int) -> Dialect:
     if version == 1:
         return "eagle1"
     if "speculators_model_type" in config.values:
@@ -141,7 +139,7 @@ def _dialect(config: Values, names: Iterable[str], version: int) -> Dialect:
     return "specforge" if any(mark in config.values for mark in marks) else "safeailab"
 
 
-def _layer_config(config: Values) -> Values:
+def _layer_config(config: ConfigValues) -> ConfigValues:
     """The config of the decoder layers: the top level, or speculators' nested one.
 
     The nested config may be a diff against the defaults of its class, so those are filled in.
@@ -160,7 +158,7 @@ def _layer_config(config: Values) -> Values:
     theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
     if theta is not None:
         filled["default_rope_theta"] = theta
-    return Values(config.where, {**filled, **nested.values}, "transformer_layer_config.")
+    return ConfigValues(config.where, {**filled, **nested.values}, "transformer_layer_config.")
 
 
 def _num_layers(folder: str, shapes: Shapes) -> int:
@@ -168,7 +166,7 @@ def _num_layers(folder: str, shapes: Shapes) -> int:
     return num_indexed(folder, "layer", indices, _MAX_LAYERS)
 
 
-def _sizes(shapes: Shapes, layer_config: Values, config: Values, version: int) -> dict[str, int]:
+def _sizes(shapes: Shapes, layer_config: ConfigValues, config: ConfigValues, version: int) -> dict[str, int]:
     q_size, hidden_size = shapes[_Q_PROJ][0], shapes["layers.0.self_attn.o_proj.weight"][0]
     kv_size = shapes[_K_PROJ][0]
     q_norm = shapes.get("layers.0.self_attn.q_norm.weight")
@@ -198,14 +196,14 @@ def _sizes(shapes: Shapes, layer_config: Values, config: Values, version: int) -
     }
 
 
-def _vocab_size(shapes: Shapes, layer_config: Values, config: Values) -> int:
+def _vocab_size(shapes: Shapes, layer_config: ConfigValues, config: ConfigValues) -> int:
     for name in ("t2d", "embed_tokens.weight"):
         if name in shapes:
             return shapes[name][0]
     return (layer_config if "vocab_size" in layer_config else config).size("vocab_size")
 
 
-def _features(shapes: Shapes, config: Values, dialect: str, version: int) -> dict[str, Any]:
+def _features(shapes: Shapes, config: ConfigValues, dialect: str, version: int) -> dict[str, Any]:
     """How many features, how wide, and which: ids in files are outputs of layers, or indices into `hidden_states`."""
     hidden_size, fc_size = shapes["fc.weight"][0], shapes["fc.weight"][1]
     if version == 1:
@@ -231,7 +229,7 @@ def _features(shapes: Shapes, config: Values, dialect: str, version: int) -> dic
     }
 
 
-def _feature_layers(config: Values) -> tuple[int, ...] | None:
+def _feature_layers(config: ConfigValues) -> tuple[int, ...] | None:
     ids = config.indices("eagle_aux_hidden_state_layer_ids")
     if ids:
         return tuple(ids)
@@ -239,7 +237,7 @@ def _feature_layers(config: Values) -> tuple[int, ...] | None:
     return tuple(i + 1 for i in ids) if ids else None
 
 
-def _switches(shapes: Shapes, config: Values, dialect: str, version: int) -> dict[str, Any]:
+def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) -> dict[str, Any]:
     nested = config.inner("eagle_config")
 
     def has(name: str) -> bool:
@@ -273,12 +271,12 @@ def _switches(shapes: Shapes, config: Values, dialect: str, version: int) -> dic
     return switches
 
 
-def _rope(layer_config: Values, dialect: str) -> dict[str, Any]:
+def _rope(layer_config: ConfigValues, dialect: str) -> dict[str, Any]:
     """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
     if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
         found = dict(found["full_attention"])
-    parameters = Values(layer_config.where, found, "rope_parameters.")
+    parameters = ConfigValues(layer_config.where, found, "rope_parameters.")
     rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
     if rope_type == "mrope":  # three equal position ids for text: plain RoPE
         found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
@@ -290,7 +288,7 @@ def _rope(layer_config: Values, dialect: str) -> dict[str, Any]:
     return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
 
 
-def _windows(layer_config: Values, num_layers: int) -> tuple[int | None, ...]:
+def _windows(layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
     types = layer_config.texts("layer_types")
     if not types or not layer_config.values.get("sliding_window"):
         return (None,) * num_layers

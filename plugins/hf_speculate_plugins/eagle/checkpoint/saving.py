@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_speculate.errors import CheckpointError
 from hf_speculate.vocabulary import embedding_rows, output_rows
 
-from ...checkpoints.weight_files import write_checkpoint
+from ...checkpoints import write_checkpoint
 from ..head import EagleHead
 from ..spec import EagleSpec
 
@@ -145,7 +145,7 @@ def _tensors(head: EagleHead, target_ids: Tensor | None, layout: str) -> dict[st
                 rows = output_rows(module, spec.hidden_size, head.dtype)
             tensors[f"{name}.weight"] = rows
     if spec.version == 3 and (target_ids is not None or layout == "specforge"):
-        tensors |= _vocabulary(spec, target_ids)
+        tensors |= _draft_vocabulary(spec, target_ids)
     if layout == "specforge" and "norm.weight" not in tensors:
         tensors["norm.weight"] = torch.ones(spec.hidden_size, dtype=head.dtype)  # its module always has one
     if spec.version == 3 and layout != "speculators":
@@ -153,7 +153,8 @@ def _tensors(head: EagleHead, target_ids: Tensor | None, layout: str) -> dict[st
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def _vocabulary(spec: EagleSpec, target_ids: Tensor | None) -> dict[str, Tensor]:
+def _draft_vocabulary(spec: EagleSpec, target_ids: Tensor | None) -> dict[str, Tensor]:
+    """Which tokens the head speaks, as offsets and as members."""
     own = torch.arange(spec.draft_vocab_size)
     ids = own if target_ids is None else target_ids.cpu()
     members = torch.zeros(spec.vocab_size, dtype=torch.bool)

@@ -8,11 +8,10 @@ import os
 from hf_speculate.drafter import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
-from ...checkpoints.config import Values
-from ...checkpoints.reading import LoadReport
-from ...checkpoints.target_files import TargetFiles
+from ...checkpoints import ConfigValues, LoadReport, TargetFiles
 from ..head import MedusaHeads
-from .layouts import check_layout, read_heads, write_heads
+from .loading import read_heads
+from .saving import check_layout, write_heads
 
 
 def convert_heads(
@@ -29,7 +28,7 @@ def convert_heads(
     """
     checkpoint = read_heads(folder)
     heads, report = checkpoint.heads, checkpoint.report
-    config = Values(folder, checkpoint.config)
+    config = ConfigValues(folder, checkpoint.config)
     name = target.name if target else config.text("base_model_name_or_path")
     check_layout(layout, heads, can_add_output=True)
     if target is not None and target.text_config.hidden_size != heads.hidden_size:
@@ -58,7 +57,7 @@ def _with_output(heads: MedusaHeads, folder: str, target: TargetFiles | None) ->
     return MedusaHeads(heads.block_weight.data, bias, weight.data[None])
 
 
-def _vocab_size(heads: MedusaHeads, config: Values, target: TargetFiles | None) -> int | None:
+def _vocab_size(heads: MedusaHeads, config: ConfigValues, target: TargetFiles | None) -> int | None:
     """The target's; None where nothing tells, which only truncated vocabularies mind."""
     if target is not None:
         return target.text_config.vocab_size

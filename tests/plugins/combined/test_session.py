@@ -1,9 +1,8 @@
-"""Several drafters in one tree: what is known of each, how trees are merged, and when a part is left out."""
+"""Several drafters in one tree: the text does not depend on it, and parts that do not pay are left out."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -13,117 +12,15 @@ from hf_speculate.drafter import DraftRequest, DraftState
 from hf_speculate.errors import DrafterNotFoundError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_lossless
 from hf_speculate.tree import DraftTree
-from hf_speculate_plugins.combined import CombinedDrafter, CombinedOptions
-from hf_speculate_plugins.combined import drafter as combined
-from hf_speculate_plugins.combined.history import Ledger, falling, merge_row
-from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions, SuffixIndex
+from hf_speculate_plugins.combined import CombinedDrafter, CombinedOptions, parts, session
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
 
 VOCAB_SIZE = 96
 
 
-class Graded:
-    """A session that only has a grade."""
-
-    def __init__(self, grade=0):
-        self.fixed = grade
-
-    def grade(self, row):
-        return self.fixed
-
-
 def tree(tokens, parents):
     return DraftTree.from_rows([(tokens, parents)])
-
-
-def paths(row):
-    """Token paths of all nodes, in order."""
-    found = [()]
-    for token, parent in zip(row.tokens[1:], row.parents[1:], strict=True):
-        found.append((*found[parent], token))
-    return found[1:]
-
-
-def test_equal_paths_become_one_node_and_parents_come_first():
-    first = tree([5, 1, 2, 3], [-1, 0, 1, 0])  # 1, 1-2, 3
-    second = tree([5, 1, 4, 9], [-1, 0, 1, 2])  # 1, 1-4, 1-4-9
-    merged = merge_row(0, 5, Ledger(2), [(0, Graded(), first), (1, Graded(), second)], max_nodes=99)
-    assert merged.tokens[0] == 5
-    assert sorted(paths(merged)) == [(1,), (1, 2), (1, 4), (1, 4, 9), (3,)]
-    assert all(parent < node for node, parent in enumerate(merged.parents))
-
-
-def test_what_was_accepted_more_often_comes_first_and_is_kept():
-    ledger, session = Ledger(2), Graded()
-    good, bad = tree([5, 1, 2], [-1, 0, 1]), tree([5, 7, 8], [-1, 0, 1])
-    for _ in range(20):
-        assert ledger.record(0, 0, good, 0, [1, 2, 3]) == 2
-        assert ledger.record(1, 0, bad, 0, [1, 2, 3]) == 0
-    drafts = [(1, session, bad), (0, session, good)]
-    assert paths(merge_row(0, 5, ledger, drafts, max_nodes=4))[:2] == [(1,), (1, 2)]
-    assert paths(merge_row(0, 5, ledger, drafts, max_nodes=2)) == [(1,), (1, 2)]
-    best = merge_row(0, 5, ledger, [(0, session, good)], max_nodes=9).expected_length
-    worst = merge_row(0, 5, ledger, [(1, session, bad)], max_nodes=9).expected_length
-    assert best > 1.7
-    assert worst < 0.3
-
-
-def test_grades_are_kept_apart():
-    ledger, chain = Ledger(1), tree([5, 1], [-1, 0])
-    for _ in range(20):
-        ledger.record(0, 5, chain, 0, [1])
-        ledger.record(0, 2, chain, 0, [4])
-    assert ledger.values(0, 5, [-1, 0])[1] > 0.9
-    assert ledger.values(0, 2, [-1, 0])[1] < 0.1
-
-
-def test_a_new_text_unlearns_sooner_than_the_old_one_would():
-    old, chain = Ledger(1), tree([5, 1], [-1, 0])
-    for _ in range(60):
-        old.record(0, 0, chain, 0, [1])
-    new = old.carried()
-    before = new.values(0, 0, [-1, 0])[1]
-    assert before > 0.9
-    for ledger in (old, new):
-        for _ in range(10):
-            ledger.record(0, 0, chain, 0, [4])
-    assert new.values(0, 0, [-1, 0])[1] < old.values(0, 0, [-1, 0])[1] - 0.1
-
-
-def test_values_never_rise_towards_the_leaves():
-    ledger = Ledger(1)
-    for _ in range(9):  # node 2 is a hit whenever it is known; its parent is seen to miss later
-        ledger.record(0, 0, tree([5, 1, 2], [-1, 0, 1]), 0, [1, 2])
-    for _ in range(9):
-        ledger.record(0, 0, tree([5, 1], [-1, 0]), 0, [3])
-    values = ledger.values(0, 0, [-1, 0, 1])
-    assert values[0] >= values[1] >= values[2]
-
-
-def test_nodes_below_the_last_known_token_say_nothing_yet():
-    ledger, chain = Ledger(1), tree([5, 1, 2, 3], [-1, 0, 1, 2])
-    before = ledger.values(0, 0, [-1, 0, 1, 2])
-    assert ledger.record(0, 0, chain, 0, [1]) == 1
-    after = ledger.values(0, 0, [-1, 0, 1, 2])
-    assert after[1] > before[1]
-    assert after[2:] == before[2:]
-
-
-def test_padding_is_no_draft():
-    ledger, padded = Ledger(1), DraftTree(torch.tensor([[5, 1, 0], [5, 2, 3]]), [[-1, 0, -2], [-1, 0, 1]])
-    assert ledger.record(0, 0, padded, 0, [1, 0]) == 1
-    merged = merge_row(0, 5, ledger, [(0, Graded(), padded)], max_nodes=9)
-    assert paths(merged) == [(1,)]
-
-
-def test_a_longer_match_is_of_a_higher_grade():
-    index = SuffixIndex(2, 4)
-    index.extend([1, 2, 3, 4, 9, 1, 2, 3, 4])
-    assert index.continuations(2)
-    assert index.match_size == 4
-    index.extend([7, 8])
-    assert not index.continuations(2)
-    assert index.match_size == 0
 
 
 def state(root, active=(True,)):
@@ -135,7 +32,8 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(combined.time, "perf_counter", lambda: self.now)
+        for module in (parts, session):
+            monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
 
 
 class Slow(RandomDrafter):
@@ -213,45 +111,6 @@ def test_a_part_drafts_as_deep_as_pays(monkeypatch, tiny_model, is_paid):
         assert max(layered.depths) > 2
     else:
         assert len(layered.depths) < 12, layered.depths
-
-
-def test_gains_count_what_cheaper_drafts_did_not_have():
-    ledger = Ledger(2)
-    before = ledger.expected_gains(1, (), 4)
-    assert before[0] > 0.5  # untried parts get a try
-    assert before == sorted(before)
-    for _ in range(60):
-        ledger.record_gain(1, (), reached=3, drafted=4, before=2)
-    gains = ledger.expected_gains(1, (), 4)
-    assert gains == pytest.approx([0, 0, 1, 1], abs=0.2)
-    assert ledger.expected_gains(1, ((0, 2),), 4) == before
-
-
-def test_a_draft_that_was_too_short_says_nothing_of_deeper_levels():
-    ledger = Ledger(1)
-    for _ in range(20):
-        ledger.record_gain(0, (), reached=2, drafted=2, before=0)
-    first, second, third = ledger.expected_gains(0, (), 3)
-    assert third - second > 0.5 * first
-
-
-def test_falling_pools_what_rises():
-    assert falling([0.9, 0.2, 0.4, 0.3, 0.1], [1, 1, 1, 2, 1]) == pytest.approx([0.9, 0.3, 0.3, 0.3, 0.1])
-    assert falling([0.1, 0.2, 0.6], [1, 1, 1]) == pytest.approx([0.3] * 3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        values = torch.rand(9, generator=generator).tolist()
-        weights = (torch.rand(9, generator=generator) + 0.1).tolist()
-        found = falling(values, weights)
-        assert all(after <= before for before, after in pairwise(found))
-        # Least squares over sequences that fall: no better one has the mean of any other split (min-max formula).
-        for i in range(9):
-            tails = [min(weighted(values, weights, low, high) for low in range(i + 1)) for high in range(i + 1, 10)]
-            assert found[i] == pytest.approx(max(tails))
-
-
-def weighted(values, weights, low, high):
-    return sum(v * w for v, w in zip(values[low:high], weights[low:high], strict=True)) / sum(weights[low:high])
 
 
 def test_without_adapting_every_part_drafts_every_round(monkeypatch, tiny_model):

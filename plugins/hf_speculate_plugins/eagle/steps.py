@@ -1,0 +1,136 @@
+"""What a session has its head do: read what was committed, run a level of a tree, grow a dynamic tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hf_speculate.drafter import DraftState
+from hf_speculate.tree import DraftTree, TreePlan
+
+from ..trees import Frontier, grow_tree
+from .attention import CachedAttention
+from .checkpoint import LoadedHead
+from .head import EagleHead
+from .options import EagleOptions
+from .reading import Reading
+
+
+RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]
+"""See `Steps.level`."""
+
+# Entries of a prompt that are run at once: a mask of the whole prompt would be quadratic in its length.
+_CHUNK = 1024
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """Forwards of a head behind one reading. They append entries; what stays is said to the reading."""
+
+    def entries(self, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"]) -> Float[Tensor, "B J Hd"]:
+        """Runs what a round committed, with the states of its features; the states before the final norm."""
+        ...
+
+    def level(
+        self, token_ids: Int[Tensor, "B F"], states: Float[Tensor, "B F Hd"], plan: TreePlan
+    ) -> tuple[Float[Tensor, "B F Vd"], Float[Tensor, "B F Hd"]]:
+        """Runs the last F nodes of a forest whose earlier nodes were run since the last `Reading.drop`.
+
+        Args:
+            plan: structure of the forest, its roots being children of the entry committed last.
+        Returns:
+            `EagleHead.read` of these nodes.
+        """
+        ...
+
+    def tree(self, root: Float[Tensor, "B Hd"], state: DraftState, depth: int) -> DraftTree:
+        """A dynamic tree.
+
+        Args:
+            root: states of the entry committed last.
+            depth: of this tree, at most `EagleOptions.depth`.
+        """
+        ...
+
+
+class PlainSteps:
+    """`Steps` as they are.
+
+    Args:
+        loaded: the head.
+        reading: what it has read.
+        options: how large dynamic trees are.
+    """
+
+    def __init__(self, loaded: LoadedHead, reading: Reading, options: EagleOptions):
+        self._loaded, self._reading, self._options = loaded, reading, options
+
+    @torch.no_grad()
+    def entries(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        positions, masks = self._reading.next_place(token_ids.shape[1])
+        return self._run(token_ids, states, positions, masks)
+
+    @torch.no_grad()
+    def level(self, token_ids: Tensor, states: Tensor, plan: TreePlan) -> tuple[Tensor, Tensor]:
+        positions, masks = self._reading.node_place(plan, token_ids.shape[1])
+        return self._loaded.head.read(self._run(token_ids, states, positions, masks))
+
+    def tree(self, root: Tensor, state: DraftState, depth: int) -> DraftTree:
+        return tree_of_levels(self._loaded, self._options, self.level, root, state, depth)
+
+    def _run(self, token_ids: Tensor, states: Tensor, positions: Tensor, masks: list[Tensor | None]) -> Tensor:
+        return self._loaded.head(token_ids, states, positions, CachedAttention(self._reading.cache.cache, masks))
+
+
+@torch.no_grad()
+def read_prompt(
+    head: EagleHead, reading: Reading, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"]
+) -> Float[Tensor, "B Hd"]:
+    """Commits the prompt's entries, padding included; returns the states of the last one. Prompts have many lengths:
+    this is never compiled."""
+    hidden = states
+    for start in range(0, token_ids.shape[1], _CHUNK):
+        part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
+        positions, masks = reading.prompt_place(part)
+        is_causal = masks is None and part.stop - start > 1
+        attend = CachedAttention(reading.cache.cache, masks, is_causal=is_causal)
+        hidden = head(token_ids[:, part], states[:, part], positions, attend)
+        reading.keep_all()
+    return hidden[:, -1]
+
+
+def tree_of_levels(
+    loaded: LoadedHead, options: EagleOptions, level: RunLevel, root: Tensor, state: DraftState, depth: int
+) -> DraftTree:
+    """A dynamic tree, level by level; arguments as of `Steps.tree`.
+
+    Args:
+        level: runs one, see `Steps.level`.
+    """
+    target_ids = loaded.target_ids
+    logits, fed_back = loaded.head.read(root[:, None])
+
+    def expand(frontier: Frontier) -> Tensor:
+        nonlocal fed_back
+        tokens = frontier.forest.token_ids[:, frontier.num_cached :]
+        logits, fed_back = level(tokens, parent_states(fed_back, frontier.previous_index), frontier.forest.plan)
+        return state.child_scores(logits, frontier.depth, target_ids)
+
+    return grow_tree(
+        state.root_ids,
+        state.child_scores(logits, 0, target_ids)[:, 0],
+        expand,
+        depth=depth,
+        top_k=options.top_k,
+        max_nodes=options.max_nodes,
+        token_ids=target_ids,
+    )
+
+
+def parent_states(states: Float[Tensor, "B P Hd"], index: Int[Tensor, "B F"]) -> Float[Tensor, "B F Hd"]:
+    """`states[b, index[b, f]]`."""
+    return states.gather(1, index.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
