@@ -202,6 +202,7 @@ class Recording(EagleDrafter):
         return session
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("name", WITH_RUNS)
 def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
     target, loaded = target_of(name), loaded_head(name)

@@ -17,8 +17,10 @@ from ...support.heads import DEPTH, EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, targ
 
 class TestTextIsTheTargets:
     @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
-    @pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("llama", True), ("qwen2", False)])
-    @pytest.mark.parametrize("size", [1, 3])
+    @pytest.mark.parametrize(
+        ("architecture", "tied", "size"),
+        [("llama", False, 1), ("llama", False, 3), ("llama", True, 3), ("qwen2", False, 3)],
+    )
     def test_greedy_and_sampled(self, head, prompt, layout, architecture, tied, size):
         model = target(architecture, tied)
         every_shape = layout == "safeailab" and architecture == "llama" and not tied

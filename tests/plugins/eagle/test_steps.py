@@ -100,6 +100,7 @@ class Watch:
                     self.num_nodes += 1
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 class TestDraftLogitsFromScratch:
     """fp64: at every round, every node's draft logits are those of an uncached forward over its own path."""
 
@@ -141,7 +142,7 @@ class TestDraftLogitsFromScratch:
     def test_long_prompts_are_read_in_parts(self, head, prompt, monkeypatch, layout):
         monkeypatch.setattr("hf_speculate_plugins.eagle.steps._CHUNK", 5)
         model, batch = target(dtype=torch.float64), batch_of(prompt, 3)
-        drafter = EagleDrafter.from_folder(head(layout), model)
+        drafter = EagleDrafter.from_folder(head(layout), model, depth=2, top_k=2)
         watch = Watch(monkeypatch, drafter, batch["attention_mask"])
         model.generate(**batch, **PLAIN, do_sample=False, speculator=Speculator(drafter))
         assert watch.num_rounds > 5
