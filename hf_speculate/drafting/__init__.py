@@ -10,7 +10,6 @@ from .contract import Drafter as Drafter
 from .contract import DraftRequest as DraftRequest
 from .contract import DraftSession as DraftSession
 from .contract import DraftState as DraftState
-from .contract import Knobs as Knobs
 from .contract import SavedHead as SavedHead
 from .conversations import Conversations as Conversations
 from .conversations import cached_text as cached_text

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -199,7 +198,7 @@ class DraftSession(ABC):
             lengths: int64 on the CPU, how many columns of each row are real (0 for finished rows).
         """
 
-    def grade(self, row: int) -> int:
+    def confidence(self, row: int) -> int:
         """Which kind of draft the last one of a row was, where some kinds are surer than others (a longer match)."""
         return 0
 
@@ -222,35 +221,6 @@ class SavedHead:
     base_model: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Knobs:
-    """The options that say how much a drafter drafts: what `hf-speculate tune` turns.
-
-    Attributes:
-        depth, width, nodes: names of the options for the deepest level, for the children (or branches) of a node and
-            for all draft nodes; None where there is none.
-        choices: name of the option that takes a static tree, a list of rank tuples as Medusa has them; then the other
-            three are None.
-        widths: values of `width` worth trying.
-        explored: options under which acceptance is learnt: as deep and wide as anything worth trying.
-        others: options about size that go with none of these.
-    """
-
-    depth: str | None = None
-    width: str | None = None
-    nodes: str | None = None
-    choices: str | None = None
-    widths: Sequence[int] = (1, 2, 3, 4, 6, 8)
-    explored: Mapping[str, Any]
-    others: Sequence[str] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every option about size."""
-        known = (self.depth, self.width, self.nodes, self.choices)
-        return (*(name for name in known if name is not None), *self.others)
-
-
 class Drafter(ABC):
     """Weights and options of a drafting method; may be shared by threads and requests.
 
@@ -263,12 +233,10 @@ class Drafter(ABC):
             after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
         chooses_depth: whether a session finds out itself how deep a draft pays, if the request is `adaptive`: the loop
             then chooses the number of nodes only.
-        knobs: what `hf-speculate tune` may turn; None: nothing, it then only predicts what the options bring.
     """
 
     name: ClassVar[str]
     chooses_depth: ClassVar[bool] = False
-    knobs: ClassVar[Knobs | None] = None
     feature_layers: tuple[int, ...] = ()
 
     @classmethod
@@ -293,15 +261,6 @@ class Drafter(ABC):
             CheckpointError: nothing to save, or the layout cannot express it; nothing has been written then.
         """
         raise CheckpointError(f"the drafter {self.name!r} has no weights to save.")
-
-    def with_options(self, **options: Any) -> Self:
-        """A drafter with the same weights and other options; needed by those with `knobs`.
-
-        This implementation replaces fields of `self.options`, a dataclass.
-        """
-        new = copy(self)
-        new.options = replace(self.options, **options)  # type: ignore[attr-defined]
-        return new
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""

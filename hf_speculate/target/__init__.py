@@ -24,6 +24,7 @@ from .embeddings import output_rows as output_rows
 from .hooks import has_foreign_hooks as has_foreign_hooks
 from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
+from .masks import LayerType as LayerType
 from .masks import layer_windows as layer_windows
 from .positions import DepthLimit as DepthLimit
 from .positions import has_length_dependent_rope as has_length_dependent_rope

@@ -12,8 +12,7 @@ from hf_speculate import Speculator
 from hf_speculate.drafting import conversations
 from hf_speculate.tree import PADDING_PARENT
 
-from ..plugins.test_eagle import target
-from .test_pauses import DRAFTERS
+from ..support.heads import DRAFTERS, target
 
 
 REMEMBERING = ("draft_model", "eagle1", "eagle3")

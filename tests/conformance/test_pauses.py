@@ -6,14 +6,11 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate import Speculator
 from hf_speculate.policy import NOTHING, UNLIMITED, DraftPolicy, PolicySession
 from hf_speculate.tree import PADDING_PARENT
-from hf_speculate_plugins.eagle import EagleDrafter
-from hf_speculate_plugins.medusa import MedusaDrafter
-from hf_speculate_plugins.medusa.heads import MedusaHeads
 
-from ..plugins.test_eagle import target, write_head
+from ..support.heads import DRAFTERS, target
 
 
 class EveryNth(DraftPolicy):
@@ -35,32 +32,6 @@ class EveryNthSession(PolicySession):
     def choose(self, situation):
         self.count += 1
         return UNLIMITED if self.count % self.every == 0 else NOTHING
-
-
-def prompt_lookup(model, folder):
-    return AutoSpeculator.from_name("prompt_lookup", target=model, min_ngram=1, depth=2).drafter
-
-
-def draft_model(model, folder):
-    return AutoSpeculator.from_name("draft_model", target=model, model=target("qwen2", dtype=torch.float64)).drafter
-
-
-def eagle(layout):
-    return lambda model, folder: EagleDrafter.from_folder(write_head(folder, layout), model, depth=3, top_k=2)
-
-
-def medusa(model, folder):
-    size, vocab_size = model.config.hidden_size, model.config.vocab_size
-    return MedusaDrafter(MedusaHeads(torch.randn(3, 1, size, size), None, torch.randn(3, vocab_size, size)), model)
-
-
-DRAFTERS = {
-    "prompt_lookup": prompt_lookup,
-    "draft_model": draft_model,
-    "eagle1": eagle("eagle1"),
-    "eagle3": eagle("safeailab"),
-    "medusa": medusa,
-}
 
 
 def trees_by_length(model, inputs, drafter, every):

@@ -212,7 +212,7 @@ class TestWhatIsLearnt:
         assert 1 <= (stats["second"].mean_acceptance_length or 0) < 1.5
         assert stats["first"].calls + stats["second"].calls == speculator.stats.calls == 4
 
-    def test_combined_drafters_keep_a_ledger_for_each(self, adapted, prompt):
+    def test_combined_drafters_keep_a_history_for_each(self, adapted, prompt):
         ids = prompt(9)
         adapted.set_adapter("first")
         text = adapted.generate(input_ids=ids, max_new_tokens=64)
@@ -220,10 +220,10 @@ class TestWhatIsLearnt:
         drafter = CombinedDrafter([scripted, PromptLookupDrafter()])
         speculator = Speculator(drafter)
         self.run(adapted, speculator, ids, "first")
-        values = drafter.ledgers["first"].values(0, 0, [-1, 0])
+        values = drafter.histories["first"].values(0, 0, [-1, 0])
         self.run(adapted, speculator, ids, "second")
-        assert drafter.ledgers["first"].values(0, 0, [-1, 0]) == values
-        assert drafter.ledgers["second"].values(0, 0, [-1, 0])[1] < 0.3 < 0.8 < values[1]
+        assert drafter.histories["first"].values(0, 0, [-1, 0]) == values
+        assert drafter.histories["second"].values(0, 0, [-1, 0])[1] < 0.3 < 0.8 < values[1]
 
     def test_without_peft_everything_is_learnt_of_no_adapter(self, tiny_model):
         policy = Adaptive()

@@ -24,8 +24,7 @@ from hf_speculate.gguf.native import native_problem
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.gguf.reading import read_header
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate_plugins.medusa import MedusaDrafter
-from hf_speculate_plugins.medusa.heads import MedusaHeads
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 from ..inputs import character_tokenizer, write_eagle_head
 

@@ -34,10 +34,7 @@ from hf_speculate.testing.lossless import TOLERANCE
 from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.draft_model import DraftModelDrafter
-from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions
-from hf_speculate_plugins.eagle.config import EagleSpec
-from hf_speculate_plugins.eagle.head import EagleHead
-from hf_speculate_plugins.eagle.loading import LoadedHead
+from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, EagleSpec, LoadedHead
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 

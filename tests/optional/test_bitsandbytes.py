@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate_plugins.medusa import MedusaDrafter
-from hf_speculate_plugins.medusa.heads import MedusaHeads
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_training.recipe import recipe_from
 from hf_speculate_training.run import train_head
 

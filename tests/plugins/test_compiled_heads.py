@@ -17,13 +17,24 @@ from hf_speculate.drafting import ranking
 from hf_speculate.drafting.contract import DraftRequest
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
-from hf_speculate_plugins import growth
-from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attending, head, steps
+from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attention, compiled, head, steps
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
+from hf_speculate_plugins.medusa.compiled import CompiledForward
 from hf_speculate_plugins.medusa.session import MedusaSession
+from hf_speculate_plugins.trees import dynamic
 
-from .test_eagle import DEPTH, HIDDEN, PLAIN, SHAPES, VOCAB, batch_of, target, write_head
-from .test_medusa import TREE, random_heads
+from ..support.heads import (
+    DEPTH,
+    HIDDEN,
+    MEDUSA_CHOICES,
+    PLAIN,
+    SHAPES,
+    VOCAB,
+    batch_of,
+    random_heads,
+    target,
+    write_head,
+)
 
 
 REQUEST = {**PLAIN, "max_new_tokens": 16}
@@ -33,7 +44,7 @@ REQUEST = {**PLAIN, "max_new_tokens": 16}
 def _without_checks(fresh_dynamo, monkeypatch):
     """Of shapes, which only tests have around functions: dynamo cannot look into these."""
     graphs_of(target(), "eager").by_key.clear()
-    for module in (head, attending, steps, growth, ranking, tree):
+    for module in (head, attention, steps, compiled, dynamic, ranking, tree):
         for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
             for name, value in list(vars(owner).items()):
                 if getattr(owner, "__module__", module.__name__) != module.__name__:
@@ -72,7 +83,7 @@ def eagle(folder, layout="safeailab", shape="dynamic"):
 
 
 def medusa(outputs=None):
-    return MedusaDrafter(random_heads(outputs=outputs), target(), MedusaOptions(choices=TREE))
+    return MedusaDrafter(random_heads(outputs=outputs), target(), MedusaOptions(choices=MEDUSA_CHOICES))
 
 
 def assert_same_drafts(drafter, drafts, batch, **request):
@@ -171,7 +182,7 @@ def test_what_inductor_would_slow_down_is_left_as_it_is(prompt, outputs, backend
     fallbacks = Counter()
     request = DraftRequest(target=target(), input_ids=prompt(4), compiler=Compiler(backend, fallbacks))
     session = medusa(outputs).start(request)
-    assert bool(session._compiler) == bool(is_compiled)
+    assert isinstance(session._forward, CompiledForward) == bool(is_compiled)
     assert bool(fallbacks) != bool(is_compiled)
 
 
@@ -213,7 +224,7 @@ def test_on_a_gpu(tmp_path, prompt):
     heads = random_heads().to("cuda")
     for drafter in (
         EagleDrafter.from_folder(write_head(tmp_path), model, **SHAPES["dynamic"]),
-        MedusaDrafter(heads, model, MedusaOptions(choices=TREE)),
+        MedusaDrafter(heads, model, MedusaOptions(choices=MEDUSA_CHOICES)),
     ):
         for backend in ("eager", "inductor"):
             speculator = Speculator(drafter, compile=backend)

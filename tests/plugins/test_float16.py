@@ -12,9 +12,8 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting.contract import DraftState
 from hf_speculate.drafting.features import FeatureTaps, finite
 from hf_speculate.testing import check_lossless
-from hf_speculate_plugins.eagle.session import EagleSession
-from hf_speculate_plugins.medusa import MedusaDrafter
-from hf_speculate_plugins.medusa.heads import MedusaHeads
+from hf_speculate_plugins.eagle import EagleSession
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 from ..inputs import write_eagle_head
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import local_folder
 from hf_speculate.target import embedding_rows, output_rows
-from hf_speculate_plugins.eagle import EagleHead, EagleSpec, load_head
-from hf_speculate_plugins.eagle.loading import check_fits, head_device
+from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, head_device, load_head
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 

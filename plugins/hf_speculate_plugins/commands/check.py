@@ -24,9 +24,9 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.models import unwrap
 
-from ..calibration import Acceptance, HeadCheck, Reader, check_head, write_texts
-from ..eagle.calibration import EagleReader
-from ..medusa.calibration import MedusaReader
+from ..calibration import AcceptanceRates, HeadCheck, Reader, check_head, write_texts
+from ..eagle import EagleReader
+from ..medusa import MedusaReader
 
 
 _READERS: dict[str, type] = {reader.name: reader for reader in (EagleReader, MedusaReader)}
@@ -140,7 +140,7 @@ def table(found: HeadCheck) -> RenderableType:
     return rendered
 
 
-def _cells(acceptance: Acceptance) -> list[str]:
+def _cells(acceptance: AcceptanceRates) -> list[str]:
     pairs = zip(acceptance.by_depth, acceptance.conditional, strict=True)
     cells = [f"{share:.2f}" + ("" if rate is None else f" ({rate:.2f})") for share, rate in pairs]
     return [*cells, f"{acceptance.mean_length:.2f}"]

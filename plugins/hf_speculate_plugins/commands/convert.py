@@ -15,8 +15,7 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder, write_card
 
-from ..checkpoints import LoadReport
-from ..target_files import TargetFiles
+from ..checkpoints import LoadReport, TargetFiles
 
 
 def convert_checkpoint(

@@ -1,12 +1,17 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 heads."""
+"""EAGLE-1, EAGLE-2 and EAGLE-3 heads (arXiv:2401.15077, 2406.16858, 2503.01840).
 
-from .config import Conventions, EagleSpec
-from .drafter import EagleDrafter, EagleOptions
+A head of one layer or a few reads the target's features and drafts from its own states, one level of a tree after the
+other. One `EagleSpec` describes the heads of all generations and dialects, and one `EagleHead` computes them.
+"""
+
+from ..trees import StaticTree
+from .calibration import EagleReader
+from .checkpoint import LoadedHead, check_fits, head_device, load_head, write_head
+from .drafter import EagleDrafter
 from .head import EagleHead
-from .loading import LoadedHead, load_head
-from .saving import write_head
+from .options import EagleOptions
 from .session import EagleSession
-from .static import StaticTree
+from .spec import Conventions, EagleSpec
 
 
 __all__ = [
@@ -14,10 +19,13 @@ __all__ = [
     "EagleDrafter",
     "EagleHead",
     "EagleOptions",
+    "EagleReader",
     "EagleSession",
     "EagleSpec",
     "LoadedHead",
     "StaticTree",
+    "check_fits",
+    "head_device",
     "load_head",
     "write_head",
 ]

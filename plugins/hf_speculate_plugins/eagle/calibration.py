@@ -1,4 +1,4 @@
-"""An EAGLE head read in several ways, for `hf_speculate_plugins.calibration`."""
+"""An EAGLE head read in several ways, to find out how it was trained."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_speculate.tree import additive
+
 from ..calibration import Alternative, Options, Text, accepted_lengths
-from .attending import CachedAttention
-from .config import Conventions, EagleSpec
+from .attention import CachedAttention
+from .checkpoint import LoadedHead, load_head
 from .head import EagleHead
-from .loading import LoadedHead, load_head
+from .spec import Conventions, EagleSpec
 
 
 class EagleReader:
@@ -135,7 +137,7 @@ def chain_logits(
     cache: Any = DynamicCache()
     positions = torch.arange(count, device=device)[None]
     causal = positions[0, :, None] - positions
-    masks = [_additive((causal >= 0) & (causal < (window or count)), head.dtype) for window in head.spec.windows]
+    masks = [_mask((causal >= 0) & (causal < (window or count)), head.dtype) for window in head.spec.windows]
     hidden = head(tokens[None, 1:], states[:, :count], positions, CachedAttention(cache, masks))[:, starts]
     logits, states = head.read(hidden)
     steps = [logits[0]]
@@ -152,12 +154,11 @@ def _step_mask(count: int, starts: Tensor, step: int, window: int | None, dtype:
     """Mask of step `step` (from 1) of all chains: the text up to the own entry, and the chain's own steps."""
     places = torch.arange(count, device=starts.device)
     own = torch.eye(len(starts), dtype=torch.bool, device=starts.device)
-    reach = starts[:, None] + step
-    blocks = [(places <= starts[:, None]) & (reach - places < (window or count + step))]
+    ends = starts[:, None] + step
+    blocks = [(places <= starts[:, None]) & (ends - places < (window or count + step))]
     blocks += [own & (step - earlier < (window or count + step)) for earlier in range(1, step + 1)]
-    return _additive(torch.cat(blocks, dim=1), dtype)
+    return _mask(torch.cat(blocks, dim=1), dtype)
 
 
-def _additive(visible: Bool[Tensor, "N M"], dtype: torch.dtype) -> Float[Tensor, "1 1 N M"]:
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return bias.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
+def _mask(visible: Bool[Tensor, "N M"], dtype: torch.dtype) -> Float[Tensor, "1 1 N M"]:
+    return additive(visible, dtype)[None, None]

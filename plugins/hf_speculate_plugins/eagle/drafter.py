@@ -4,67 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import Conversations, Drafter, DraftRequest, Knobs, SavedHead
+from hf_speculate.drafting import Conversations, Drafter, DraftRequest, SavedHead
 from hf_speculate.hub import local_folder
 
-from ..checkpoints import LoadReport, tensor_shapes
-from ..target_files import TargetFiles
-from .config import Conventions, EagleSpec
-from .conversion import convert_head
-from .layouts import eagle_version
-from .loading import LoadedHead, check_fits, load_head
-from .saving import LayoutName, write_head
-from .session import EagleSession
-from .static import StaticTree
+from ..checkpoints import LoadReport, TargetFiles, tensor_shapes
+from .checkpoint import LayoutName, LoadedHead, check_fits, convert_head, eagle_version, load_head, write_head
+from .head import EagleHead
+from .options import EagleOptions
+from .session import EagleSession, Turn
+from .spec import Conventions, EagleSpec
 
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleOptions:
-    """Options of EAGLE drafting.
-
-    Attributes:
-        depth: tokens drafted along a branch; each costs one forward of the head.
-        top_k: 1 drafts a chain, more a dynamic tree with that many branches a level.
-        max_nodes: draft nodes of a dynamic tree, the root not counted. (SafeAILab's `total_token` counts it, and its
-            `depth` counts the levels below the first: total_token=60, depth=7 are max_nodes=59, depth=8 here.)
-        tree: a static tree instead, as a list of paths of ranks, e.g. `[(0,), (1,), (0, 0)]`.
-    """
-
-    depth: int = 8
-    top_k: int = 4
-    max_nodes: int = 24
-    tree: StaticTree | Sequence[Sequence[int]] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "top_k", "max_nodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"eagle: {name} must be at least 1, got {getattr(self, name)}.")
-        if self.tree is not None and not isinstance(self.tree, StaticTree):
-            object.__setattr__(self, "tree", StaticTree.from_choices(self.tree))
-
-    @property
-    def static_tree(self) -> StaticTree | None:
-        return self.tree if isinstance(self.tree, StaticTree) else None
-
-    @property
-    def max_depth(self) -> int:
-        """Depth of a chain, or of what a static tree is cut to where only chains can be verified."""
-        return self.depth if self.static_tree is None else max(map(len, self.static_tree.choices))
-
-    @property
-    def max_frontier(self) -> int:
-        """Nodes of a level that are run at once."""
-        return self.top_k if self.static_tree is None else max(len(level.nodes) for level in self.static_tree.levels)
 
 
 class EagleDrafter(Drafter):
@@ -76,33 +33,40 @@ class EagleDrafter(Drafter):
         options: see `EagleOptions`.
 
     Attributes:
-        report: what became of every key of the checkpoint.
+        entry_layers: which of the target's features the head takes, in its order; `feature_layers` has each once.
     """
 
     name = "eagle"
-    knobs = Knobs(
-        depth="depth",
-        width="top_k",
-        nodes="max_nodes",
-        explored={"depth": 12, "top_k": 8, "max_nodes": 64, "tree": None},
-        others=("tree",),
-    )
 
     def __init__(self, loaded: LoadedHead, target: PreTrainedModel, options: EagleOptions | None = None):
-        self.head, self.target_ids, self.report = loaded.head, loaded.target_ids, loaded.report
+        self._loaded = loaded
         self.options = options or EagleOptions()
-        self.conversations: Conversations = Conversations()
+        self.conversations: Conversations[Turn] = Conversations()
         self._target_name = getattr(target.config, "_name_or_path", None) or None
         self._target_architectures = [type(target).__name__]
         self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
         tree = self.options.static_tree
-        if tree is not None and tree.max_rank >= self.spec.draft_vocab_size:
-            raise ValueError(f"eagle: the static tree needs {tree.max_rank + 1} children; the head has fewer tokens.")
+        if tree is not None and max(tree.widths) > self.spec.draft_vocab_size:
+            raise ValueError(f"eagle: the static tree needs {max(tree.widths)} children; the head has fewer tokens.")
 
     def __repr__(self) -> str:
         return f"EagleDrafter(EAGLE-{self.spec.version}, {self.spec.dialect}, {self.options})"
+
+    @property
+    def head(self) -> EagleHead:
+        return self._loaded.head
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """See `LoadedHead`."""
+        return self._loaded.target_ids
+
+    @property
+    def report(self) -> LoadReport:
+        """What became of every key of the checkpoint."""
+        return self._loaded.report
 
     @property
     def spec(self) -> EagleSpec:
@@ -160,4 +124,4 @@ class EagleDrafter(Drafter):
         check_fits(self.spec, target)
 
     def start(self, request: DraftRequest) -> EagleSession:
-        return EagleSession(self, request)
+        return EagleSession(self._loaded, self.entry_layers, self.options, self.conversations, request)

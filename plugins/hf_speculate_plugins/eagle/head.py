@@ -1,7 +1,7 @@
 """The forward pass of EAGLE heads.
 
 Sources: EAGLE-1 (Li et al., arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840) and the code that writes the published files,
-see `layouts`. Entry i of a head pairs the target's feature at position i with the embedding of token i + 1, has RoPE
+see `checkpoint`. Entry i of a head pairs the target's feature at position i with the embedding of token i + 1, has RoPE
 position i, and predicts token i + 2. Deeper draft tokens take the head's own state instead of the feature.
 
     EAGLE-1:  x = fc([embedding ; feature]);  y = layers(x);                     logits = target's output matrix(y)
@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from hf_speculate.drafting import finite
 from hf_speculate.target import unhooked
 
-from .config import EagleSpec
+from .spec import EagleSpec
 
 
 # attend(layer, queries [B, heads, N, d], keys [B, kv_heads, N, d], values [B, kv_heads, N, d]) -> [B, heads, N, d]:
@@ -119,7 +119,7 @@ class EagleHead(nn.Module):
         shared: those modules of the target by name, None where the head has its own.
 
     Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
-    dtype instead (`loading`).
+    dtype instead (`checkpoint`).
     """
 
     def __init__(self, spec: EagleSpec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):

@@ -1,25 +1,29 @@
-"""One request of an EAGLE head: what it was told, what it has read, and the trees it draws from that."""
+"""One request of an EAGLE head: what it was told, and the trees that it draws from what it has read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..growth import Frontier, grow_tree
-from .reading import Reading, Step
-from .static import Level, StaticTree
-from .steps import parent_states
+from ..trees import StaticTree
+from .checkpoint import LoadedHead
+from .compiled import CompiledSteps, problem_with_head
+from .levels import Level, forest_of, levels_of
+from .options import EagleOptions
+from .reading import Reading
+from .steps import PlainSteps, Steps, read_prompt
 
 
-if TYPE_CHECKING:
-    from .drafter import EagleDrafter
+Pending = tuple[Tensor, Tensor, list[int]]
+"""What was committed and is yet to be read: tokens [B, J], states [B, J, Hd], lengths."""
+
+Turn = tuple[Reading, Pending | None]
+"""What one turn of a conversation leaves for the next."""
 
 
 class EagleSession(DraftSession):
@@ -27,45 +31,63 @@ class EagleSession(DraftSession):
 
     What a round committed is read in the forward that also expands the root of the next tree: entry i pairs the feature
     at token i with token i + 1, so the last new entry belongs to the root and its output ranks the root's children.
+
+    Args:
+        loaded: the head.
+        layers: for every feature that it takes, the key by which `observe` is given it.
+        options: how much is drafted.
+        conversations: where earlier turns are found, and this one is left.
+        request: what is to be drafted for.
     """
 
-    def __init__(self, drafter: EagleDrafter, request: DraftRequest):
-        self.options = drafter.options
-        self.head, self.target_ids = drafter.head, drafter.target_ids
-        self._layers = drafter.entry_layers
-        self._request, self._conversations = request, drafter.conversations
+    def __init__(
+        self,
+        loaded: LoadedHead,
+        layers: Sequence[int],
+        options: EagleOptions,
+        conversations: Conversations[Turn],
+        request: DraftRequest,
+    ):
+        self.options = options
+        self._loaded, self._layers = loaded, layers
+        self._request, self._conversations = request, conversations
         self._text = request.text
         self.carries_over = self._text is not None
+        self._compiler = request.compiler
+        if self._compiler is not None and (problem := problem_with_head(loaded.head)):
+            self._compiler.refuse(problem)
+            self._compiler = None
         self._reading: Reading | None = None
-        self._pending: tuple[Tensor, Tensor, list[int]] | None = None
+        self._steps: Steps | None = None
+        self._pending: Pending | None = None
         self._root_hidden: Tensor | None = None
 
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
-        states = self.head.fuse([features[layer] for layer in self._layers])
+        head = self._loaded.head
+        states = head.fuse([features[layer] for layer in self._layers])
         if self._text is not None:
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
             self._text += tokens[0, -1:].tolist() if self._reading is None else tokens[0, : int(lengths[0])].tolist()
         if self._reading is None:
             self._reading = self._start_reading(*tokens.shape)
-            if self._request.compiler is not None:
-                self._reading.compile(self._request.compiler, self.options.max_depth + 1, self.options.max_frontier)
-            self._root_hidden = self._reading.read_prompt(tokens, states)
+            self._steps = self._steps_behind(self._reading)
+            self._root_hidden = read_prompt(head, self._reading, tokens, states)
             return
         self._read_pending()
         self._pending = (tokens, states, lengths.tolist())
 
     def draft(self, state: DraftState) -> DraftTree:
         self._read_pending()
-        reading, root = self._reading, self._root_hidden
-        if reading is None or root is None:
+        reading, steps, root = self._reading, self._steps, self._root_hidden
+        if reading is None or steps is None or root is None:
             raise RuntimeError("draft() before the first observe()")
         options = self.options
         try:
             if state.chains_only or (options.top_k == 1 and options.static_tree is None):
-                return self._draft_chain(state, reading, root)
+                return self._draft_chain(state, steps, root)
             if options.static_tree is not None:
-                return self._draft_static(state, reading, root, options.static_tree.cut(state.max_depth))
-            return self._draft_dynamic(state, reading, root)
+                return self._draft_static(state, steps, root, options.static_tree.cut(state.max_depth))
+            return steps.tree(root, state, min(options.depth, state.max_depth))
         finally:
             reading.drop()
 
@@ -73,19 +95,24 @@ class EagleSession(DraftSession):
         """Leaves what was read, and what is yet to be read, to the next turn."""
         if self._reading is not None and self._text is not None and self._request.cache is not None:
             self._conversations.keep(self._request.cache, self._text, (self._reading, self._pending))
-        self._reading = self._pending = self._root_hidden = None
+        self._reading = self._steps = self._pending = self._root_hidden = None
+
+    def _steps_behind(self, reading: Reading) -> Steps:
+        plain = PlainSteps(self._loaded, reading, self.options)
+        if self._compiler is None:
+            return plain
+        return CompiledSteps(plain, self._loaded, reading, self.options, self._compiler)
 
     def _start_reading(self, batch_size: int, count: int) -> Reading:
         """Positions are those of the text: where the start of it has no features, and no earlier turn has read it, the
         head starts cold but at the right place."""
-        request = self._request
+        request, head = self._request, self._loaded.head
         if request.attention_mask is None:
             first = request.num_earlier + request.known_from
-            return self._resumed(first, count) or Reading(
-                self.head, None, (first + torch.arange(count)).expand(batch_size, -1)
-            )
+            positions = (first + torch.arange(count)).expand(batch_size, -1)
+            return self._resumed(first, count) or Reading(head, None, positions)
         positions = (request.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        return Reading(self.head, request.attention_mask[:, -count:].bool(), positions[:, -count:])
+        return Reading(head, request.attention_mask[:, -count:].bool(), positions[:, -count:])
 
     def _resumed(self, first: int, count: int) -> Reading | None:
         """The last turn's reading, if it read all entries before `first` as the text now has them. (The last of them
@@ -95,83 +122,48 @@ class EagleSession(DraftSession):
             return None
         num_alike, (reading, pending) = carried
         if pending is not None:
-            reading.read(*pending)
+            _read(self._steps_behind(reading), reading, pending)
         return reading.resumed(first, count) if num_alike > first else None
 
     def _read_pending(self) -> None:
-        if self._reading is not None and self._pending is not None:
-            (tokens, states, lengths), self._pending = self._pending, None
-            hidden = self._reading.read(tokens, states, lengths)
-            if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
-                is_new = torch.tensor(lengths, device=hidden.device)[:, None] > 0
-                hidden = torch.where(is_new, hidden, self._root_hidden)
-            self._root_hidden = hidden
+        if self._reading is None or self._steps is None or self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        hidden, lengths = _read(self._steps, self._reading, pending), pending[2]
+        if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
+            is_new = torch.tensor(lengths, device=hidden.device)[:, None] > 0
+            hidden = torch.where(is_new, hidden, self._root_hidden)
+        self._root_hidden = hidden
 
-    def _score_root(self, root: Tensor, state: DraftState) -> tuple[Tensor, Tensor]:
-        """Scores of the root's children [B, 1, Vd], and the states that these children take."""
-        logits, fed_back = self.head.read(root[:, None])
-        return state.child_scores(logits, 0, self.target_ids), fed_back
-
-    def _step(
-        self, state: DraftState, depth: int, reading: Reading, tokens: Tensor, states: Tensor, plan: TreePlan
-    ) -> tuple[Tensor, Tensor]:
-        """Runs nodes at `depth`; scores of their children [B, n, Vd], and the states that these take."""
-        logits, fed_back = reading.step(tokens, states, plan)
-        return state.child_scores(logits, depth, self.target_ids), fed_back
+    def _scores(self, state: DraftState, depth: int, logits: Tensor) -> Tensor:
+        """By which the children of nodes at `depth` are ranked [B, n, Vd]."""
+        return state.child_scores(logits, depth, self._loaded.target_ids)
 
     def _to_target(self, columns: Tensor) -> Tensor:
-        return columns if self.target_ids is None else self.target_ids[columns]
+        target_ids = self._loaded.target_ids
+        return columns if target_ids is None else target_ids[columns]
 
-    def _draft_chain(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
-        drafted = [state.root_ids[:, None].to(self.head.device)]
-        scores, fed_back = self._score_root(root, state)
-        drafted.append(self._to_target(scores.argmax(-1)))
-        for level in range(1, min(self.options.max_depth, state.max_depth)):
-            plan = TreePlan.from_parents([range(-1, level - 1)])
-            scores, fed_back = self._step(state, level, reading, drafted[-1], fed_back, plan)
-            drafted.append(self._to_target(scores.argmax(-1)))
+    def _draft_chain(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
+        drafted = [state.root_ids[:, None].to(root.device)]
+        logits, fed_back = self._loaded.head.read(root[:, None])
+        for depth in range(min(self.options.max_depth, state.max_depth)):
+            if depth:
+                plan = TreePlan.from_parents([range(-1, depth - 1)])
+                logits, fed_back = steps.level(drafted[-1], fed_back, plan)
+            drafted.append(self._to_target(self._scores(state, depth, logits).argmax(-1)))
         return DraftTree.chain(torch.cat(drafted, dim=1))
 
-    def _draft_dynamic(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
-        depth = min(self.options.depth, state.max_depth)
-        if not reading.compiles_trees:
-            return self._grow(state, reading.step, root, depth)
-        plain = partial(self._grow, state, reading.plain_step, root, depth)
-        return reading.tree(root, state, self.target_ids, self.options, depth, plain)
-
-    def _grow(self, state: DraftState, step: Step, root: Tensor, depth: int) -> DraftTree:
-        """A dynamic tree, level by level."""
-        scores, fed_back = self._score_root(root, state)
-
-        def expand(frontier: Frontier) -> Tensor:
-            nonlocal fed_back
-            tokens = frontier.forest.token_ids[:, frontier.num_cached :]
-            states = parent_states(fed_back, frontier.previous_index)
-            logits, fed_back = step(tokens, states, frontier.forest.plan)
-            return state.child_scores(logits, frontier.depth, self.target_ids)
-
-        return grow_tree(
-            state.root_ids,
-            scores[:, 0],
-            expand,
-            depth=depth,
-            top_k=self.options.top_k,
-            max_nodes=self.options.max_nodes,
-            token_ids=self.target_ids,
-        )
-
-    def _draft_static(self, state: DraftState, reading: Reading, root: Tensor, tree: StaticTree) -> DraftTree:
-        tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=self.head.device)
+    def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
+        tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)
         tokens[:, 0] = state.root_ids.to(tokens.device)
-        scores, fed_back = self._score_root(root, state)
-        self._fill(tokens, tree.levels[0], scores)
+        logits, fed_back = self._loaded.head.read(root[:, None])
         run: tuple[int, ...] = ()
-        for depth, level in enumerate(tree.levels[1:], start=1):
-            run += level.nodes
-            states = fed_back[:, list(level.previous)]
-            nodes = tokens[:, list(level.nodes)]
-            scores, fed_back = self._step(state, depth, reading, nodes, states, tree.forest(run))
-            self._fill(tokens, level, scores)
+        for depth, level in enumerate(levels_of(tree)):
+            if depth:
+                run += level.nodes
+                nodes, states = tokens[:, list(level.nodes)], fed_back[:, list(level.previous)]
+                logits, fed_back = steps.level(nodes, states, forest_of(tree, run))
+            self._fill(tokens, level, self._scores(state, depth, logits))
         return DraftTree(tokens, tree.parents)
 
     def _fill(self, tokens: Tensor, level: Level, scores: Tensor) -> None:
@@ -179,3 +171,13 @@ class EagleSession(DraftSession):
         columns = scores.topk(max(level.child_ranks) + 1, dim=-1).indices
         chosen = columns[:, list(level.child_parents), list(level.child_ranks)]
         tokens[:, list(level.children)] = self._to_target(chosen)
+
+
+@torch.no_grad()
+def _read(steps: Steps, reading: Reading, pending: Pending) -> Tensor:
+    """Commits what is pending; the states of the last entry of every row [B, Hd]."""
+    token_ids, states, lengths = pending
+    hidden = steps.entries(token_ids, states)
+    reading.keep(lengths)
+    last = torch.tensor([max(length, 1) - 1 for length in lengths], device=hidden.device)
+    return hidden[torch.arange(len(lengths), device=hidden.device), last]

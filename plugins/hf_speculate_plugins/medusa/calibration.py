@@ -1,4 +1,4 @@
-"""Medusa heads read in several ways, for `hf_speculate_plugins.calibration`."""
+"""Medusa heads read in several ways, to find out how they were trained."""
 
 from __future__ import annotations
 

@@ -1,23 +1,19 @@
-"""Static draft trees of Medusa: which nodes there are, fixed before generation.
+"""Which static trees Medusa drafts: the best one for what is known of the heads' accuracies.
 
-A node is a *choice* (`hf_speculate_plugins.choices`): `(0, 2)` is the third best token of head 1 below the best one of
-head 0.
 Source: arXiv:2401.10774, section 2.1.2 (tree attention) and 2.3.3 (optimised tree construction).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.planning import best_first
-
-from ..choices import Choices, canonical, parents_of
+from ..trees import Choices, StaticTree, canonical
 
 
 Accuracies = tuple[tuple[float, ...], ...]
@@ -30,29 +26,27 @@ MAX_RANKS = 10
 _TOP1 = (0.56, 0.32, 0.20, 0.15, 0.12)
 DEFAULT_ACCURACIES: Accuracies = tuple(tuple(top1 / (r + 1) ** 2 for r in range(MAX_RANKS)) for top1 in _TOP1)
 
-# Ranks under the likely paths to every head: enough to learn how often each rank of each head is right.
-EXPLORED_CHOICES: Choices = tuple(
-    (*path, rank)
-    for paths, ranks in (
-        (((),), 10),
-        (((0,), (1,), (2,)), 8),
-        (((0, 0), (0, 1), (1, 0)), 6),
-        (((0, 0, 0),), 6),
-        (((0, 0, 0, 0),), 6),
-    )
-    for path in paths
-    for rank in range(ranks)
-)
-
 
 def computed_choices(accuracies: Sequence[Sequence[float]], max_nodes: int) -> Choices:
-    """The tree of `max_nodes` nodes with the highest expected number of accepted tokens, see `best_first`.
+    """The tree of `max_nodes` nodes with the highest expected number of accepted tokens.
+
+    The value of a node is the product of the accuracies on its path, the probability that all of it is accepted if
+    heads are independent. As no node is worth more than its parent, taking the best node within reach again and again
+    is optimal.
 
     Args:
         accuracies: `accuracies[d][k]`, how often the token of rank k of head d is the right one.
         max_nodes: nodes without the root.
     """
-    return canonical(path for path, _ in best_first(accuracies, max_nodes))
+    paths: list[tuple[int, ...]] = []
+    within_reach: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+    while within_reach and len(paths) <= max_nodes:
+        negative_value, parent = heapq.heappop(within_reach)
+        paths.append(parent)
+        for rank, accuracy in enumerate(accuracies[len(parent)] if len(parent) < len(accuracies) else ()):
+            if accuracy > 0:
+                heapq.heappush(within_reach, (negative_value * accuracy, (*parent, rank)))
+    return canonical(paths[1:])  # without the root
 
 
 def measured_accuracies(
@@ -79,48 +73,9 @@ def measured_accuracies(
     return tuple(accuracies)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: `static_tree` makes each once, and it is a cache key
-class StaticTree:
-    """Choices compiled for drafting.
-
-    Attributes:
-        choices: one a node, in node order, the root left out.
-        parents: parent of every node, root first.
-        widths: `widths[d]`, how many of head d's tokens are used.
-        columns: column of every node but the root in the row of the heads' best tokens, heads one after the other.
-    """
-
-    choices: Choices
-    parents: tuple[int, ...]
-    widths: tuple[int, ...]
-    columns: tuple[int, ...]
-
-    @property
-    def max_depth(self) -> int:
-        return len(self.widths)
-
-    def to_depth(self, max_depth: int) -> StaticTree:
-        """The tree without the nodes below `max_depth`."""
-        if max_depth >= self.max_depth:
-            return self
-        return static_tree(tuple(choice for choice in self.choices if len(choice) <= max_depth))
-
-
-@lru_cache(maxsize=256)
-def static_tree(choices: Choices) -> StaticTree:
-    """Compiles choices in canonical order."""
-    max_depth = max(map(len, choices), default=0)
-    widths = [1 + max(c[-1] for c in choices if len(c) == depth) for depth in range(1, max_depth + 1)]
-    offsets = [sum(widths[:depth]) for depth in range(max_depth)]
-    return StaticTree(
-        choices=choices,
-        parents=parents_of(choices),
-        widths=tuple(widths),
-        columns=tuple(offsets[len(choice) - 1] + choice[-1] for choice in choices),
-    )
-
-
 @lru_cache(maxsize=64)
 def column_index(tree: StaticTree, device: torch.device) -> Int[Tensor, " N"]:
-    """`tree.columns` on a device, made once."""
-    return torch.tensor(tree.columns, dtype=torch.long, device=device)
+    """Column of every node but the root in the row of the heads' best tokens, `tree.widths` of each, side by side."""
+    offsets = [sum(tree.widths[:depth]) for depth in range(tree.max_depth)]
+    columns = [offsets[len(choice) - 1] + choice[-1] for choice in tree.choices]
+    return torch.tensor(columns, dtype=torch.long, device=device)

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, Knobs, SavedHead
+from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, SavedHead
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.target import execution_device
 
-from ..checkpoints import LoadReport
-from ..choices import checked_choices
-from ..target_files import TargetFiles
-from . import layouts
-from .backbone import check_backbone
-from .choices import DEFAULT_ACCURACIES, EXPLORED_CHOICES, StaticTree, computed_choices, static_tree
-from .conversion import convert_heads
-from .heads import MedusaHeads
-from .layouts import LayoutName
+from ..checkpoints import LoadReport, TargetFiles, device_beside
+from ..trees import StaticTree
+from .checkpoint import LayoutName, check_backbone, convert_heads, holds_heads, read_heads, write_heads
+from .choices import DEFAULT_ACCURACIES, computed_choices
+from .head import MedusaHeads
+from .options import MedusaOptions
 from .session import MedusaSession
 
 
@@ -39,44 +33,6 @@ if TYPE_CHECKING:
 # 1.4 times (measured, see design).
 _MAX_NODES_ACCELERATOR = 63
 _MAX_NODES_CPU = 15
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MedusaOptions:
-    """Options of Medusa drafting.
-
-    Attributes:
-        choices: the tree as a list of rank tuples, as Medusa's `medusa_choices`; parts deeper than there are heads are
-            cut off. None computes one from `accuracies`.
-        accuracies: `accuracies[d][k]`, how often rank k of head d is right (`measured_accuracies`); None takes those of
-            the published Vicuna-7B heads.
-        max_nodes: nodes of the computed tree, the root not counted; None: 63 on accelerators, 15 on a CPU.
-        order: which heads draft depth 1, 2, …, for files that have them otherwise: `(1, 2, 3)` leaves out a head 0 that
-            repeats what the target itself says. None: all, as they are in the file.
-        before_final_norm: the heads were trained on the last layer's output before the target's final norm.
-        check_backbone: refuse a target that is not the model that Medusa-2 heads were trained with.
-    """
-
-    choices: Sequence[Sequence[int]] | None = None
-    accuracies: Sequence[Sequence[float]] | None = None
-    max_nodes: int | None = None
-    order: Sequence[int] | None = None
-    before_final_norm: bool = False
-    check_backbone: bool = True
-
-    def __post_init__(self) -> None:
-        if self.order is not None:
-            object.__setattr__(self, "order", tuple(self.order))
-            if not self.order or min(self.order) < 0 or len(set(self.order)) != len(self.order):
-                raise ValueError(f"medusa: order must name different heads, got {list(self.order)}.")
-        if self.choices is not None:
-            if self.accuracies is not None or self.max_nodes is not None:
-                raise ValueError("medusa: choices are a whole tree; accuracies and max_nodes are for a computed one.")
-            object.__setattr__(self, "choices", checked_choices(self.choices, "medusa"))
-        if self.accuracies is not None:
-            object.__setattr__(self, "accuracies", tuple(tuple(head) for head in self.accuracies))
-        if self.max_nodes is not None and self.max_nodes < 1:
-            raise ValueError(f"medusa: max_nodes must be at least 1, got {self.max_nodes}.")
 
 
 class MedusaDrafter(Drafter):
@@ -93,11 +49,6 @@ class MedusaDrafter(Drafter):
     """
 
     name = "medusa"
-    knobs = Knobs(
-        choices="choices",
-        explored={"choices": EXPLORED_CHOICES, "accuracies": None, "max_nodes": None},
-        others=("accuracies", "max_nodes"),
-    )
 
     def __init__(
         self,
@@ -133,18 +84,23 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
-        return layouts.recognizes(folder)
+        return holds_heads(folder)
 
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Reads heads of any layout; dtype and device are the target's."""
         parsed = MedusaOptions(**options)
-        checkpoint = layouts.read_heads(folder)
+        checkpoint = read_heads(folder)
         if parsed.check_backbone:
             check_backbone(target, checkpoint.backbone, folder)
         heads = _share_output(checkpoint.heads, target)
         _check_sizes(heads, target)  # before memory is spent on them
-        return cls(heads.to(device=_device(target), dtype=target.dtype), target, parsed, checkpoint.report)
+        return cls(
+            heads.to(device=device_beside(target.get_output_embeddings(), target), dtype=target.dtype),
+            target,
+            parsed,
+            checkpoint.report,
+        )
 
     def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
         """Writes the heads in a published layout.
@@ -156,7 +112,7 @@ class MedusaDrafter(Drafter):
             CheckpointError: the layout cannot express these heads.
         """
         layout = layout or ("fasterdecoding" if self.heads.token_ids is None else "vllm")
-        layouts.write_heads(
+        write_heads(
             path,
             self.heads,
             layout,
@@ -172,11 +128,6 @@ class MedusaDrafter(Drafter):
         """Writes the heads in `folder` to `path` in another layout, see `convert_heads`."""
         return convert_heads(folder, path, layout, target)
 
-    def with_options(self, **options: Any) -> Self:
-        new = super().with_options(**options)
-        new.tree = new._make_tree()
-        return new
-
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares hidden size, vocabulary and number of layers."""
         _check_sizes(self.heads, target)
@@ -188,7 +139,7 @@ class MedusaDrafter(Drafter):
             )
 
     def start(self, request: DraftRequest) -> MedusaSession:
-        return MedusaSession(self, request)
+        return MedusaSession(self.heads, self.tree, self.feature_layers[0], request)
 
     def _make_tree(self) -> StaticTree:
         options, choices = self.options, self.options.choices
@@ -196,7 +147,7 @@ class MedusaDrafter(Drafter):
             default = _MAX_NODES_CPU if self.heads.device.type == "cpu" else _MAX_NODES_ACCELERATOR
             accuracies = (options.accuracies or DEFAULT_ACCURACIES)[: self.heads.num_heads]
             choices = computed_choices(accuracies, options.max_nodes or default)
-        tree = static_tree(tuple(tuple(choice) for choice in choices)).to_depth(self.heads.num_heads)
+        tree = StaticTree(tuple(tuple(choice) for choice in choices)).cut(self.heads.num_heads)
         size = self.heads.vocab_size or self._target_vocab_size
         if max(tree.widths, default=0) > size:
             raise ValueError(f"medusa: choices use rank {max(tree.widths) - 1}; the heads have {size} tokens.")
@@ -241,9 +192,3 @@ def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
     if heads.token_ids is not None or not torch.equal(ours[0].to(theirs.device, theirs.dtype), theirs):
         return heads
     return MedusaHeads(heads.block_weight.data, None if heads.block_bias is None else heads.block_bias.data)
-
-
-def _device(target: PreTrainedModel) -> torch.device:
-    """Where the target's output layer is: the heads sit beside it."""
-    output = target.get_output_embeddings()
-    return (execution_device(output) if isinstance(output, nn.Module) else None) or target.device

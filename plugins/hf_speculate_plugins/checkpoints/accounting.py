@@ -1,0 +1,146 @@
+"""An account of every key of a checkpoint: taken, shared or ignored with a reason, or the load fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_speculate.errors import CheckpointError
+
+from .reading import Checkpoint
+from .weight_files import ID_TYPES, WEIGHT_TYPES, listed
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of every key of a checkpoint.
+
+    Attributes:
+        source: folder and layout, for people.
+        used: names that became weights of the drafter.
+        shared: name -> why the target's own tensor serves instead.
+        ignored: name -> why it is not needed.
+        missing: name -> what is used instead of something that the layout allows to be absent.
+    """
+
+    source: str
+    used: tuple[str, ...] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {len(self.used)} tensors used"]
+        for title in ("shared", "ignored", "missing"):
+            lines += [f"  {title}: {name} ({reason})" for name, reason in getattr(self, title).items()]
+        return "\n".join(lines)
+
+
+class KeyAccount:
+    """The books of one load: every tensor is taken, shared or ignored with a reason, or the load fails.
+
+        keys = KeyAccount(checkpoint, "EAGLE-3, SafeAILab layout")
+        weight = keys.take("fc.weight", (hidden, None))       # None: any size
+        bias = keys.optional("fc.bias", (hidden,))
+        keys.share("embed_tokens.weight", "equal to the target's")
+        report = keys.finish()
+
+    Problems are collected: `take` of a missing or misshapen tensor returns a placeholder on the meta device and
+    `finish` raises one `CheckpointError` that names all of them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: str):
+        self._tensors = checkpoint.tensors
+        self._source = f"{checkpoint.folder} ({layout})"
+        self._used: list[str] = []
+        self._shared: dict[str, str] = {}
+        self._ignored: dict[str, str] = {}
+        self._absent: dict[str, str] = {}
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, shape: Sequence[int | None]) -> Tensor:
+        """The weights `name`, which must be there with this shape (None: any size in that dimension)."""
+        return self._take(name, shape, WEIGHT_TYPES)
+
+    def optional(self, name: str, shape: Sequence[int | None]) -> Tensor | None:
+        """As `take`, but None if the tensor is absent."""
+        return self.take(name, shape) if name in self else None
+
+    def optional_ids(self, name: str, shape: Sequence[int | None]) -> Tensor | None:
+        """As `optional`, of integers or truth values."""
+        return self._take(name, shape, ID_TYPES) if name in self else None
+
+    def _take(self, name: str, shape: Sequence[int | None], types: Sequence[torch.dtype]) -> Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            self._missing.append(name)
+            return _placeholder(shape)
+        self._used.append(name)
+        if tensor.dtype not in types:
+            self._misshapen.append(f"{name} is of {tensor.dtype}, expected {' or '.join(map(str, types))}")
+        elif not _fits(tensor, shape):
+            wanted = tuple("any" if size is None else size for size in shape)
+            self._misshapen.append(f"{name} has shape {tuple(tensor.shape)}, expected {wanted}")
+        else:
+            return tensor
+        return _placeholder(shape)
+
+    def share(self, name: str, reason: str) -> None:
+        """The target's own tensor is used instead of `name` (which may be absent)."""
+        self._shared[name] = reason
+
+    def ignore(self, name: str, reason: str) -> None:
+        """`name` is known and not needed; nothing happens if it is absent."""
+        if name in self:
+            self._ignored[name] = reason
+
+    def absent(self, name: str, reason: str) -> None:
+        """Notes that `name` is not in the file and what is used instead (an entry of the report, not an error)."""
+        self._absent[name] = reason
+
+    def check(self) -> None:
+        """Raises `CheckpointError` if anything that was taken is missing or misshapen: before it is computed with."""
+        self._raise(("missing", self._missing), ("wrong", self._misshapen))
+
+    def finish(self) -> LoadReport:
+        """The report; raises `CheckpointError` naming every missing, misshapen and unknown tensor."""
+        known = {*self._used, *self._shared, *self._ignored}
+        unknown = [name for name in self._tensors if name not in known]
+        self._raise(("missing", self._missing), ("wrong", self._misshapen), ("unknown", unknown))
+        return LoadReport(self._source, tuple(self._used), self._shared, self._ignored, self._absent)
+
+    def _raise(self, *found: tuple[str, list[str]]) -> None:
+        problems = [f"{title}: {listed(names)}" for title, names in found if names]
+        if problems:
+            raise CheckpointError(f"{self._source} does not have the tensors of that layout. {'; '.join(problems)}.")
+
+
+def num_indexed(where: str, what: str, indices: Iterable[str], limit: int) -> int:
+    """One more than the largest index that names of tensors have: a gap is a missing tensor, not a smaller head.
+
+    Args:
+        what: is counted, for messages.
+        limit: what there can be at most.
+    Raises:
+        CheckpointError: an index beyond the limit: nothing is to be made in that number.
+    """
+    largest = max(indices, key=lambda digits: (len(digits), digits), default="0")
+    if len(largest) > len(str(limit)) or int(largest) >= limit:
+        shown = largest if len(largest) < 20 else f"a number of {len(largest)} digits"
+        raise CheckpointError(f"{where}: {what} {shown} is named; there can be {limit}, counted from 0.")
+    return 1 + int(largest)
+
+
+def _placeholder(shape: Sequence[int | None]) -> Tensor:
+    return torch.empty([size or 0 for size in shape], device="meta")
+
+
+def _fits(tensor: Tensor, shape: Sequence[int | None]) -> bool:
+    return tensor.dim() == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape, strict=True))

@@ -1,0 +1,101 @@
+"""Typed access to configs: a value of another type or beyond what anything can have is a `CheckpointError`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hf_speculate.errors import CheckpointError
+
+
+# Far more than anything has, and little enough to be multiplied and made tensors of.
+MAX_SIZE = 1 << 26
+
+
+class ConfigValues:
+    """The values of one object of a config. Null is as good as absent.
+
+    Args:
+        where: file or folder, for messages.
+        values: the object.
+        prefix: of keys, for messages.
+    """
+
+    def __init__(self, where: str, values: Mapping[str, Any], prefix: str = ""):
+        self.where = where
+        self.values = values
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def wrong(self, key: str, wanted: str) -> CheckpointError:
+        """What to raise for a value that is not as it should be."""
+        shown = repr(self.values.get(key))
+        shown = shown if len(shown) <= 80 else f"{shown[:60]} ..."
+        return CheckpointError(f"{self.where}: {self._prefix}{key} in config.json is {shown}, expected {wanted}.")
+
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A positive integer; without a default it must be there."""
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise CheckpointError(f"{self.where}: config.json lacks {self._prefix}{key}.")
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.wrong(key, f"an integer from 1 to {most}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number that is not negative."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.wrong(key, "a number")
+        if not 0 <= value < 1e30 or not math.isfinite(value):
+            raise self.wrong(key, "a finite number that is not negative")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if value not in (True, False) or isinstance(value, float):
+            raise self.wrong(key, "true or false")
+        return bool(value)
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return default if value is None else value
+
+    def inner(self, key: str) -> ConfigValues:
+        """An object; an empty one where there is none."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(key, "an object")
+        return ConfigValues(self.where, value or {}, f"{self._prefix}{key}.")
+
+    def texts(self, key: str) -> list[str]:
+        values = self._list(key, "a list of strings")
+        if not all(isinstance(value, str) for value in values):
+            raise self.wrong(key, "a list of strings")
+        return values
+
+    def indices(self, key: str) -> list[int]:
+        """Integers, which may be negative."""
+        values = self._list(key, "a list of integers")
+        if not all(type(value) is int and abs(value) <= MAX_SIZE for value in values):
+            raise self.wrong(key, "a list of integers")
+        return values
+
+    def _list(self, key: str, wanted: str) -> list[Any]:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, list | tuple):
+            raise self.wrong(key, wanted)
+        return list(value or [])

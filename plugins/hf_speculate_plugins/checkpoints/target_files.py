@@ -1,0 +1,104 @@
+"""What a conversion may need of a target, read from its files: the config, and single tensors.
+
+A target of many gigabytes is not loaded for one matrix: of a Hub repository only the config, the index and the one
+shard that holds the tensor are downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.hub import cached_file
+
+from hf_speculate.errors import CheckpointError, DrafterNotFoundError
+
+from .reading import read_config, read_tensor
+from .weight_files import read_index
+
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+class TargetFiles:
+    """The files of a target.
+
+    Args:
+        name_or_path: folder or Hub id.
+        revision, token, cache_dir, local_files_only: as everywhere on the Hub.
+    Raises:
+        DrafterNotFoundError: no such folder or repository, or it has no model config.
+        CheckpointError: the config of a folder is no JSON.
+    """
+
+    def __init__(self, name_or_path: str | os.PathLike, **hub: Any):
+        self.name = os.fspath(name_or_path)
+        self._hub = hub
+        if self.name.startswith((".", "/", "~")) and not os.path.isdir(self.name):
+            raise DrafterNotFoundError(f"cannot read target {self.name!r}: no such folder.")
+        read_config(self.name)  # of a folder; what transformers would wait for or recurse in is refused here
+        try:
+            self.config = AutoConfig.from_pretrained(self.name, **hub)
+        except Exception as error:  # configs check themselves in several ways
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise DrafterNotFoundError(f"cannot read target {self.name!r}: {why}") from error
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the text model: hidden size, vocabulary, number of layers."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def architectures(self) -> list[str]:
+        return list(self.config.architectures or [])
+
+    def input_embeddings(self) -> nn.Embedding:
+        """The token embeddings; raises `CheckpointError` if the files do not hold them."""
+        return nn.Embedding.from_pretrained(self._tensor(self._names[0]))
+
+    def output_embeddings(self) -> nn.Linear:
+        """The output matrix, of tied models that of the embeddings; raises as `input_embeddings`."""
+        weight = self._tensor(self._names[0] if self.text_config.tie_word_embeddings else self._names[1])
+        module = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        return module
+
+    @cached_property
+    def _names(self) -> tuple[str, str]:
+        """Names of the embeddings and of the output matrix, asked of a model without weights."""
+        try:
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(self.config)
+        except Exception as error:
+            raise CheckpointError(
+                f"the config of the target {self.name!r} makes no causal LM ({type(error).__name__}: {error})."
+            ) from error
+        embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
+        names = {id(module): name for name, module in model.named_modules()}
+        return f"{names[id(embeddings)]}.weight", f"{names[id(output)]}.weight"
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = read_tensor(self._file_with(name), name)
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"the target's {name} is quantised ({tensor.dtype}): give the original model.")
+        if tensor.dim() != 2:
+            raise CheckpointError(f"the target's {name} has shape {tuple(tensor.shape)}, expected a matrix.")
+        return tensor
+
+    def _file_with(self, name: str) -> str:
+        for file in _WEIGHTS:
+            if index := self._file(f"{file}.index.json"):
+                shard = read_index(index).get(name)
+                if shard is None:
+                    raise CheckpointError(f"the target's files ({self.name}) do not hold {name}.")
+                file = shard
+            if path := self._file(file):
+                return path
+        raise CheckpointError(f"{self.name} holds none of {', '.join(_WEIGHTS)}: it cannot be read as a target.")
+
+    def _file(self, name: str) -> str | None:
+        return cached_file(self.name, name, _raise_exceptions_for_missing_entries=False, **self._hub)

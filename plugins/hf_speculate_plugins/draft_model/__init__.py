@@ -1,0 +1,11 @@
+"""A smaller causal LM of the same vocabulary as the drafter (arXiv:2211.17192, arXiv:2302.01318).
+
+It drafts chains, or dynamic trees as EAGLE-2 grows them. Any causal LM in a folder that is no head of another method is
+recognised as one.
+"""
+
+from .drafter import DraftModelDrafter
+from .options import DraftModelOptions
+
+
+__all__ = ["DraftModelDrafter", "DraftModelOptions"]

@@ -1,0 +1,91 @@
+"""The `draft_model` drafter: a smaller causal LM of the same vocabulary."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from hf_speculate.cache import TreeCache
+from hf_speculate.drafting import Conversations, Drafter, DraftRequest
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate.target import supported_shape
+
+from .checkpoint import holds_model, load_model
+from .options import DraftModelOptions
+from .session import DraftModelSession
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a causal LM.
+
+    Args:
+        model: the draft model; its vocabulary must be the target's (padding rows at the end may differ).
+        options: see `DraftModelOptions`.
+    """
+
+    name = "draft_model"
+
+    def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):
+        shape, reason = supported_shape(model, DynamicCache(config=model.config))
+        if shape == "single":
+            raise TargetMismatchError(f"{type(model).__name__} cannot be a draft model: {reason}.")
+        self.model = model.eval()
+        self.options = options or DraftModelOptions()
+        self.conversations: Conversations[TreeCache] = Conversations()
+
+    def __repr__(self) -> str:
+        return f"DraftModelDrafter({type(self.model).__name__}, {self.options})"
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """`model=` is the draft model or its path / Hub id; the other options are `DraftModelOptions`."""
+        model = options.pop("model", None)
+        if model is None:
+            raise TypeError("draft_model needs the draft model: from_name('draft_model', target=..., model=...).")
+        if isinstance(model, str | os.PathLike):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype)
+            model = loaded.to(target.device)
+        return cls(model, DraftModelOptions(**options))
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        return holds_model(folder)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+        """Loads the draft model beside the target: same dtype, same device."""
+        parsed = DraftModelOptions(**options)
+        return cls(load_model(folder, target), parsed)
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Compares vocabularies: sizes (padding rows aside) and special token ids."""
+        ours, theirs = (m.config.get_text_config(decoder=True) for m in (self.model, target))
+        # Checkpoints of one family pad the same tokenizer differently (Qwen2: 151936 and 152064 rows).
+        if abs(ours.vocab_size - theirs.vocab_size) > 256:
+            raise TargetMismatchError(
+                f"the draft model has a vocabulary of {ours.vocab_size} tokens, the target of {theirs.vocab_size}: "
+                "a draft model must share the target's tokenizer."
+            )
+        for name in ("bos_token_id", "eos_token_id"):
+            mine, its = (_as_set(getattr(config, name, None)) for config in (ours, theirs))
+            if mine and its and not mine & its:
+                raise TargetMismatchError(
+                    f"the draft model's {name} is {sorted(mine)}, the target's {sorted(its)}: they seem to have "
+                    "different tokenizers; a draft model must share the target's."
+                )
+
+    def start(self, request: DraftRequest) -> DraftModelSession:
+        return DraftModelSession(self.model, self.options, self.conversations, request)
+
+
+def _as_set(ids: int | Sequence[int] | None) -> set[int]:
+    if ids is None:
+        return set()
+    return {ids} if isinstance(ids, int) else set(ids)

@@ -1,0 +1,197 @@
+"""One request of a draft model: its own KV cache, and one tight loop of forwards, never `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_speculate.cache import TreeCache
+from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState, common_prefix
+from hf_speculate.target import Scorer, num_positions, supported_shape, takes_position_ids
+from hf_speculate.tree import DraftTree
+
+from ..trees import Frontier, grow_tree
+from .options import DraftModelOptions
+
+
+class DraftModelSession(DraftSession):
+    """The draft model's cache and what it holds.
+
+    `_texts[r]` are the committed tokens behind the prompt (root last), `_cached[r]` those in the cache behind the
+    prompt, which may go on with rejected drafts: what the two have in common stays, the rest is fed again.
+
+    Args:
+        model: the draft model.
+        options: how much is drafted.
+        conversations: where the caches of earlier turns are found, and this one's is left.
+        request: what is to be drafted for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        options: DraftModelOptions,
+        conversations: Conversations[TreeCache],
+        request: DraftRequest,
+    ):
+        self.model, self.options = model, options
+        self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
+        self._num_positions = num_positions(self.model.config)
+        batch_size, num_prompt = request.input_ids.shape
+        cache = DynamicCache(config=self.model.config)
+        shape, _ = supported_shape(self.model, cache)
+        mask = None if request.attention_mask is None else request.attention_mask[:, -num_prompt:]
+        self._conversations, self._target_cache = conversations, request.cache
+        text = request.text
+        prompt = request.input_ids if text is None else torch.tensor([text], device=request.input_ids.device)
+        num_prompt, self._has_text = prompt.shape[1], text is not None
+        self.cache = self._resumed(text) or TreeCache(cache, batch_size)
+        self.scorer = Scorer(self.model, self.cache, mask, shape)
+        # The target may know tokens that the draft model lacks (rows of padding, as a rule): any other stands for them.
+        self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
+        self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask
+        self._num_prompt = num_prompt
+        self._has_read_prompt = False
+        self._texts: list[list[int]] = [[] for _ in range(batch_size)]
+        self._cached: list[list[int]] = [[] for _ in range(batch_size)]
+        # Position of the last prompt token of each row.
+        self._last_positions = [num_prompt - 1] * batch_size if mask is None else (mask.sum(-1) - 1).tolist()
+
+    def observe(self, tokens, features, lengths) -> None:
+        if not self._has_read_prompt:
+            self._has_read_prompt = True
+            if self._depth_limit(range(len(self._texts))) is not None:
+                self._prefill()
+            lengths_list = [1] * len(self._texts)
+            tokens = tokens.gather(1, lengths[:, None] - 1)
+        else:
+            lengths_list = lengths.tolist()
+        tokens = tokens.clamp(max=self._last_token)
+        for text, row, length in zip(self._texts, tokens.tolist(), lengths_list, strict=True):
+            text.extend(row[:length])
+
+    def draft(self, state: DraftState) -> DraftTree:
+        limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
+        if limit is not None:
+            self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
+            limit = self._depth_limit(self.cache.rows)  # rows that have ended may have stayed
+        if limit is None:
+            return DraftTree.root_only(state.root_ids)
+        rows, depth = self.cache.rows, min(self.options.depth, state.max_depth, limit + 1)
+        root_logits = self._feed_committed()
+        is_chain = self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain"
+        draft = self._draft_chain if is_chain else self._draft_tree
+        return state.whole_tree(draft(state.select(rows), root_logits, depth), rows)
+
+    def _depth_limit(self, rows: Sequence[int]) -> int | None:
+        """How deep nodes may be that the draft model runs; None: not even the root has a position that it knows."""
+        size = self._num_positions
+        if size is None:
+            return 10**9
+        longest = max(self._last_positions[row] + len(self._texts[row]) for row in rows)
+        if not takes_position_ids(self.model):  # it counts entries: padding, and the gaps behind shorter rows
+            common = [self._num_common(row) for row in rows]
+            num_new = max(len(self._texts[row]) - known for row, known in zip(rows, common, strict=True))
+            longest = self._num_prompt - 1 + max(common) + num_new
+        return size - 1 - longest if longest < size else None
+
+    def _num_common(self, row: int) -> int:
+        """Committed tokens behind the prompt, but the root, that the cache holds."""
+        return common_prefix(self._texts[row][:-1], self._cached[row])
+
+    @property
+    def _positions(self) -> list[int]:
+        """Position of the token that comes after the cached ones, a row."""
+        return [last + 1 + len(cached) for last, cached in zip(self._last_positions, self._cached, strict=True)]
+
+    def _logits(self, output) -> Tensor:
+        """Without the columns that the target's vocabulary does not have."""
+        return output.logits[..., : self._vocab_size]
+
+    def _resumed(self, text: list[int] | None) -> TreeCache | None:
+        """The draft model's cache of the last turn, cut to what the text has kept of it."""
+        carried = self._conversations.take(self._target_cache, text)
+        if carried is None:
+            return None
+        num_alike, cache = carried
+        if num_alike < cache.shortest_length:  # sliding windows have moved on
+            return None
+        cache.truncate([num_alike])
+        return cache
+
+    def _prefill(self) -> None:
+        """Runs the prompt, as far as the cache lacks it."""
+        device, start = self.model.device, self.cache.append_index
+        if start == self._num_prompt:
+            return
+        positions = None
+        if self._prompt_mask is not None:
+            positions = (self._prompt_mask.long().cumsum(-1) - 1).clamp(min=0).to(device)
+        with torch.no_grad():
+            self.model(
+                input_ids=self._prompt[:, start:].to(device),
+                attention_mask=None if self._prompt_mask is None else self._prompt_mask.to(device),
+                position_ids=positions,
+                past_key_values=self.cache.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        self.cache.commit_appended()
+
+    def close(self) -> None:
+        """Leaves the cache to the next turn."""
+        if self._has_text and self._has_read_prompt and self._target_cache is not None:
+            self.cache.restore()
+            text = self._prompt[0].tolist() + self._cached[0]
+            self._conversations.keep(self._target_cache, text[: self.cache.append_index], self.cache)
+
+    def _feed_committed(self) -> Tensor:
+        """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [R, V]."""
+        new: dict[int, list[int]] = {}
+        for row in self.cache.rows:
+            common = self._num_common(row)
+            del self._cached[row][common:]
+            new[row] = self._texts[row][common:]
+        self.cache.truncate([self._num_prompt + len(cached) for cached in self._cached])
+        tree = DraftTree.from_rows([(tokens, range(-1, len(tokens) - 1)) for tokens in new.values()])
+        output = self.scorer(tree, self._positions)
+        self.cache.keep([range(len(new.get(row, ()))) for row in range(len(self._texts))])
+        for row, tokens in new.items():
+            self._cached[row].extend(tokens)
+        last = torch.tensor([len(tokens) - 1 for tokens in new.values()], device=output.logits.device)
+        return self._logits(output)[torch.arange(len(new), device=last.device), last]
+
+    def _draft_chain(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
+        columns = [state.root_ids.to(logits.device)]
+        path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
+        for level in range(depth):
+            if level:
+                output = self.scorer(DraftTree.root_only(columns[-1]), [p + level - 1 for p in self._positions])
+                self.cache.keep(path)
+                logits = self._logits(output)[:, 0]
+            columns.append(state.child_scores(logits[:, None], depth=level)[:, 0].argmax(-1))
+        tokens = torch.stack(columns, dim=1)
+        for row, drafted in zip(self.cache.rows, tokens[:, 1:-1].tolist(), strict=True):
+            self._cached[row].extend(drafted)
+        return DraftTree.chain(tokens)
+
+    def _draft_tree(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
+        positions = self._positions
+
+        def expand(frontier: Frontier) -> Tensor:
+            output = self.scorer(frontier.forest, positions, num_cached=frontier.num_cached)
+            return state.child_scores(self._logits(output), depth=frontier.depth)
+
+        tree = grow_tree(
+            state.root_ids,
+            state.child_scores(logits[:, None], depth=0)[:, 0],
+            expand,
+            depth=depth,
+            top_k=self.options.top_k,
+            max_nodes=self.options.max_nodes,
+        )
+        self.cache.restore()
+        return tree

@@ -1,0 +1,297 @@
+"""Which EAGLE layout a checkpoint has, and what it says: tensors first, config second.
+
+Sources: the files written by SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec and
+NVIDIA/Model-Optimizer. Dialects name the same tensors differently (`midlayer.` / `layers.0.`), count layers
+differently (outputs of layers / indices into `hidden_states`), and mean different things by the same flag; all of that
+ends here, in one `EagleSpec`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_speculate.errors import CheckpointError
+
+from ...checkpoints import Checkpoint, ConfigValues, listed, num_indexed
+from ..spec import Dialect, EagleSpec
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# Names of other dialects -> ours (those of speculators). ModelOpt numbers `midlayer` when there are several; old
+# speculators files of EAGLE-1 say `fusion_fc` and `transformer`.
+_RENAMES = (
+    (re.compile(r"^midlayer\.(\d+\.)"), r"layers.\1"),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^transformer\."), "layers.0."),
+    (re.compile(r"^fusion_fc\."), "fc."),
+)
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+# No published head has more than a handful of either. A layer is built before its tensors are asked for.
+_MAX_LAYERS, _MAX_FEATURES = 64, 256
+_Q_PROJ, _K_PROJ = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+_DIMENSIONS = {
+    "fc.weight": 2,
+    "embed_tokens.weight": 2,
+    "lm_head.weight": 2,
+    _K_PROJ: 2,
+    "layers.0.self_attn.q_norm.weight": 1,
+    "layers.0.mlp.gate_proj.weight": 2,
+    "d2t": 1,
+    "t2d": 1,
+}
+# Tensors that only heads of other families have: P-EAGLE, DFlash / DSpark / Domino, MTP.
+_OTHER_FAMILIES = re.compile(r"^(mask_hidden|hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
+_MODELOPT_FLAGS = (
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+    "parallel_draft_step",
+    "return_hidden_post_norm",
+)
+
+
+def canonical_name(name: str) -> str:
+    """The name that this package uses for a tensor of any EAGLE dialect."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def eagle_version(shapes: Shapes) -> Literal[1, 3] | None:
+    """Which generation tensors of these names and shapes are, None if they are no EAGLE head.
+
+    The input width of the query projection tells: EAGLE-3 attends over [embedding; state], EAGLE-1 over their
+    projection. (The width of `fc` does not: an EAGLE-3 head of two features has that of an EAGLE-1 head.)
+    """
+    canonical = {canonical_name(name): shape for name, shape in shapes.items()}
+    if any(_OTHER_FAMILIES.match(name) for name in canonical):
+        return None
+    q_proj, o_proj = canonical.get(_Q_PROJ, ()), canonical.get("layers.0.self_attn.o_proj.weight", ())
+    if len(q_proj) != 2 or len(o_proj) != 2 or "fc.weight" not in canonical:
+        return None
+    has_hidden_norm = "layers.0.hidden_norm.weight" in canonical
+    if q_proj[1] == 2 * o_proj[0] and has_hidden_norm:
+        return 3
+    return 1 if q_proj[1] == o_proj[0] and not has_hidden_norm else None
+
+
+def describe(checkpoint: Checkpoint) -> EagleSpec:
+    """The spec of a checkpoint (names as in the file or canonical).
+
+    Raises:
+        CheckpointError: not an EAGLE head, or a config that lacks or contradicts what the tensors need.
+    """
+    shapes = {canonical_name(name): tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    version = eagle_version(shapes)
+    if version is None:
+        raise CheckpointError(f"{checkpoint.folder} holds no EAGLE head: {listed(sorted(shapes), 8)} …")
+    if not checkpoint.config:  # RoPE and the number of heads are nowhere else
+        raise CheckpointError(f"{checkpoint.folder} has no config.json, which says num_attention_heads and RoPE.")
+    _check_dimensions(checkpoint.folder, shapes)
+    config = ConfigValues(checkpoint.folder, checkpoint.config)
+    dialect = _dialect(config, checkpoint.tensors, version)
+    layer_config = _layer_config(config)
+    num_layers = _num_layers(checkpoint.folder, shapes)
+    try:
+        return EagleSpec(
+            dialect=dialect,
+            version=version,
+            num_layers=num_layers,
+            **_sizes(shapes, layer_config, config, version),
+            **_features(shapes, config, dialect, version),
+            **_switches(shapes, config, dialect, version),
+            hidden_act=layer_config.text("hidden_act") or "silu",
+            rms_norm_eps=layer_config.number("rms_norm_eps", 1e-6),
+            rope=_rope(layer_config, dialect),
+            max_position_embeddings=layer_config.size("max_position_embeddings", 2048, most=1 << 40),
+            windows=_windows(layer_config, num_layers),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
+
+
+def _check_dimensions(folder: str, shapes: Shapes) -> None:
+    """Of the tensors whose sizes say what the head is; the others are compared with what these say."""
+    for name, shape in shapes.items():
+        wanted = _DIMENSIONS.get(name, len(shape))
+        if len(shape) != wanted:
+            raise CheckpointError(f"{folder}: {name} has shape {shape}, expected {wanted} dimensions.")
+
+
+def _dialect(config: ConfigValues, names: Iterable[str], version: int) -> Dialect:
+    if version == 1:
+        return "eagle1"
+    if "speculators_model_type" in config.values:
+        return "speculators"
+    if not any(name.startswith("midlayer.") for name in names):
+        return "deepspec" if "target_layer_ids" in config.values else "speculators"
+    nested = config.inner("eagle_config").values
+    if any(flag in nested for flag in _MODELOPT_FLAGS):
+        return "modelopt"
+    # SpecForge's exporters write transformers 5 configs; SafeAILab's own files are those of transformers 4.
+    marks = ("norm_output", "fc_norm", "dtype", "rope_parameters", "eagle_config")
+    return "specforge" if any(mark in config.values for mark in marks) else "safeailab"
+
+
+def _layer_config(config: ConfigValues) -> ConfigValues:
+    """The config of the decoder layers: the top level, or speculators' nested one.
+
+    The nested config may be a diff against the defaults of its class, so those are filled in.
+    """
+    if "transformer_layer_config" not in config:
+        return config
+    nested = config.inner("transformer_layer_config")
+    model_type = nested.text("model_type") or "llama"
+    try:
+        defaults = CONFIG_MAPPING[model_type]().to_dict()
+    except Exception as error:  # not known, or one that has no defaults
+        raise nested.wrong("model_type", "that of a decoder that transformers knows") from error
+    # Sizes must come from the file; a class's default window or layer types say nothing about it.
+    kept = ("hidden_act", "rms_norm_eps", "max_position_embeddings")
+    filled = {key: defaults[key] for key in kept if key in defaults}
+    theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None:
+        filled["default_rope_theta"] = theta
+    return ConfigValues(config.where, {**filled, **nested.values}, "transformer_layer_config.")
+
+
+def _num_layers(folder: str, shapes: Shapes) -> int:
+    indices = [match[1] for name in shapes if (match := _LAYER.match(name))]
+    return num_indexed(folder, "layer", indices, _MAX_LAYERS)
+
+
+def _sizes(shapes: Shapes, layer_config: ConfigValues, config: ConfigValues, version: int) -> dict[str, int]:
+    q_size, hidden_size = shapes[_Q_PROJ][0], shapes["layers.0.self_attn.o_proj.weight"][0]
+    kv_size = shapes[_K_PROJ][0]
+    q_norm = shapes.get("layers.0.self_attn.q_norm.weight")
+    # `head_dim` of configs is not always there and not always right: the tensors decide with the number of heads.
+    head_dim = q_norm[0] if q_norm else q_size // layer_config.size("num_attention_heads")
+    if not head_dim or q_size % head_dim or kv_size % head_dim:
+        raise CheckpointError(
+            f"q_proj has {q_size} rows and k_proj {kv_size}, which {layer_config.values.get('num_attention_heads')} "
+            "heads (num_attention_heads in config.json) do not divide."
+        )
+    num_heads, num_kv_heads = q_size // head_dim, kv_size // head_dim
+    if head_dim % 2 or num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{num_heads} heads of {head_dim} values, {num_kv_heads} of keys: RoPE turns pairs of values, and as many "
+            "heads must share each head of keys."
+        )
+    vocab_size = _vocab_size(shapes, layer_config, config)
+    own_head = shapes.get("lm_head.weight") if version == 3 else None
+    return {
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": own_head[0] if own_head else shapes["d2t"][0] if "d2t" in shapes else vocab_size,
+        "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _vocab_size(shapes: Shapes, layer_config: ConfigValues, config: ConfigValues) -> int:
+    for name in ("t2d", "embed_tokens.weight"):
+        if name in shapes:
+            return shapes[name][0]
+    return (layer_config if "vocab_size" in layer_config else config).size("vocab_size")
+
+
+def _features(shapes: Shapes, config: ConfigValues, dialect: str, version: int) -> dict[str, Any]:
+    """How many features, how wide, and which: ids in files are outputs of layers, or indices into `hidden_states`."""
+    hidden_size, fc_size = shapes["fc.weight"][0], shapes["fc.weight"][1]
+    if version == 1:
+        if fc_size <= hidden_size:
+            raise CheckpointError(f"fc.weight of EAGLE-1 takes {fc_size} inputs, the state alone has {hidden_size}.")
+        return {"num_features": 1, "target_hidden_size": fc_size - hidden_size, "feature_layers": None}
+    layers, target_hidden_size = _feature_layers(config), config.size("target_hidden_size", 0)
+    if layers is not None:
+        num_features = len(layers)
+    elif target_hidden_size:
+        num_features = fc_size // target_hidden_size
+    else:
+        num_features = fc_size // hidden_size if dialect == "deepspec" else 3
+    if not 0 < num_features <= _MAX_FEATURES or fc_size % num_features:
+        raise CheckpointError(
+            f"fc.weight takes {fc_size} inputs, which is no multiple of the {num_features} target layers "
+            f"that the config names ({layers or 'none; 3 by default'}; at most {_MAX_FEATURES})."
+        )
+    return {
+        "num_features": num_features,
+        "target_hidden_size": fc_size // num_features,
+        "feature_layers": layers,
+    }
+
+
+def _feature_layers(config: ConfigValues) -> tuple[int, ...] | None:
+    ids = config.indices("eagle_aux_hidden_state_layer_ids")
+    if ids:
+        return tuple(ids)
+    ids = config.inner("eagle_config").indices("eagle_aux_hidden_state_layer_ids") or config.indices("target_layer_ids")
+    return tuple(i + 1 for i in ids) if ids else None
+
+
+def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) -> dict[str, Any]:
+    nested = config.inner("eagle_config")
+
+    def has(name: str) -> bool:
+        return f"layers.0.{name}" in shapes
+
+    switches = {
+        "fc_bias": "fc.bias" in shapes,
+        "qkv_bias": has("self_attn.q_proj.bias"),
+        "o_bias": has("self_attn.o_proj.bias"),
+        "mlp_bias": has("mlp.gate_proj.bias"),
+        "qk_norm": has("self_attn.q_norm.weight"),
+        "norm_before_fc": "input_norm.weight" in shapes,
+        "fc_norm": "fc_norm.0.weight" in shapes,
+    }
+    if version == 1:
+        return {**switches, "norm_logits": False}
+    norms_embedding = nested.flag("use_input_layernorm_in_first_layer", True)
+    switches["norm_embedding"] = norms_embedding and has("input_layernorm.weight")
+    switches["norm_logits"] = "norm.weight" in shapes and nested.flag("use_last_layernorm", True)
+    if dialect == "speculators":
+        # The library's default is False, its trainer's and vLLM's True: files without the key are vLLM's business.
+        switches["norm_before_residual"] = config.flag("norm_before_residual", True)
+        switches["feed_back_normed"] = config.flag("norm_output", False)
+    elif dialect == "specforge":
+        # Here the flag means "norm before the output matrix"; what is fed back is never normed.
+        switches["norm_logits"] = config.flag("norm_output", True)
+    if "norm_before_residual" in config.values:
+        switches["norm_before_residual"] = config.flag("norm_before_residual", False)
+    if nested.flag("return_hidden_post_norm", False):
+        switches["feed_back_normed"] = True
+    return switches
+
+
+def _rope(layer_config: ConfigValues, dialect: str) -> dict[str, Any]:
+    """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
+    if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
+        found = dict(found["full_attention"])
+    parameters = ConfigValues(layer_config.where, found, "rope_parameters.")
+    rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
+    if rope_type == "mrope":  # three equal position ids for text: plain RoPE
+        found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
+    theta = parameters.number("rope_theta", 0.0) or layer_config.number("rope_theta", 0.0)
+    theta = theta or layer_config.number("default_rope_theta", 0.0)
+    if dialect in ("eagle1", "safeailab") and rope_type in ("linear", "dynamic"):
+        theta = None  # the reference code scales plain RoPE and drops the base
+    found = {key: value for key, value in found.items() if key != "type"}
+    return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
+
+
+def _windows(layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
+    types = layer_config.texts("layer_types")
+    if not types or not layer_config.values.get("sliding_window"):
+        return (None,) * num_layers
+    window = layer_config.size("sliding_window", most=1 << 40)
+    windows = [window if kind == "sliding_attention" else None for kind in types[:num_layers]]
+    return (*windows, *[None] * (num_layers - len(windows)))

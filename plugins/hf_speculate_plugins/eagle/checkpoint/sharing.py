@@ -1,0 +1,123 @@
+"""Which of the target's modules a head uses instead of its own: its embeddings, its output matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_speculate.errors import CheckpointError
+
+from ...checkpoints import WEIGHT_TYPES, Checkpoint, ConfigValues, KeyAccount
+from ..spec import EagleSpec
+
+
+# Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
+# such files) unless the config says that they were trained.
+_MIN_COSINE = 0.05
+
+
+@dataclass(frozen=True)
+class OpenedHead:
+    """A head's files, understood; whose embeddings and output matrix it uses is still open.
+
+    Attributes:
+        spec: what it computes.
+        checkpoint: the files, names canonical.
+        keys: the books of this load.
+        target_ids: see `LoadedHead`; on the CPU.
+    """
+
+    spec: EagleSpec
+    checkpoint: Checkpoint
+    keys: KeyAccount
+    target_ids: Tensor | None
+
+
+def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None) -> nn.Module | None:
+    """The target's embeddings if the head should use them; None if its own are to be loaded.
+
+    Args:
+        theirs: the target's embedding module.
+        choice: `Conventions.embeddings`.
+    """
+    name = "embed_tokens.weight"
+    spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
+    own, shape = _own(opened, name), _embedding_shape(theirs)
+    fits = shape == (spec.vocab_size, spec.hidden_size)
+    if own is None or choice == "target":
+        if not fits:
+            raise CheckpointError(
+                f"{checkpoint.folder} has no embeddings of its own ({name}) of width {spec.hidden_size}, and the "
+                f"target's are {shape}."
+            )
+        keys.share(name, "asked for" if own is not None else "not in the file")
+        return theirs
+    if not fits or tuple(own.shape) != shape or choice == "own":
+        return None
+    if is_copy(own, theirs.weight):
+        keys.share(name, "equal to the target's")
+        return theirs
+    was_trained = ConfigValues(checkpoint.folder, checkpoint.config).flag("embed_requires_grad", False)
+    if not was_trained and _mean_cosine(own, theirs) < _MIN_COSINE:
+        keys.share(name, "those in the file look random; pass embeddings='own' to use them")
+        return theirs
+    return None
+
+
+def shared_output(opened: OpenedHead, theirs: Any) -> nn.Module | None:
+    """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded."""
+    name = "lm_head.weight"
+    spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
+    own = _own(opened, name)
+    fits = tuple(theirs.weight.shape) == (spec.vocab_size, spec.hidden_size)
+    if own is not None and not (own.shape == theirs.weight.shape and is_copy(own, theirs.weight)):
+        return None
+    if own is None and spec.draft_vocab_size != spec.vocab_size:
+        keys.take(name, (spec.draft_vocab_size, spec.hidden_size))  # noted as missing
+        return None
+    # The shape of a quantised matrix is that of its packing: the sizes of the models were compared before.
+    if not fits and theirs.weight.is_floating_point():
+        raise CheckpointError(
+            f"{checkpoint.folder} has no output matrix of its own ({name}) of width {spec.hidden_size}, and the "
+            f"target's is {tuple(theirs.weight.shape)}."
+        )
+    keys.share(name, "equal to the target's" if own is not None else "not in the file")
+    return theirs
+
+
+def _own(opened: OpenedHead, name: str) -> Tensor | None:
+    """What the file has of it, in the books only where it is used."""
+    own = opened.checkpoint.tensors.get(name)
+    if own is not None and own.dtype not in WEIGHT_TYPES:
+        raise CheckpointError(f"{opened.checkpoint.folder}: {name} is of {own.dtype}, not of a type of weights.")
+    return own
+
+
+def is_copy(own: Tensor, theirs: Tensor) -> bool:
+    """Whether `own` is `theirs`, but for what two roundings to 16 bits can do to tiny numbers."""
+    if not theirs.is_floating_point() or theirs.device.type == "meta":
+        return False
+    step = 16384  # rows at a time: a comparison must not need a copy of the matrix in float32
+    for start in range(0, own.shape[0], step):
+        rows = slice(start, start + step)
+        ours = own[rows].to(theirs.device, theirs.dtype)
+        if not torch.allclose(ours.float(), theirs[rows].float(), rtol=0, atol=1e-6):
+            return False
+    return True
+
+
+def _embedding_shape(module: Any) -> tuple[int, ...]:
+    """Rows and width of an embedding module; a quantised matrix has the shape of its packing."""
+    weight = module.weight
+    return tuple(weight.shape) if weight.is_floating_point() else (module.num_embeddings, module.embedding_dim)
+
+
+def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:
+    """Between rows of a matrix and what an embedding module gives for them; it is called, for it may be offloaded."""
+    rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024)).long()
+    device = next(theirs.parameters()).device
+    found = theirs(rows if device.type == "meta" else rows.to(device))
+    return float(torch.cosine_similarity(own[rows].float(), found.float().cpu(), dim=-1).mean().detach())

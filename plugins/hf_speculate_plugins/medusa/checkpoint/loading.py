@@ -1,0 +1,151 @@
+"""Medusa heads of any layout, read with an account of every key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_speculate.errors import CheckpointError
+
+from ...checkpoints import (
+    Checkpoint,
+    ConfigValues,
+    KeyAccount,
+    LoadReport,
+    num_indexed,
+    read_checkpoint,
+    tensor_shapes,
+)
+from ..head import MedusaHeads
+from .layouts import PREFIXES, Layout, find_layout
+
+
+_BACKBONE = ("model.", "lm_head.")
+_NUM_PROBES = 4
+
+
+@dataclass(frozen=True)
+class MedusaCheckpoint:
+    """Heads as they were read.
+
+    Attributes:
+        heads: in the dtype of the file, on the CPU.
+        config: `config.json`, raw.
+        report: what became of every tensor.
+        backbone: a few tensors of the backbone that the heads were trained with, by name, when it is in the file.
+    """
+
+    heads: MedusaHeads
+    config: dict[str, Any]
+    report: LoadReport
+    backbone: dict[str, Tensor] = field(default_factory=dict)
+
+
+def read_heads(folder: str) -> MedusaCheckpoint:
+    """Reads heads of any layout.
+
+    Raises:
+        CheckpointError: no such layout; missing, unknown or misshapen tensors; unreadable files; NaN weights.
+    """
+    shapes = tensor_shapes(folder, strip=PREFIXES)
+    layout = find_layout(shapes)
+    if layout is None:
+        raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
+    probes = _choose_probes(shapes)
+
+    def is_wanted(name: str) -> bool:
+        return not probes or name in probes or not name.startswith(_BACKBONE)
+
+    checkpoint = read_checkpoint(folder, strip=PREFIXES, only=is_wanted)
+    keys = KeyAccount(checkpoint, f"Medusa, {layout.name} layout")
+    for name in probes:
+        keys.ignore(name, "backbone; compared with the target's")
+    heads = _take_heads(checkpoint, layout, keys)
+    backbone = {name: checkpoint.tensors[name] for name in probes}
+    return MedusaCheckpoint(heads, checkpoint.config, keys.finish(), backbone)
+
+
+def _choose_probes(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """A few matrices across the backbone, small ones: enough to tell whether the target has the same weights."""
+    matrices = [name for name, shape in shapes.items() if name.startswith(_BACKBONE[0]) and len(shape) == 2]
+    if not matrices:
+        return []
+    smallest = min(shapes[name][0] * shapes[name][1] for name in matrices)
+    alike = sorted(name for name in matrices if shapes[name][0] * shapes[name][1] == smallest)
+    return alike[:: max(1, len(alike) // _NUM_PROBES)]
+
+
+def _take_heads(checkpoint: Checkpoint, layout: Layout, keys: KeyAccount) -> MedusaHeads:
+    """Head and layer counts are the largest indices that occur: a gap is then a missing tensor, not a smaller head."""
+    blocks = [match for name in checkpoint.tensors if (match := layout.block_pattern.fullmatch(name))]
+    num_tensors = len(checkpoint.tensors)  # there are no more blocks than that
+    num_heads = num_indexed(checkpoint.folder, "Medusa head", [match[1] for match in blocks], num_tensors)
+    most = max(num_tensors // num_heads, 1)
+    num_layers = num_indexed(checkpoint.folder, "block", [match[2] for match in blocks], most)
+    shape = checkpoint.tensors[blocks[0].string].shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{checkpoint.folder}: {blocks[0].string} has shape {tuple(shape)}, no square matrix.")
+    hidden_size = shape[-1]
+    names = [[layout.block(h, layer) for layer in range(num_layers)] for h in range(num_heads)]
+    weights = [[keys.take(f"{name}.weight", (hidden_size, hidden_size)) for name in row] for row in names]
+    biases = None
+    if any(f"{name}.bias" in keys for row in names for name in row):
+        biases = [[keys.take(f"{name}.bias", (hidden_size,)) for name in row] for row in names]
+    outputs = _take_outputs(checkpoint, layout, keys, num_heads, num_layers, hidden_size)
+    token_ids = keys.optional_ids("token_map", (None,)) if layout.name == "vllm" else None
+    keys.finish()  # raises here if anything is missing: there is nothing to stack then
+    token_ids = _checked_token_ids(checkpoint.folder, token_ids)
+    return MedusaHeads(
+        torch.stack([torch.stack(row) for row in weights]),
+        None if biases is None else torch.stack([torch.stack(row) for row in biases]),
+        _stack_outputs(checkpoint.folder, outputs, token_ids),
+        token_ids,
+    )
+
+
+def _take_outputs(
+    checkpoint: Checkpoint, layout: Layout, keys: KeyAccount, num_heads: int, num_layers: int, hidden_size: int
+) -> list[Tensor]:
+    """One output matrix a head, or one for all, or none."""
+    names = [layout.output(head, num_layers) for head in range(num_heads)]
+    present = [name for name in names if name in keys]
+    config = ConfigValues(checkpoint.folder, checkpoint.config)
+    if layout.name == "vllm" and config.flag("original_lm_head", False) and len(present) < 2:
+        present.extend(["lm_head.weight"] if "lm_head.weight" in keys else [])
+        names = present
+    elif layout.name == "fasterdecoding" and not present:
+        names = []
+    if not names:
+        keys.absent("output matrices", "the target's lm_head serves all heads")
+    outputs = [keys.take(name, (None, hidden_size)) for name in names]
+    rows = {len(output) for output in outputs if output.device.type != "meta"}
+    if len(rows) > 1:
+        raise CheckpointError(f"{checkpoint.folder}: output matrices of different vocabularies: {sorted(rows)} rows.")
+    return outputs
+
+
+def _stack_outputs(folder: str, outputs: list[Tensor], token_ids: Tensor | None) -> Tensor | None:
+    """[D, Vd, H]. Full matrices beside a `token_map` are allowed: the mapped rows are what counts (vLLM)."""
+    if not outputs:
+        return None
+    num_rows = len(outputs[0])
+    if token_ids is not None and len(token_ids) < num_rows:
+        if int(token_ids.max()) >= num_rows:
+            raise CheckpointError(f"{folder}: token_map names token {int(token_ids.max())} of {num_rows}.")
+        outputs = [output[token_ids] for output in outputs]
+    elif token_ids is not None and len(token_ids) > num_rows:
+        raise CheckpointError(f"{folder}: token_map names {len(token_ids)} tokens, output matrices {num_rows}.")
+    return torch.stack(outputs)
+
+
+def _checked_token_ids(folder: str, token_ids: Tensor | None) -> Tensor | None:
+    """`token_map` holds *absolute* target ids (not offsets as EAGLE's `d2t`), each once."""
+    if token_ids is None:
+        return None
+    token_ids = token_ids.long()
+    if len(token_ids.unique()) != len(token_ids) or bool((token_ids < 0).any()):
+        raise CheckpointError(f"{folder}: token_map must hold different, non-negative integers (absolute token ids).")
+    return token_ids

@@ -1,0 +1,35 @@
+"""The `prompt_lookup` drafter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from hf_speculate.drafting import Drafter, DraftRequest
+
+from .options import PromptLookupOptions
+from .session import PromptLookupSession
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class PromptLookupDrafter(Drafter):
+    """Drafts from the text itself; fits every target."""
+
+    name = "prompt_lookup"
+
+    def __init__(self, options: PromptLookupOptions | None = None):
+        self.options = options or PromptLookupOptions()
+
+    def __repr__(self) -> str:
+        return f"PromptLookupDrafter({self.options})"
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        return cls(PromptLookupOptions(**options))
+
+    def start(self, request: DraftRequest) -> PromptLookupSession:
+        return PromptLookupSession(self.options, request)

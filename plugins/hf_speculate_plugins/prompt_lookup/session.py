@@ -1,0 +1,65 @@
+"""One request of prompt lookup: an index a row, which grows with the text."""
+
+from __future__ import annotations
+
+from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
+from hf_speculate.tree import ROOT_PARENT, DraftTree
+
+from .index import SuffixIndex
+from .options import PromptLookupOptions
+
+
+class PromptLookupSession(DraftSession):
+    """One index a row."""
+
+    def __init__(self, options: PromptLookupOptions, request: DraftRequest):
+        self.options = options
+        mask = request.attention_mask
+        self._indices = []
+        earlier = list(request.earlier_ids or ())
+        for row, tokens in enumerate(request.input_ids.tolist()):
+            if mask is not None and tokens:
+                real = mask[row, -len(tokens) :].tolist()
+                tokens = [token for token, is_real in zip(tokens, real, strict=True) if is_real]
+            index = SuffixIndex(options.min_ngram, options.max_ngram)
+            index.extend(earlier + tokens)
+            self._indices.append(index)
+        self._has_seen_prompt = False
+
+    def observe(self, tokens, features, lengths) -> None:
+        for index, row, length in zip(self._indices, tokens.tolist(), lengths.tolist(), strict=True):
+            # The prompt is in the index already; what is new is the token after its last position.
+            index.extend(row[:length] if self._has_seen_prompt else row[length - 1 : length])
+        self._has_seen_prompt = True
+
+    def draft(self, state: DraftState) -> DraftTree:
+        rows = []
+        for index, root, is_active in zip(self._indices, state.root_ids.tolist(), state.active, strict=True):
+            rows.append(self._draft_row(index, root, state) if is_active else ([root], [ROOT_PARENT]))
+        return DraftTree.from_rows(rows)
+
+    def confidence(self, row: int) -> int:
+        """Length of the n-gram that was found."""
+        return self._indices[row].match_size
+
+    def _draft_row(self, index: SuffixIndex, root: int, state: DraftState) -> tuple[list[int], list[int]]:
+        options = self.options
+        depth = min(options.depth, state.max_depth)
+        tokens, parents = [root], [ROOT_PARENT]
+        branches = 1 if state.chains_only else options.branches
+        for start in index.continuations(branches):
+            node = 0
+            for token in index.tokens[start : start + depth]:
+                child = _find_child(tokens, parents, node, token)
+                if child is None:
+                    if len(tokens) > options.max_nodes:
+                        break
+                    child = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = child
+        return tokens, parents
+
+
+def _find_child(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
+    return next((i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token), None)

@@ -1,0 +1,88 @@
+"""Static draft trees, a structure that is fixed before drafting: one set of rules for every method that takes them.
+
+A *choice* is the path of a node, the ranks of its tokens under their parents: `(0, 2)` is the third best child of the
+root's best child. Source: Medusa (arXiv:2401.10774) and EAGLE-1 (arXiv:2401.15077), whose published lists these are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from hf_speculate.tree import ROOT_PARENT
+
+
+Choices = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree structure with ranks; node 0 is the root, node i + 1 is `choices[i]`.
+
+    Attributes:
+        choices: the path of every node but the root, parents before children, siblings in the order of their ranks.
+    """
+
+    choices: Choices
+
+    @classmethod
+    def of(cls, choices: Iterable[Sequence[int]], method: str) -> StaticTree:
+        """From a user's list in any order.
+
+        Args:
+            method: whose option it is, for messages.
+        Raises:
+            ValueError: no choices, one twice, an empty one, ranks that are no integers from 0, or a choice without its
+                parent.
+        """
+        return cls(_checked(choices, method))
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of every node, -1 for the root."""
+        node_of = {(): 0, **{path: node for node, path in enumerate(self.choices, start=1)}}
+        return (ROOT_PARENT, *(node_of[path[:-1]] for path in self.choices))
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """How many ranks are used at depth 1, 2, …"""
+        depths = range(1, max(map(len, self.choices), default=0) + 1)
+        return tuple(1 + max(path[-1] for path in self.choices if len(path) == depth) for depth in depths)
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.widths)
+
+    def cut(self, depth: int) -> StaticTree:
+        """The same tree down to `depth`."""
+        return self if depth >= self.max_depth else _cut(self, depth)
+
+
+@lru_cache(maxsize=256)
+def _cut(tree: StaticTree, depth: int) -> StaticTree:
+    return StaticTree(tuple(path for path in tree.choices if len(path) <= depth))
+
+
+def _checked(choices: Iterable[Sequence[int]], method: str) -> Choices:
+    try:
+        paths = canonical(tuple(operator.index(rank) for rank in choice) for choice in choices)
+    except TypeError as error:
+        raise ValueError(f"{method}: a static tree is a list of choices such as (0, 1): {error}.") from error
+    if not paths:
+        raise ValueError(f"{method}: a static tree needs at least one choice, got an empty list.")
+    known = {(), *paths}
+    for previous, path in zip(((), *paths), paths, strict=False):
+        if not path or min(path) < 0:
+            raise ValueError(f"{method}: {path} is not a choice; a choice is a non-empty tuple of ranks from 0.")
+        if path == previous:
+            raise ValueError(f"{method}: the static tree has the choice {path} twice.")
+        if path[:-1] not in known:
+            raise ValueError(f"{method}: the static tree has the choice {path} but not its parent {path[:-1]}.")
+    return paths
+
+
+def canonical(paths: Iterable[tuple[int, ...]]) -> Choices:
+    """By depth, then by ranks: parents before children, siblings in the order of their ranks."""
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))

@@ -1,0 +1,447 @@
+"""`check`: acceptance is that of decoding; each mislabelled convention is found; a head without hope is told so."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hf_speculate import AutoSpeculator, Speculator, cli
+from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
+from hf_speculate_plugins.calibration import AcceptanceRates, HeadCheck, Trial, write_texts
+from hf_speculate_plugins.commands.check import as_json, check_checkpoint
+from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
+from hf_speculate_plugins.eagle.calibration import EagleReader, chain_logits
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaReader
+from hf_speculate_plugins.medusa.checkpoint import write_heads
+
+from ...conftest import SHARED
+
+
+HIDDEN, VOCAB, LAYERS, CHAIN = 32, 96, 7, 3
+GOLDEN = SHARED / "golden"
+
+
+def make_target(rope_theta: float = 100.0) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@cache
+def target():
+    return make_target()
+
+
+@cache
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (6,), generator=generator) for _ in range(5)]
+
+
+@cache
+def texts():
+    return write_texts(target(), prompts(), max_new_tokens=48)
+
+
+def fitted_head(**conventions) -> EagleHead:
+    """A head that drafts the target's texts right, because it was fitted to them with these conventions."""
+    spec = EagleSpec(
+        dialect="speculators",
+        version=3,
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        num_layers=1,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        **{"feature_layers": (2, 3, 5), "rope": {"rope_type": "default", "rope_theta": 100.0}, **conventions},
+    )
+    torch.manual_seed(1)
+    head = EagleHead(spec)
+    head.embed_tokens.weight.data.mul_(0.3)
+    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    for _ in range(90):
+        loss = torch.zeros(())
+        for text in texts():
+            roots = text.roots(CHAIN)
+            states = head.fuse([text.states[layer][None].clone() for layer in spec.feature_layers])
+            tokens = text.token_ids.clone()
+            logits = chain_logits(head, tokens, states, [root - 1 for root in roots], CHAIN)
+            wanted = tokens[torch.tensor(roots)[:, None] + torch.arange(1, CHAIN + 1)]
+            loss = loss + cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="module")
+def good_head(tmp_path_factory) -> Path:
+    """Unusual in everything that can be mislabelled."""
+    folder = tmp_path_factory.mktemp("fitted") / "head"
+    head = fitted_head(norm_before_residual=False, feed_back_normed=True)
+    write_head(folder, head, None, "speculators", num_target_layers=LAYERS)
+    return folder
+
+
+@pytest.fixture
+def relabelled(good_head, tmp_path):
+    """The fitted head with another config or other tensors."""
+
+    def make(change_config=None, change_tensors=None) -> Path:
+        folder = tmp_path / "relabelled"
+        shutil.copytree(good_head, folder)
+        config = json.loads((folder / "config.json").read_text())
+        if change_config is not None:
+            change_config(config)
+            (folder / "config.json").write_text(json.dumps(config))
+        if change_tensors is not None:
+            tensors = load_file(folder / "model.safetensors")
+            change_tensors(tensors)
+            save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def check(folder, **kwargs) -> HeadCheck:
+    return check_checkpoint(folder, target(), prompts(), **{"depth": CHAIN, "max_new_tokens": 48, **kwargs})
+
+
+class TestMeasure:
+    def test_a_good_head_is_plausible(self, good_head):
+        found = check(good_head)
+        assert found.stated.by_depth[0] > 0.95
+        assert (found.verdict, found.trials, found.fix) == ("plausible", (), {})
+        assert found.stated.num_positions == sum(len(text.roots(CHAIN)) for text in texts())
+
+    def test_nothing_is_better_than_what_a_good_head_states(self, good_head):
+        found = check(good_head, try_alternatives=True)
+        assert len(found.trials) > 8
+        assert (found.verdict, found.fix) == ("plausible", {})
+
+    def test_accepted_lengths_are_those_of_decoding(self, good_head):
+        """Decoding with chains visits some of the positions; at each the same number of tokens is accepted."""
+        model, depth = target(), 4
+        folder = good_head
+        reader = EagleReader(str(folder), model)
+        options = {"rope_theta": 1e6}  # not as trained: some chains are right, some wrong
+        by_position = reader.accepted(options, texts(), depth).tolist()
+        for text in texts():
+            expected = dict(zip(text.roots(depth), by_position, strict=False))
+            by_position = by_position[len(expected) :]
+            drafter = EagleDrafter.from_folder(str(folder), model, depth=depth, top_k=1, **options)
+            visited = visits(model, drafter, text)
+            assert len(set(visited.values())) > 1
+            assert visited == {root: expected[root] for root in visited}
+
+    def test_rates(self):
+        found = AcceptanceRates.of(torch.tensor([0, 1, 2, 2, 0]), 3)
+        assert found.by_depth == (0.6, 0.4, 0.0)
+        assert found.conditional == (0.6, 2 / 3, 0.0)
+        assert found.mean_length == 2.0
+        assert AcceptanceRates.of(torch.tensor([0, 0]), 2).conditional == (0.0, None)
+
+
+def visits(model, drafter, text) -> dict[int, int]:
+    """Root position -> accepted tokens of every round of greedy decoding, rounds with a cut budget left out."""
+    lengths, drafted = [], []
+    start = drafter.start
+
+    def recording(request):
+        session = start(request)
+        observe, draft = session.observe, session.draft
+        session.observe = lambda tokens, features, counts: (
+            lengths.append(int(counts[0])),
+            observe(tokens, features, counts),
+        )[1]
+        session.draft = lambda state: (drafted.append(state.max_depth), draft(state))[1]
+        return session
+
+    drafter.start = recording
+    prompt = text.token_ids[None, : text.num_prompt]
+    model.generate(
+        prompt, max_new_tokens=len(text.token_ids) - text.num_prompt, do_sample=False, speculator=Speculator(drafter)
+    )
+    found, position = {}, text.num_prompt
+    for count, max_depth in zip(lengths[1:], drafted, strict=False):
+        if max_depth >= drafter.options.depth and position in text.roots(drafter.options.depth):
+            found[position] = count - 1
+        position += count
+    return found
+
+
+MISLABELLED = {
+    "layers +1": (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[3, 4, 6]), {"feature_layers": [2, 3, 5]}),
+    "layers -1": (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), {"feature_layers": [2, 3, 5]}),
+    "residual": (lambda c: c.update(norm_before_residual=True), {"norm_before_residual": False}),
+    "feedback": (lambda c: c.update(norm_output=False), {"feed_back_normed": True}),
+    "rope": (
+        lambda c: c["transformer_layer_config"]["rope_parameters"].update(rope_theta=1e6),
+        {"rope_theta": 100.0},
+    ),
+}
+
+
+class TestMislabelled:
+    """Each convention mislabelled in turn; the fix must be that one, and must work."""
+
+    @pytest.mark.parametrize("name", MISLABELLED)
+    def test_the_right_one_is_found(self, relabelled, name):
+        change, fix = MISLABELLED[name]
+        found = check(relabelled(change), try_alternatives=True)
+        assert found.fix == fix
+        assert found.verdict == ("mislabelled" if found.stated.is_suspicious else "better")
+        assert found.stated.mean_length + 0.1 < found.best.mean_length
+        assert found.best.by_depth[0] > 0.95
+        again = AutoSpeculator.from_pretrained(found.head, target=target(), **found.fix)
+        assert again.drafter.spec.feature_layers == (2, 3, 5)
+
+    def test_two_at_once(self, relabelled):
+        def change(config):
+            config["eagle_aux_hidden_state_layer_ids"] = [3, 4, 6]
+            config["norm_before_residual"] = True
+
+        found = check(relabelled(change), try_alternatives=True)
+        assert found.fix == {"feature_layers": [2, 3, 5], "norm_before_residual": False}
+        assert " and " in found.message
+
+    def test_embeddings_in_the_file_that_look_random(self, relabelled):
+        """The head's own are as good as unrelated to the target's; unless the config says so, they are not used."""
+        found = check(relabelled(lambda config: config.update(embed_requires_grad=False)))
+        assert (found.verdict, found.fix) == ("mislabelled", {"embeddings": "own"})
+
+    def test_stale_embeddings_in_the_file(self, tmp_path, relabelled):
+        """The target's embeddings are the head's; the file holds others and says that they were trained."""
+        model = copy.deepcopy(target())
+        own = load_file(relabelled() / "model.safetensors")["embed_tokens.weight"]
+        model.model.embed_tokens = torch.nn.Embedding.from_pretrained(own)
+        folder = tmp_path / "relabelled"
+        tensors = load_file(folder / "model.safetensors")
+        tensors["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN) * 0.3
+        save_file(tensors, folder / "model.safetensors")
+        # The states are those of the model that the head was fitted to: only the head's view of the embeddings differs.
+        found = EagleReader(str(folder), model)
+        stated, fixed = (
+            AcceptanceRates.of(found.accepted(options, texts(), CHAIN), CHAIN)
+            for options in ({}, {"embeddings": "target"})
+        )
+        assert stated.is_suspicious
+        assert fixed.by_depth[0] > 0.95
+        assert {"embeddings": "target"} in [other.options for other in found.alternatives({})]
+
+    def test_the_code_runs(self, relabelled):
+        found = check(relabelled(MISLABELLED["layers +1"][0]), try_alternatives=True)
+        scope = {"AutoSpeculator": AutoSpeculator, "model": target()}
+        exec(found.code, scope)
+        assert scope["speculator"].drafter.entry_layers == (2, 3, 5)
+
+    def test_a_head_without_hope(self, relabelled):
+        def scramble(tensors):
+            for name, tensor in tensors.items():
+                if tensor.dim() == 2:
+                    tensors[name] = torch.randn(tensor.shape) * 0.3
+
+        found = check(relabelled(change_tensors=scramble))
+        assert (found.verdict, found.fix) == ("unexplained", {})
+        assert len(found.trials) > 8
+        assert "no convention helps" in found.message
+
+
+def test_golden_fitted_head_is_found_out_of_its_mislabelled_copies(golden_root, tmp_path):
+    """SafeAILab's reference fitted this head to its last prompts; see `../shared/golden/README.md`."""
+    name = "eagle3-safeai-base"
+    meta = json.loads((golden_root / name / "meta.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(golden_root / meta["target"]).eval()
+    fitted = [torch.tensor(run["prompt"]) for run in meta["e2e_eagenerate"] if max(run["accept_lengths"]) >= 3][:3]
+    assert fitted
+    source = golden_root / name / "head"
+    stated = check_checkpoint(source, model, fitted, depth=3, max_new_tokens=40)
+    copy_of = tmp_path / "head"
+    shutil.copytree(source, copy_of)
+    config = json.loads((copy_of / "config.json").read_text())
+    wrong = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}}  # as outputs of layers: one too low
+    (copy_of / "config.json").write_text(json.dumps(config | wrong))
+    found = check_checkpoint(copy_of, model, fitted, depth=3, max_new_tokens=40, try_alternatives=True)
+    assert found.stated.mean_length < stated.stated.mean_length
+    assert found.fix["feature_layers"] == [2, 4, 5]
+    assert found.best.mean_length == pytest.approx(stated.stated.mean_length)
+
+
+# --- Medusa ----------------------------------------------------------------------------------------------------------
+
+
+def permutation_model() -> tuple[LlamaForCausalLM, list[torch.Tensor]]:
+    """A target that maps token v to perm[v], and output matrices that say perm^1, perm^2, … of the state of v.
+
+    The final norm has a weight that tells states before it from those after it.
+    """
+    model = make_target()
+    generator = torch.Generator().manual_seed(1)
+    perm = torch.randperm(VOCAB, generator=generator)
+    scale = torch.ones(HIDDEN)
+    scale[::2] = -1
+    model.model.norm.weight.data = scale
+    state = torch.randn(VOCAB, HIDDEN, generator=generator)
+    state = state / state.norm(dim=-1, keepdim=True)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model.model.embed_tokens.weight.data = state
+    matrices, power = [], perm
+    for _ in range(5):
+        matrix = torch.zeros(VOCAB, HIDDEN)
+        matrix[power] = state * scale
+        matrices.append(matrix)
+        power = perm[power]
+    model.lm_head.weight.data = matrices[0]
+    return model, matrices
+
+
+class TestMedusa:
+    def save(self, folder, matrices) -> Path:
+        num = len(matrices)
+        heads = MedusaHeads(torch.zeros(num, 1, HIDDEN, HIDDEN), None, torch.stack(matrices))
+        write_heads(folder, heads, "vllm", vocab_size=VOCAB)
+        return folder
+
+    def check(self, folder, model) -> HeadCheck:
+        return check_checkpoint(folder, model, prompts(), max_new_tokens=30)
+
+    def test_good_heads(self, tmp_path):
+        model, matrices = permutation_model()
+        found = self.check(self.save(tmp_path / "head", matrices[1:4]), model)
+        assert (found.verdict, found.stated.by_depth) == ("plausible", (1.0, 1.0, 1.0))
+
+    @pytest.mark.parametrize(
+        ("make", "fix"),
+        [
+            (lambda m: m[4:0:-1], {"order": [3, 2, 1, 0]}),
+            (lambda m: m[:4], {"order": [1, 2, 3]}),
+            (
+                lambda m: [w * torch.tensor([-1.0, 1.0]).repeat(HIDDEN // 2) for w in m[1:4]],
+                {"before_final_norm": True},
+            ),
+        ],
+        ids=["reversed", "head 0 repeats the target", "before the norm"],
+    )
+    def test_mislabelled(self, tmp_path, make, fix):
+        model, matrices = permutation_model()
+        folder = self.save(tmp_path / "head", make(matrices))
+        found = self.check(folder, model)
+        assert found.fix == fix
+        assert found.verdict == ("mislabelled" if "order" not in fix or len(fix["order"]) == 4 else "better")
+        assert found.best.by_depth[:3] == (1.0, 1.0, 1.0)
+        speculator = AutoSpeculator.from_pretrained(folder, target=model, **found.fix)
+        model.generate(prompts()[0][None], max_new_tokens=21, do_sample=False, speculator=speculator)
+        assert speculator.stats.acceptance_rate_by_depth[1] == 1.0
+
+    def test_random_heads(self, tmp_path):
+        model, matrices = permutation_model()
+        found = self.check(self.save(tmp_path / "head", [torch.randn_like(m) for m in matrices[:3]]), model)
+        assert (found.verdict, found.fix) == ("unexplained", {})
+
+    def test_options(self, tmp_path):
+        model, matrices = permutation_model()
+        folder = str(self.save(tmp_path / "head", matrices[1:4]))
+        for order, message in (
+            ([3], "names head 3; there are heads 0 to 2"),
+            ([0, 0], "different heads"),
+            ([], "different"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                MedusaDrafter.from_folder(folder, model, order=order)
+        drafter = MedusaDrafter.from_folder(folder, model, order=[2, 0], before_final_norm=True)
+        assert drafter.heads.num_heads == 2
+        assert drafter.feature_layers == (RAW_LAST,)
+        assert torch.equal(drafter.heads.output_weight[1], matrices[1])
+        drafter.check_target(model)
+        assert MedusaReader(folder, model).depth(9) == 3
+
+
+class TestCommand:
+    @pytest.fixture
+    def target_folder(self, tmp_path) -> Path:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        vocab = {f"w{i}": i for i in range(VOCAB)}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(tmp_path / "target")
+        target().save_pretrained(tmp_path / "target")
+        return tmp_path / "target"
+
+    def run(self, *arguments):
+        return CliRunner().invoke(cli.app, ["check", *map(str, arguments)])
+
+    @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+    def test_table_verdict_and_code(self, relabelled, target_folder, tmp_path, suffix):
+        folder = relabelled(MISLABELLED["layers -1"][0])
+        words = [" ".join(f"w{i}" for i in prompt.tolist()) for prompt in prompts()]
+        file = tmp_path / f"prompts.{suffix}"
+        file.write_text("\n".join(words if suffix == "txt" else [json.dumps({"prompt": text}) for text in words]))
+        arguments = [folder, "--target", target_folder, "--prompts", file, "--depth", CHAIN]
+        arguments += ["--max-new-tokens", 48, "--alternatives"]
+        result = self.run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert "drafts better with: layers +1, hidden states [2, 3, 5]" in " ".join(result.stdout.split())
+        assert "target=model, feature_layers=[2, 3, 5])" in result.stdout
+        if suffix == "jsonl":
+            found = json.loads(self.run(*arguments, "--json").stdout)
+            assert (found["verdict"], found["fix"]) == ("better", {"feature_layers": [2, 3, 5]})
+            assert len(found["stated"]["by_depth"]) == CHAIN
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--prompts", "absent.txt"), "cannot read prompts from absent.txt"),
+            (("--prompts", "absent.jsonl"), "cannot read prompts from absent.jsonl"),
+        ],
+    )
+    def test_errors_are_one_line(self, good_head, target_folder, arguments, message):
+        result = self.run(good_head, "--target", target_folder, *arguments)
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert result.stderr.startswith("hf-speculate: error: ")
+
+    def test_what_cannot_be_checked(self, good_head, target_folder):
+        with pytest.raises(CheckpointError, match="'draft_model'; only eagle, medusa"):
+            check(target_folder)
+        other = LlamaForCausalLM(LlamaConfig(**{**target().config.to_dict(), "hidden_size": 64, "head_dim": 16}))
+        with pytest.raises(TargetMismatchError, match="hidden size 32"):
+            check_checkpoint(good_head, other, prompts())
+        with pytest.raises(SpeculateError, match="wrote too little"):
+            check(good_head, max_new_tokens=3)
+
+    def test_json_holds_what_could_not_be_tried(self):
+        acceptance = AcceptanceRates.of(torch.tensor([0, 0]), 1)
+        found = HeadCheck("h", "eagle", acceptance, (Trial({"a": 1}, "a", problem="no"),), {}, acceptance)
+        assert json.loads(json.dumps(as_json(found)))["trials"][0]["problem"] == "no"

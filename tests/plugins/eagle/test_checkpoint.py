@@ -1,0 +1,289 @@
+"""Published layouts of EAGLE heads: read, written, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.hub.repositories import drafter_class_for
+from hf_speculate_plugins.checkpoints import ConfigValues
+from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions
+from hf_speculate_plugins.eagle.checkpoint.layouts import _rope
+
+from ...support.heads import DEPTH, EAGLE_LAYOUTS, HIDDEN, PLAIN, VOCAB, target
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    def test_from_pretrained_finds_the_drafter(self, head, layout):
+        folder = head(layout)
+        assert drafter_class_for(folder) is EagleDrafter
+        drafter = AutoSpeculator.from_pretrained(folder, target=target(), depth=3).drafter
+        assert drafter.options == EagleOptions(depth=3)
+        assert drafter.spec.dialect == layout.removesuffix("-narrow")
+        assert not any(p.requires_grad for p in drafter.head.parameters())
+
+    def test_from_name_takes_a_folder(self, head):
+        drafter = AutoSpeculator.from_name("eagle", target=target(), head=head(), top_k=1).drafter
+        assert drafter.options.top_k == 1
+        with pytest.raises(TypeError, match="trained head"):
+            AutoSpeculator.from_name("eagle", target=target())
+        with pytest.raises(TypeError, match="colour"):
+            AutoSpeculator.from_name("eagle", target=target(), head=head(), colour="red")
+
+    def test_switches_come_from_tensors_and_config(self, head):
+        spec = EagleDrafter.from_folder(head("speculators"), target()).spec
+        assert (spec.num_layers, spec.num_features, spec.qk_norm, spec.windows) == (2, 4, True, (None, 6))
+        assert spec.norm_before_residual
+        assert spec.feed_back_normed
+        assert spec.norm_before_fc
+        spec = EagleDrafter.from_folder(head("specforge"), target()).spec
+        assert (spec.norm_logits, spec.feed_back_normed, spec.fc_norm) == (False, False, True)
+        assert spec.rope["rope_theta"] == 1e6
+        assert EagleDrafter.from_folder(head("safeailab"), target()).entry_layers == (2, 3, 4)
+        assert EagleDrafter.from_folder(head("deepspec"), target()).entry_layers == (1, 2, 4, 5, 6)
+        assert EagleDrafter.from_folder(head("eagle1"), target()).entry_layers == (DEPTH,)
+
+    @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.module.model."])
+    def test_wrapper_prefixes_do_not_matter(self, head, prefix):
+        def wrap(config, tensors):
+            for name in list(tensors):
+                tensors[prefix + name] = tensors.pop(name)
+
+        plain, wrapped = (
+            EagleDrafter.from_folder(head(), target()),
+            EagleDrafter.from_folder(head(change=wrap), target()),
+        )
+        for one, other in zip(plain.head.state_dict().items(), wrapped.head.state_dict().items(), strict=True):
+            assert one[0] == other[0]
+            assert torch.equal(one[1], other[1])
+
+    def test_sharded_files(self, head, tmp_path):
+        folder = head("speculators")
+        tensors = load_file(f"{folder}/model.safetensors")
+        names = sorted(tensors)
+        shards = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+        for shard, members in shards.items():
+            save_file({name: tensors[name] for name in members}, f"{folder}/{shard}")
+        weight_map = {name: shard for shard, members in shards.items() for name in members}
+        expected = EagleDrafter.from_folder(folder, target()).head.state_dict()
+        os.remove(f"{folder}/model.safetensors")
+        with open(f"{folder}/model.safetensors.index.json", "w") as file:
+            json.dump({"weight_map": weight_map}, file)
+        found = EagleDrafter.from_folder(folder, target()).head.state_dict()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        os.remove(f"{folder}/model-00002-of-00002.safetensors")
+        with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors"):
+            EagleDrafter.from_folder(folder, target())
+
+    def test_embeddings_of_the_target_are_shared_not_copied(self, head):
+        drafter = EagleDrafter.from_folder(head("eagle1"), target())
+        assert drafter.head.shared["embed_tokens"] is target().get_input_embeddings()
+        assert drafter.head.shared["lm_head"] is target().get_output_embeddings()
+        assert not any("embed" in name or "lm_head" in name for name in drafter.head.state_dict())
+        assert drafter.report.shared["embed_tokens.weight"] == "equal to the target's"
+
+    def test_trained_embeddings_are_used_and_random_ones_are_not(self, head):
+        assert EagleDrafter.from_folder(head("speculators"), target()).head.shared["embed_tokens"] is None
+
+        def untrained(config, tensors):
+            config["embed_requires_grad"] = False
+
+        folder = head("speculators", change=untrained)
+        drafter = EagleDrafter.from_folder(folder, target())
+        assert drafter.head.shared["embed_tokens"] is not None
+        assert "random" in drafter.report.shared["embed_tokens.weight"]
+        assert EagleDrafter.from_folder(folder, target(), embeddings="own").head.shared["embed_tokens"] is None
+
+    def test_conventions_can_be_overridden(self, head):
+        drafter = EagleDrafter.from_folder(
+            head(), target(), feature_layers=[1, 3, DEPTH], rope_theta=5e5, feed_back_normed=True
+        )
+        assert drafter.entry_layers == (1, 3, RAW_LAST)
+        assert drafter.spec.rope["rope_theta"] == 5e5
+        assert drafter.spec.feed_back_normed
+        with pytest.raises(TargetMismatchError, match="3 target layers, but 2"):
+            EagleDrafter.from_folder(head(), target(), feature_layers=[1, 3])
+
+    @pytest.mark.parametrize(
+        ("rope", "expected"),
+        [
+            ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+            ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6}),
+            ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 10000.0}),
+            (
+                {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0}},
+                {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0},
+            ),
+            ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 1, 2]}}, {"rope_type": "default"}),
+        ],
+    )
+    def test_rope_is_found_wherever_configs_put_it(self, rope, expected):
+        found = _rope(ConfigValues("head", rope), "safeailab")
+        assert expected.items() <= found.items()
+
+    def test_t2d_alone_gives_the_vocabulary(self, head):
+        expected = EagleDrafter.from_folder(head(), target()).target_ids
+        drafter = EagleDrafter.from_folder(head(change=lambda _, tensors: tensors.pop("d2t")), target())
+        assert torch.equal(drafter.target_ids, expected)
+
+
+class TestSaving:
+    """What is written in a layout is read back as the same head."""
+
+    @pytest.mark.parametrize(
+        ("source", "layout"),
+        [
+            ("eagle1", "safeailab"),
+            ("safeailab", "safeailab"),
+            ("safeailab", "specforge"),
+            ("safeailab", "speculators"),
+            ("safeailab-narrow", "specforge"),
+            ("safeailab-narrow", "speculators"),
+            ("specforge", "specforge"),
+            ("speculators", "speculators"),
+            ("deepspec", "speculators"),
+        ],
+    )
+    def test_round_trip(self, head, tmp_path, source, layout):
+        overrides = {"rope_theta": 3e5} if source != "specforge" else {}
+        first = EagleDrafter.from_folder(head(source), target(), **overrides)
+        first.save_pretrained(tmp_path / "saved", layout=layout)
+        second = EagleDrafter.from_folder(str(tmp_path / "saved"), target())
+        assert second.spec.dialect == (layout if source != "eagle1" else "eagle1")
+        same = {"dialect": "safeailab", "feature_layers": None}
+        assert replace(first.spec, **same) == replace(second.spec, **same)
+        assert first.entry_layers == second.entry_layers
+        assert (first.target_ids is None) == (second.target_ids is None)
+        assert first.target_ids is None or torch.equal(first.target_ids, second.target_ids)
+        before, after = first.head.state_dict(), second.head.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert first.head.shared == second.head.shared
+
+    def test_what_a_layout_cannot_say_is_refused(self, head, tmp_path):
+        drafter = EagleDrafter.from_folder(head("speculators"), target())
+        with pytest.raises(CheckpointError, match=r"specforge layout cannot .* more than one layer, norms of queries"):
+            drafter.save_pretrained(tmp_path / "saved", layout="specforge")
+        drafter = EagleDrafter.from_folder(head("specforge"), target())
+        for layout in ("safeailab", "speculators"):
+            with pytest.raises(CheckpointError, match="logits without a norm"):
+                drafter.save_pretrained(tmp_path / "saved", layout=layout)
+        with pytest.raises(CheckpointError, match=r"other layers than \[2, 3, 4\]"):
+            EagleDrafter.from_folder(head(), target(), feature_layers=[1, 3, 4]).save_pretrained(
+                tmp_path / "saved", layout="safeailab"
+            )
+        with pytest.raises(CheckpointError, match="a head size other than"):
+            EagleDrafter.from_folder(head("safeailab-narrow"), target()).save_pretrained(
+                tmp_path / "saved", layout="safeailab"
+            )
+        with pytest.raises(ValueError, match="unknown layout"):
+            drafter.save_pretrained(tmp_path / "saved", layout="onnx")
+        assert not (tmp_path / "saved").exists()
+
+
+class TestBadInput:
+    def refused(self, folder, match, error=CheckpointError, model=None):
+        with pytest.raises(error, match=match):
+            AutoSpeculator.from_pretrained(folder, target=model or target())
+
+    @pytest.mark.parametrize("layout", ["safeailab", "specforge"])
+    def test_truncated_file(self, head, layout):
+        folder = head(layout)
+        path = next(f"{folder}/{name}" for name in os.listdir(folder) if not name.endswith("json"))
+        content = Path(path).read_bytes()
+        for size in (len(content) - 50, len(content) // 2, 4, 0):
+            Path(path).write_bytes(content[:size])
+            self.refused(folder, "cannot read|refused")
+
+    def test_pickle_with_code_is_not_run(self, head, tmp_path):
+        class Evil:
+            def __reduce__(self):
+                return os.mkdir, (str(tmp_path / "pwned"),)
+
+        folder = head()
+        for save in (torch.save, lambda content, path: Path(path).write_bytes(pickle.dumps(content))):
+            save({"fc.weight": Evil()}, f"{folder}/pytorch_model.bin")
+            self.refused(folder, "refused to load")
+        assert not (tmp_path / "pwned").exists()
+
+    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    def test_missing_and_unknown_keys_are_named(self, head, layout):
+        def change(config, tensors):
+            gate = next(name for name in tensors if name.endswith("up_proj.weight"))
+            del tensors[gate]
+            tensors["surplus.weight"] = torch.zeros(3)
+
+        self.refused(head(layout, change=change), "missing: .*up_proj.weight; unknown: surplus.weight")
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_nan_weights(self, head, value):
+        self.refused(head(change=lambda _, tensors: tensors["norm.weight"].fill_(value)), r"NaN.*norm\.weight")
+
+    def test_wrong_shape(self, head):
+        def change(config, tensors):
+            tensors["norm.weight"] = torch.ones(31)
+
+        self.refused(head(change=change), r"norm\.weight has shape \(31,\), expected \(32,\)")
+
+    def test_other_target(self, head):
+        wide = LlamaForCausalLM(replace_config(hidden_size=64, num_attention_heads=4)).eval()
+        self.refused(head(), "hidden size 32, .* has 64", TargetMismatchError, wide)
+        other = LlamaForCausalLM(replace_config(vocab_size=128)).eval()
+        self.refused(head(), "vocabulary 96, .* has 128", TargetMismatchError, other)
+        shallow = target(depth=3)
+        self.refused(head("specforge"), r"\[1, 4, 7\].* 3 layers", TargetMismatchError, shallow)
+        drafter = EagleDrafter.from_folder(head(), target())
+        with pytest.raises(TargetMismatchError, match="has 64"):
+            wide.generate(torch.tensor([[5, 6]]), speculator=Speculator(drafter), **PLAIN)
+
+    def test_contradicting_vocabulary_maps(self, head):
+        def absolute(config, tensors):
+            tensors["d2t"] = tensors["d2t"] + torch.arange(48)
+
+        self.refused(head(change=absolute), "contradict each other")
+
+        def outside(config, tensors):
+            tensors["d2t"] = tensors["d2t"] + 90
+            del tensors["t2d"]
+
+        self.refused(head(change=outside), "the vocabulary has 96")
+
+        def none(config, tensors):
+            del tensors["d2t"], tensors["t2d"]
+            tensors["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)
+
+        self.refused(head(change=none), "neither d2t nor t2d")
+
+    def test_config_that_is_absent_broken_or_lies(self, head):
+        folder = head()
+        os.remove(f"{folder}/config.json")
+        self.refused(folder, "num_attention_heads")
+        Path(f"{folder}/config.json").write_text("{")
+        self.refused(folder, r"cannot read .*config\.json")
+        self.refused(head(change=lambda config, _: config.update(num_attention_heads=5)), "5 heads")
+        folder = head(change=lambda config, _: config.pop("model_type"))
+        EagleDrafter.from_folder(folder, target())
+
+    def test_no_weights(self, tmp_path):
+        self.refused(str(tmp_path), "no installed drafter")
+        with pytest.raises(CheckpointError, match="no weights"):
+            EagleDrafter.from_folder(str(tmp_path), target())
+
+
+def replace_config(**changes) -> LlamaConfig:
+    config = target().config.to_dict()
+    config.pop("head_dim")
+    return LlamaConfig(**{**config, **changes})

@@ -1,0 +1,79 @@
+"""An EAGLE head never changes the text, whatever its layout and the shape of its drafts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+from hf_speculate import Speculator
+from hf_speculate.testing import check_drafter, check_lossless
+from hf_speculate_plugins.eagle import EagleDrafter
+
+from ...support.heads import DEPTH, EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, target
+
+
+class TestTextIsTheTargets:
+    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    @pytest.mark.parametrize(
+        ("architecture", "tied", "size"),
+        [("llama", False, 1), ("llama", False, 3), ("llama", True, 3), ("qwen2", False, 3)],
+    )
+    def test_greedy_and_sampled(self, head, prompt, layout, architecture, tied, size):
+        model = target(architecture, tied)
+        every_shape = layout == "safeailab" and architecture == "llama" and not tied
+        shapes = SHAPES if every_shape else {"dynamic": SHAPES["dynamic"]}
+        folder, batch = head(layout), batch_of(prompt, size)
+        for options in shapes.values():
+            speculator = Speculator(EagleDrafter.from_folder(folder, model, **options))
+            for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 40}):
+                torch.manual_seed(5)
+                plain = model.generate(**batch, **PLAIN, **sampling)
+                torch.manual_seed(5)
+                assert torch.equal(plain, model.generate(**batch, **PLAIN, **sampling, speculator=speculator))
+            assert speculator.stats.rounds > 0
+
+    @pytest.mark.parametrize(
+        ("layout", "shape"), [("eagle1", "chain"), ("speculators", "dynamic"), ("safeailab", "static")]
+    )
+    def test_conformance(self, head, prompt, layout, shape):
+        drafter = EagleDrafter.from_folder(head(layout), target(), **SHAPES[shape])
+        check_drafter(drafter, target(), [prompt(11)[0], prompt(6)[0]], 12)
+
+    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    def test_bfloat16_differences_are_ties(self, head, prompt, layout):
+        folder = head(layout)
+        for architecture, tied, request in (("llama", False, {}), ("qwen2", True, {"do_sample": True, "seeds": (1,)})):
+            model = target(architecture, tied, torch.bfloat16)
+            speculator = Speculator(EagleDrafter.from_folder(folder, model, **SHAPES["dynamic"]))
+            request = {**PLAIN, "max_new_tokens": 16, "do_sample": False, **request}
+            report = check_lossless(model, speculator, [prompt(9)[0]], **request)  # raises unless proven
+            assert (report.num_cases, report.num_tokens) == (1, 16)
+            assert speculator.stats.rounds > 0
+
+    @pytest.mark.parametrize("offloaded", ["layers", "layers and output"])
+    @pytest.mark.parametrize("layout", ["eagle1", "specforge"])
+    def test_device_map_with_offloading(self, head, prompt, tmp_path, layout, offloaded):
+        """Taps of layers that are fetched from disk; a shared output matrix that is nowhere until it is called."""
+        model = copy.deepcopy(target())
+        device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+        device_map |= {f"model.layers.{i}": "disk" if i > 3 else "cpu" for i in range(DEPTH)}
+        device_map["lm_head"] = "disk" if "output" in offloaded else "cpu"
+        model = dispatch_model(model, device_map, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+        assert model.model.layers[-1].mlp.up_proj.weight.device.type == "meta"
+        drafter = EagleDrafter.from_folder(head(layout), model)
+        assert drafter.head.device.type == "cpu"
+        speculator = Speculator(drafter)
+        output = model.generate(prompt(9), **PLAIN, do_sample=False, speculator=speculator)
+        assert torch.equal(output, target().generate(prompt(9), **PLAIN, do_sample=False))
+        assert speculator.stats.rounds > 0
+
+    def test_bfloat16_head_follows_the_target(self, head, prompt):
+        model = target(dtype=torch.bfloat16)
+        drafter = EagleDrafter.from_folder(head(), model)
+        assert {p.dtype for p in drafter.head.parameters()} == {torch.bfloat16}
+        assert drafter.head.rotary.inv_freq.dtype == torch.float32
+        output = model.generate(prompt(9), **PLAIN, do_sample=False, speculator=Speculator(drafter))
+        assert output.shape == (1, 9 + 24)
