@@ -7,17 +7,14 @@ assisted decoding work on them unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 
-_MIN_CAPACITY = 128
-_GROWTH = 1.5
-# Entries that a sliding layer keeps behind its window, so that its end can move back by so many at any time.
-_SPARE = 64
+MIN_CAPACITY = 128
+GROWTH = 1.5
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -118,7 +115,7 @@ class PreallocatedLayer(DynamicLayer):
         self._is_owned = True
 
     def _allocate(self, _name: str, like: Tensor, num_entries: int) -> Tensor:
-        capacity = max(num_entries, int(_GROWTH * self.length), _MIN_CAPACITY)
+        capacity = max(num_entries, int(GROWTH * self.length), MIN_CAPACITY)
         return like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3])
 
     def _is_writable(self) -> bool:
@@ -147,153 +144,3 @@ class PreallocatedLayer(DynamicLayer):
             else:
                 rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
                 buffer[rows, :, destinations] = buffer[rows, :, sources]
-
-
-_Checkpoint = tuple[dict[str, Tensor], dict[str, int], int, int, bool]
-
-
-class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A `DynamicSlidingWindowLayer` with a buffer: an append writes new entries, old ones go when the buffer is full.
-
-    Entries are named by their index in the text, wherever they lie: `first` is the oldest one kept. `keys` and `values`
-    are views of what the next token can see, as in stock; memory is that of about 1.5 windows.
-
-    Attributes:
-        pinned_from: while a `TreeCache` steers the layer, the oldest entry that any row still sees; everything from
-            here on is kept and returned, whatever is appended. None: the window moves with every append, as in stock.
-    """
-
-    def __init__(self, sliding_window: int, **kwargs):
-        self._origins = {"keys": 0, "values": 0}  # index of the first entry of each buffer
-        self.first = 0
-        self.pinned_from: int | None = None
-        super().__init__(sliding_window=sliding_window)
-
-    @classmethod
-    def from_layer(cls, layer: DynamicLayer) -> SlidingLayer:
-        """Takes over the states of a stock layer: read as they are, copied at the next append, never written."""
-        assert isinstance(layer, DynamicSlidingWindowLayer)
-        new = cls(layer.sliding_window)
-        new.record_past = layer.record_past
-        if layer.is_initialized and layer.keys is not None:
-            new.dtype, new.device = layer.keys.dtype, layer.keys.device
-            new.is_initialized = True
-            if layer.keys.numel() > 0:
-                new.length = layer.cumulative_length
-                new.first = new.length - layer.keys.shape[-2]
-                new.keys, new.values = layer.keys, layer.values
-        return new
-
-    @property
-    def cumulative_length(self) -> int:
-        """Stock's name of the length of the text."""
-        return self.length
-
-    @cumulative_length.setter
-    def cumulative_length(self, length: int) -> None:
-        self.length = length
-
-    @property
-    def visible_from(self) -> int:
-        """Index of the first entry that the next forward gets to see."""
-        return self.window_start(self.length) if self.pinned_from is None else self.pinned_from
-
-    @property
-    def shortest_length(self) -> int:
-        """The text can be cut to this length and no further: what its window would need is gone."""
-        return self.first + self.sliding_window - 1 if self.first else 0
-
-    def window_start(self, length: int) -> int:
-        """Index of the oldest entry that the next token of a text of `length` entries sees."""
-        return max(length - self.sliding_window + 1, 0)
-
-    def _view(self, name: str) -> Tensor | None:
-        buffer, origin = self._buffers.get(name), self._origins[name]
-        return None if buffer is None else buffer[:, :, self.visible_from - origin : self.length - origin]
-
-    def _adopt(self, name: str, states: Tensor | None) -> None:
-        self._is_owned = False
-        if states is None:
-            self._buffers.pop(name, None)
-            self.length = self.first = self._origins[name] = 0
-        else:
-            self._buffers[name] = states
-            self._origins[name] = self.first = self.length - states.shape[-2]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self._origins = {"keys": 0, "values": 0}
-        self.first = 0
-        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Appends states `[B, heads, n, head_dim]`; returns the views from the first visible entry up to the new ones.
-
-        Cost: the n new entries; a copy of the window when the buffer is full.
-        """
-        if not self.is_initialized or self.keys is None:
-            self.lazy_initialization(key_states, value_states)
-        start, end = self.visible_from, self.length + key_states.shape[-2]
-        if key_states.requires_grad and torch.is_grad_enabled():
-            old: Any = self.keys, self.values
-            keys, values = torch.cat([old[0], key_states], -2), torch.cat([old[1], value_states], -2)
-            self.length = end
-            self.keys, self.values = keys, values
-            return keys, values
-        self.reserve(end, key_states, value_states)
-        for name, states in (("keys", key_states), ("values", value_states)):
-            origin = self._origins[name]
-            self._buffers[name][:, :, self.length - origin : end - origin] = states
-        self.length = end
-        keys, values = (
-            self._buffers[n][:, :, start - self._origins[n] : end - self._origins[n]] for n in self._origins
-        )
-        return keys, values
-
-    def reserve(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
-        """Makes room up to index `capacity`, letting go of entries behind the window; modifies no entry."""
-        room = capacity - self._origins["keys"]
-        if self._is_owned and self._buffers["keys"].shape[-2] >= room and self._is_writable():
-            return
-        kept_from = self.first if self.record_past else max(self.visible_from - _SPARE, self.first)
-        num_kept = self.length - kept_from
-        size = max(capacity - kept_from, int(_GROWTH * num_kept), _MIN_CAPACITY)
-        for name, like in (("keys", key_like), ("values", value_like)):
-            grown = like.new_empty(like.shape[0], like.shape[1], size, like.shape[3])
-            if num_kept:
-                origin = self._origins[name]
-                grown[:, :, :num_kept] = self._buffers[name][:, :, kept_from - origin : self.length - origin]
-            self._buffers[name], self._origins[name] = grown, kept_from
-        self.first, self._is_owned = kept_from, True
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Stock contract: how many entries `update` will return, and the index of the first of them."""
-        return self.length + query_length - self.visible_from, self.visible_from
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Stock contract, but entries that are still there need no past recording."""
-        if tokens_to_remove > 0:
-            return DynamicSlidingWindowLayer.crop(self, tokens_to_remove)
-        length = max(self.length + tokens_to_remove, 0)
-        if length < self.shortest_length:
-            raise RuntimeError(
-                f"cannot crop a sliding window of {self.sliding_window} from {self.length} to {length} entries: only "
-                f"those from {self.first} on are kept. Call `activate_past_recording` before."
-            )
-        self.length = length
-        if self.record_past:
-            self.first = max(self.first, self.window_start(length))
-
-    def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """See `PreallocatedLayer.move`. What a row has of entries that are gone stays gone."""
-        origin = self._origins["keys"]
-        super().move((sources - origin).clamp(min=0), (destinations - origin).clamp(min=0))
-
-    def checkpoint(self) -> _Checkpoint:
-        """The present state; no copy, as entries are never overwritten."""
-        return dict(self._buffers), dict(self._origins), self.first, self.length, self._is_owned
-
-    def revert(self, checkpoint: _Checkpoint) -> None:
-        """Goes back to a `checkpoint`."""
-        buffers, origins, self.first, self.length, self._is_owned = checkpoint
-        self._buffers, self._origins = dict(buffers), dict(origins)

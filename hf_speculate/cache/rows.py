@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layers import PreallocatedLayer, SlidingLayer
+from .layers import PreallocatedLayer
+from .sliding import SlidingLayer
 
 
 # Entries that a layer can still be given after rows have left, before its buffers have to grow.

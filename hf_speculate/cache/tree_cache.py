@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import CacheStateError
-from .layers import PreallocatedLayer, SlidingLayer
+from .layers import PreallocatedLayer
 from .rows import RowsAside
+from .sliding import SlidingLayer
 
 
 _OURS: dict[type, type[PreallocatedLayer]] = {

@@ -13,3 +13,5 @@ from .buffers import pool_of as pool_of
 from .capture import Recorder as Recorder
 from .graphs import Compiler as Compiler
 from .graphs import find_backend as find_backend
+from .padding import padded as padded
+from .padding import padded_mask as padded_mask

@@ -5,6 +5,7 @@ committed tokens, and takes nothing from it unchecked. This face, with `hf_specu
 party needs; nothing else is promised.
 """
 
+from .checks import DraftChecks as DraftChecks
 from .contract import RAW_LAST as RAW_LAST
 from .contract import Drafter as Drafter
 from .contract import DraftRequest as DraftRequest

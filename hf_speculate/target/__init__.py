@@ -15,8 +15,8 @@ from .attention import fold as fold
 from .attention import grouped_sdpa as grouped_sdpa
 from .attention import install_attention as install_attention
 from .attention import uninstall_attention as uninstall_attention
+from .devices import device_beside as device_beside
 from .devices import device_name as device_name
-from .devices import execution_device as execution_device
 from .devices import input_device as input_device
 from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense
@@ -26,6 +26,7 @@ from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
 from .masks import LayerType as LayerType
 from .masks import layer_windows as layer_windows
+from .masks import visible_prefix as visible_prefix
 from .positions import DepthLimit as DepthLimit
 from .positions import has_length_dependent_rope as has_length_dependent_rope
 from .positions import longrope_switch as longrope_switch
@@ -35,8 +36,8 @@ from .recurrent import has_recurrent_layers as has_recurrent_layers
 from .recurrent import target_scorer as target_scorer
 from .recurrent import target_shape as target_shape
 from .scoring import Scorer as Scorer
-from .scoring import Shape as Shape
-from .scoring import supported_shape as supported_shape
 from .static import NODE_BUCKETS as NODE_BUCKETS
 from .static import compiled as compiled
 from .static import width_for as width_for
+from .support import Shape as Shape
+from .support import supported_shape as supported_shape

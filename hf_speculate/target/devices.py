@@ -24,9 +24,14 @@ def execution_device(module: nn.Module) -> torch.device | None:
     return None
 
 
+def device_beside(module: nn.Module | None, model: PreTrainedModel) -> torch.device:
+    """Where `module` of a model computes, or else where the model is."""
+    return (execution_device(module) if isinstance(module, nn.Module) else None) or model.device
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes its tokens. (Of offloaded embeddings `model.device` is "meta".)"""
-    return execution_device(model.get_input_embeddings()) or model.device
+    return device_beside(model.get_input_embeddings(), model)
 
 
 def device_name(device: torch.device) -> str:

@@ -94,3 +94,22 @@ def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor
     if prompt_mask is None:
         return torch.zeros(1, 1, dtype=torch.long, device=device)
     return (prompt_mask.cumsum(-1) == 0).sum(-1, keepdim=True).to(device)
+
+
+def visible_prefix(
+    lengths: Sequence[int], prompt_mask: Tensor | None, num_entries: int, device: torch.device
+) -> Tensor:
+    """Which of the first entries of a cache are real.
+
+    Args:
+        lengths: committed entries of each row.
+        prompt_mask: bool [R, M0], False for left padding and holes among the first M0 entries; None: all are real.
+        num_entries: M.
+    Returns:
+        bool [R, M] on `device`.
+    """
+    visible = torch.arange(num_entries, device=device) < torch.tensor(lengths, device=device)[:, None]
+    if prompt_mask is not None:
+        width = min(prompt_mask.shape[1], num_entries)
+        visible[:, :width] &= prompt_mask[:, :width].to(device)
+    return visible

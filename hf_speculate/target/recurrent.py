@@ -27,7 +27,8 @@ from transformers.cache_utils import (
 from ..cache import INDEXABLE, TreeCache
 from ..errors import CacheStateError
 from ..tree import DraftTree
-from .scoring import Scorer, Shape, supported_shape
+from .scoring import Scorer
+from .support import Shape, supported_shape
 
 
 # Accepted tokens that are run again with the next chain at most; more are run alone, once.

@@ -8,61 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from ..cache import PreallocatedLayer, TreeCache, is_indexable
-from ..errors import CacheStateError
+from ..cache import PreallocatedLayer, TreeCache
 from ..tree import DraftTree
 from .attention import TreeAttention
 from .devices import input_device
 from .hooks import may_hold_rows
-from .masks import LayerType, layer_types, num_left_padding
+from .masks import LayerType, layer_types, num_left_padding, visible_prefix
 from .positions import takes_position_ids
+from .support import Shape, counts_along_cache
 
-
-# A tree needs an additive 4-D mask; these attentions take one. (A *bool* 4-D mask is silently wrong with "eager", which
-# adds it to the scores, and is converted once a layer by "sdpa": none is ever made.)
-TREE_ATTENTION = ("eager", "sdpa")
-
-Shape = Literal["tree", "chain", "single"]
 
 # At this length, copying a row of the cache is taken to cost as much as running it in one forward over a tree; at
 # others in proportion. (One CPU core, bf16, 8 nodes: 3 000 for a model of 16M parameters, 10 000 for one of 0.5B.)
 _COPY_CONTEXT = 4096
-
-
-def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
-    """The widest draft that `model` can score with `cache`, and why it is not wider ("" for trees)."""
-    if not is_indexable(cache):
-        kinds = sorted({type(layer).__name__ for layer in cache.layers})
-        return "single", f"cache layers {kinds} cannot be indexed: no drafts"
-    try:
-        layer_types(model.config)
-    except CacheStateError as error:
-        return "single", f"{error} No drafts."
-    if reason := counts_along_cache(model):
-        return "chain", f"{reason}: chains only"
-    attention = model.config._attn_implementation
-    if attention not in TREE_ATTENTION:
-        return "chain", f"attention {attention!r} takes no tree mask: chains only"
-    return "tree", ""
-
-
-def counts_along_cache(model: PreTrainedModel) -> str:
-    """Why the place of an entry in the cache matters to `model`, beside its position and mask; "" if it does not."""
-    config = model.config.get_text_config(decoder=True)
-    if not takes_position_ids(model):
-        return f"{type(model).__name__} takes no position ids"
-    if getattr(config, "alibi", False):
-        return "ALiBi counts along the cache"
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        return "local attention counts along the cache"
-    return ""
 
 
 class Scorer:
@@ -254,10 +218,4 @@ class Scorer:
         """bool [B, num_prefix]: entries that are real; None if all are."""
         if self._prompt_mask is None and not self.cache.is_ragged:
             return None
-        device = self.device
-        lengths = torch.tensor(self.cache.present_lengths, device=device)
-        visible = torch.arange(num_prefix, device=device) < lengths[:, None]
-        if self._prompt_mask is not None:
-            width = min(self._prompt_mask.shape[1], num_prefix)
-            visible[:, :width] &= self._prompt_mask[:, :width].to(device)
-        return visible
+        return visible_prefix(self.cache.present_lengths, self._prompt_mask, num_prefix, self.device)

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache import PreallocatedLayer
-from ..compilation import Compiler, capacity_for, lease_of, pool_of
+from ..compilation import Compiler, capacity_for, lease_of, padded, padded_mask, pool_of
 from ..tree import DraftTree
 from .attention import fold
 from .positions import has_length_dependent_rope
@@ -156,17 +155,15 @@ class StaticScorer(Scorer):
         self, tree: DraftTree, root_positions: Sequence[int], width: int, capacity: int
     ) -> tuple[Cache, dict[str, Tensor]]:
         """Tensors of static shape. Padding nodes are copies of the root: what they write is as finite as its entry."""
-        missing = width - tree.num_nodes
         mask = self._static_mask(tree, width, capacity)
         lease = lease_of(self.cache.cache, self._pool)
         layers = lease.place(self._layers, capacity)
         buffers = lease.buffers(tree.batch_size, capacity)
         first = self.cache.append_index
         slots = buffers.filled(("slots", width), torch.arange(first, first + width, device=self.device))
-        depths = functional.pad(tree.plan.depths, (0, missing)).to(self.device)
-        tokens = tree.token_ids.to(self.device)
+        depths = padded(tree.plan.depths.to(self.device), width)
         inputs = {
-            "input_ids": torch.cat([tokens, tokens[:, :1].expand(-1, missing)], dim=1),
+            "input_ids": padded(tree.token_ids.to(self.device), width),
             "position_ids": torch.tensor(root_positions, device=self.device)[:, None] + depths,
             "attention_mask": mask if self.attention.form == "stock" else fold(mask, self.attention.groups),
         }
@@ -175,12 +172,7 @@ class StaticScorer(Scorer):
 
     def _static_mask(self, tree: DraftTree, width: int, capacity: int) -> Tensor:
         """Additive [B, 1, width, capacity]."""
-        num_nodes, seen, dtype = tree.num_nodes, self.cache.append_index + tree.num_nodes, self._attention_dtype
-        mask = torch.full(
-            (tree.batch_size, 1, width, capacity), torch.finfo(dtype).min, dtype=dtype, device=self.device
-        )
-        found = self.mask(tree)
+        found, num_seen = self.mask(tree), self.cache.append_index + tree.num_nodes
         assert not isinstance(found, dict)
-        mask[:, :, :num_nodes, :seen] = 0 if found is None else found
-        mask[:, :, num_nodes:] = mask[:, :, :1]
-        return mask
+        like = torch.empty(tree.batch_size, tree.num_nodes, dtype=self._attention_dtype, device=self.device)
+        return padded_mask(found, like, num_seen, width, capacity)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
+from ..drafting import DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
 from ..models import unwrap
 from ..speculator import Speculator
@@ -110,9 +110,9 @@ class _WatchedSession(DraftSession):
             state = DraftState(**{**vars(state), "chains_only": True})
         tree = self.inner.draft(state)
         name = self.watched.name
-        tree.check(self.watched.vocab_size)
-        if tree.token_ids.shape[0] != len(state.root_ids):
-            raise DrafterError(f"{name!r} drafted {tree.token_ids.shape[0]} rows for {len(state.root_ids)}.")
+        checks = DraftChecks(name, self.watched.vocab_size)
+        checks.admit(tree, state.root_ids.tolist())
+        checks.confirm()
         for row, root in enumerate(state.root_ids.tolist()):
             if tree.host.token_ids[row][0] != root:
                 raise DrafterError(

@@ -13,9 +13,9 @@ from .records import LayerRecord as LayerRecord
 from .records import Records as Records
 from .records import StepRecord as StepRecord
 from .sampler import Sampler as Sampler
-from .sampler import Verdict as Verdict
-from .sampler import verify as verify
 from .sequences import Sequences as Sequences
 from .stopping import Stopping as Stopping
 from .typical import TypicalAcceptance as TypicalAcceptance
 from .typical import TypicalSampler as TypicalSampler
+from .walk import Verdict as Verdict
+from .walk import verify as verify

@@ -12,8 +12,8 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.target import Scorer, supported_shape
 from hf_speculate.target.positions import DepthLimit, has_length_dependent_rope
-from hf_speculate.target.scoring import Scorer, supported_shape
 from hf_speculate.testing import RandomDrafter
 
 

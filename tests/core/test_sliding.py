@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCau
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_speculate import Speculator
-from hf_speculate.cache.layers import SlidingLayer
+from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
 from hf_speculate.target.masks import LayerType, layer_types

@@ -162,35 +162,6 @@ class TestPruned:
                 assert pruned.host.token_ids[row][kept[new]] == tokens[row, parents[old]]
 
 
-class TestCheck:
-    def test_a_well_formed_tree_passes(self):
-        DraftTree.from_rows([([1, 2, 3, 2], [-1, 0, 0, 1]), ([5], [-1])]).check(vocab_size=6)
-
-    @pytest.mark.parametrize(
-        ("tokens", "parents", "message"),
-        [
-            ([1, 2], [0, 0], "node 0 must be the root"),
-            ([1, 2], [-2, 0], "node 0 must be the root"),
-            ([1, 2], [-1, -1], "node 1 has parent -1"),
-            ([1, 2, 3], [-1, 2, 0], "node 1 has parent 2"),
-            ([1, 2], [-1, 1], "node 1 has parent 1"),
-            ([1, 2, 3], [-1, -2, 1], "node 2 has parent 1"),
-            ([1, 2, 2], [-1, 0, 0], "two children of node 0 hold the same token 2"),
-            ([1, 6], [-1, 0], "token 6, outside"),
-            ([1, -1], [-1, 0], "token -1, outside"),
-        ],
-    )
-    def test_a_broken_invariant_is_named_with_its_row(self, tokens, parents, message):
-        # Parents that point forward cannot be compiled on the host, so the tree is a device tree.
-        tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), max_depth=len(parents))
-        with pytest.raises(DrafterError, match=f"row 0: .*{message}"):
-            tree.check(vocab_size=6)
-
-    def test_too_few_parents_are_named(self):
-        with pytest.raises(DrafterError, match="row 0"):
-            DraftTree(torch.tensor([[1, 2, 3]]), [-1, 0]).check(vocab_size=6)
-
-
 def test_a_plan_extended_level_by_level_is_the_plan_of_the_whole():
     parents = [[-1, -1, -1], [2, 0, 2], [3, 5, 4], [7, 7, 6]]
     plan = TreePlan.of_siblings(2, 3, torch.device("cpu"))

@@ -12,11 +12,11 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from hf_speculate.tree import DraftTree
+from hf_speculate.verification import Sampler, verify
 from hf_speculate.verification import processors as known
 from hf_speculate.verification.noise import Noise
 from hf_speculate.verification.processors import processors_of_row, required_tier, score_only, see_rows_alone
 from hf_speculate.verification.records import Records, StepRecord
-from hf_speculate.verification.sampler import Sampler, verify
 from hf_speculate.verification.sequences import Sequences
 from hf_speculate.verification.stopping import Stopping
 

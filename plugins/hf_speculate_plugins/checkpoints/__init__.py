@@ -6,7 +6,6 @@ none is dropped or left at its initial value in silence. Nothing here knows a me
 
 from .accounting import KeyAccount, LoadReport, num_indexed
 from .config import ConfigValues
-from .placement import device_beside
 from .reading import Checkpoint, read_checkpoint, read_config, tensor_shapes
 from .target_files import TargetFiles
 from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
@@ -19,7 +18,6 @@ __all__ = [
     "KeyAccount",
     "LoadReport",
     "TargetFiles",
-    "device_beside",
     "listed",
     "num_indexed",
     "read_checkpoint",

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_speculate.cache import PreallocatedLayer
-from hf_speculate.compilation import Compiler, StaticLayer, capacity_for, lease_of, pool_of
+from hf_speculate.compilation import Compiler, StaticLayer, capacity_for, lease_of, padded, padded_mask, pool_of
 from hf_speculate.drafting import DraftState, Warpers, rank_children
 from hf_speculate.target import NODE_BUCKETS, width_for
 from hf_speculate.tree import DraftTree, TreePlan, additive
@@ -235,14 +235,10 @@ class CompiledSteps:
         layers = lease.place(self._cache.layers, capacity)
         buffers = lease.buffers(batch_size, capacity)
         slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=device))
-        padded = [_padded(each.to(device), width) for each in (token_ids, states, positions)]
+        padded = [padded(each.to(device), width) for each in (token_ids, states, positions)]
         placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(padded)]
-        placed_masks = []
-        for layer, mask in enumerate(masks):
-            full = states.new_full((batch_size, 1, width, capacity), torch.finfo(states.dtype).min)
-            full[:, :, :count, : end + count] = 0 if mask is None else mask
-            full[:, :, count:] = full[:, :, :1]
-            placed_masks.append(buffers.filled((f"mask {layer}", width), full))
+        whole = (padded_mask(mask, states, end + count, width, capacity) for mask in masks)
+        placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(whole)]
         return buffers.cache(layers, slots), *placed, placed_masks
 
 
@@ -251,8 +247,3 @@ def problem_with_head(head: EagleHead) -> str:
     modules = [module for module in head.shared.values() if module is not None]
     devices = {str(parameter.device) for module in modules for parameter in module.parameters()}
     return "a head on several devices" if devices - {str(head.device)} else ""
-
-
-def _padded(inputs: Tensor, width: int) -> Tensor:
-    missing = width - inputs.shape[1]
-    return torch.cat([inputs, inputs[:, :1].expand(-1, missing, *inputs.shape[2:])], dim=1) if missing else inputs

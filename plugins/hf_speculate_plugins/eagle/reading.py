@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache import TreeCache
-from hf_speculate.target import LayerType
+from hf_speculate.target import LayerType, visible_prefix
 from hf_speculate.tree import TreePlan
 
 from .head import EagleHead
@@ -94,12 +94,7 @@ class Reading:
         """Which of the M committed entries are real; None if all are."""
         if self._prompt_mask is None and not self.cache.is_ragged:
             return None
-        num_entries, device = self.cache.append_index, self.head.device
-        visible = torch.arange(num_entries, device=device) < torch.tensor(self.cache.lengths, device=device)[:, None]
-        if self._prompt_mask is not None:
-            width = min(self._prompt_mask.shape[1], num_entries)
-            visible[:, :width] &= self._prompt_mask[:, :width]
-        return visible
+        return visible_prefix(self.cache.lengths, self._prompt_mask, self.cache.append_index, self.head.device)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Commits the first `lengths[r]` entries of each row that were appended."""

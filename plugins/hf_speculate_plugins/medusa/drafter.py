@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.target import device_beside
 
-from ..checkpoints import LoadReport, TargetFiles, device_beside
+from ..checkpoints import LoadReport, TargetFiles
 from ..trees import StaticTree
 from .checkpoint import LayoutName, check_backbone, convert_heads, holds_heads, read_heads, write_heads
 from .choices import DEFAULT_ACCURACIES, computed_choices

@@ -17,8 +17,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from hf_speculate import AutoSpeculator, DraftTree, Speculator
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.generation.loop import Decoding
+from hf_speculate.verification import Sampler, verify
 from hf_speculate.verification.records import Records
-from hf_speculate.verification.sampler import Sampler, verify
 from hf_speculate.verification.sequences import Sequences
 from hf_speculate.verification.stopping import Stopping
 from hf_speculate.verification.typical import TypicalAcceptance

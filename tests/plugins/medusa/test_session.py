@@ -11,6 +11,7 @@ import torch
 from accelerate import dispatch_model
 
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.drafting import DraftChecks
 from hf_speculate.drafting.contract import DraftRequest, DraftState
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.medusa import (
@@ -236,7 +237,7 @@ def test_drafted_tokens_are_the_ranked_tokens_of_the_heads(tiny_model, prompt, m
 
     def draft(self, state):
         tree = original(self, state)
-        tree.check(VOCAB)
+        DraftChecks("test", VOCAB).admit(tree, state.root_ids.tolist())
         drafted.append((self._features, state, tree))
         return tree
 

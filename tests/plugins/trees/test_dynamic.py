@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_speculate.drafting import DraftChecks
 from hf_speculate_plugins.trees import grow_tree
 
 
@@ -121,7 +122,7 @@ def test_the_first_nodes_of_a_tree_are_the_tree_of_so_many_nodes(max_nodes):
 @pytest.mark.parametrize("max_nodes", [1, 3, 8, 30])
 def test_ties_and_impossible_tokens_still_give_a_tree(name, max_nodes):
     tree = grow(SCORES[name], depth=5, top_k=3, max_nodes=max_nodes)
-    tree.check(VOCAB_SIZE)
+    DraftChecks("test", VOCAB_SIZE).admit(tree, ROOTS.tolist())
     assert tree.num_nodes == 1 + min(max_nodes, 3 + 4 * 9)
     assert all(parent < node for row in tree.host.parents for node, parent in enumerate(row))
     assert tree.plan.depths.max() <= tree.max_depth == 5
@@ -134,5 +135,5 @@ def test_where_the_drafter_is_certain_the_tree_is_deep():
 
 def test_a_vocabulary_smaller_than_the_frontier_is_used_up():
     tree = grow_tree(ROOTS, torch.zeros(2, 2), lambda frontier: torch.zeros(2, 2, 2), depth=3, top_k=5, max_nodes=100)
-    tree.check(vocab_size=8)
+    DraftChecks("test", 8).admit(tree, ROOTS.tolist())
     assert [tree.host.num_drafted(row) for row in range(2)] == [2 + 4 + 4] * 2

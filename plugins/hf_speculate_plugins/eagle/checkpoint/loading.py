@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.target import device_beside
 
 from ...checkpoints import (
     Checkpoint,
     KeyAccount,
     LoadReport,
-    device_beside,
     read_checkpoint,
 )
 from ..head import EagleHead

@@ -1,123 +1,21 @@
-"""Draft trees and their plans.
-
-Shape letters, used in the whole package: B batch, T committed length, N nodes, D depth, K children per node,
-V target vocabulary, Vd draft vocabulary, H hidden size, L layers, M cache capacity.
-
-Node 0 of every tree is the root: the last committed token, whose entry is not yet in the KV cache. A tree with one
-branch is a chain; a tree with N = 1 has no draft. The *structure* (parents) is compiled once to a `TreePlan`
-(positions relative to the root, ancestor mask); plans of equal structure are shared.
-"""
+"""Draft trees: the tokens that a round proposes, and their structure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
-from torch.nn import functional
 
-from .errors import DrafterError
+from ..errors import DrafterError
+from .plan import TreePlan, node_depths
 
 
 ROOT_PARENT = -1
 PADDING_PARENT = -2
-
-
-@dataclass(frozen=True, eq=False)
-class TreePlan:
-    """What a forward over a tree needs to know of its structure.
-
-    Attributes:
-        depths: int64 [R, N], distance from the root (padding nodes: 0). R is 1 (all rows share it) or B.
-        ancestors: bool [R, N, N], `ancestors[r, i, j]`: node i attends to node j (ancestors and itself).
-        max_depth: upper bound of `depths`, known on the host.
-    """
-
-    depths: Int[Tensor, "R N"]
-    ancestors: Bool[Tensor, "R N N"]
-    max_depth: int
-
-    @property
-    def num_nodes(self) -> int:
-        return self.depths.shape[1]
-
-    def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Additive form of `ancestors`: 0 where a node attends, the smallest number of `dtype` elsewhere [R, N, N]."""
-        cache = self.__dict__.setdefault("_bias", {})
-        if (dtype, device) not in cache:
-            cache[dtype, device] = additive(self.ancestors.to(device), dtype)
-        return cache[dtype, device]
-
-    def extended(self, parents: Int[Tensor, "R F"]) -> TreePlan:
-        """The plan with F more nodes behind these, one level deeper than the last; cheaper than `from_tensor`.
-
-        Args:
-            parents: of the new nodes, indices of nodes of the deepest level.
-        """
-        num_rows, count = parents.shape
-        seen = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.num_nodes))
-        own = torch.eye(count, dtype=torch.bool, device=parents.device).expand(num_rows, -1, -1)
-        ancestors = torch.cat([functional.pad(self.ancestors, (0, count)), torch.cat([seen, own], dim=2)], dim=1)
-        depths = functional.pad(self.depths, (0, count), value=self.max_depth + 1)
-        return TreePlan(depths=depths, ancestors=ancestors, max_depth=self.max_depth + 1)
-
-    @staticmethod
-    def of_siblings(num_rows: int, num_nodes: int, device: torch.device) -> TreePlan:
-        """The plan of nodes that all have depth 0: a forest of one level."""
-        depths = torch.zeros(num_rows, num_nodes, dtype=torch.long, device=device)
-        ancestors = torch.eye(num_nodes, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
-        return TreePlan(depths=depths, ancestors=ancestors, max_depth=0)
-
-    @staticmethod
-    def from_parents(parents: Sequence[Sequence[int]]) -> TreePlan:
-        """Plan of a structure known on the host, one sequence of parents a row; cached by structure."""
-        return _plan_from_parents(tuple(tuple(row) for row in parents))
-
-    @staticmethod
-    def from_tensor(parents: Int[Tensor, "R N"], max_depth: int) -> TreePlan:
-        """Plan of a structure that lives on the device (dynamic trees): pointer doubling, no host synchronisation."""
-        num_rows, num_nodes = parents.shape
-        ancestors = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)
-        jump = torch.where(parents < 0, torch.arange(num_nodes, device=parents.device), parents)
-        reach = 1
-        while reach <= max_depth:
-            ancestors = ancestors | ancestors.gather(1, jump.unsqueeze(-1).expand(-1, -1, num_nodes))
-            jump = jump.gather(1, jump)
-            reach *= 2
-        depths = ancestors.sum(-1) - 1
-        return TreePlan(depths=depths, ancestors=ancestors, max_depth=max_depth)
-
-
-def additive(visible: Bool[Tensor, "*N"], dtype: torch.dtype) -> Tensor:
-    """0 where `visible`, else the smallest number of `dtype`."""
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return bias.masked_fill_(~visible, torch.finfo(dtype).min)
-
-
-def node_depths(parents: Sequence[int]) -> list[int]:
-    """Distance of every node from the root, of one row; 0 for padding."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return depths
-
-
-@lru_cache(maxsize=256)
-def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
-    all_depths, all_ancestors = [], []
-    for row_parents in parents:
-        ancestors: list[list[bool]] = []
-        for node, parent in enumerate(row_parents):
-            seen = list(ancestors[parent]) if parent >= 0 else [False] * len(row_parents)
-            seen[node] = True
-            ancestors.append(seen)
-        all_depths.append(node_depths(row_parents))
-        all_ancestors.append(ancestors)
-    max_depth = max(map(max, all_depths))
-    return TreePlan(depths=torch.tensor(all_depths), ancestors=torch.tensor(all_ancestors), max_depth=max_depth)
 
 
 class DraftTree:
@@ -281,24 +179,6 @@ class DraftTree:
     def slot(self, row: int) -> int:
         """Where `token_ids`, and whatever is computed from them, have a row of the batch."""
         return row if self._slots is None else self._slots[row]
-
-    def check(self, vocab_size: int) -> None:
-        """Raises `DrafterError` unless the tree's invariants hold (host cost; used by `check_drafter`)."""
-        host = self.host
-        for row, (tokens, parents) in enumerate(zip(host.token_ids, host.parents, strict=True)):
-            if len(parents) != len(tokens) or parents[0] != ROOT_PARENT:
-                raise DrafterError(f"row {row}: node 0 must be the root (parent -1), found parents {parents}.")
-            seen: set[tuple[int, int]] = set()
-            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-                if not 0 <= token < vocab_size:
-                    raise DrafterError(f"row {row}: node {node} holds token {token}, outside [0, {vocab_size}).")
-                if node == 0 or parent == PADDING_PARENT:
-                    continue
-                if not 0 <= parent < node or parents[parent] == PADDING_PARENT:
-                    raise DrafterError(f"row {row}: node {node} has parent {parent}; a parent must come before it.")
-                if (parent, token) in seen:
-                    raise DrafterError(f"row {row}: two children of node {parent} hold the same token {token}.")
-                seen.add((parent, token))
 
 
 def _as_rows(parents: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

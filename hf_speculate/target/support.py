@@ -1,0 +1,49 @@
+"""What shapes of drafts a model can score with a cache: trees, chains, or nothing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..cache import is_indexable
+from ..errors import CacheStateError
+from .masks import layer_types
+from .positions import takes_position_ids
+
+
+# A tree needs an additive 4-D mask; these attentions take one. (A *bool* 4-D mask is silently wrong with "eager", which
+# adds it to the scores, and is converted once a layer by "sdpa": none is ever made.)
+TREE_ATTENTION = ("eager", "sdpa")
+
+Shape = Literal["tree", "chain", "single"]
+
+
+def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
+    """The widest draft that `model` can score with `cache`, and why it is not wider ("" for trees)."""
+    if not is_indexable(cache):
+        kinds = sorted({type(layer).__name__ for layer in cache.layers})
+        return "single", f"cache layers {kinds} cannot be indexed: no drafts"
+    try:
+        layer_types(model.config)
+    except CacheStateError as error:
+        return "single", f"{error} No drafts."
+    if reason := counts_along_cache(model):
+        return "chain", f"{reason}: chains only"
+    attention = model.config._attn_implementation
+    if attention not in TREE_ATTENTION:
+        return "chain", f"attention {attention!r} takes no tree mask: chains only"
+    return "tree", ""
+
+
+def counts_along_cache(model: PreTrainedModel) -> str:
+    """Why the place of an entry in the cache matters to `model`, beside its position and mask; "" if it does not."""
+    config = model.config.get_text_config(decoder=True)
+    if not takes_position_ids(model):
+        return f"{type(model).__name__} takes no position ids"
+    if getattr(config, "alibi", False):
+        return "ALiBi counts along the cache"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "local attention counts along the cache"
+    return ""

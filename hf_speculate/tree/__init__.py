@@ -1,0 +1,17 @@
+"""Draft trees and their plans.
+
+Shape letters, used in the whole package: B batch, T committed length, N nodes, D depth, K children per node,
+V target vocabulary, Vd draft vocabulary, H hidden size, L layers, M cache capacity.
+
+Node 0 of every tree is the root: the last committed token, whose entry is not yet in the KV cache. A tree with one
+branch is a chain; a tree with N = 1 has no draft. The *structure* (parents) is compiled once to a `TreePlan`
+(positions relative to the root, ancestor mask); plans of equal structure are shared.
+"""
+
+from .draft_tree import PADDING_PARENT as PADDING_PARENT
+from .draft_tree import ROOT_PARENT as ROOT_PARENT
+from .draft_tree import DraftTree as DraftTree
+from .draft_tree import HostTree as HostTree
+from .plan import TreePlan as TreePlan
+from .plan import additive as additive
+from .plan import node_depths as node_depths

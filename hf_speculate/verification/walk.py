@@ -1,0 +1,133 @@
+"""The walk down a draft tree: the sampler chooses a token at a node; if it is a child, move there.
+
+Lossless by construction: the target's sampler picks every emitted token, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..tree import DraftTree
+from .sampler import Choose, Sampler
+from .sequences import Sequences
+from .stopping import Stopping
+
+
+@dataclass
+class Verdict:
+    """The outcome of one round, lists over the rows of the batch.
+
+    Attributes:
+        paths: accepted nodes, root first; the entries that stay in the cache. Empty for rows that did not take part;
+            of rows that have ended, those of padding go on here.
+        tokens: emitted tokens; `tokens[r][j]` was chosen after node `paths[r][j]`. Padding is none.
+        num_accepted: how many of the tokens were draft nodes.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    num_accepted: list[int]
+
+    @classmethod
+    def empty(cls, batch_size: int) -> Verdict:
+        return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)], [0] * batch_size)
+
+
+def verify(
+    logits: Float[Tensor, "R N V"],
+    tree: DraftTree,
+    sampler: Sampler,
+    stopping: Stopping,
+    sequences: Sequences,
+    *,
+    lockstep: bool,
+    pads_ended: bool = False,
+    after_step: Callable[[], bool] | None = None,
+    verdict: Verdict | None = None,
+) -> Verdict:
+    """Walks the tree as the request's sampler decides, appending to `sequences` and stopping where it must.
+
+    Args:
+        logits: of every node.
+        tree: of all rows, or of those that are not finished.
+        lockstep: all rows advance together, so that every processor and criterion is called in stock's order with the
+            whole batch; otherwise each row advances alone.
+        pads_ended: rows that have ended go on with padding, as far as the longest row.
+        after_step: called after every step of a lock-step; False ends the round.
+        verdict: an empty one to be filled, for a caller who wants what an interruption has left.
+    Returns:
+        The verdict; rows that were finished before the call emit nothing.
+    """
+    verdict = verdict or Verdict.empty(sequences.batch_size)
+    choose = sampler.chooser(logits, tree, sequences)
+    if lockstep:
+        _Walk(choose, tree, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
+        return verdict
+    ended = sequences.finished_rows
+    walk = _Walk(choose, tree, sampler, stopping, sequences, verdict)
+    for row in range(sequences.batch_size):
+        if row not in ended:
+            walk([row])
+    for row in ended if pads_ended else ():
+        walk.pad(row, max(sequences.num_emitted))
+    return verdict
+
+
+@dataclass
+class _Walk:
+    """Down the tree, from the root to where nothing was drafted of what is chosen; see `verify`."""
+
+    choose: Choose
+    tree: DraftTree
+    sampler: Sampler
+    stopping: Stopping
+    sequences: Sequences
+    verdict: Verdict
+    after_step: Callable[[], bool] | None = None
+
+    def __call__(self, rows: list[int]) -> None:
+        """Together, for rows of equal length; a row that ends on the way goes on with padding."""
+        nodes: Sequence[int | None] = [0] * len(rows)
+        can_go_on = True
+        while can_go_on and None not in nodes:
+            chosen = self.choose(rows, nodes)  # type: ignore[arg-type]
+            running = [self.stopping.is_running(self.sequences, row) for row in rows]
+            nodes = list(map(self._step, rows, nodes, chosen, running))
+            can_go_on = self._goes_on_after_criteria(rows)
+            if self.after_step is not None:
+                can_go_on &= self.after_step()
+
+    def pad(self, row: int, length: int) -> None:
+        """A row that has ended, up to `length` new tokens: chooses only for the record."""
+        node: int | None = 0
+        while node is not None and len(self.sequences.new_tokens[row]) < length:
+            self.choose([row], [node])
+            node = self._step(row, node, 0, False)
+
+    def _step(self, row: int, node: Any, chosen: int, is_running: bool) -> int | None:
+        """Appends what was chosen at a node; returns the child with it."""
+        token = chosen if is_running else self.sequences.pad_token_id
+        self.sequences.append(row, token)
+        child = self.tree.host.child(self.tree.slot(row), node, token)
+        self.verdict.paths[row].append(node)
+        if is_running:
+            self.verdict.tokens[row].append(token)
+            self.verdict.num_accepted[row] += child is not None
+        return child
+
+    def _goes_on_after_criteria(self, rows: list[int]) -> bool:
+        """Marks the rows that are finished; whether any is not, and all that was drawn ahead still holds."""
+        was_disturbed = False
+        if self.stopping.may_draw and self.sampler.noise is not None and len(rows) == self.sequences.batch_size:
+            self.sampler.noise.pause(len(self.sequences.new_tokens[rows[0]]))
+            self.stopping.update(rows, self.sequences, self.sampler.records)
+            was_disturbed = self.sampler.noise.resume()
+        else:
+            self.stopping.update(rows, self.sequences, self.sampler.records)
+        finished = self.sequences.finished
+        return not was_disturbed and not all(finished[row] for row in rows)
