@@ -15,8 +15,8 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from .bench.commands import app as bench_app
-from .bench.environment import drafter_list, environment
-from .bench.reporting import console
+from .commands.environment import drafter_list, environment
+from .commands.reporting import console
 from .errors import SpeculateError
 
 

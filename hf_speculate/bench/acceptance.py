@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..commands.grid import Grid, by_depth, group_breaks, number
+from ..commands.methods import Method, SpeculatorSpec, default_specs
+from ..commands.timing import progress
 from ..models import GenerativeModel
 from ..stats import SpeculationStats
-from .grid import Grid, by_depth, group_breaks, number
-from .methods import Method, SpeculatorSpec, default_specs
 from .runs import Request, batches, fixed_length, generate_once, merged
-from .timing import progress
 from .workload import WorkloadSettings, check_counts, check_temperatures, describe_target, load_workload
 
 

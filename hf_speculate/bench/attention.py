@@ -14,14 +14,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention import TreeAttention, fold, grouped_sdpa
 from ..cache import TreeCache
+from ..commands.environment import environment, find_device, find_dtype
+from ..commands.grid import Grid
+from ..commands.shapes import ModelShape, find_shape
+from ..commands.timing import progress, timed
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..scoring import Scorer
 from ..tree import DraftTree
-from .environment import environment, find_device, find_dtype
-from .grid import Grid
-from .shapes import ModelShape, find_shape
-from .timing import progress, timed
 
 
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..commands.grid import Grid, group_breaks
 from .generate import GenerateSettings, bench_generate
-from .grid import Grid, group_breaks
 from .workload import describe_target
 
 

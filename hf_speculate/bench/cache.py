@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import TreeCache
+from ..commands.environment import environment, find_device, find_dtype
+from ..commands.grid import Grid
+from ..commands.timing import progress, spread, synchronize
 from ..errors import SpeculateError
-from .environment import environment, find_device, find_dtype
-from .grid import Grid
-from .timing import progress, spread, synchronize
 
 
 NUM_NODES = 32

@@ -7,14 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import acceptance, batch, generate_tables, loss
-from .acceptance import AcceptanceSettings, bench_acceptance
-from .batch import BATCH_SIZES, bench_batch
-from .everything import bench_all_command
-from .generate import GenerateSettings, bench_generate
-from .loss import BAD_DRAFTERS, LossSettings, bench_loss
-from .plots import require_matplotlib, write_plots
-from .reporting import (
+from ..commands.reporting import (
     Category,
     Device,
     JsonOnly,
@@ -35,8 +28,15 @@ from .reporting import (
     prepare,
     report,
 )
+from ..commands.shapes import SHAPES
+from . import acceptance, batch, generate_tables, loss
+from .acceptance import AcceptanceSettings, bench_acceptance
+from .batch import BATCH_SIZES, bench_batch
+from .everything import bench_all_command
+from .generate import GenerateSettings, bench_generate
+from .loss import BAD_DRAFTERS, LossSettings, bench_loss
+from .plots import require_matplotlib, write_plots
 from .shape_commands import add_shape_commands
-from .shapes import SHAPES
 from .synthetic import DEFAULT_RATES, read_profile
 
 

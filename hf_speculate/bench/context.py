@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..commands.environment import environment, find_device, find_dtype
+from ..commands.grid import Grid, number
+from ..commands.methods import Method, eager_method
+from ..commands.shapes import find_shape, random_prompt
+from ..commands.timing import progress, spread
 from ..models import GenerativeModel
-from .environment import environment, find_device, find_dtype
-from .grid import Grid, number
-from .methods import Method, eager_method
 from .runs import (
     Run,
     batches,
@@ -22,10 +24,8 @@ from .runs import (
     num_steps,
     seconds_by_repeat,
 )
-from .shapes import find_shape, random_prompt
 from .synthetic import DEFAULT_RATES, AcceptanceProfile, read_profile
 from .synthetic_workload import plain_texts, synthetic_methods, synthetic_names
-from .timing import progress, spread
 from .workload import check_counts
 
 

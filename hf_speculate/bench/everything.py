@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..commands.methods import default_target, table_specs
+from ..commands.reporting import Device, JsonOnly, Markdown, Out, Quick, Threads, prepare, report, show
 from . import acceptance, batch, cache, context, generate_tables, loss, overhead
 from .acceptance import AcceptanceSettings, bench_acceptance
 from .batch import BATCH_SIZES, bench_batch
@@ -11,9 +13,7 @@ from .cache import bench_cache
 from .context import ContextSettings, bench_context
 from .generate import GenerateSettings, bench_generate
 from .loss import LossSettings, bench_loss
-from .methods import default_target, table_specs
 from .overhead import bench_overhead
-from .reporting import Device, JsonOnly, Markdown, Out, Quick, Threads, prepare, report, show
 
 
 def bench_all_command(

@@ -9,12 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import SpeculateError
-from ..models import GenerativeModel
-from ..scoring import supported_shape
-from .identity import compare_texts
-from .memory import drafter_mb, peak_memory
-from .methods import (
+from ..commands.methods import (
     Method,
     compiled_method,
     draft_model_of,
@@ -22,12 +17,17 @@ from .methods import (
     speculator_methods,
     stock_speculative_methods,
 )
+from ..commands.timing import progress, spread
+from ..errors import SpeculateError
+from ..models import GenerativeModel
+from ..scoring import supported_shape
+from .identity import compare_texts
+from .memory import drafter_mb, peak_memory
 from .replay import record_budgets
 from .runs import Request, batches, fixed_length, generate_once, measure_in_turn, num_steps, seconds_to_first_token
 from .summary import headline, summarize
 from .synthetic import DEFAULT_RATES, AcceptanceProfile, read_profile
 from .synthetic_workload import shape_workload, synthetic_speculators
-from .timing import progress, spread
 from .verify_cost import verify_seconds
 from .workload import Workload, WorkloadSettings, check_counts, check_temperatures, load_workload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .grid import Grid, by_depth, group_breaks, number, ratio
+from ..commands.grid import Grid, by_depth, group_breaks, number, ratio
 from .summary import BEST_STOCK
 from .workload import describe_target
 

@@ -15,19 +15,19 @@ import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ..commands.environment import environment, find_dtype
+from ..commands.grid import Grid, ratio
+from ..commands.methods import neutralize
+from ..commands.reporting import JsonOnly, Markdown, Out, Quick, Repeats, Threads, prepare, report
+from ..commands.shapes import random_prompt
+from ..commands.timing import progress, timed
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from ..testing import ScriptedDrafter
-from .environment import environment, find_dtype
-from .grid import Grid, ratio
 from .llamacpp import optional_llama_cpp
 from .memory import peak_memory
-from .methods import neutralize
-from .reporting import JsonOnly, Markdown, Out, Quick, Repeats, Threads, prepare, report
 from .runs import fixed_length
-from .shapes import random_prompt
-from .timing import progress, timed
 from .verify_cost import branching, verify_seconds
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from .timing import timed
+from ..commands.timing import timed
 
 
 _COPIED_BYTES = 1 << 28

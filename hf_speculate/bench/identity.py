@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ..commands.methods import Method
 from ..errors import LosslessnessError
 from ..models import GenerativeModel
 from ..testing import check_lossless
-from .methods import Method
 from .replay import replayed
 from .runs import Request, Run
 

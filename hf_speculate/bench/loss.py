@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..commands.grid import Grid
+from ..commands.methods import Method, SpeculatorSpec, eager_method
+from ..commands.timing import progress, spread
 from ..drafter import Drafter
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
-from .grid import Grid
-from .methods import Method, SpeculatorSpec, eager_method
 from .runs import (
     Request,
     Run,
@@ -26,7 +27,6 @@ from .runs import (
 )
 from .synthetic import AcceptanceProfile, SyntheticDrafter
 from .synthetic_workload import plain_texts
-from .timing import progress, spread
 from .workload import WorkloadSettings, check_counts, describe_target, load_workload
 
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..commands.environment import environment, find_device, find_dtype
+from ..commands.grid import Grid, ratio
+from ..commands.shapes import ModelShape, random_prompt
+from ..commands.timing import ForwardTimer, progress, timed
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from ..stats import SpeculationStats
 from ..testing import ScriptedDrafter
-from .environment import environment, find_device, find_dtype
-from .grid import Grid, ratio
 from .hardware import bytes_read, host_waits, memory_bandwidth
 from .runs import fixed_length
-from .shapes import ModelShape, random_prompt
-from .timing import ForwardTimer, progress, timed
 from .verify_cost import branching, verify_seconds
 
 

@@ -14,13 +14,13 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.utils import logging
 
 from ..capture import Recorder
+from ..commands.methods import Method
+from ..commands.timing import synchronize, timed
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..stats import SpeculationStats
 from ..tuning import Budget
-from .methods import Method
 from .replay import recorded_budgets
-from .timing import synchronize, timed
 
 
 logger = logging.get_logger(__name__)

@@ -6,14 +6,27 @@ from typing import Annotated
 
 import typer
 
+from ..commands.reporting import (
+    Device,
+    JsonOnly,
+    Layers,
+    Markdown,
+    Out,
+    Quick,
+    Rates,
+    Repeats,
+    Shape,
+    Threads,
+    prepare,
+    report,
+)
+from ..commands.shapes import SHAPES, ModelShape, find_shape
 from . import attention, cache, context, overhead
 from .attention import CONTEXTS, NODES, AttentionSettings, bench_attention
 from .cache import bench_cache
 from .context import ContextSettings, bench_context
 from .gguf import bench_gguf_command
 from .overhead import bench_overhead
-from .reporting import Device, JsonOnly, Layers, Markdown, Out, Quick, Rates, Repeats, Shape, Threads, prepare, report
-from .shapes import SHAPES, ModelShape, find_shape
 from .synthetic import DEFAULT_RATES, read_profile
 
 

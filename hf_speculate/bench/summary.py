@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .methods import Method
+from ..commands.methods import Method
+from ..commands.timing import spread
 from .runs import Run, merged, seconds_by_repeat
-from .timing import spread
 
 
 BEST_STOCK = "best_stock_speculative"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..commands.environment import find_device, find_dtype
+from ..commands.methods import Method, eager_method
+from ..commands.shapes import find_shape, random_prompt
 from ..models import GenerativeModel
 from ..speculator import Speculator
-from .environment import find_device, find_dtype
-from .methods import Method, eager_method
 from .runs import Request, batches, fixed_length, generate_once
-from .shapes import find_shape, random_prompt
 from .synthetic import AcceptanceProfile, SyntheticDrafter, Texts, unpadded
 from .workload import Workload
 

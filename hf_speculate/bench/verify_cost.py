@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..cache import TreeCache
+from ..commands.timing import spread, timed
 from ..models import GenerativeModel
 from ..scoring import Scorer
 from ..tree import DraftTree
-from .timing import spread, timed
 
 
 def branching(num_nodes: int) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..commands.environment import environment, find_device
+from ..commands.methods import SpeculatorSpec, default_specs, default_target, load_target, parse_specs
+from ..commands.prompts import Prompt, builtin_prompts, chat_ids, read_prompts, tokenize
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from .environment import environment, find_device
-from .methods import SpeculatorSpec, default_specs, default_target, load_target, parse_specs
-from .prompts import Prompt, builtin_prompts, chat_ids, read_prompts, tokenize
 from .runs import fitting
 
 

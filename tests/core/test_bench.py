@@ -15,12 +15,12 @@ from hf_speculate import SpeculateError
 from hf_speculate.bench import GenerateSettings, bench_cache, bench_generate, bench_overhead
 from hf_speculate.bench.cache import CacheShape
 from hf_speculate.bench.hardware import bytes_read, count_waits, host_waits
-from hf_speculate.bench.methods import SpeculatorSpec
-from hf_speculate.bench.prompts import Prompt, builtin_prompts, read_prompts, tokenize
-from hf_speculate.bench.shapes import SHAPES, ModelShape
 from hf_speculate.bench.verify_cost import branching
 from hf_speculate.bench.workload import WorkloadSettings, load_workload
 from hf_speculate.cli import app
+from hf_speculate.commands.methods import SpeculatorSpec
+from hf_speculate.commands.prompts import Prompt, builtin_prompts, read_prompts, tokenize
+from hf_speculate.commands.shapes import SHAPES, ModelShape
 
 from ..inputs import character_tokenizer
 

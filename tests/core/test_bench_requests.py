@@ -23,9 +23,12 @@ from hf_speculate.bench import (
 from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.batch import tables as batch_tables
-from hf_speculate.bench.grid import Grid, group_breaks
 from hf_speculate.bench.loss import figures as loss_figures
-from hf_speculate.bench.methods import (
+from hf_speculate.bench.runs import Run, batches, fitting, fixed_length, measure_in_turn, rotated, seconds_by_repeat
+from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile, unpadded
+from hf_speculate.cli import app
+from hf_speculate.commands.grid import Grid, group_breaks
+from hf_speculate.commands.methods import (
     Method,
     SpeculatorSpec,
     default_target,
@@ -33,9 +36,6 @@ from hf_speculate.bench.methods import (
     parse_specs,
     table_specs,
 )
-from hf_speculate.bench.runs import Run, batches, fitting, fixed_length, measure_in_turn, rotated, seconds_by_repeat
-from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile, unpadded
-from hf_speculate.cli import app
 from hf_speculate.stats import SpeculationStats
 
 

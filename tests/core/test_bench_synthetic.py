@@ -10,18 +10,19 @@ import torch
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError, Speculator
-from hf_speculate.bench import ContextSettings, GenerateSettings, bench_context, bench_generate, shapes
+from hf_speculate.bench import ContextSettings, GenerateSettings, bench_context, bench_generate
 from hf_speculate.bench.context import figures as context_figures
 from hf_speculate.bench.context import tables as context_tables
 from hf_speculate.bench.memory import drafter_mb, peak_memory
-from hf_speculate.bench.methods import Method, compiled_method, eager_method, stock_speculative_methods
 from hf_speculate.bench.plots import write_plots
 from hf_speculate.bench.replay import record_budgets, recorded_budgets, replayed
 from hf_speculate.bench.runs import Run, batches, fixed_length, generate_once, seconds_to_first_token
-from hf_speculate.bench.shapes import SHAPES, ModelShape, find_shape, random_prompt
 from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
 from hf_speculate.bench.synthetic_workload import plain_texts
 from hf_speculate.cli import app
+from hf_speculate.commands import shapes
+from hf_speculate.commands.methods import Method, compiled_method, eager_method, stock_speculative_methods
+from hf_speculate.commands.shapes import SHAPES, ModelShape, find_shape, random_prompt
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.tuning import Budget

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from hf_speculate.bench.environment import environment, find_device
-from hf_speculate.bench.methods import default_target
-from hf_speculate.bench.timing import progress, synchronize
+from hf_speculate.commands.environment import environment, find_device
+from hf_speculate.commands.methods import default_target
+from hf_speculate.commands.timing import progress, synchronize
 from hf_speculate.speculator import unwrap
 
 from .batches import Batch

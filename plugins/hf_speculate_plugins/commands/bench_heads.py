@@ -17,14 +17,25 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from hf_speculate.bench.environment import environment, find_device, find_dtype
-from hf_speculate.bench.grid import Grid, ratio
-from hf_speculate.bench.reporting import Device, JsonOnly, Layers, Markdown, Out, Rates, Shape, Threads, prepare, report
 from hf_speculate.bench.runs import fixed_length
-from hf_speculate.bench.shapes import ModelShape, find_shape, random_prompt
 from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
-from hf_speculate.bench.timing import progress, synchronize, timed
 from hf_speculate.bench.workload import check_counts
+from hf_speculate.commands.environment import environment, find_device, find_dtype
+from hf_speculate.commands.grid import Grid, ratio
+from hf_speculate.commands.reporting import (
+    Device,
+    JsonOnly,
+    Layers,
+    Markdown,
+    Out,
+    Rates,
+    Shape,
+    Threads,
+    prepare,
+    report,
+)
+from hf_speculate.commands.shapes import ModelShape, find_shape, random_prompt
+from hf_speculate.commands.timing import progress, synchronize, timed
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
