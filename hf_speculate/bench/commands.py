@@ -36,8 +36,8 @@ from .everything import bench_all_command
 from .generate import GenerateSettings, bench_generate
 from .loss import BAD_DRAFTERS, LossSettings, bench_loss
 from .plots import require_matplotlib, write_plots
+from .profiles import DEFAULT_RATES, read_profile
 from .shape_commands import add_shape_commands
-from .synthetic import DEFAULT_RATES, read_profile
 
 
 _GENERATE_EXAMPLES = """

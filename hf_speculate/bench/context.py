@@ -15,6 +15,7 @@ from ..commands.methods import Method, eager_method
 from ..commands.shapes import find_shape, random_prompt
 from ..commands.timing import progress, spread
 from ..models import GenerativeModel
+from .profiles import DEFAULT_RATES, AcceptanceProfile, read_profile
 from .runs import (
     Run,
     batches,
@@ -24,7 +25,6 @@ from .runs import (
     num_steps,
     seconds_by_repeat,
 )
-from .synthetic import DEFAULT_RATES, AcceptanceProfile, read_profile
 from .synthetic_workload import plain_texts, synthetic_methods, synthetic_names
 from .workload import check_counts
 

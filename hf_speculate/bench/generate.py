@@ -23,10 +23,10 @@ from ..models import GenerativeModel
 from ..scoring import supported_shape
 from .identity import compare_texts
 from .memory import drafter_mb, peak_memory
+from .profiles import DEFAULT_RATES, AcceptanceProfile, read_profile
 from .replay import record_budgets
 from .runs import Request, batches, fixed_length, generate_once, measure_in_turn, num_steps, seconds_to_first_token
 from .summary import headline, summarize
-from .synthetic import DEFAULT_RATES, AcceptanceProfile, read_profile
 from .synthetic_workload import shape_workload, synthetic_speculators
 from .verify_cost import verify_seconds
 from .workload import Workload, WorkloadSettings, check_counts, check_temperatures, load_workload

@@ -15,6 +15,7 @@ from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
+from .profiles import AcceptanceProfile
 from .runs import (
     Request,
     Run,
@@ -25,7 +26,6 @@ from .runs import (
     num_steps,
     seconds_by_repeat,
 )
-from .synthetic import AcceptanceProfile, SyntheticDrafter
 from .synthetic_workload import plain_texts
 from .workload import WorkloadSettings, check_counts, describe_target, load_workload
 
@@ -161,7 +161,7 @@ def _drafters(
             made[name] = EmptyDrafter()
         else:
             profile = AcceptanceProfile(rates=(0.0,) * 5, widths=(4, 3, 3, 3, 3))
-            made[name] = SyntheticDrafter(plain_texts(model, requests, arguments), profile, vocab_size=vocab_size)
+            made[name] = profile.drafter(plain_texts(model, requests, arguments), vocab_size=vocab_size)
     return made
 
 

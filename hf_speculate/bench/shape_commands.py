@@ -27,7 +27,7 @@ from .cache import bench_cache
 from .context import ContextSettings, bench_context
 from .gguf import bench_gguf_command
 from .overhead import bench_overhead
-from .synthetic import DEFAULT_RATES, read_profile
+from .profiles import DEFAULT_RATES, read_profile
 
 
 _OVERHEAD_EXAMPLES = """

@@ -10,8 +10,9 @@ from ..commands.methods import Method, eager_method
 from ..commands.shapes import find_shape, random_prompt
 from ..models import GenerativeModel
 from ..speculator import Speculator
+from ..testing import unpadded
+from .profiles import AcceptanceProfile, Texts
 from .runs import Request, batches, fixed_length, generate_once
-from .synthetic import AcceptanceProfile, SyntheticDrafter, Texts, unpadded
 from .workload import Workload
 
 
@@ -43,7 +44,7 @@ def shape_workload(name: str, layers: int | None, num_prompts: int | None, dtype
 def plain_texts(
     model: GenerativeModel, requests: Sequence[Request], arguments: dict[str, Any]
 ) -> dict[tuple[int, ...], list[int]]:
-    """What plain `generate` writes after each prompt, as a `SyntheticDrafter` wants it."""
+    """What plain `generate` writes after each prompt, as a `ScriptedDrafter` wants it."""
     texts: dict[tuple[int, ...], list[int]] = {}
     for request in requests:
         run = generate_once(model, eager_method(), request, arguments)
@@ -61,7 +62,7 @@ def synthetic_speculators(workload: Workload, profile: AcceptanceProfile, max_ne
 
 def synthetic_methods(texts: Texts, profile: AcceptanceProfile, vocab_size: int) -> list[Method]:
     """One with automatic trees and one with fixed ones."""
-    drafter = SyntheticDrafter(texts, profile, vocab_size=vocab_size)
+    drafter = profile.drafter(texts, vocab_size=vocab_size)
     return [
         Method(
             name=name, kind="speculator", arguments={"speculator": Speculator(drafter, adaptive=adaptive)}, spec=name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import torch
@@ -24,8 +23,8 @@ from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.batch import tables as batch_tables
 from hf_speculate.bench.loss import figures as loss_figures
+from hf_speculate.bench.profiles import AcceptanceProfile, read_profile
 from hf_speculate.bench.runs import Run, batches, fitting, fixed_length, measure_in_turn, rotated, seconds_by_repeat
-from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile, unpadded
 from hf_speculate.cli import app
 from hf_speculate.commands.grid import Grid, group_breaks
 from hf_speculate.commands.methods import (
@@ -36,7 +35,9 @@ from hf_speculate.commands.methods import (
     parse_specs,
     table_specs,
 )
+from hf_speculate.drafter import DraftRequest, DraftState
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.testing import ScriptedDrafter, unpadded
 
 
 def run_of(method="eager", request=0, repeat=0, seconds=1.0, stats=None, rows=((1, 2),)) -> Run:
@@ -306,7 +307,7 @@ def test_synthetic_acceptance_is_what_was_asked_for(tiny_model, prompt):
     request = fixed_length(600)
     text = model.generate(ids, **request)[0, 7:].tolist()
     profile = AcceptanceProfile((0.8, 0.5, 0.2), (3, 2, 1))
-    drafter = SyntheticDrafter({tuple(ids[0].tolist()): text}, profile, vocab_size=96)
+    drafter = profile.drafter({tuple(ids[0].tolist()): text}, vocab_size=96)
     output = model.generate(
         ids, **request, speculator=Speculator(drafter, adaptive=False), return_dict_in_generate=True
     )
@@ -320,28 +321,28 @@ def test_synthetic_acceptance_is_what_was_asked_for(tiny_model, prompt):
     assert stats.drafted_tokens / stats.rounds > 5.9
 
 
-def test_synthetic_trees_put_the_best_first():
-    session = SyntheticDrafter({(1,): [5] * 9}, AcceptanceProfile((1.0, 1.0, 1.0), (2, 2, 2)), vocab_size=50)
-    from hf_speculate.bench.synthetic import _SyntheticSession
-
-    opened = _SyntheticSession(session, [[5] * 9], None)
-    opened._random = random.Random(3)
-    tokens, parents = opened._tree(4, [5, 6, 7], (2, 2, 2))
-    assert len(tokens) == 7
-    assert all(parent < index for index, parent in enumerate(parents))
-    path = []
+def test_synthetic_trees_put_the_best_first(tiny_model):
+    drafter = ScriptedDrafter([[5, 6, 7]], (2, 2, 2), vocab_size=50, seed=3, ranked=True)
+    request = DraftRequest(target=tiny_model(), input_ids=torch.ones(1, 1, dtype=torch.int64))
+    state = DraftState(root_ids=torch.tensor([4]), active=(True,), max_depth=9, chains_only=False, num_emitted=(0,))
+    tree = drafter.start(request).draft(state)
+    assert tree.num_nodes == 7
+    node = 0
     for token in (5, 6, 7):
-        above = path[-1] if path else 0
-        (node,) = [i for i in range(1, 7) if tokens[i] == token and parents[i] == above]
-        path.append(node)
+        node = tree.host.child(0, node, token)
+        assert node is not None
+    # Place 0 of every level stands before place 1 of any (but for what it hangs on).
+    depths = tree.plan.depths[0].tolist()
+    assert depths.index(3) < 6
+    assert depths != sorted(depths)
 
 
 def test_a_synthetic_drafter_knows_its_prompts_only(tiny_model, prompt):
-    drafter = SyntheticDrafter({(1, 2): [3]}, AcceptanceProfile((0.5,), (1,)), vocab_size=96)
+    drafter = AcceptanceProfile((0.5,), (1,)).drafter({(1, 2): [3]}, vocab_size=96)
     with pytest.raises(SpeculateError, match="no text for"):
         tiny_model().generate(prompt(5), max_new_tokens=4, speculator=Speculator(drafter))
     with pytest.raises(SpeculateError, match="larger than 4 tokens"):
-        SyntheticDrafter({}, AcceptanceProfile((0.5,), (4,)), vocab_size=4)
+        AcceptanceProfile((0.5,), (4,)).drafter({}, vocab_size=4)
 
 
 def test_the_table_of_the_readme_is_about_the_bundled_heads():

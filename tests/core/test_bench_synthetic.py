@@ -15,9 +15,9 @@ from hf_speculate.bench.context import figures as context_figures
 from hf_speculate.bench.context import tables as context_tables
 from hf_speculate.bench.memory import drafter_mb, peak_memory
 from hf_speculate.bench.plots import write_plots
+from hf_speculate.bench.profiles import AcceptanceProfile, read_profile
 from hf_speculate.bench.replay import record_budgets, recorded_budgets, replayed
 from hf_speculate.bench.runs import Run, batches, fixed_length, generate_once, seconds_to_first_token
-from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
 from hf_speculate.bench.synthetic_workload import plain_texts
 from hf_speculate.cli import app
 from hf_speculate.commands import shapes
@@ -260,7 +260,7 @@ class TestReplay:
         profile = AcceptanceProfile((0.8, 0.6, 0.5), (3, 2, 2))
         # A switch that chooses by a list: what a real one chooses depends on the clock.
         chosen = [Budget(4, 2), Budget(0, 0), Budget(7, 3), Budget(1, 1)] * 10
-        speculator = replayed(Speculator(SyntheticDrafter(texts, profile, vocab_size=96)), chosen)
+        speculator = replayed(Speculator(profile.drafter(texts, vocab_size=96)), chosen)
         record_budgets(speculator)
         method = Method(name="s", kind="speculator", arguments={"speculator": speculator})
         run = generate_once(model, method, request, fixed_length(40))
@@ -276,8 +276,8 @@ class TestReplay:
     def test_budgets_are_obeyed(self, tiny_model, prompt):
         model = tiny_model()
         (request,) = batches([("a", prompt(12)[0])], 1, CPU)
-        drafter = SyntheticDrafter(
-            plain_texts(model, [request], fixed_length(9)), AcceptanceProfile((0.0, 0.0), (2, 2)), vocab_size=96
+        drafter = AcceptanceProfile((0.0, 0.0), (2, 2)).drafter(
+            plain_texts(model, [request], fixed_length(9)), vocab_size=96
         )
         speculator = replayed(Speculator(drafter), [Budget(1, 1), Budget(0, 0), Budget(3, 2)])
         run = generate_once(
@@ -299,7 +299,7 @@ class TestReplay:
 
         monkeypatch.setattr(paid, "start", watched)
         texts, profile = plain_texts(model, [request], fixed_length(9)), AcceptanceProfile((0.9, 0.5), (2, 2))
-        drafter = SyntheticDrafter(texts, profile, vocab_size=96, paid=paid)
+        drafter = profile.drafter(texts, vocab_size=96, paid=paid)
         method = Method(
             name="s", kind="speculator", arguments={"speculator": Speculator(drafter, adaptive=False)}, spec=None
         )

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_speculate import cli
-from hf_speculate.bench.synthetic import read_profile
+from hf_speculate.bench.profiles import read_profile
 from hf_speculate.commands import shapes
 from hf_speculate.commands.shapes import ModelShape
 from hf_speculate.errors import SpeculateError

@@ -1,7 +1,7 @@
 """`hf-speculate bench heads`: what heads cost a round, at real model shapes with random weights.
 
 The head's weights are random: it does its work every round, and what is verified is a tree of set acceptance instead
-(`SyntheticDrafter`; by default nothing is ever accepted). It says what a round costs, where time goes, and how fast
+(`ScriptedDrafter`; by default nothing is ever accepted). It says what a round costs, where time goes, and how fast
 a head that is accepted so often would decode. Shapes that do not fit are run with fewer layers: the time inside the
 decoder layers is then scaled to the full depth, and the table says so.
 """
@@ -17,8 +17,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from hf_speculate.bench.profiles import AcceptanceProfile, read_profile
 from hf_speculate.bench.runs import fixed_length
-from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
 from hf_speculate.bench.workload import check_counts
 from hf_speculate.commands.environment import environment, find_device, find_dtype
 from hf_speculate.commands.grid import Grid, ratio
@@ -168,7 +168,7 @@ class _Bench:
     def speculator(self, head: str, profile: AcceptanceProfile) -> Speculator:
         texts = {tuple(self.prompt[0].tolist()): self.text}
         paid = HEADS[head][1](self.target, self.shape)
-        drafter = SyntheticDrafter(texts, profile, vocab_size=self.shape.vocab_size, paid=paid)
+        drafter = profile.drafter(texts, vocab_size=self.shape.vocab_size, paid=paid)
         return Speculator(drafter, adaptive=False)
 
     def round(self, speculator: Speculator) -> dict[str, float]:
