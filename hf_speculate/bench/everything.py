@@ -1,22 +1,32 @@
-"""`hf-speculate bench all`: the figures of the README."""
+"""`hf-speculate bench all`: the figures of the documentation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from ..commands.methods import default_target, table_specs
-from ..commands.reporting import Device, JsonOnly, Markdown, Out, Quick, Threads, prepare, report, show
-from . import acceptance, batch, cache, context, generate_tables, loss, overhead
+from ..commands import (
+    Device,
+    JsonOnly,
+    Markdown,
+    Out,
+    Quick,
+    Threads,
+    default_target,
+    prepare,
+    report,
+    show,
+    table_specs,
+)
+from . import acceptance, costs, generate_tables, loss
 from .acceptance import AcceptanceSettings, bench_acceptance
-from .batch import BATCH_SIZES, bench_batch
-from .cache import bench_cache
-from .context import ContextSettings, bench_context
+from .batch import BatchSettings, bench_batch
+from .costs import CostSettings, bench_costs
 from .generate import GenerateSettings, bench_generate
 from .loss import LossSettings, bench_loss
-from .overhead import bench_overhead
 
 
-def bench_all_command(
+def bench_all(
     threads: Threads = None,
     device: Device = None,
     quick: Quick = False,
@@ -24,33 +34,25 @@ def bench_all_command(
     markdown: Markdown = False,
     out: Out = None,
 ) -> None:
-    """What the README shows: bundled target and Qwen2-0.5B shape, with the defaults of each benchmark."""
+    """What needs no files: generate, acceptance, batch and loss on the bundled target, costs at Qwen2-0.5B shape."""
     prepare(threads)
     target = default_target()  # absent: say so before the long part
-    repeats, tokens = (1, 32) if quick else (3, 96)
     real: dict[str, Any] = {"target": target, "device": device}
-    shared = real | {"limit": 3 if quick else None, "max_new_tokens": tokens}
-
-    def batches() -> dict[str, Any]:
-        settings = GenerateSettings(**shared, batch_sizes=BATCH_SIZES, temperatures=(0.0,), repeats=repeats)
-        return bench_batch(settings)
-
+    shared: dict[str, Any] = real | {"limit": 3 if quick else None, "max_new_tokens": 32 if quick else 96}
+    timed: dict[str, Any] = shared | {"repeats": 1 if quick else 3}
     # Compiling takes minutes.
     speculators = None if quick else [spec.text for spec in table_specs(target)]
-    first = GenerateSettings(**shared, repeats=repeats, speculators=speculators)
-    contexts = ContextSettings(device=device, max_new_tokens=24 if quick else 48, repeats=repeats)
-    parts = {
-        "generate": (generate_tables.tables, lambda: bench_generate(first)),
-        "acceptance": (acceptance.tables, lambda: bench_acceptance(AcceptanceSettings(**shared))),
-        "batch": (batch.tables, batches),
-        "loss": (loss.tables, lambda: bench_loss(LossSettings(**real, repeats=1 if quick else 7))),
-        "overhead": (overhead.tables, lambda: bench_overhead(device=device, max_new_tokens=tokens, repeats=repeats)),
-        "context": (context.tables, lambda: bench_context(contexts)),
-        "cache": (cache.tables, lambda: bench_cache(device=device, repeats=5 if quick else 30)),
+    sizes: dict[str, Any] = CostSettings.QUICK if quick else {}
+    parts: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
+        "generate": (generate_tables, lambda: bench_generate(GenerateSettings(**timed, speculators=speculators))),
+        "acceptance": (acceptance, lambda: bench_acceptance(AcceptanceSettings(**shared))),
+        "batch": (generate_tables, lambda: bench_batch(BatchSettings(**timed))),
+        "loss": (loss, lambda: bench_loss(LossSettings(**real, repeats=1 if quick else 7))),
+        "costs": (costs, lambda: bench_costs(CostSettings(device=device, **sizes))),
     }
     results = {}
-    for name, (tables, measure) in parts.items():
+    for name, (module, measure) in parts.items():
         results[name] = measure()
         if not json_only:
-            show(tables(results[name]), markdown)
+            show(module.tables(results[name]), markdown)
     report({"bench": "all", "speedup": results["generate"]["speedup"], **results}, json_only=json_only, out=out)

@@ -1,4 +1,4 @@
-"""PNGs of a `bench generate` result: speed-up by category, acceptance by depth, where time goes, cost of a round."""
+"""PNGs of results: speed-up by category, acceptance by depth, where time goes, cost of a verification."""
 
 from __future__ import annotations
 
@@ -24,29 +24,27 @@ _PARTS = (
 )
 
 
-def write_plots(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Draws what the result holds at its first batch size.
-
-    Returns:
-        the files, one a plot.
-    Raises:
-        SpeculateError: matplotlib is missing, or the folder cannot be written.
-    """
-    require_matplotlib()
+def draw_generate(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Speed-up by category, acceptance by depth and where time goes, at the first batch size; see `_write`."""
     size = result["rows"][0]["batch_size"]
     rows = [row for row in result["rows"] if row["batch_size"] == size]
-    plots = {
-        "speedup": _speedup(rows),
-        "acceptance": _acceptance(rows),
-        "time": _time(rows),
-        "round_costs": _round_costs(result.get("round_costs") or []),
-    }
+    title = f"{_title(result)}, batch {size}, {result['num_prompts']} prompts, {result['max_new_tokens']} new tokens"
+    return _write(folder, title, {"speedup": _speedup(rows), "acceptance": _acceptance(rows), "time": _time(rows)})
+
+
+def draw_costs(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Milliseconds of a bare verification by nodes, a line a context; see `_write`."""
+    return _write(folder, _title(result), {"costs": _costs([row for row in result["rows"] if "verify_ms" in row])})
+
+
+def _write(folder: Path, title: str, figures: dict[str, Figure | None]) -> list[Path]:
+    """The files, one a figure; raises `SpeculateError` where the folder cannot be written."""
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in plots.items():
+        for name, figure in figures.items():
             if figure is not None:
-                figure.suptitle(_title(result, size), fontsize=9, color="#555555", x=0.01, ha="left")
+                figure.suptitle(title, fontsize=9, color="#555555", x=0.01, ha="left")
                 figure.savefig(folder / f"{name}.png", dpi=150)
                 written.append(folder / f"{name}.png")
     except OSError as error:
@@ -54,20 +52,9 @@ def write_plots(result: dict[str, Any], folder: Path) -> list[Path]:
     return written
 
 
-def require_matplotlib() -> None:
-    """Raises `SpeculateError` where it is not installed."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise SpeculateError("--plot needs matplotlib: pip install 'hf-speculate[plots]'.") from error
-
-
-def _title(result: dict[str, Any], batch_size: int) -> str:
+def _title(result: dict[str, Any]) -> str:
     env = result["environment"]
-    return (
-        f"{Path(result['target']).name}, {result['dtype']}, {env['device']}, {env['threads']} threads, batch "
-        f"{batch_size}, {result['num_prompts']} prompts, {result['max_new_tokens']} new tokens"
-    )
+    return f"{Path(result['target']).name}, {result['dtype']}, {env['device']}, {env['threads']} threads"
 
 
 def _panels(temperatures: Sequence[float], width: float, height: float) -> tuple[Figure, list[Axes]]:
@@ -179,23 +166,24 @@ def _time(rows: Sequence[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def _round_costs(costs: Sequence[dict[str, Any]]) -> Figure | None:
-    """Milliseconds of a bare verification by nodes, and the tokens a round must bring to pay for it."""
-    if not costs:
+def _costs(rows: Sequence[dict[str, Any]]) -> Figure | None:
+    """With the form of attention that the table shows last."""
+    if not rows:
         return None
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2, 3.8), layout="constrained")
     axis = figure.subplots()
-    nodes, times = [row["nodes"] for row in costs], [row["verify_ms"]["median"] for row in costs]
-    axis.fill_between(nodes, [r["verify_ms"]["min"] for r in costs], [r["verify_ms"]["max"] for r in costs], alpha=0.2)
-    axis.plot(nodes, times, "o-", ms=4)
+    for context in dict.fromkeys(row["context"] for row in rows):
+        shown = [row for row in rows if row["context"] == context]
+        times = [list(row["verify_ms"].values())[-1] for row in shown]
+        axis.plot([row["nodes"] for row in shown], times, "o-", ms=4, label=f"context {context}")
+    nodes = sorted({row["nodes"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(nodes, [str(n) for n in nodes])
     axis.set_ylim(0)
     axis.set_xlabel("nodes scored, root included")
     axis.set_ylabel("ms of one target forward")
-    ratio = axis.secondary_yaxis("right", functions=(lambda ms: ms / times[0], lambda tokens: tokens * times[0]))
-    ratio.set_ylabel("tokens a round that pay for it (free drafter)")
+    axis.legend(fontsize=8, frameon=False)
     axis.grid(alpha=0.3)
     return figure

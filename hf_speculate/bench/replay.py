@@ -1,4 +1,7 @@
-"""Adaptive runs again, with the same trees: what was drafted depends on the clock, so it has to be written down."""
+"""Adaptive runs again, with the same trees: what was drafted depends on the clock, so it has to be written down.
+
+The one module of benchmarks that knows how it is decided how much to draft.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from transformers import PreTrainedModel
 
 from ..speculator import Speculator
 from ..tuning import NOTHING, Budget, Experience, Tuner
+
+
+Budgets = Sequence[Budget]
 
 
 class RecordedExperience(Experience):
@@ -42,7 +48,7 @@ class RecordedExperience(Experience):
 class _ReplayedExperience(Experience):
     """Gives every request the same budgets and learns nothing."""
 
-    def __init__(self, budgets: Sequence[Budget]):
+    def __init__(self, budgets: Budgets):
         self._budgets = budgets
 
     def tuner(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +59,7 @@ class _ReplayedExperience(Experience):
 
 
 class _ReplayedTuner:
-    def __init__(self, budgets: Sequence[Budget]):
+    def __init__(self, budgets: Budgets):
         self._coming = iter(budgets)
 
     def choose(self, *args: Any, **kwargs: Any) -> Budget:
@@ -72,13 +78,13 @@ def record_budgets(speculator: Speculator) -> None:
         speculator.experience = RecordedExperience(speculator.experience)
 
 
-def recorded_budgets(speculator: Any) -> list[Budget] | None:
+def recorded_budgets(speculator: Any) -> Budgets | None:
     """Those of its last request; None where none were noted."""
     experience = getattr(speculator, "experience", None)
     return experience.budgets if isinstance(experience, RecordedExperience) else None
 
 
-def replayed(speculator: Speculator, budgets: Sequence[Budget] | None) -> Speculator:
+def replayed(speculator: Speculator, budgets: Budgets | None) -> Speculator:
     """A speculator that drafts as that one did with these budgets (None: it always drafts alike)."""
     again = Speculator(speculator.drafter, adaptive=budgets is not None)
     again.typical = speculator.typical

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..commands.methods import Method
-from ..commands.timing import spread
+from ..commands import spread
+from .methods import Method
 from .runs import Run, merged, seconds_by_repeat
 
 

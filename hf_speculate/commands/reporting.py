@@ -1,4 +1,4 @@
-"""What the `bench` commands share: options, and how results are printed."""
+"""How results are printed: tables, then one line of JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -15,44 +15,7 @@ from rich.text import Text
 from transformers.utils import logging
 
 from ..errors import SpeculateError
-from .grid import Grid
-from .shapes import SHAPES
-
-
-JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
-Out = Annotated[Path | None, typer.Option(help="Write the JSON here too.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens and repeats: under a minute.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch (default: torch's own).")]
-Device = Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")]
-Repeats = Annotated[int | None, typer.Option(min=1, help="Repeats; figures are medians over them.")]
-Target = Annotated[str | None, typer.Option(help="Path or Hub id (default: examples/pycoder).")]
-Specs = Annotated[
-    list[str] | None, typer.Option("--speculator", "-s", help="NAME_OR_PATH:option=value,... (repeatable).")
-]
-PromptFiles = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--prompts", help="JSON lines with prompt, text, question, turns (Spec-Bench) or messages (repeatable)."
-    ),
-]
-Category = Annotated[list[str] | None, typer.Option(help="Only prompts of this category (repeatable).")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each file, spread over its categories.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
-TargetDtype = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's), float32, bfloat16, float16.")]
-Temperatures = Annotated[
-    list[float] | None, typer.Option("--temperature", min=0, help="Repeatable; 0 is greedy (default: 0 and 1).")
-]
-Shape = Annotated[str, typer.Option(help=f"Random weights, one of {', '.join(SHAPES)}.")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has, where it does not fit.")]
-Rates = Annotated[
-    str | None,
-    typer.Option(
-        "--acceptance",
-        help="Share of the rounds accepted to depth 1, 2, ...: 0.8,0.6,0.4; or FILE.json[@SPECULATOR], statistics or "
-        "the result of `bench acceptance`.",
-    ),
-]
+from .tables import Grid
 
 
 def prepare(threads: int | None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
 
 
 def synchronize(device: torch.device) -> None:
@@ -33,35 +32,6 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-class ForwardTimer:
-    """Times every forward of a model while active: `with ForwardTimer(model) as timer`, then `timer.seconds`."""
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.seconds: list[float] = []
-        self._model = model
-        self._device = device
-        self._start = 0.0
-
-    def __enter__(self) -> ForwardTimer:
-        self._hooks = (
-            self._model.register_forward_pre_hook(self._before),
-            self._model.register_forward_hook(self._after),
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before(self, *_: object) -> None:
-        synchronize(self._device)
-        self._start = time.perf_counter()
-
-    def _after(self, *_: object) -> None:
-        synchronize(self._device)
-        self.seconds.append(time.perf_counter() - self._start)
 
 
 @contextmanager

@@ -17,25 +17,31 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from hf_speculate.bench.profiles import AcceptanceProfile, read_profile
-from hf_speculate.bench.runs import fixed_length
-from hf_speculate.bench.workload import check_counts
-from hf_speculate.commands.environment import environment, find_device, find_dtype
-from hf_speculate.commands.grid import Grid, ratio
-from hf_speculate.commands.reporting import (
+from hf_speculate.bench import AcceptanceProfile, fixed_length, read_profile
+from hf_speculate.commands import (
     Device,
+    Grid,
     JsonOnly,
     Layers,
     Markdown,
+    ModelShape,
     Out,
     Rates,
     Shape,
     Threads,
+    check_counts,
+    environment,
+    find_device,
+    find_dtype,
+    find_shape,
     prepare,
+    progress,
+    random_prompt,
+    ratio,
     report,
+    synchronize,
+    timed,
 )
-from hf_speculate.commands.shapes import ModelShape, find_shape, random_prompt
-from hf_speculate.commands.timing import progress, synchronize, timed
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
