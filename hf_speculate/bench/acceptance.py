@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -32,6 +32,8 @@ class AcceptanceSettings(WorkloadSettings):
     `nodes` become the drafter's option `max_nodes`, unless the speculator's own options say otherwise.
     """
 
+    QUICK: ClassVar = {"limit": 3, "max_new_tokens": 32}
+
     nodes: Annotated[
         list[int], typer.Option(min=1, help="Draft nodes of the fixed trees, the root not counted (repeatable).")
     ] = field(default_factory=lambda: [8, 16, 32])
@@ -48,17 +50,12 @@ class AcceptanceSettings(WorkloadSettings):
 
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(
-            nodes=min(self.nodes),
-            max_new_tokens=self.max_new_tokens,
-            prompt_tokens=self.prompt_tokens,
-            limit=self.limit,
-        )
+        check_counts(nodes=min(self.nodes), max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
         check_temperatures(self.temperatures)
 
 
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
-    """Mean acceptance length and acceptance by depth of every speculator, tree size and temperature.
+    """Mean acceptance length and acceptance by depth of fixed trees, several speculators side by side. No clock.
 
     Texts end where the target ends them: what it would write behind that, no drafter was made for. Trees are fixed
     (`adaptive=False`), so that the figures do not depend on the machine's speed; they are repeatable but for near ties

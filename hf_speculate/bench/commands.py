@@ -79,58 +79,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 add_command(
-    app,
-    "generate",
-    GenerateSettings,
-    bench_generate,
-    generate_tables.tables,
-    help="Tokens per second of speculators beside stock eager, compiled, prompt lookup and assisted generation.",
-    examples=_GENERATE_EXAMPLES,
-    draw=draw_generate,
+    app, "generate", GenerateSettings, bench_generate, generate_tables.tables, _GENERATE_EXAMPLES, draw_generate
 )
-add_command(
-    app,
-    "acceptance",
-    AcceptanceSettings,
-    bench_acceptance,
-    acceptance.tables,
-    help="Mean acceptance length and acceptance by depth of fixed trees, several speculators side by side. No clock.",
-    examples=_ACCEPTANCE_EXAMPLES,
-)
-add_command(
-    app,
-    "batch",
-    BatchSettings,
-    bench_batch,
-    generate_tables.tables,
-    help="Throughput at several batch sizes beside plain generate, with the automatic switch on and off.",
-)
-add_command(
-    app,
-    "loss",
-    LossSettings,
-    bench_loss,
-    loss.tables,
-    help="What speculation costs on text that drafts badly: drafters that are never right beside plain generate.",
-    examples=_LOSS_EXAMPLES,
-)
-add_command(
-    app,
-    "costs",
-    CostSettings,
-    bench_costs,
-    costs.tables,
-    help="What verifying, drafting, the cache and the engine cost a round, by nodes and by context.",
-    examples=_COSTS_EXAMPLES,
-    draw=draw_costs,
-)
-add_command(
-    app,
-    "gguf",
-    GgufSettings,
-    bench_gguf,
-    gguf.tables,
-    help="A GGUF file packed beside dequantised, plain and speculative (default: random weights at Qwen2-0.5B shape).",
-    examples=_GGUF_EXAMPLES,
-)
+add_command(app, "acceptance", AcceptanceSettings, bench_acceptance, acceptance.tables, _ACCEPTANCE_EXAMPLES)
+add_command(app, "batch", BatchSettings, bench_batch, generate_tables.tables)
+add_command(app, "loss", LossSettings, bench_loss, loss.tables, _LOSS_EXAMPLES)
+add_command(app, "costs", CostSettings, bench_costs, costs.tables, _COSTS_EXAMPLES, draw_costs)
+add_command(app, "gguf", GgufSettings, bench_gguf, gguf.tables, _GGUF_EXAMPLES)
 app.command("all")(bench_all)

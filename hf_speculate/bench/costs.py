@@ -26,7 +26,6 @@ from ..commands import (
     progress,
     random_prompt,
     ratio,
-    spread,
 )
 from ..errors import SpeculateError
 from ..scoring import supported_shape
@@ -46,13 +45,13 @@ from .runs import (
     Request,
     Run,
     batches,
+    beside_plain,
     fixed_length,
     generate_once,
     measure_in_turn,
     merged,
     num_steps,
     plain_texts,
-    seconds_by_repeat,
 )
 from .workload import Workload, WorkloadSettings, load_workload, shape_workload
 
@@ -226,12 +225,7 @@ class _Place:
 
 def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
     """One method at one context."""
-    plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name)
-    tokens = next(run.num_tokens for run in runs if run.method == name)
-    found: dict[str, Any] = {
-        "tokens_per_second": spread([tokens / seconds for seconds in ours]),
-        "speedup": spread([p / s for p, s in zip(plain, ours, strict=True)]),
-    }
+    found = beside_plain(runs, name)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
     if count := stats.target_forwards:
         found |= {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..commands import (
@@ -34,25 +33,25 @@ def bench_all(
     markdown: Markdown = False,
     out: Out = None,
 ) -> None:
-    """What needs no files: generate, acceptance, batch and loss on the bundled target, costs at Qwen2-0.5B shape."""
+    """What needs no files, with defaults: generate, acceptance, batch, loss on the bundled target; costs of a shape."""
     prepare(threads)
     target = default_target()  # absent: say so before the long part
-    real: dict[str, Any] = {"target": target, "device": device}
-    shared: dict[str, Any] = real | {"limit": 3 if quick else None, "max_new_tokens": 32 if quick else 96}
-    timed: dict[str, Any] = shared | {"repeats": 1 if quick else 3}
+
+    def made(settings: type[Any], **given: Any) -> Any:
+        return settings(device=device, **given, **(settings.QUICK if quick else {}))
+
     # Compiling takes minutes.
-    speculators = None if quick else [spec.text for spec in table_specs(target)]
-    sizes: dict[str, Any] = CostSettings.QUICK if quick else {}
-    parts: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
-        "generate": (generate_tables, lambda: bench_generate(GenerateSettings(**timed, speculators=speculators))),
-        "acceptance": (acceptance, lambda: bench_acceptance(AcceptanceSettings(**shared))),
-        "batch": (generate_tables, lambda: bench_batch(BatchSettings(**timed))),
-        "loss": (loss, lambda: bench_loss(LossSettings(**real, repeats=1 if quick else 7))),
-        "costs": (costs, lambda: bench_costs(CostSettings(device=device, **sizes))),
+    ours = None if quick else [spec.text for spec in table_specs(target)]
+    parts: dict[str, tuple[Any, Any, Any]] = {
+        "generate": (bench_generate, made(GenerateSettings, target=target, speculators=ours), generate_tables),
+        "acceptance": (bench_acceptance, made(AcceptanceSettings, target=target), acceptance),
+        "batch": (bench_batch, made(BatchSettings, target=target), generate_tables),
+        "loss": (bench_loss, made(LossSettings, target=target), loss),
+        "costs": (bench_costs, made(CostSettings), costs),
     }
     results = {}
-    for name, (module, measure) in parts.items():
-        results[name] = measure()
+    for name, (measure, settings, module) in parts.items():
+        results[name] = measure(settings)
         if not json_only:
             show(module.tables(results[name]), markdown)
     report({"bench": "all", "speedup": results["generate"]["speedup"], **results}, json_only=json_only, out=out)

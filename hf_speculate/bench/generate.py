@@ -56,18 +56,9 @@ _MAX_FIRST_TOKENS = 8  # requests whose time to the first token is measured
 class GenerateSettings(WorkloadSettings):
     """What to measure.
 
-    Attributes:
-        batch_sizes, temperatures: every pair is measured; 0 is greedy; no temperatures are 0 and 1 (a shape's: 0).
-        repeats: passes over the prompts.
-        compile_baseline: stock with static cache and `torch.compile` too; None: on accelerators.
-        stock_speculative: stock's own speculative modes too (they run at batch 1).
-        prompt_lookup_num_tokens: of stock prompt lookup (10 is what its documentation uses).
-        max_proofs: how many divergences of a speculator are looked at again.
-        apart: measure memory and the time to the first token, in calls of their own.
-        shape: random weights (`shapes.SHAPES`) and a scripted drafter instead of target, prompts and speculators;
-            greedy, without stock's speculative modes (a random target repeats itself).
-        layers: fewer than the shape has.
-        acceptance, nodes: of the scripted drafter's trees, there.
+    Every pair of batch size and temperature is measured (default: greedy and 1; a shape: greedy). Stock's speculative
+    modes run at batch 1, and not at a shape: a random target repeats itself. `max_proofs` divergences of a speculator
+    are looked at again; `apart` measures memory and the time to the first token in calls of their own.
     """
 
     QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
@@ -102,12 +93,7 @@ class GenerateSettings(WorkloadSettings):
 
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(
-            max_new_tokens=self.max_new_tokens,
-            repeats=self.repeats,
-            batch_size=min(self.batch_sizes),
-            limit=self.limit,
-        )
+        check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, batch_size=min(self.batch_sizes))
         check_temperatures(self.temperatures)
         if self.shape is not None and (self.target or self.speculators or self.prompts or any(self.temperatures)):
             raise SpeculateError(
@@ -116,7 +102,7 @@ class GenerateSettings(WorkloadSettings):
 
 
 def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
-    """Measures every method at every batch size and temperature.
+    """Tokens per second of speculators beside stock eager, compiled, prompt lookup and assisted generation.
 
     Returns:
         JSON-serialisable: `rows`, one for each method, batch size and temperature; `temperatures`, for each temperature

@@ -78,7 +78,9 @@ class GgufSettings:
 
 
 def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
-    """Greedy decoding of a packed and a dequantised model, plain and with a scripted drafter, on the CPU.
+    """A GGUF file packed beside dequantised, plain and speculative (default: random weights at Qwen2-0.5B shape).
+
+    Greedy, on the CPU, with a scripted drafter.
 
     Returns:
         JSON-serialisable. `rows`, as those of `bench_generate`: the whole call, `speedup` against every plain one.

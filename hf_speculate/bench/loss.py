@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -16,7 +15,17 @@ from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
 from .methods import Method, eager_method, speculator_method
 from .profiles import AcceptanceProfile, Texts
-from .runs import Run, batches, fixed_length, measure_in_turn, merged, num_steps, plain_texts, seconds_by_repeat
+from .runs import (
+    Run,
+    batches,
+    beside_plain,
+    fixed_length,
+    measure_in_turn,
+    merged,
+    num_steps,
+    plain_texts,
+    seconds_by_repeat,
+)
 from .workload import WorkloadSettings, describe_target, load_workload
 
 
@@ -31,6 +40,8 @@ BAD_DRAFTERS = {
 @dataclass(kw_only=True)
 class LossSettings(WorkloadSettings):
     """What to measure; without `speculators`, none."""
+
+    QUICK: ClassVar = {"max_new_tokens": 64, "repeats": 1}
 
     drafters: Annotated[
         list[str],
@@ -55,7 +66,7 @@ class LossSettings(WorkloadSettings):
 
 
 def bench_loss(settings: LossSettings) -> dict[str, Any]:
-    """Greedy speed beside stock `generate`, as medians over interleaved passes.
+    """What speculation costs on text that drafts badly: drafters that are never right beside plain generate.
 
     Returns:
         JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %),
@@ -81,20 +92,19 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
         "repeats": settings.repeats,
         "adaptive": settings.adaptive,
         "fresh": settings.fresh,
-        "plain_tokens_per_second": _plain_rate(runs),
+        "plain_tokens_per_second": beside_plain(runs, "eager")["tokens_per_second"]["median"],
         "rows": [figures(runs, name) for name in drafters],
     }
 
 
 def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
     """One drafter's row."""
-    plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name)
-    without = seconds_by_repeat(runs, name, _without_drafter_prefill)
+    plain, without = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name, _without_drafter_prefill)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
     rounds = stats.rounds + stats.rounds_without_draft
     return {
         "drafter": name,
-        "speedup": spread([p / s for p, s in zip(plain, ours, strict=True)]),
+        **beside_plain(runs, name),
         "speedup_without_drafter_prefill": spread([p / s for p, s in zip(plain, without, strict=True)]),
         "drafter_prefill_ms": 1e3 * stats.drafter_prefill_seconds / max(stats.calls, 1),
         "drafted_share": stats.rounds / rounds if rounds else 0.0,
@@ -145,7 +155,3 @@ def _method(name: str, drafter: Drafter, settings: LossSettings) -> Method:
 
 def _without_drafter_prefill(run: Run) -> float:
     return run.seconds - (run.stats.drafter_prefill_seconds if run.stats else 0.0)
-
-
-def _plain_rate(runs: Sequence[Run]) -> float:
-    return statistics.median(run.num_tokens / run.seconds for run in runs if run.method == "eager")

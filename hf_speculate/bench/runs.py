@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.utils import logging
 
 from ..capture import Recorder
-from ..commands import synchronize, timed
+from ..commands import spread, synchronize, timed
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..stats import SpeculationStats
@@ -219,6 +219,16 @@ def seconds_by_repeat(
         if run.method == method:
             seconds[run.repeat] = seconds.get(run.repeat, 0.0) + of(run)
     return [seconds[repeat] for repeat in sorted(seconds)]
+
+
+def beside_plain(runs: Sequence[Run], method: str) -> dict[str, Any]:
+    """Tokens per second and speed-up over eager, spread over the repeats."""
+    plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, method)
+    tokens = sum(run.num_tokens for run in runs if run.method == method and run.repeat == 0)
+    return {
+        "tokens_per_second": spread([tokens / seconds for seconds in ours]),
+        "speedup": spread([p / s for p, s in zip(plain, ours, strict=True)]),
+    }
 
 
 def merged(stats: Iterable[SpeculationStats]) -> SpeculationStats:

@@ -47,17 +47,8 @@ _RANDOM_PROMPT_LENGTH, _NUM_RANDOM_PROMPTS = 256, 2
 class WorkloadSettings:
     """What every benchmark on real text asks for.
 
-    Attributes:
-        target: path or Hub id; None is the bundled target.
-        speculators: `NAME_OR_PATH[:option=value,...]`; None is prompt lookup (and what is bundled for the bundled
-            target).
-        prompts: JSON-lines files; none is the built-in set.
-        categories: only prompts of these.
-        limit: at most this many prompts of each file.
-        raw: leave the tokenizer's chat template aside (of several turns, only the first is used then).
-        dtype: of the target, "auto" is the checkpoint's.
-        max_new_tokens: each row emits exactly this many.
-        device: None is the accelerator if there is one.
+    Without speculators: prompt lookup, and what is bundled for the bundled target. With `raw`, only the first turn of a
+    conversation is used.
     """
 
     target: Target = None

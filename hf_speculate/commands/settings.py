@@ -25,8 +25,6 @@ def add_command(
     settings: type[Any],
     measure: Callable[[Any], dict[str, Any]],
     tables: Callable[[dict[str, Any]], Sequence[Grid | str]],
-    *,
-    help: str,
     examples: str = "",
     draw: Callable[[dict[str, Any], Path], Sequence[Path]] | None = None,
 ) -> None:
@@ -35,7 +33,7 @@ def add_command(
     Args:
         settings: a dataclass; fields whose annotation holds a `typer.Option` or `typer.Argument` are options. Where it
             has `QUICK` (name of a field -> value), `--quick` puts these in the place of what was not given.
-        measure: from the settings to a JSON-serialisable result.
+        measure: from the settings to a JSON-serialisable result; its docstring begins with the command's help.
         examples: the end of the help.
         draw: from the result and a folder to the pictures written there, for `--plot`.
     """
@@ -60,7 +58,8 @@ def add_command(
     parameters = [_parameter("_context", typer.Context, inspect.Parameter.empty), *options]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(name, help=help, epilog=examples)(command)
+    about = (inspect.getdoc(measure) or "").partition("\n\n")[0]
+    app.command(name, help=about, epilog=examples)(command)
 
 
 def check_counts(**counts: int | None) -> None:

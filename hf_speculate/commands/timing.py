@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 
 def synchronize(device: torch.device) -> None:
@@ -37,14 +37,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr when that is a terminal; yields what is called after each step, with a word on the next one."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[step]}"),
-    )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(title, total=total, step="")
-        yield lambda step: bar.update(task, advance=1, step=step)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda step: bar.update(task, advance=1, description=f"{title}: {step}")

@@ -27,7 +27,7 @@ from ..support.bench import bench, last_line
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-TINY = ("--limit", "2", "--max-new-tokens", "12", "--repeats", "2")
+TINY = ("--limit", "2", "--max-new-tokens", "8", "--repeats", "2")
 
 
 def test_generate_reports_every_method(bench_folders, tmp_path):
@@ -49,7 +49,7 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
             assert row["identical"]["share"] == 1.0  # fp32
             assert row["speculation"]["calls"] == 4
             # The first token of every call is the prefill's.
-            assert row["speculation"]["emitted_tokens"] + row["speculation"]["prefill_tokens"] == 4 * 12
+            assert row["speculation"]["emitted_tokens"] + row["speculation"]["prefill_tokens"] == 4 * 8
     assert list(found["temperatures"]) == ["0", "1"]
     for headline in found["temperatures"].values():
         assert {"eager", "best_stock_speculative"} <= set(headline["speedup"])

@@ -194,8 +194,16 @@ def test_a_command_of_settings():
         secret: bool = True
 
     found: list[Any] = []
+
+    def measure(given):
+        """Does it.
+
+        More.
+        """
+        return {"found": found.append(given)}
+
     made = typer.Typer()
-    add_command(made, "one", Settings, lambda given: {"found": found.append(given)}, lambda result: [], help="Does it.")
+    add_command(made, "one", Settings, measure, lambda result: [])
     run = CliRunner().invoke
     for arguments, expected in (
         ([], Settings()),
@@ -207,6 +215,7 @@ def test_a_command_of_settings():
     assert run(made, ["--count", "0"]).exit_code == 2
     shown = run(made, ["--help"]).stdout
     assert "Does it." in shown
+    assert "More." not in shown
     assert "--secret" not in shown
     assert "--plot" not in shown
 

@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator, SpeculateError, Speculator
 from hf_speculate.bench import (
     AcceptanceProfile,
+    AcceptanceSettings,
+    BatchSettings,
     CostSettings,
     GenerateSettings,
+    LossSettings,
     bench_costs,
     bench_generate,
     fixed_length,
@@ -145,6 +148,22 @@ def test_costs_of_a_target_and_its_drafters(bench_folders, monkeypatch, tmp_path
     assert 1 < found["rounds"][1]["nodes"] <= 4
     assert found["rounds"][1]["draft_ms"] > 0
     assert (tmp_path / "costs.png").stat().st_size > 5000
+
+
+def test_everything_runs(bench_folders, monkeypatch):
+    monkeypatch.setattr("hf_speculate.bench.everything.default_target", lambda: str(bench_folders / "target"))
+    monkeypatch.setattr("hf_speculate.bench.forwards._COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(shapes, "SHAPES", {"0.5B": ModelShape(32, 48, 2, 4, 2, 200)})
+    tiny = {"limit": 1, "max_new_tokens": 4}
+    for settings in (GenerateSettings, AcceptanceSettings, BatchSettings, LossSettings):
+        monkeypatch.setattr(settings, "QUICK", tiny | ({} if settings is AcceptanceSettings else {"repeats": 1}))
+    monkeypatch.setattr(CostSettings, "QUICK", {"contexts": [8], "nodes": [3], "max_new_tokens": 4, "repeats": 1})
+    found = last_line(bench("all", "--quick"))
+    parts = ["generate", "acceptance", "batch", "loss", "costs"]
+    assert list(found) == ["bench", "speedup", *parts]
+    assert [found[part]["bench"] for part in parts] == parts
+    assert found["speedup"] == found["generate"]["speedup"]
+    assert found["batch"]["repeats"] == 1
 
 
 def test_figures_of_a_round():
@@ -304,9 +323,9 @@ def plotted_result(bench_folders, tmp_path_factory):
 
 
 class TestPlots:
-    def test_three_pictures(self, result, tmp_path):
+    def test_pictures(self, result, tmp_path):
         written = draw_generate(result, tmp_path / "new" / "plots")
-        assert [path.name for path in written] == ["speedup.png", "acceptance.png", "time.png"]
+        assert [path.name for path in written] == ["speedup.png", "acceptance.png"]
         assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
 
     def test_a_folder_that_cannot_be(self, result, tmp_path):
