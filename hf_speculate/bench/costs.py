@@ -88,6 +88,7 @@ class CostSettings(WorkloadSettings):
 
     QUICK: ClassVar = {"contexts": [256, 2048], "nodes": [8, 32], "max_new_tokens": 24, "repeats": 1}
 
+    target: Annotated[str | None, typer.Option(help="Path or Hub id, instead of a shape.")] = None
     shape: Shape = "0.5B"
     layers: Layers = None
     contexts: Annotated[

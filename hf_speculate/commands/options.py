@@ -46,7 +46,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Interleaved passes; figures a
 
 # How it is run and shown.
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch (default: torch's own).")]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens and repeats: under a minute.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens and repeats.")]
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
 Out = Annotated[Path | None, typer.Option(help="Write the JSON here too.")]

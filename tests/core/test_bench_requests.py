@@ -245,6 +245,14 @@ def test_every_method_has_every_place_in_turn(tiny_model, prompt):
     )
 
 
+def test_a_method_may_bring_its_own_model(tiny_model, prompt):
+    requests = batches([("a", prompt(6)[0])], 1, torch.device("cpu"))
+    methods = [eager_method(), Method(name="other", kind="eager", model=tiny_model(seed=1))]
+    plain, other = measure_in_turn(tiny_model(), methods, requests, fixed_length(6), 1, lambda step: None)
+    assert plain.rows == tiny_model().generate(prompt(6), **fixed_length(6))[:, 6:].tolist()
+    assert other.rows == tiny_model(seed=1).generate(prompt(6), **fixed_length(6))[:, 6:].tolist() != plain.rows
+
+
 def test_what_compiles_warms_up_until_nothing_is_compiled(tiny_model, prompt, monkeypatch):
     passes = []
 

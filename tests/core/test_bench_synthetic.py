@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError, Speculator
@@ -183,13 +184,21 @@ def test_figures_of_a_round():
     assert (found["tokens_a_round"], found["nodes"], found["engine_efficiency"]) == (1.5, 4.0, pytest.approx(3 / 3.5))
 
 
-def test_measured_caches_stay_as_they_are(tiny_model):
-    model = tiny_model()
+def test_measured_caches_stay_as_they_are(tiny_model, monkeypatch):
+    model, lengths, update = tiny_model(), set(), DynamicCache.update
+
+    def watched(*args, **kwargs):
+        states = update(*args, **kwargs)
+        lengths.add(states[0].shape[-2])
+        return states
+
     context = filled_cache(model, 20)
     before = [layer.keys.clone() for layer in context.layers]
     times = verify_ms(model, context, [1, 4], ("stock", "folded"), repeats=1)
     assert set(times) == {(n, form) for n in (1, 4) for form in ("stock", "folded")}
-    assert set(cache_ms(context, 4, CPU, repeats=1)) == {"ours", "stock"}
+    monkeypatch.setattr(DynamicCache, "update", watched)
+    assert set(cache_ms(context, 4, CPU, repeats=2)) == {"ours", "stock"}
+    assert lengths == {24}  # every repeat appends behind the same 20
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(context.layers, before, strict=True))
 
 
