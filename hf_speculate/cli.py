@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from .bench.commands import app as bench_app
-from .bench.environment import drafter_list, environment
-from .bench.reporting import console
+from .bench import app as bench_app
+from .commands import JsonOnly, console, drafter_list, environment
 from .errors import SpeculateError
 
 
@@ -100,8 +99,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench", cls=_BenchGroup)
-
-JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 @app.command()

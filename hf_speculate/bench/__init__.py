@@ -27,17 +27,22 @@ What the figures mean:
   drafter's own weights.
 - identical: share of rows whose text is eager's token for token. The first divergence of a row is run again with the
   same trees through `hf_speculate.testing.check_lossless`, which proves that it is a numerical tie and gives the margin
-  of that decision, or says that it is not. (In batches only the margin in a plain forward of that row alone is given.)
+  of that decision, or says that it is not (batches: not looked at).
 """
 
 from .acceptance import AcceptanceSettings as AcceptanceSettings
 from .acceptance import bench_acceptance as bench_acceptance
+from .batch import BatchSettings as BatchSettings
 from .batch import bench_batch as bench_batch
-from .cache import bench_cache as bench_cache
-from .context import ContextSettings as ContextSettings
-from .context import bench_context as bench_context
+from .commands import app as app
+from .costs import CostSettings as CostSettings
+from .costs import bench_costs as bench_costs
 from .generate import GenerateSettings as GenerateSettings
 from .generate import bench_generate as bench_generate
+from .gguf import GgufSettings as GgufSettings
+from .gguf import bench_gguf as bench_gguf
 from .loss import LossSettings as LossSettings
 from .loss import bench_loss as bench_loss
-from .overhead import bench_overhead as bench_overhead
+from .profiles import AcceptanceProfile as AcceptanceProfile
+from .profiles import read_profile as read_profile
+from .runs import fixed_length as fixed_length

@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Annotated, Any, ClassVar
 
-from ..models import GenerativeModel
+import typer
+
+from ..commands import (
+    Grid,
+    NewTokens,
+    SpeculatorSpec,
+    Temperatures,
+    by_depth,
+    check_counts,
+    default_specs,
+    progress,
+)
 from ..stats import SpeculationStats
-from .grid import Grid, by_depth, group_breaks, number
-from .methods import Method, SpeculatorSpec, default_specs
-from .runs import Request, batches, fixed_length, generate_once, merged
-from .timing import progress
-from .workload import WorkloadSettings, check_counts, check_temperatures, describe_target, load_workload
+from .methods import speculator_methods
+from .runs import batches, fixed_length, generate_once, merged
+from .workload import WorkloadSettings, check_temperatures, describe_target, load_workload
 
 
 @dataclass(kw_only=True)
 class AcceptanceSettings(WorkloadSettings):
     """What to measure.
 
-    Attributes:
-        nodes: sizes of the fixed trees (draft nodes, the root not counted). They become the drafter's option
-            `max_nodes`, unless the speculator's own options say otherwise.
-        temperatures: 0 is greedy.
-        prompt_tokens: take so many tokens of each text, without chat template; None takes whole prompts.
-        first_token: the first of these.
+    `nodes` become the drafter's option `max_nodes`, unless the speculator's own options say otherwise.
     """
 
-    nodes: Sequence[int] = (8, 16, 32)
-    temperatures: Sequence[float] = (0.0, 1.0)
-    max_new_tokens: int = 96
-    prompt_tokens: int | None = None
-    first_token: int = 0
+    QUICK: ClassVar = {"limit": 3, "max_new_tokens": 32}
+
+    nodes: Annotated[
+        list[int], typer.Option(min=1, help="Draft nodes of the fixed trees, the root not counted (repeatable).")
+    ] = field(default_factory=lambda: [8, 16, 32])
+    temperatures: Temperatures = field(default_factory=lambda: [0.0, 1.0])
+    max_new_tokens: NewTokens = 96
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Take so many tokens of each text, without chat template.")
+    ] = None
+    first_token: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0
 
     def specs(self) -> list[SpeculatorSpec]:
         """As everywhere, but that the bundled draft model drafts trees too."""
-        return super().specs() if self.speculators is not None else default_specs(self.target_name, branches=4)
+        return super().specs() if self.speculators else default_specs(self.target_name, branches=4)
 
     def check(self) -> None:
-        check_counts(
-            nodes=min(self.nodes),
-            max_new_tokens=self.max_new_tokens,
-            prompt_tokens=self.prompt_tokens,
-            limit=self.limit,
-        )
+        """Raises `SpeculateError` for values that cannot be measured."""
+        check_counts(nodes=min(self.nodes), max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
         check_temperatures(self.temperatures)
 
 
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
-    """Mean acceptance length and acceptance by depth of every speculator, tree size and temperature.
+    """Mean acceptance length and acceptance by depth of fixed trees, several speculators side by side. No clock.
 
     Texts end where the target ends them: what it would write behind that, no drafter was made for. Trees are fixed
     (`adaptive=False`), so that the figures do not depend on the machine's speed; they are repeatable but for near ties
@@ -69,20 +76,17 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
     rows = []
     total = len(specs) * len(settings.nodes) * len(settings.temperatures) * len(requests)
     with progress("acceptance", total=total) as advance:
-        for temperature in settings.temperatures:
+        for temperature, spec, nodes in product(settings.temperatures, specs, settings.nodes):
             arguments = fixed_length(settings.max_new_tokens, temperature) | {"eos_token_id": workload.eos_token_id}
-            for spec in specs:
-                for nodes in settings.nodes:
-                    method = fixed_tree(spec, workload.model, nodes)
-                    stats = []
-                    for request in requests:
-                        stats.append(_stats(workload.model, method, request, arguments))
-                        advance(f"{spec.label}, {nodes} nodes, T={temperature:g}")
-                    categories = [request.category for request in requests]
-                    rows.append(
-                        {"speculator": spec.label, "spec": spec.text, "nodes": nodes, "temperature": temperature}
-                        | figures(stats, categories)
-                    )
+            (method,) = speculator_methods([spec], workload.model, adaptive=False, max_nodes=nodes)
+            stats = []
+            for request in requests:
+                found = generate_once(workload.model, method, request, arguments).stats
+                assert found is not None
+                stats.append(found)
+                advance(f"{spec.label}, {nodes} nodes, T={temperature:g}")
+            row = {"speculator": spec.label, "spec": spec.text, "nodes": nodes, "temperature": temperature}
+            rows.append(row | figures(stats, [request.category for request in requests]))
     return {
         "bench": "acceptance",
         **workload.describe(),
@@ -90,12 +94,6 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
         "prompt_tokens": settings.prompt_tokens,
         "rows": rows,
     }
-
-
-def fixed_tree(spec: SpeculatorSpec, target: GenerativeModel, nodes: int) -> Method:
-    """A speculator that drafts trees of that many nodes every round."""
-    speculator = spec.make(target, adaptive=False, max_nodes=nodes)
-    return Method(name=spec.label, kind="speculator", arguments={"speculator": speculator}, spec=spec.text)
 
 
 def figures(stats: Sequence[SpeculationStats], categories: Sequence[str]) -> dict[str, Any]:
@@ -135,69 +133,25 @@ def jackknife(stats: Sequence[SpeculationStats]) -> float | None:
 
 
 def tables(result: dict[str, Any]) -> list[Grid | str]:
-    """One line a speculator, one column a temperature and size; and acceptance by depth."""
+    """One line a temperature, speculator and size."""
     rows = result["rows"]
-    cells = {(row["speculator"], row["temperature"], row["nodes"]): row for row in rows}
-    speculators = list(dict.fromkeys(row["speculator"] for row in rows))
-    settings = list(dict.fromkeys((row["temperature"], row["nodes"]) for row in rows))
     cut = f" after {result['prompt_tokens']} of prompt" if result["prompt_tokens"] else ""
-    lengths = Grid(
-        title=f"Mean acceptance length of fixed trees, {describe_target(result)}{cut}",
-        columns=["speculator", *(f"{_temperature(t)},\n{n} nodes" for t, n in settings)],
-        words={"speculator"},
-        rows=[[name, *(_length(cells[name, t, n]) for t, n in settings)] for name in speculators],
-        caption="± is the standard error over the prompts.",
-    )
-    parts: list[Grid | str] = [lengths, _by_depth(rows)]
-    if any("categories" in row for row in rows):
-        parts.append(_by_category(rows))
-    return parts
-
-
-def _by_depth(rows: Sequence[dict[str, Any]]) -> Grid:
-    return Grid(
-        title="Acceptance rate by depth (unconditional)",
-        columns=["T", "speculator", "nodes", "drafted\na round", "by depth"],
-        words={"speculator", "by depth"},
-        rows=[
-            [
-                f"{row['temperature']:g}",
-                row["speculator"],
-                f"{row['nodes']}",
-                f"{row['drafted_nodes']:.1f}",
-                by_depth(row["acceptance_rate_by_depth"]),
-            ]
-            for row in rows
-        ],
-        breaks=group_breaks([(row["temperature"], row["speculator"]) for row in rows]),
-    )
-
-
-def _by_category(rows: Sequence[dict[str, Any]]) -> Grid:
-    names = list(rows[0]["categories"])
-    return Grid(
-        title="Mean acceptance length by category",
-        columns=["T", "speculator", "nodes", *names],
-        words={"speculator"},
-        rows=[
-            [f"{row['temperature']:g}", row["speculator"], f"{row['nodes']}"]
-            + [number(row["categories"][name], ".2f") for name in names]
-            for row in rows
-        ],
-        breaks=group_breaks([(row["temperature"], row["speculator"]) for row in rows]),
-    )
-
-
-def _temperature(value: float) -> str:
-    return f"T={value:g}" if value else "greedy"
-
-
-def _length(row: dict[str, Any]) -> str:
-    error = row["standard_error"]
-    return number(row["mean_acceptance_length"], ".2f") + ("" if error is None else f" ±{error:.2f}")
-
-
-def _stats(model: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any]) -> SpeculationStats:
-    stats = generate_once(model, method, request, arguments).stats
-    assert stats is not None
-    return stats
+    columns: dict[str, Any] = {
+        "T": "{temperature:g}",
+        "speculator": "{speculator}",
+        "nodes": "{nodes:d}",
+        "mean acceptance\nlength": "{mean_acceptance_length:.2f}",
+        "±": "{standard_error:.2f}",
+        "drafted\na round": "{drafted_nodes:.1f}",
+        "by depth": lambda row: by_depth(row["acceptance_rate_by_depth"]),
+    }
+    columns |= {name: f"{{categories[{name}]:.2f}}" for name in rows[0].get("categories", ())}
+    return [
+        Grid.of(
+            f"Acceptance of fixed trees, {describe_target(result)}{cut}",
+            rows,
+            columns,
+            groups=("temperature", "speculator"),
+            caption="± is the standard error over the prompts; by depth: unconditional rates.",
+        )
+    ]

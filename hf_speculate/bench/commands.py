@@ -1,43 +1,19 @@
-"""The sub-commands of `hf-speculate bench` that run on real text, and `all`."""
+"""The sub-commands of `hf-speculate bench`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from . import acceptance, batch, generate_tables, loss
+from ..commands import add_command
+from . import acceptance, costs, generate_tables, gguf, loss
 from .acceptance import AcceptanceSettings, bench_acceptance
-from .batch import BATCH_SIZES, bench_batch
-from .everything import bench_all_command
+from .batch import BatchSettings, bench_batch
+from .costs import CostSettings, bench_costs
+from .everything import bench_all
 from .generate import GenerateSettings, bench_generate
-from .loss import BAD_DRAFTERS, LossSettings, bench_loss
-from .plots import require_matplotlib, write_plots
-from .reporting import (
-    Category,
-    Device,
-    JsonOnly,
-    Layers,
-    Limit,
-    Markdown,
-    Out,
-    PromptFiles,
-    Quick,
-    Rates,
-    Raw,
-    Repeats,
-    Specs,
-    Target,
-    TargetDtype,
-    Temperatures,
-    Threads,
-    prepare,
-    report,
-)
-from .shape_commands import add_shape_commands
-from .shapes import SHAPES
-from .synthetic import DEFAULT_RATES, read_profile
+from .gguf import GgufSettings, bench_gguf
+from .loss import LossSettings, bench_loss
+from .plots import draw_costs, draw_generate
 
 
 _GENERATE_EXAMPLES = """
@@ -75,6 +51,26 @@ Examples:
   hf-speculate bench loss -s draft_model:model=./another-tongue
 """
 
+_COSTS_EXAMPLES = """
+Examples:
+
+  hf-speculate bench costs --threads 2
+
+  hf-speculate bench costs --nodes 8 --nodes 60 --context 256 --shape 8B --layers 4
+
+  hf-speculate bench costs --target ./model -s ./head --context 512
+"""
+
+_GGUF_EXAMPLES = """
+Examples:
+
+  hf-speculate bench gguf --threads 1
+
+  hf-speculate bench gguf model-Q4_K_M.gguf --nodes 4 --nodes 16
+
+  hf-speculate bench gguf --type Q4_K_M --quick
+"""
+
 
 app = typer.Typer(
     help="Measure, beside stock transformers in the same run. The last line of stdout is one line of JSON.",
@@ -82,205 +78,12 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-
-
-@app.command("generate", epilog=_GENERATE_EXAMPLES)
-def bench_generate_command(
-    target: Target = None,
-    speculator: Specs = None,
-    prompts: PromptFiles = None,
-    category: Category = None,
-    limit: Limit = None,
-    raw: Raw = False,
-    dtype: TargetDtype = "auto",
-    shape: Annotated[
-        str | None,
-        typer.Option(help=f"Random weights and a synthetic drafter instead of a target: {', '.join(SHAPES)}."),
-    ] = None,
-    layers: Layers = None,
-    acceptance: Rates = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Of the synthetic drafter's trees.")] = 16,
-    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (default: 1).")] = None,
-    temperature: Temperatures = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of every row (default: 128).")] = None,
-    compile_baseline: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile-baseline/--no-compile-baseline",
-            help="Stock with static cache and torch.compile too (default: on accelerators).",
-        ),
-    ] = None,
-    lookup_tokens: Annotated[int, typer.Option(min=1, help="prompt_lookup_num_tokens of stock.")] = 10,
-    repeats: Repeats = None,
-    threads: Threads = None,
-    device: Device = None,
-    quick: Quick = False,
-    json_only: JsonOnly = False,
-    markdown: Markdown = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw PNGs into this folder (needs matplotlib).")] = None,
-    out: Out = None,
-) -> None:
-    """Tokens per second of speculators beside stock eager, compiled, prompt lookup and assisted generation."""
-    prepare(threads)
-    if plot is not None:
-        require_matplotlib()  # before the long part
-    settings = GenerateSettings(
-        target=target,
-        speculators=speculator,
-        prompts=prompts or (),
-        categories=category,
-        limit=limit or (2 if quick else None),
-        raw=raw,
-        dtype=dtype,
-        batch_sizes=batch_size or (1,),
-        temperatures=temperature or ((0.0, 1.0) if shape is None else (0.0,)),
-        max_new_tokens=max_new_tokens or (48 if quick else 128),
-        shape=shape,
-        layers=layers,
-        profile=None if shape is None else read_profile(acceptance or DEFAULT_RATES, nodes),
-        compile_baseline=compile_baseline,
-        prompt_lookup_num_tokens=lookup_tokens,
-        repeats=repeats or (2 if quick else 3),
-        round_costs=plot is not None,
-        device=device,
-    )
-    result = bench_generate(settings)
-    written = [] if plot is None else write_plots(result, plot)
-    parts = [*generate_tables.tables(result), *(f"wrote {path}" for path in written)]
-    report(result, parts, json_only=json_only, markdown=markdown, out=out)
-
-
-@app.command("batch")
-def bench_batch_command(
-    target: Target = None,
-    speculator: Specs = None,
-    prompts: PromptFiles = None,
-    category: Category = None,
-    limit: Limit = None,
-    raw: Raw = False,
-    dtype: TargetDtype = "auto",
-    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (default: 1, 2, 4, 8).")] = None,
-    temperature: Temperatures = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of every row (default: 64).")] = None,
-    repeats: Repeats = None,
-    threads: Threads = None,
-    device: Device = None,
-    json_only: JsonOnly = False,
-    markdown: Markdown = False,
-    out: Out = None,
-) -> None:
-    """Throughput at batch 1, 2, 4, 8 beside plain generate, with the automatic switch on and off."""
-    prepare(threads)
-    settings = GenerateSettings(
-        target=target,
-        speculators=speculator,
-        prompts=prompts or (),
-        categories=category,
-        limit=limit or 8,
-        raw=raw,
-        dtype=dtype,
-        batch_sizes=batch_size or BATCH_SIZES,
-        temperatures=temperature or (0.0,),
-        max_new_tokens=max_new_tokens or 64,
-        compile_baseline=False,
-        repeats=repeats or 3,
-        device=device,
-    )
-    result = bench_batch(settings)
-    report(result, batch.tables(result), json_only=json_only, markdown=markdown, out=out)
-
-
-@app.command("acceptance", epilog=_ACCEPTANCE_EXAMPLES)
-def bench_acceptance_command(
-    target: Target = None,
-    speculator: Specs = None,
-    prompts: PromptFiles = None,
-    category: Category = None,
-    limit: Limit = None,
-    raw: Raw = False,
-    dtype: TargetDtype = "auto",
-    nodes: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Draft nodes of the fixed trees, the root not counted (default: 8, 16, 32)."),
-    ] = None,
-    temperature: Temperatures = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Take so many tokens of each text, without chat template.")
-    ] = None,
-    first_token: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of every prompt.")] = 96,
-    threads: Threads = None,
-    device: Device = None,
-    json_only: JsonOnly = False,
-    markdown: Markdown = False,
-    out: Out = None,
-) -> None:
-    """Mean acceptance length and acceptance by depth of fixed trees, several speculators side by side. No clock."""
-    prepare(threads)
-    settings = AcceptanceSettings(
-        target=target,
-        speculators=speculator,
-        prompts=prompts or (),
-        categories=category,
-        limit=limit,
-        raw=raw,
-        dtype=dtype,
-        nodes=nodes or (8, 16, 32),
-        temperatures=temperature or (0.0, 1.0),
-        prompt_tokens=prompt_tokens,
-        first_token=first_token,
-        max_new_tokens=max_new_tokens,
-        device=device,
-    )
-    result = bench_acceptance(settings)
-    report(result, acceptance.tables(result), json_only=json_only, markdown=markdown, out=out)
-
-
-@app.command("loss", epilog=_LOSS_EXAMPLES)
-def bench_loss_command(
-    target: Target = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Repeatable (default: all). {'; '.join(f'{k}: {v}' for k, v in BAD_DRAFTERS.items())}."),
-    ] = None,
-    speculator: Specs = None,
-    prompts: PromptFiles = None,
-    category: Category = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 1,
-    raw: Raw = False,
-    dtype: TargetDtype = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of every prompt.")] = 256,
-    always: Annotated[bool, typer.Option("--always", help="Without the automatic switch.")] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Every call begins without what earlier ones taught the switch.")
-    ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes; figures are medians over them.")] = 7,
-    threads: Threads = None,
-    device: Device = None,
-    json_only: JsonOnly = False,
-    markdown: Markdown = False,
-    out: Out = None,
-) -> None:
-    """What speculation costs on text that drafts badly: drafters that are never right beside plain generate."""
-    prepare(threads)
-    settings = LossSettings(
-        target=target,
-        speculators=speculator,
-        drafters=drafter or tuple(BAD_DRAFTERS),
-        prompts=prompts or (),
-        categories=category,
-        limit=limit,
-        raw=raw,
-        dtype=dtype,
-        max_new_tokens=max_new_tokens,
-        adaptive=not always,
-        fresh=fresh,
-        repeats=repeats,
-        device=device,
-    )
-    result = bench_loss(settings)
-    report(result, loss.tables(result), json_only=json_only, markdown=markdown, out=out)
-
-
-add_shape_commands(app)
-app.command("all")(bench_all_command)
+add_command(
+    app, "generate", GenerateSettings, bench_generate, generate_tables.tables, _GENERATE_EXAMPLES, draw_generate
+)
+add_command(app, "acceptance", AcceptanceSettings, bench_acceptance, acceptance.tables, _ACCEPTANCE_EXAMPLES)
+add_command(app, "batch", BatchSettings, bench_batch, generate_tables.tables)
+add_command(app, "loss", LossSettings, bench_loss, loss.tables, _LOSS_EXAMPLES)
+add_command(app, "costs", CostSettings, bench_costs, costs.tables, _COSTS_EXAMPLES, draw_costs)
+add_command(app, "gguf", GgufSettings, bench_gguf, gguf.tables, _GGUF_EXAMPLES)
+app.command("all")(bench_all)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
-from torch import Tensor
-from transformers import DynamicCache
+import typer
 
+from ..commands import (
+    SHAPES,
+    BatchSizes,
+    Layers,
+    NewTokens,
+    Rates,
+    Repeats,
+    Temperatures,
+    check_counts,
+    progress,
+    spread,
+)
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..target import supported_shape
 from .identity import compare_texts
 from .memory import drafter_mb, peak_memory
 from .methods import (
@@ -19,20 +29,26 @@ from .methods import (
     compiled_method,
     draft_model_of,
     eager_method,
+    scripted_methods,
     speculator_methods,
     stock_speculative_methods,
 )
+from .profiles import DEFAULT_RATES, read_profile
 from .replay import record_budgets
-from .runs import Request, batches, fixed_length, generate_once, measure_in_turn, num_steps, seconds_to_first_token
+from .runs import (
+    Request,
+    batches,
+    fixed_length,
+    generate_once,
+    measure_in_turn,
+    num_steps,
+    plain_texts,
+    seconds_to_first_token,
+)
 from .summary import headline, summarize
-from .synthetic import DEFAULT_RATES, AcceptanceProfile, read_profile
-from .synthetic_workload import shape_workload, synthetic_speculators
-from .timing import progress, spread
-from .verify_cost import verify_seconds
-from .workload import Workload, WorkloadSettings, check_counts, check_temperatures, load_workload
+from .workload import Workload, WorkloadSettings, check_temperatures, load_workload, shape_workload
 
 
-_COST_NODES = (1, 2, 4, 8, 16, 32, 64)
 _MAX_FIRST_TOKENS = 8  # requests whose time to the first token is measured
 
 
@@ -40,42 +56,44 @@ _MAX_FIRST_TOKENS = 8  # requests whose time to the first token is measured
 class GenerateSettings(WorkloadSettings):
     """What to measure.
 
-    Attributes:
-        batch_sizes, temperatures: every pair is measured; 0 is greedy.
-        repeats: passes over the prompts.
-        compile_baseline: stock with static cache and `torch.compile` too; None: on accelerators.
-        stock_speculative: stock's own speculative modes too (they run at batch 1).
-        prompt_lookup_num_tokens: of stock prompt lookup (10 is what its documentation uses).
-        max_proofs: how many divergences of a speculator are looked at again.
-        apart: measure memory and the time to the first token, in calls of their own.
-        round_costs: measure bare verifications by their nodes too.
-        shape: random weights (`shapes.SHAPES`) and a synthetic drafter instead of target, prompts and speculators;
-            greedy, without stock's speculative modes (a random target repeats itself).
-        layers: fewer than the shape has.
-        profile: of the synthetic drafter.
+    Every pair of batch size and temperature is measured (default: greedy and 1; a shape: greedy). Stock's speculative
+    modes run at batch 1, and not at a shape: a random target repeats itself. `max_proofs` divergences of a speculator
+    are looked at again; `apart` measures memory and the time to the first token in calls of their own.
     """
 
-    batch_sizes: Sequence[int] = (1,)
-    temperatures: Sequence[float] = (0.0, 1.0)
-    repeats: int = 3
-    compile_baseline: bool | None = None
+    QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
+
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"Random weights and a scripted drafter instead of a target: {', '.join(SHAPES)}."),
+    ] = None
+    layers: Layers = None
+    acceptance: Rates = DEFAULT_RATES
+    nodes: Annotated[int, typer.Option(min=1, help="Of the scripted drafter's trees.")] = 16
+    batch_sizes: BatchSizes = field(default_factory=lambda: [1])
+    temperatures: Temperatures = field(default_factory=list)
+    max_new_tokens: NewTokens = 128
+    repeats: Repeats = 3
+    compile_baseline: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile-baseline/--no-compile-baseline",
+            help="Stock with static cache and torch.compile too (default: on accelerators).",
+        ),
+    ] = None
+    prompt_lookup_num_tokens: Annotated[
+        int, typer.Option("--lookup-tokens", min=1, help="prompt_lookup_num_tokens of stock.")
+    ] = 10
     stock_speculative: bool = True
-    prompt_lookup_num_tokens: int = 10
     max_proofs: int = 8
     apart: bool = True
-    round_costs: bool = False
-    shape: str | None = None
-    layers: int | None = None
-    profile: AcceptanceProfile | None = None
+
+    def __post_init__(self) -> None:
+        self.temperatures = self.temperatures or ([0.0, 1.0] if self.shape is None else [0.0])
 
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(
-            max_new_tokens=self.max_new_tokens,
-            repeats=self.repeats,
-            batch_size=min(self.batch_sizes),
-            limit=self.limit,
-        )
+        check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, batch_size=min(self.batch_sizes))
         check_temperatures(self.temperatures)
         if self.shape is not None and (self.target or self.speculators or self.prompts or any(self.temperatures)):
             raise SpeculateError(
@@ -84,7 +102,7 @@ class GenerateSettings(WorkloadSettings):
 
 
 def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
-    """Measures every method at every batch size and temperature.
+    """Tokens per second of speculators beside stock eager, compiled, prompt lookup and assisted generation.
 
     Returns:
         JSON-serialisable: `rows`, one for each method, batch size and temperature; `temperatures`, for each temperature
@@ -113,10 +131,10 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
             runs = measure_in_turn(model, active[size], requests[size], arguments, settings.repeats, step)
             apart = {}
             for method in active[size]:
-                apart[method.name] = _apart(model, method, requests[size], arguments) if settings.apart else {}
-                apart[method.name]["identical"] = compare_texts(
-                    model, method, runs, requests[size], arguments, settings.max_proofs
-                )
+                found = compare_texts(model, method, runs, requests[size], arguments, settings.max_proofs)
+                apart[method.name] = {"identical": found}
+                if settings.apart:
+                    apart[method.name] |= _apart(model, method, requests[size], arguments)
                 step(f"{method.name} apart")
             rows += summarize(size, temperature, runs, active[size], apart)
     first_size = settings.batch_sizes[0]
@@ -132,30 +150,20 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
         "rows": rows,
         "temperatures": headlines,
         "speedup": next(iter(headlines.values()))["speedup"],
-        "round_costs": _round_costs(model, workload.prompts[0][1]) if settings.round_costs else None,
     }
 
 
 def _subject(settings: GenerateSettings) -> tuple[Workload, list[Method]]:
-    """Target with prompts, and speculators: real ones or synthetic ones."""
+    """Target with prompts, and speculators: real ones or scripted ones."""
     if settings.shape is None:
         specs = settings.specs()  # what cannot be read is said before a model is loaded
         workload = load_workload(settings)
         return workload, speculator_methods(specs, workload.model)
-    profile = settings.profile or read_profile(DEFAULT_RATES, 16)
+    profile = read_profile(settings.acceptance or DEFAULT_RATES, settings.nodes)
     workload = shape_workload(settings.shape, settings.layers, settings.limit, settings.dtype, settings.device)
-    return workload, synthetic_speculators(workload, profile, settings.max_new_tokens)
-
-
-def _round_costs(model: GenerativeModel, prompt: Tensor) -> list[dict[str, Any]] | None:
-    """Milliseconds of a verification by nodes; None for targets that cannot score trees."""
-    if supported_shape(model, DynamicCache(config=model.config))[0] != "tree":
-        return None
-    found = verify_seconds(model, prompt[None].to(model.device), _COST_NODES)
-    return [
-        {"nodes": nodes, "verify_ms": {key: 1e3 * value for key, value in seconds.items()}}
-        for nodes, seconds in found.items()
-    ]
+    requests = batches(workload.prompts, 1, workload.model.device)
+    texts = plain_texts(workload.model, requests, fixed_length(settings.max_new_tokens))
+    return workload, scripted_methods(texts, profile, workload.vocab_size)
 
 
 def _methods(settings: GenerateSettings, ours: Sequence[Method], model: GenerativeModel) -> list[Method]:

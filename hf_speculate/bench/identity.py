@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..errors import LosslessnessError
 from ..models import GenerativeModel
 from ..testing import check_lossless
@@ -47,8 +45,6 @@ def compare_texts(
             found = {"prompt": request.index, "row": row, "step": step}
             if method.kind == "speculator" and len(run.rows) == 1 and len(divergences) < max_proofs:
                 found |= _proof(model, method, request, run, arguments)
-            elif not arguments["do_sample"]:
-                found |= _margin(model, request, row, plain[:step], (plain[step], ours[step]))
             divergences.append(found)
     return {"share": 1 - len(divergences) / num_rows, "num_rows": num_rows, "divergences": divergences}
 
@@ -73,14 +69,3 @@ def _proof(
         "logit_error": tie.logit_error,
         "max_logit": tie.max_logit,
     }
-
-
-def _margin(
-    model: GenerativeModel, request: Request, row: int, emitted: Sequence[int], choices: tuple[int, int]
-) -> dict[str, Any]:
-    """How far the two choices are apart in a plain forward of that row alone. That proves nothing: no `is_tie`."""
-    prompt = request.input_ids[row][request.attention_mask[row].bool()]
-    with torch.inference_mode():
-        ids = torch.cat([prompt, prompt.new_tensor(emitted)])[None]
-        logits = model(ids, logits_to_keep=1).logits[0, -1].float()
-    return {"margin": (logits[choices[0]] - logits[choices[1]]).abs().item(), "max_logit": logits.abs().max().item()}

@@ -9,9 +9,11 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import SpeculateError
 
@@ -22,12 +24,16 @@ _WORKER = Path(__file__).with_name("llamacpp_worker.py")
 class LlamaCpp:
     """A GGUF file in llama.cpp, asked for one measurement at a time; it waits while others are made.
 
+    It stands where a model does: the line of JSON that asks and the one that answers are part of the time.
+
     Args:
         python: an interpreter that has `llama_cpp`.
         context: the most tokens of prompt and text together.
     Attributes:
         version: of llama-cpp-python.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, python: str, path: str, threads: int, context: int):
         # By its text, not by its path: the modules beside it are not to be found.
@@ -45,23 +51,19 @@ class LlamaCpp:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
-        """Greedy decoding: `seconds` of the whole, `prompt_seconds`, `tokens`."""
-        return self._ask(command="generate", prompt=list(prompt), max_new_tokens=max_new_tokens)
+    def generate(self, input_ids: Tensor, *, max_new_tokens: int, **_: Any) -> Any:
+        """Greedy decoding of int64 [1, S]; returns an object with `sequences` (int64 [1, S + new])."""
+        answer = self._ask(command="generate", prompt=input_ids[0].tolist(), max_new_tokens=max_new_tokens)
+        return SimpleNamespace(sequences=torch.cat([input_ids, torch.tensor([answer["tokens"]])], dim=1))
 
-    def forward_costs(self, prompt: Sequence[int], nodes: Sequence[int]) -> dict[str, Any]:
+    def forward_costs(self, prompt: Sequence[int], nodes: Sequence[int], repeats: int = 5) -> dict[str, Any]:
         """Medians: `verify_ms` of forwards over N tokens behind the prompt, by N, and `prompt_ms`."""
-        verify = self.verify(prompt, nodes, repeats=5)
-        prompts = [self.generate(prompt, 1)["prompt_seconds"] for _ in range(3)]
+        verify = self._ask(command="verify", prompt=list(prompt), nodes=list(nodes), repeats=repeats)["seconds"]
+        prompts = [self._ask(command="generate", prompt=list(prompt), max_new_tokens=1) for _ in range(3)]
         return {
-            "verify_ms": {n: 1e3 * statistics.median(seconds) for n, seconds in verify.items()},
-            "prompt_ms": 1e3 * statistics.median(prompts),
+            "verify_ms": {n: 1e3 * statistics.median(taken) for n, taken in zip(nodes, verify, strict=True)},
+            "prompt_ms": 1e3 * statistics.median(answer["prompt_seconds"] for answer in prompts),
         }
-
-    def verify(self, prompt: Sequence[int], nodes: Sequence[int], repeats: int) -> dict[int, list[float]]:
-        """Seconds of forwards over N tokens behind the prompt."""
-        answer = self._ask(command="verify", prompt=list(prompt), nodes=list(nodes), repeats=repeats)
-        return dict(zip(nodes, answer["seconds"], strict=True))
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
+import typer
+
+from ..commands import Grid, Limit, NewTokens, Repeats, SpeculatorSpec, check_counts, progress, spread
 from ..drafting import Drafter
 from ..errors import SpeculateError
-from ..models import GenerativeModel
 from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
-from .grid import Grid
-from .methods import Method, SpeculatorSpec, eager_method
+from .methods import Method, eager_method, speculator_method
+from .profiles import AcceptanceProfile, Texts
 from .runs import (
-    Request,
     Run,
     batches,
+    beside_plain,
     fixed_length,
     measure_in_turn,
     merged,
     num_steps,
+    plain_texts,
     seconds_by_repeat,
 )
-from .synthetic import AcceptanceProfile, SyntheticDrafter
-from .synthetic_workload import plain_texts
-from .timing import progress, spread
-from .workload import WorkloadSettings, check_counts, describe_target, load_workload
+from .workload import WorkloadSettings, describe_target, load_workload
 
 
 # What is drafted by whom; none is ever right.
@@ -40,34 +39,34 @@ BAD_DRAFTERS = {
 
 @dataclass(kw_only=True)
 class LossSettings(WorkloadSettings):
-    """What to measure.
+    """What to measure; without `speculators`, none."""
 
-    Attributes:
-        drafters: of `BAD_DRAFTERS`.
-        speculators: real ones beside them; None is none.
-        adaptive: whether the automatic switch is on.
-        fresh: every call begins without what earlier ones taught.
-        repeats: interleaved passes over the prompts.
-    """
+    QUICK: ClassVar = {"max_new_tokens": 64, "repeats": 1}
 
-    drafters: Sequence[str] = tuple(BAD_DRAFTERS)
-    limit: int | None = 1
-    max_new_tokens: int = 256
-    adaptive: bool = True
-    fresh: bool = False
-    repeats: int = 7
+    drafters: Annotated[
+        list[str],
+        typer.Option("--drafter", help=f"Repeatable. {'; '.join(f'{k}: {v}' for k, v in BAD_DRAFTERS.items())}."),
+    ] = field(default_factory=lambda: list(BAD_DRAFTERS))
+    limit: Limit = 1
+    max_new_tokens: NewTokens = 256
+    adaptive: Annotated[bool, typer.Option("--adaptive/--always", help="With the automatic switch.")] = True
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Every call begins without what earlier ones taught the switch.")
+    ] = False
+    repeats: Repeats = 7
 
     def specs(self) -> list[SpeculatorSpec]:
         return super().specs() if self.speculators else []
 
     def check(self) -> None:
+        """Raises `SpeculateError` for values that cannot be measured."""
         check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, limit=self.limit)
         if unknown := [name for name in self.drafters if name not in BAD_DRAFTERS]:
             raise SpeculateError(f"no bad drafter {', '.join(unknown)}; there are {', '.join(BAD_DRAFTERS)}.")
 
 
 def bench_loss(settings: LossSettings) -> dict[str, Any]:
-    """Greedy speed beside stock `generate`, as medians over interleaved passes.
+    """What speculation costs on text that drafts badly: drafters that are never right beside plain generate.
 
     Returns:
         JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %),
@@ -80,16 +79,12 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
     model = workload.model
     requests = batches(workload.prompts, 1, model.device)
     arguments = fixed_length(settings.max_new_tokens)
-    drafters = _drafters(settings.drafters, model, requests, arguments)
+    texts = plain_texts(model, requests, arguments)
+    drafters = {name: _drafter(name, texts, workload.vocab_size) for name in settings.drafters}
     drafters |= {spec.label: spec.make(model).drafter for spec in specs}
     methods = [eager_method(), *(_method(name, drafter, settings) for name, drafter in drafters.items())]
-
-    def forget(method: Method) -> None:
-        if settings.fresh and method.kind == "speculator":
-            method.arguments["speculator"] = Speculator(drafters[method.name], adaptive=settings.adaptive)
-
     with progress("loss", total=num_steps(len(methods), len(requests), settings.repeats)) as advance:
-        runs = measure_in_turn(model, methods, requests, arguments, settings.repeats, advance, before_each=forget)
+        runs = measure_in_turn(model, methods, requests, arguments, settings.repeats, advance)
     return {
         "bench": "loss",
         **workload.describe(),
@@ -97,20 +92,19 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
         "repeats": settings.repeats,
         "adaptive": settings.adaptive,
         "fresh": settings.fresh,
-        "plain_tokens_per_second": _plain_rate(runs),
+        "plain_tokens_per_second": beside_plain(runs, "eager")["tokens_per_second"]["median"],
         "rows": [figures(runs, name) for name in drafters],
     }
 
 
 def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
     """One drafter's row."""
-    plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name)
-    without = seconds_by_repeat(runs, name, _without_drafter_prefill)
+    plain, without = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name, _without_drafter_prefill)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
     rounds = stats.rounds + stats.rounds_without_draft
     return {
         "drafter": name,
-        "speedup": spread([p / s for p, s in zip(plain, ours, strict=True)]),
+        **beside_plain(runs, name),
         "speedup_without_drafter_prefill": spread([p / s for p, s in zip(plain, without, strict=True)]),
         "drafter_prefill_ms": 1e3 * stats.drafter_prefill_seconds / max(stats.calls, 1),
         "drafted_share": stats.rounds / rounds if rounds else 0.0,
@@ -124,55 +118,40 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     how = "automatic switch" if result["adaptive"] else "always drafting"
     if result["fresh"]:
         how += ", nothing learnt from earlier calls"
-    columns = ["drafter", "x plain", "(range)", "x plain, drafter's\nprefill apart", "rounds\nthat drafted"]
-    rows = []
-    for row in result["rows"]:
-        found, apart = row["speedup"], row["speedup_without_drafter_prefill"]
-        rows.append(
-            [
-                row["drafter"],
-                f"{found['median']:.3f}x",
-                f"{found['min']:.2f}-{found['max']:.2f}",
-                f"{apart['median']:.3f}x",
-                f"{row['drafted_share']:.1%}",
-                f"{row['accepted_tokens']:.0f} of {row['drafted_tokens']:.0f}",
-            ]
-        )
+    columns = {
+        "drafter": "{drafter}",
+        "x plain": "{speedup[median]:.3f}x",
+        "(range)": "{speedup[min]:.2f}-{speedup[max]:.2f}",
+        "x plain, drafter's\nprefill apart": "{speedup_without_drafter_prefill[median]:.3f}x",
+        "rounds\nthat drafted": "{drafted_share:.1%}",
+        "accepted tokens\na call": "{accepted_tokens:.0f} of {drafted_tokens:.0f}",
+    }
     return [
-        Grid(
-            title=f"Text that drafts badly, {how}, {describe_target(result)}, greedy, median of {result['repeats']}",
-            columns=[*columns, "accepted tokens\na call"],
-            rows=rows,
-            words={"drafter"},
+        Grid.of(
+            f"Text that drafts badly, {how}, {describe_target(result)}, greedy, median of {result['repeats']}",
+            result["rows"],
+            columns,
             caption=f"plain: {result['plain_tokens_per_second']:.1f} tokens/s",
         )
     ]
 
 
-def _drafters(
-    names: Sequence[str], model: GenerativeModel, requests: Sequence[Request], arguments: dict[str, Any]
-) -> dict[str, Drafter]:
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    made: dict[str, Drafter] = {}
-    for name in names:
-        if name == "random":
-            made[name] = RandomDrafter(vocab_size=vocab_size)
-        elif name == "never":
-            made[name] = EmptyDrafter()
-        else:
-            profile = AcceptanceProfile(rates=(0.0,) * 5, widths=(4, 3, 3, 3, 3))
-            made[name] = SyntheticDrafter(plain_texts(model, requests, arguments), profile, vocab_size=vocab_size)
-    return made
+def _drafter(name: str, texts: Texts, vocab_size: int) -> Drafter:
+    if name == "random":
+        return RandomDrafter(vocab_size=vocab_size)
+    if name == "never":
+        return EmptyDrafter()
+    return AcceptanceProfile(rates=(0.0,) * 5, widths=(4, 3, 3, 3, 3)).drafter(texts, vocab_size=vocab_size)
 
 
 def _method(name: str, drafter: Drafter, settings: LossSettings) -> Method:
-    speculator = Speculator(drafter, adaptive=settings.adaptive)
-    return Method(name=name, kind="speculator", arguments={"speculator": speculator})
+    def speculator() -> Speculator:
+        return Speculator(drafter, adaptive=settings.adaptive)
+
+    if settings.fresh:
+        return Method(name=name, kind="speculator", fresh=lambda: {"speculator": speculator()})
+    return speculator_method(name, speculator())
 
 
 def _without_drafter_prefill(run: Run) -> float:
     return run.seconds - (run.stats.drafter_prefill_seconds if run.stats else 0.0)
-
-
-def _plain_rate(runs: Sequence[Run]) -> float:
-    return statistics.median(run.num_tokens / run.seconds for run in runs if run.method == "eager")

@@ -6,6 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,40 +42,25 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> dict[str, Any]
 def _resident(call: Callable[[], Any]) -> dict[str, Any] | None:
     """High-water mark of the resident set. What the allocator keeps of earlier calls is handed back before."""
     gc.collect()
-    _trim()
-    start = _status("VmRSS") if _reset_high_water() else None
+    with suppress(OSError, AttributeError):  # another C library: the figure holds what it keeps
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    start = None
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # sets the mark back
+        start = _status("VmRSS")
     call()
-    peak = _status("VmHWM")
+    peak = None if start is None else _status("VmHWM")
     return None if start is None or peak is None else _found("resident", start, peak)
+
+
+def _status(field: str) -> int | None:
+    """Bytes; None where the system does not tell."""
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 def _found(kind: str, start: int, peak: int) -> dict[str, Any]:
     return {"kind": kind, "peak_mb": peak / _MB, "above_start_mb": max(peak - start, 0) / _MB}
-
-
-def _trim() -> None:
-    with suppress(OSError, AttributeError):  # another C library: the figure holds what it keeps
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _reset_high_water() -> bool:
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")
-    except OSError:
-        return False
-    return True
-
-
-def _status(field: str) -> int | None:
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def drafter_mb(drafter: Drafter, target: nn.Module) -> float:

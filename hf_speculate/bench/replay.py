@@ -1,4 +1,7 @@
-"""Adaptive runs again, with the same trees: what was drafted depends on the clock, so it has to be written down."""
+"""Adaptive runs again, with the same trees: what was drafted depends on the clock, so it has to be written down.
+
+The one module of benchmarks that knows how it is decided how much to draft.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from typing import Any
 from ..policy import Budget, DraftPolicy, PolicyRequest, PolicySession, Replay, Situation
 from ..round import Round
 from ..speculator import Speculator
+
+
+Budgets = Sequence[Budget]
 
 
 class RecordedPolicy(DraftPolicy):
@@ -50,13 +56,13 @@ def record_budgets(speculator: Speculator) -> None:
         speculator.policy = RecordedPolicy(speculator.policy)
 
 
-def recorded_budgets(speculator: Any) -> list[Budget] | None:
+def recorded_budgets(speculator: Any) -> Budgets | None:
     """Those of its last request; None where none were noted."""
     policy = getattr(speculator, "policy", None)
     return policy.budgets if isinstance(policy, RecordedPolicy) else None
 
 
-def replayed(speculator: Speculator, budgets: Sequence[Budget] | None) -> Speculator:
+def replayed(speculator: Speculator, budgets: Budgets | None) -> Speculator:
     """A speculator that drafts as that one did with these budgets (None: it always drafts alike)."""
     policy = {"adaptive": False} if budgets is None else {"policy": Replay(budgets)}
     again = Speculator(speculator.drafter, **policy)

@@ -13,14 +13,14 @@ from torch._dynamo.utils import counters
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
+from ..commands import spread, synchronize, timed
 from ..compilation import Recorder
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..policy import Budget
 from ..stats import SpeculationStats
-from .methods import Method
-from .replay import recorded_budgets
-from .timing import synchronize, timed
+from ..testing import unpadded
+from .methods import Method, eager_method
+from .replay import Budgets, recorded_budgets
 
 
 logger = logging.get_logger(__name__)
@@ -60,7 +60,7 @@ class Run:
     seconds: float
     rows: list[list[int]]
     stats: SpeculationStats | None
-    budgets: list[Budget] | None = None
+    budgets: Budgets | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +112,9 @@ def generate_once(
     model: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any], repeat: int = 0
 ) -> Run:
     """One call, seeded by the request."""
+    model = method.model or model
     arguments = {"speculator": None, "return_dict_in_generate": True, **arguments, **method.arguments}
+    arguments |= method.fresh() if method.fresh is not None else {}
     torch.manual_seed(request.index)
     seconds, output = timed(
         lambda: model.generate(request.input_ids, attention_mask=request.attention_mask, **arguments), model.device
@@ -129,6 +131,18 @@ def generate_once(
     )
 
 
+def plain_texts(
+    model: GenerativeModel, requests: Sequence[Request], arguments: dict[str, Any]
+) -> dict[tuple[int, ...], list[int]]:
+    """What plain `generate` writes after each prompt, as a scripted drafter wants it."""
+    texts: dict[tuple[int, ...], list[int]] = {}
+    for request in requests:
+        run = generate_once(model, eager_method(), request, arguments)
+        for prompt, tokens in zip(unpadded(request.input_ids, request.attention_mask), run.rows, strict=True):
+            texts[tuple(prompt)] = tokens
+    return texts
+
+
 def measure_in_turn(
     model: GenerativeModel,
     methods: Sequence[Method],
@@ -136,26 +150,22 @@ def measure_in_turn(
     arguments: dict[str, Any],
     repeats: int,
     advance: Callable[[str], None],
-    before_each: Callable[[Method], None] | None = None,
 ) -> list[Run]:
     """Every method on every request, `repeats` times, one after the other in an order that rotates.
 
-    Drift of the machine hits all methods alike; each has a warm-up before. `advance` is called `num_steps` times,
-    `before_each` before every call, warm-up included.
+    Drift of the machine hits all methods alike; each has a warm-up before. `advance` is called `num_steps` times.
 
     Raises:
         SpeculateError: a method emitted another number of tokens than it was asked for.
     """
     wanted = arguments["max_new_tokens"]
     for method in methods:
-        _warm_up(model, method, requests, arguments, before_each)
+        _warm_up(model, method, requests, arguments)
         advance("warm-up")
     runs = []
     for repeat in range(repeats):
         for request in requests:
             for method in rotated(methods, repeat + request.index):
-                if before_each is not None:
-                    before_each(method)
                 run = generate_once(model, method, request, arguments, repeat)
                 if lengths := {len(row) for row in run.rows} - {wanted}:
                     raise SpeculateError(
@@ -167,29 +177,18 @@ def measure_in_turn(
     return runs
 
 
-def _warm_up(
-    model: GenerativeModel,
-    method: Method,
-    requests: Sequence[Request],
-    arguments: dict[str, Any],
-    before_each: Callable[[Method], None] | None,
-) -> None:
+def _warm_up(model: GenerativeModel, method: Method, requests: Sequence[Request], arguments: dict[str, Any]) -> None:
     """A few tokens behind the longest prompt; for what compiles, whole passes."""
-
-    def call(request: Request, **options: Any) -> None:
-        if before_each is not None:
-            before_each(method)
-        generate_once(model, method, request, arguments | options)
-
     if not method.compiles:
         longest = max(requests, key=lambda request: request.length)
-        call(longest, max_new_tokens=min(arguments["max_new_tokens"], WARM_UP_TOKENS))
+        count = min(arguments["max_new_tokens"], WARM_UP_TOKENS)
+        generate_once(model, method, longest, arguments | {"max_new_tokens": count})
         return
     # On accelerators the second pass records what the first has compiled.
     for _ in range(MAX_WARM_UPS):
         known = _num_compiled()
         for request in requests:
-            call(request)
+            generate_once(model, method, request, arguments)
         if _num_compiled() == known:
             return
     logger.warning(f"{method.name} still compiled in pass {MAX_WARM_UPS} of its warm-up: its times include some of it.")
@@ -220,6 +219,16 @@ def seconds_by_repeat(
         if run.method == method:
             seconds[run.repeat] = seconds.get(run.repeat, 0.0) + of(run)
     return [seconds[repeat] for repeat in sorted(seconds)]
+
+
+def beside_plain(runs: Sequence[Run], method: str) -> dict[str, Any]:
+    """Tokens per second and speed-up over eager, spread over the repeats."""
+    plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, method)
+    tokens = sum(run.num_tokens for run in runs if run.method == method and run.repeat == 0)
+    return {
+        "tokens_per_second": spread([tokens / seconds for seconds in ours]),
+        "speedup": spread([p / s for p, s in zip(plain, ours, strict=True)]),
+    }
 
 
 def merged(stats: Iterable[SpeculationStats]) -> SpeculationStats:

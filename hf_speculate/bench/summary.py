@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..commands import spread
 from .methods import Method
 from .runs import Run, merged, seconds_by_repeat
-from .timing import spread
 
 
 BEST_STOCK = "best_stock_speculative"

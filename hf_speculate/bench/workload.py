@@ -1,64 +1,72 @@
-"""Target and prompts of a benchmark on real text."""
+"""Target and prompts of a benchmark: on real text, or of a shape with random weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..commands import (
+    Category,
+    Device,
+    Limit,
+    Prompt,
+    PromptFiles,
+    Raw,
+    Specs,
+    SpeculatorSpec,
+    Target,
+    TargetDtype,
+    builtin_prompts,
+    chat_ids,
+    default_specs,
+    default_target,
+    environment,
+    find_device,
+    find_dtype,
+    find_shape,
+    load_target,
+    parse_specs,
+    random_prompt,
+    read_prompts,
+    tokenize,
+)
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from .environment import environment, find_device
-from .methods import SpeculatorSpec, default_specs, default_target, load_target, parse_specs
-from .prompts import Prompt, builtin_prompts, chat_ids, read_prompts, tokenize
 from .runs import fitting
+
+
+_RANDOM_PROMPT_LENGTH, _NUM_RANDOM_PROMPTS = 256, 2
 
 
 @dataclass(kw_only=True)
 class WorkloadSettings:
     """What every benchmark on real text asks for.
 
-    Attributes:
-        target: path or Hub id; None is the bundled target.
-        speculators: `NAME_OR_PATH[:option=value,...]`; None is prompt lookup (and what is bundled for the bundled
-            target).
-        prompts: JSON-lines files; none is the built-in set.
-        categories: only prompts of these.
-        limit: at most this many prompts of each file.
-        raw: leave the tokenizer's chat template aside (of several turns, only the first is used then).
-        dtype: of the target, "auto" is the checkpoint's.
-        max_new_tokens: each row emits exactly this many.
-        device: None is the accelerator if there is one.
+    Without speculators: prompt lookup, and what is bundled for the bundled target. With `raw`, only the first turn of a
+    conversation is used.
     """
 
-    target: str | None = None
-    speculators: Sequence[str] | None = None
-    prompts: Sequence[str | Path] = ()
-    categories: Sequence[str] | None = None
-    limit: int | None = None
-    raw: bool = False
-    dtype: str = "auto"
+    target: Target = None
+    speculators: Specs = None
+    prompts: PromptFiles = None
+    categories: Category = None
+    limit: Limit = None
+    raw: Raw = False
+    dtype: TargetDtype = "auto"
     max_new_tokens: int = 128
-    device: str | None = None
+    device: Device = None
 
     @property
     def target_name(self) -> str:
         return self.target or default_target()
 
     def specs(self) -> list[SpeculatorSpec]:
-        return default_specs(self.target_name) if self.speculators is None else parse_specs(self.speculators)
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raises `SpeculateError` for a count below 1; None is not given."""
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise SpeculateError(f"{name.replace('_', ' ')} must be at least 1, got {value}.")
+        return default_specs(self.target_name) if not self.speculators else parse_specs(self.speculators)
 
 
 def check_temperatures(temperatures: Sequence[float]) -> None:
@@ -80,10 +88,14 @@ class Workload:
     name: str
     model: GenerativeModel
     prompts: list[tuple[str, Tensor]]
-    num_skipped: int
-    prompt_sets: list[str]
-    uses_chat_template: bool
+    num_skipped: int = 0
+    prompt_sets: Sequence[str] = ("random",)
+    uses_chat_template: bool = False
     eos_token_id: Any = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.get_text_config(decoder=True).vocab_size
 
     def describe(self) -> dict[str, Any]:
         """What a result says about it."""
@@ -93,7 +105,7 @@ class Workload:
             "dtype": str(model.dtype).removeprefix("torch."),
             "attention": model.config._attn_implementation,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "prompt_sets": self.prompt_sets,
+            "prompt_sets": list(self.prompt_sets),
             "num_prompts": len(self.prompts),
             "num_skipped_prompts": self.num_skipped,
             "mean_prompt_length": sum(len(ids) for _, ids in self.prompts) / len(self.prompts),
@@ -108,8 +120,8 @@ def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None
     Args:
         prompt_tokens: take these tokens of every text (without a chat template); texts that end before are left out.
     """
-    device = find_device(settings.device)
-    groups = [read_prompts(path, settings.limit, settings.categories) for path in settings.prompts]
+    device, files = find_device(settings.device), settings.prompts or []
+    groups = [read_prompts(path, settings.limit, settings.categories) for path in files]
     if not groups:
         groups = [builtin_prompts(settings.limit)]
     chosen = [prompt for group in groups for prompt in group]
@@ -128,9 +140,26 @@ def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None
         model=model,
         prompts=kept,
         num_skipped=len(prompts) - len(kept),
-        prompt_sets=[str(path) for path in settings.prompts] or ["built-in"],
+        prompt_sets=[str(path) for path in files] or ["built-in"],
         uses_chat_template=uses_chat_template,
         eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def shape_workload(name: str, layers: int | None, num_prompts: int | None, dtype: str, device: str | None) -> Workload:
+    """Random weights of a shape, and random prompts of 256 tokens.
+
+    Args:
+        layers: fewer than the shape has.
+        dtype: "auto" is bfloat16.
+    """
+    shape = find_shape(name).with_layers(layers)
+    model = shape.build(find_dtype("bfloat16" if dtype == "auto" else dtype), find_device(device))
+    seeds = range(num_prompts or _NUM_RANDOM_PROMPTS)
+    return Workload(
+        name=f"{name} shape of {shape.num_hidden_layers} layers, random weights",
+        model=model,
+        prompts=[("random", random_prompt(_RANDOM_PROMPT_LENGTH, shape.vocab_size, seed)[0]) for seed in seeds],
     )
 
 

@@ -8,3 +8,4 @@ from .scripted import EmptyDrafter as EmptyDrafter
 from .scripted import RaisingDrafter as RaisingDrafter
 from .scripted import RandomDrafter as RandomDrafter
 from .scripted import ScriptedDrafter as ScriptedDrafter
+from .scripted import unpadded as unpadded

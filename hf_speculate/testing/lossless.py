@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import LosslessnessError
-from ..models import GenerativeModel, unwrap
-from ..speculator import Speculator
+from ..models import GenerativeModel
+from ..speculator import Speculator, unwrap
 from ..verification import Noise
 
 

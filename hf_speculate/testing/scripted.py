@@ -1,14 +1,16 @@
-"""Drafters that follow a script: perfect, adversarial, of a set accuracy, random, empty, raising."""
+"""Drafters that follow a script: of a set acceptance (perfect, adversarial), random, empty, raising."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
+from ..errors import SpeculateError
 from ..tree import ROOT_PARENT, DraftTree
 
 
@@ -28,67 +30,150 @@ class _SilentSession(DraftSession):
 
 
 class ScriptedDrafter(_ScriptDrafter):
-    """Knows the text that will come and drafts it with a set accuracy.
+    """Knows the text that will come and drafts it with a set acceptance.
+
+    Which levels are right is drawn anew every round. What a script does not know is cost: `paid` lets another drafter
+    do its work beside it, whose drafts are thrown away.
 
     Args:
-        continuation: the new tokens of each row, int64 [B, n] (or one list for a single row): what plain `generate`
-            emits.
+        continuation: what plain `generate` emits: the new tokens of each row, int64 [B, n] (or one list for a single
+            row), or of each prompt, by its tokens.
         branching: children at each depth of the path; `(1,) * 5` is a chain of five, `(4, 2, 1)` a tree of seven
-            nodes. The true token takes a random place among the children, its own children hang on it.
-        accuracy: probability that a level holds the true token: 1 is perfect, 0 adversarial (never right).
+            nodes. The true token takes a random place among the children, the next level hangs on that place.
+        accuracy: probability that a level holds the true token where the level above does, one for all levels or each
+            its own: 1 is perfect, 0 adversarial (never right).
         vocab_size: tokens that are not the true one are drawn from here.
         seed: of the script's own random numbers.
+        ranked: as trained drafters do it: the child at place r is the true one as often as 1 / (r + 1)², and nodes
+            stand in the order of what they are worth, whatever their depth. Else levels follow one another.
+        paid: a drafter that does its own work each round, as deep as what is verified.
+    Raises:
+        SpeculateError: the tree is larger than the vocabulary; a prompt without a continuation (at `start`).
     """
 
     name = "scripted"
 
     def __init__(
         self,
-        continuation: Tensor | Sequence[int] | Sequence[Sequence[int]],
+        continuation: Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[tuple[int, ...], Sequence[int]],
         branching: Sequence[int] = (1, 1, 1, 1, 1),
         *,
-        accuracy: float = 1.0,
+        accuracy: float | Sequence[float] = 1.0,
         vocab_size: int,
         seed: int = 0,
+        ranked: bool = False,
+        paid: Drafter | None = None,
     ):
-        rows = continuation.tolist() if isinstance(continuation, Tensor) else list(continuation)
-        self.rows: list[list[int]] = [rows] if rows and isinstance(rows[0], int) else rows  # type: ignore[assignment]
+        self.texts = continuation if isinstance(continuation, Mapping) else None
+        self.rows = [] if isinstance(continuation, Mapping) else _rows(continuation)
         self.branching = tuple(branching)
-        self.accuracy = accuracy
+        accuracies = [accuracy] * len(self.branching) if isinstance(accuracy, int | float) else accuracy
+        self.levels = tuple(zip(self.branching, accuracies, strict=False))
         self.vocab_size = vocab_size
         self.seed = seed
+        self.ranked = ranked
+        self.paid = paid
+        self.feature_layers = () if paid is None else paid.feature_layers
+        if ranked and vocab_size <= sum(self.branching):
+            raise SpeculateError(f"{sum(self.branching)} nodes need a vocabulary larger than {vocab_size} tokens.")
 
     def start(self, request: DraftRequest) -> DraftSession:
-        return _ScriptedSession(self)
+        rows = self.rows
+        if self.texts is not None:
+            prompts = [tuple(tokens) for tokens in unpadded(request.input_ids, request.attention_mask)]
+            if any(prompt not in self.texts for prompt in prompts):
+                raise SpeculateError("a scripted drafter was asked for a prompt that it has no text for.")
+            rows = [list(self.texts[prompt]) for prompt in prompts]
+        return _ScriptedSession(self, rows, None if self.paid is None else self.paid.start(request))
 
 
-class _ScriptedSession(_SilentSession):
-    def __init__(self, drafter: ScriptedDrafter):
+def _rows(continuation: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    rows: list[Any] = continuation.tolist() if isinstance(continuation, Tensor) else list(continuation)
+    return [rows] if rows and isinstance(rows[0], int) else rows
+
+
+def unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The tokens of every row without its padding."""
+    mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
+    rows = zip(input_ids.tolist(), mask.tolist(), strict=True)
+    return [[token for token, real in zip(tokens, reals, strict=True) if real] for tokens, reals in rows]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Children of one node.
+
+    Attributes:
+        place: of the child that the next level hangs on, and that may be the true one.
+        value: how likely a round is to come to this level's node.
+    """
+
+    tokens: list[int]
+    place: int
+    value: float
+
+
+class _ScriptedSession(DraftSession):
+    def __init__(self, drafter: ScriptedDrafter, rows: Sequence[Sequence[int]], paid: DraftSession | None):
         self.script = drafter
+        self.rows = rows
+        self.paid = paid
         self.random = random.Random(drafter.seed)
 
+    def observe(self, tokens, features, lengths) -> None:
+        if self.paid is not None:
+            self.paid.observe(tokens, features, lengths)
+
     def draft(self, state: DraftState) -> DraftTree:
+        if self.paid is not None:
+            self.paid.draft(replace(state, max_depth=min(state.max_depth, len(self.script.levels))))
         rows = [self._row(row, root, state) for row, root in enumerate(state.root_ids.tolist())]
         return DraftTree.from_rows(rows)
 
+    def close(self) -> None:
+        if self.paid is not None:
+            self.paid.close()
+
     def _row(self, row: int, root: int, state: DraftState) -> tuple[list[int], list[int]]:
-        tokens, parents, node, on_script = [root], [ROOT_PARENT], 0, True
-        branching = self.script.branching[: state.max_depth]
-        for depth, count in enumerate(branching if state.active[row] else ()):
-            true_token = self._true_token(row, state.num_emitted[row] + depth)
-            children = self._wrong_tokens(1 if state.chains_only else count, true_token)
-            place = self.random.randrange(len(children))
-            on_script &= self.random.random() < self.script.accuracy
-            if on_script and true_token is not None:
-                children[place] = true_token
-            first = len(tokens)
-            tokens.extend(children)
-            parents.extend([node] * len(children))
-            node = first + place
+        levels = self._levels(row, state) if state.active[row] else []
+        order = [(depth, rank) for depth, level in enumerate(levels) for rank in range(len(level.tokens))]
+        if self.script.ranked:
+            order.sort(key=lambda node: levels[node[0]].value / (node[1] + 1) ** 2, reverse=True)
+        tokens, parents = [root], [ROOT_PARENT]
+        index: dict[tuple[int, int], int] = {}
+
+        def place(depth: int, rank: int) -> int:
+            if (depth, rank) not in index:
+                parent = place(depth - 1, levels[depth - 1].place) if depth else 0
+                index[depth, rank] = len(tokens)
+                tokens.append(levels[depth].tokens[rank])
+                parents.append(parent)
+            return index[depth, rank]
+
+        for node in order:
+            place(*node)
         return tokens, parents
 
+    def _levels(self, row: int, state: DraftState) -> list[_Level]:
+        levels, on_script, value = [], True, 1.0
+        for depth, (count, accuracy) in enumerate(self.script.levels[: state.max_depth]):
+            true_token = self._true_token(row, state.num_emitted[row] + depth)
+            children = self._wrong_tokens(1 if state.chains_only else count, true_token)
+            place = self._place(len(children))
+            on_script &= self.random.random() < accuracy
+            if on_script and true_token is not None:
+                children[place] = true_token
+            levels.append(_Level(children, place, value))
+            value *= accuracy
+        return levels
+
+    def _place(self, count: int) -> int:
+        if not self.script.ranked:
+            return self.random.randrange(count)
+        return self.random.choices(range(count), [1 / (rank + 1) ** 2 for rank in range(count)])[0]
+
     def _true_token(self, row: int, index: int) -> int | None:
-        tokens = self.script.rows[row % len(self.script.rows)]
+        tokens = self.rows[row % len(self.rows)]
         return tokens[index] if index < len(tokens) else None
 
     def _wrong_tokens(self, count: int, true_token: int | None) -> list[int]:

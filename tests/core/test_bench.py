@@ -1,45 +1,40 @@
-"""Benchmarks: shape of the results, equal work, honest identity; no assertion on times."""
+"""`bench generate` and what it reads: equal work, honest identity, prompts and speculators by name. No times."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
 
 import pytest
-import torch
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from hf_speculate import SpeculateError
-from hf_speculate.bench import GenerateSettings, bench_cache, bench_generate, bench_overhead
-from hf_speculate.bench.cache import CacheShape
-from hf_speculate.bench.hardware import bytes_read, count_waits, host_waits
-from hf_speculate.bench.methods import SpeculatorSpec
-from hf_speculate.bench.prompts import Prompt, builtin_prompts, read_prompts, tokenize
-from hf_speculate.bench.shapes import SHAPES, ModelShape
-from hf_speculate.bench.verify_cost import branching
+from hf_speculate.bench import GenerateSettings, bench_generate
 from hf_speculate.bench.workload import WorkloadSettings, load_workload
-from hf_speculate.cli import app
+from hf_speculate.commands import (
+    Prompt,
+    SpeculatorSpec,
+    builtin_prompts,
+    default_target,
+    parse_specs,
+    read_prompts,
+    table_specs,
+    tokenize,
+)
 
 from ..inputs import character_tokenizer
+from ..support.bench import bench, last_line
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-TINY = ("--limit", "2", "--max-new-tokens", "12", "--repeats", "2")
-
-
-def run(*arguments: str):
-    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
-    assert result.exit_code == 0, result.stderr or result.exception
-    return result
+TINY = ("--limit", "2", "--max-new-tokens", "8", "--repeats", "2")
 
 
 def test_generate_reports_every_method(bench_folders, tmp_path):
     out = tmp_path / "result.json"
     speculators = ("-s", "prompt_lookup", "-s", f"draft_model:model={bench_folders / 'draft'},depth=2,top_k=2")
-    result = run("generate", "--target", bench_folders / "target", *speculators, *TINY, "--threads", 1, "--out", out)
-    found = json.loads(result.stdout.splitlines()[-1])
+    result = bench("generate", "--target", bench_folders / "target", *speculators, *TINY, "--threads", 1, "--out", out)
+    found = last_line(result)
     assert found == json.loads(out.read_text())
     ours = ["prompt_lookup", "draft_model:model=draft,depth=2,top_k=2"]
     methods = ["eager", "stock prompt lookup", "stock assisted", *ours]
@@ -54,7 +49,7 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
             assert row["identical"]["share"] == 1.0  # fp32
             assert row["speculation"]["calls"] == 4
             # The first token of every call is the prefill's.
-            assert row["speculation"]["emitted_tokens"] + row["speculation"]["prefill_tokens"] == 4 * 12
+            assert row["speculation"]["emitted_tokens"] + row["speculation"]["prefill_tokens"] == 4 * 8
     assert list(found["temperatures"]) == ["0", "1"]
     for headline in found["temperatures"].values():
         assert {"eager", "best_stock_speculative"} <= set(headline["speedup"])
@@ -64,7 +59,7 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
 
 
 def test_json_prints_nothing_else(bench_folders):
-    result = run("generate", "--target", bench_folders / "target", *TINY, "--temperature", 0, "--json")
+    result = bench("generate", "--target", bench_folders / "target", *TINY, "--temperature", 0, "--json")
     assert json.loads(result.stdout)["rows"][-1]["method"] == "prompt_lookup"
     assert result.stdout.count("\n") == 1
 
@@ -73,8 +68,8 @@ def test_batches_leave_out_what_stock_cannot_do(bench_folders):
     settings = GenerateSettings(
         target=str(bench_folders / "target"),
         limit=3,
-        batch_sizes=(2,),
-        temperatures=(0.0,),
+        batch_sizes=[2],
+        temperatures=[0.0],
         max_new_tokens=8,
         repeats=1,
         apart=False,
@@ -98,7 +93,7 @@ def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
     settings = GenerateSettings(
         target=str(bench_folders / "target"),
         prompts=[path],
-        temperatures=(0.0,),
+        temperatures=[0.0],
         max_new_tokens=6,
         repeats=1,
         apart=False,
@@ -121,72 +116,12 @@ def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
 
     monkeypatch.setattr(decoding, "verify", wrong)
     settings = GenerateSettings(
-        target=str(bench_folders / "target"), limit=1, temperatures=(0.0,), max_new_tokens=6, repeats=1, apart=False
+        target=str(bench_folders / "target"), limit=1, temperatures=[0.0], max_new_tokens=6, repeats=1, apart=False
     )
     identical = bench_generate(settings)["rows"][-1]["identical"]
     assert identical["share"] == 0.0
     assert identical["divergences"][0]["is_tie"] is False
     assert "no tie" in identical["divergences"][0]["why"]
-
-
-def test_overhead(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_speculate.bench.hardware._COPIED_BYTES", 1 << 20)
-    shape = ModelShape.scaled(hidden_size=128, num_hidden_layers=2, vocab_size=500)
-    found = bench_overhead((4, 8), shape=shape, accuracy=1.0, prompt_length=16, max_new_tokens=24, repeats=1)
-    assert json.loads(json.dumps(found)) == found
-    for row, nodes in zip(found["rows"], (4, 8), strict=True):
-        assert row["nodes"] == nodes
-        assert 0 < row["forward_efficiency"] <= 1
-        assert 0 < row["engine_efficiency"] <= 1
-        # A perfect script: each round but the last is accepted to its deepest level.
-        assert row["mean_acceptance_length"] > len(branching(nodes))
-        assert row["forward_ms"] <= row["target_ms"] <= row["round_ms"]
-        assert row["bandwidth_share"] == pytest.approx(found["weights_ms"] / row["round_ms"])
-        assert row["host_waits"] is None
-    assert found["plain"]["forward_ms"] <= found["plain"]["token_ms"]
-    result = run("overhead", "--layers", 1, "--hidden", 128, "--vocab", 300, "--context", 8, "--quick", "--threads", 1)
-    assert [row["nodes"] for row in json.loads(result.stdout.splitlines()[-1])["rows"]] == [8, 16, 32]
-    monkeypatch.setitem(SHAPES, "tiny", shape)
-    result = run("overhead", "--shape", "tiny", "--layers", 1, "--context", 8, "--quick", "--nodes", 4)
-    assert json.loads(result.stdout.splitlines()[-1])["shape"] == asdict(replace(shape, num_hidden_layers=1))
-    with pytest.raises(SpeculateError, match="at least 2 nodes"):
-        bench_overhead((1,))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_bytes_that_a_forward_reads(tied):
-    shape = ModelShape.scaled(hidden_size=128, num_hidden_layers=1, vocab_size=500)
-    model = replace(shape, tie_word_embeddings=tied).build(torch.bfloat16, torch.device("cpu"))
-    layers = sum(parameter.numel() for parameter in model.model.layers.parameters()) + model.model.norm.weight.numel()
-    assert bytes_read(model) == 2 * (layers + 500 * 128)
-
-
-def test_waits_are_the_runtimes_calls_that_block():
-    names = ["cudaLaunchKernel", "cudaStreamSynchronize", "hipDeviceSynchronize", "aten::item", "cudaMemcpyAsync"]
-    assert count_waits(names) == 2
-
-
-@pytest.mark.gpu
-def test_waits_are_counted():
-    ones = torch.ones(3, device="cuda")
-    assert host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 4, 7, 8, 16, 32, 64])
-def test_branching_has_that_many_nodes(num_nodes):
-    assert 1 + sum(branching(num_nodes)) == num_nodes
-    assert min(branching(num_nodes)) >= 1
-
-
-def test_cache():
-    found = bench_cache((64, 512), shape=CacheShape(num_layers=2, head_dim=8), repeats=2)
-    assert [row["length"] for row in found["rows"]] == [64, 512]
-    assert set(found["ratio"]["stock"]) == {"append_1", "append_32", "keep_4_of_32"}
-    assert set(found["ratio"]["ours"]) == {*found["ratio"]["stock"], "grow_per_entry"}
-    result = run("cache", "--lengths", 16, "--lengths", 32, "--repeats", 1)
-    assert json.loads(result.stdout.splitlines()[-1])["bench"] == "cache"
-    with pytest.raises(SpeculateError, match="two context lengths"):
-        bench_cache((256,))
 
 
 def test_speculator_specs():
@@ -302,3 +237,19 @@ def test_chat_template_is_applied():
 def test_builtin_prompts_end_where_code_goes_on():
     assert len(builtin_prompts()) >= 8
     assert len({prompt.content for prompt in builtin_prompts()}) == len(builtin_prompts())
+
+
+def test_names_of_speculators_must_differ():
+    with pytest.raises(SpeculateError, match="same name: head, head"):
+        parse_specs(["a/head", "b/head"])
+
+
+def test_own_options_beat_defaults(tiny_model):
+    speculator = SpeculatorSpec.parse("prompt_lookup:depth=3").make(tiny_model(), depth=7, branches=1)
+    assert (speculator.drafter.options.depth, speculator.drafter.options.branches) == (3, 1)
+
+
+def test_the_table_of_the_documentation_is_about_the_bundled_heads():
+    names = [spec.label for spec in table_specs(default_target())]
+    assert {"pycoder-eagle3", "pycoder-eagle3+prompt_lookup", "pycoder-eagle3:compile=True"} <= set(names)
+    assert [spec.label for spec in table_specs("someone/model")] == ["prompt_lookup"]

@@ -6,8 +6,10 @@ import stat
 import sys
 
 import pytest
+import torch
 
-from hf_speculate.bench.gguf import bench_gguf, tables
+from hf_speculate.bench import GgufSettings, bench_gguf
+from hf_speculate.bench.gguf import tables
 from hf_speculate.bench.llamacpp import LlamaCpp
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
@@ -22,7 +24,8 @@ for line in sys.stdin:
     if request["command"] == "verify":
         print(json.dumps({{"seconds": [[n / 1000] * request["repeats"] for n in request["nodes"]]}}), flush=True)
     else:
-        print(json.dumps({{"seconds": 2.0, "prompt_seconds": 0.5, "tokens": request["prompt"]}}), flush=True)
+        tokens = [7] * request["max_new_tokens"]
+        print(json.dumps({{"seconds": 2.0, "prompt_seconds": 0.5, "tokens": tokens}}), flush=True)
 """
 
 
@@ -40,17 +43,19 @@ def interpreter(tmp_path):
 
 
 def test_packed_beside_dequantised_and_llama_cpp(tmp_path, interpreter):
-    path = str(tmp_path / "tiny.gguf")
-    write_random_file(path, FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
-    result = bench_gguf(
-        path,
+    path = tmp_path / "tiny.gguf"
+    write_random_file(str(path), FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
+    settings = GgufSettings(
+        file=path,
         backend="dequantize",
-        nodes=(4,),
-        prompt_length=8,
-        max_new_tokens=8,
+        nodes=[4],
+        acceptance="1,1,1",
+        context=8,
+        max_new_tokens=9,
         repeats=1,
         llama_cpp=interpreter(_FAKE),
     )
+    result = bench_gguf(settings)
     rows = {row["method"]: row for row in result["rows"]}
     assert list(rows) == [
         "dequantised, plain",
@@ -59,11 +64,14 @@ def test_packed_beside_dequantised_and_llama_cpp(tmp_path, interpreter):
         "packed, trees of 4",
         "llama.cpp, plain",
     ]
-    assert rows["llama.cpp, plain"]["tokens_per_second"] == 4
-    assert rows["llama.cpp, plain"]["of_llama_cpp"] == 1
-    packed = rows["packed, plain"]
-    assert packed["of_llama_cpp"] == pytest.approx(packed["tokens_per_second"] / 4)
-    assert rows["packed, trees of 4"]["mean_acceptance_length"] > 1
+    plain = ["dequantised, plain", "packed, plain", "llama.cpp, plain"]
+    for row in rows.values():
+        rate = row["tokens_per_second"]["median"]
+        for name in plain:
+            assert row["speedup"][name] == pytest.approx(rate / rows[name]["tokens_per_second"]["median"])
+    # Right at every level: eight tokens in two rounds, each model drafted for from its own text.
+    for name in ("dequantised, trees of 4", "packed, trees of 4"):
+        assert rows[name]["speculation"]["mean_acceptance_length"] == 4
     assert result["forward"]["llama.cpp"] == {"verify_ms": {n: n for n in (1, 4, 8, 16, 32)}, "prompt_ms": 500}
     assert result["llama_cpp"] == "0.0.fake"
     speed, forward, memory = tables(result)
@@ -81,4 +89,9 @@ def test_a_llama_cpp_that_fails_says_why(interpreter):
         )
     dying = interpreter('#!{python}\nimport os, signal\nprint(\'{{"version": "1"}}\', flush=True)\ninput()\nos.abort()')
     with LlamaCpp(dying, "x.gguf", 1, 64) as other, pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"):
-        other.generate([1], 2)
+        other.generate(torch.tensor([[1]]), max_new_tokens=2)
+
+
+def test_trees_have_a_node_beside_the_root():
+    with pytest.raises(SpeculateError, match="at least one node, got 1"):
+        bench_gguf(GgufSettings(nodes=[1]))

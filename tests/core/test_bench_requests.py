@@ -1,12 +1,14 @@
-"""Benchmarks that measure acceptance, losses and batches, and what they share; no assertion on times."""
+"""Acceptance, losses and batches, how requests are run, tables and quick commands; no assertion on times."""
 
 from __future__ import annotations
 
 import json
-import random
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import pytest
 import torch
+import typer
 from torch._dynamo.utils import counters
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -14,45 +16,23 @@ from typer.testing import CliRunner
 from hf_speculate import SpeculateError, Speculator
 from hf_speculate.bench import (
     AcceptanceSettings,
-    GenerateSettings,
+    BatchSettings,
     LossSettings,
     bench_acceptance,
     bench_batch,
     bench_loss,
+    fixed_length,
 )
 from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
-from hf_speculate.bench.batch import tables as batch_tables
-from hf_speculate.bench.grid import Grid, group_breaks
+from hf_speculate.bench.generate_tables import tables as generate_tables
 from hf_speculate.bench.loss import figures as loss_figures
-from hf_speculate.bench.methods import (
-    Method,
-    SpeculatorSpec,
-    default_target,
-    eager_method,
-    parse_specs,
-    table_specs,
-)
-from hf_speculate.bench.runs import Run, batches, fitting, fixed_length, measure_in_turn, rotated, seconds_by_repeat
-from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile, unpadded
-from hf_speculate.cli import app
+from hf_speculate.bench.methods import Method, eager_method
+from hf_speculate.bench.runs import Run, batches, fitting, measure_in_turn, rotated, seconds_by_repeat
+from hf_speculate.commands import Grid, add_command
 from hf_speculate.stats import SpeculationStats
 
-
-def run_of(method="eager", request=0, repeat=0, seconds=1.0, stats=None, rows=((1, 2),)) -> Run:
-    return Run(
-        method=method,
-        request=request,
-        category="c",
-        repeat=repeat,
-        seconds=seconds,
-        rows=[list(row) for row in rows],
-        stats=stats,
-    )
-
-
-def stats_of(rounds: int, accepted: int, **more) -> SpeculationStats:
-    return SpeculationStats(calls=1, rounds=rounds, accepted_tokens=accepted, bonus_tokens=rounds, **more)
+from ..support.bench import bench, last_line, run_of, stats_of
 
 
 @pytest.fixture
@@ -61,7 +41,7 @@ def target(bench_folders):
 
 
 def test_acceptance_of_fixed_trees(target):
-    settings = AcceptanceSettings(target=target, nodes=(2, 6), max_new_tokens=10, limit=3)
+    settings = AcceptanceSettings(target=target, nodes=[2, 6], max_new_tokens=10, limit=3)
     found = bench_acceptance(settings)
     assert json.loads(json.dumps(found))["bench"] == "acceptance"
     assert [(row["temperature"], row["nodes"]) for row in found["rows"]] == [(0.0, 2), (0.0, 6), (1.0, 2), (1.0, 6)]
@@ -72,13 +52,14 @@ def test_acceptance_of_fixed_trees(target):
         assert row["mean_acceptance_length"] >= 1
     narrow, wide = found["rows"][:2]
     assert wide["mean_acceptance_length"] >= narrow["mean_acceptance_length"]
-    lengths, depths = acceptance_tables(found)
-    assert [len(lengths.rows), len(lengths.columns), len(depths.rows)] == [1, 5, 4]
+    (grid,) = acceptance_tables(found)
+    assert [row[:3] for row in grid.rows] == [(t, "prompt_lookup", n) for t in "01" for n in "26"]
+    assert list(grid.columns)[3:] == ["mean acceptance\nlength", "±", "drafted\na round", "by depth"]
     assert bench_acceptance(settings)["rows"] == found["rows"]  # no clock in it
 
 
 def test_acceptance_is_measured_up_to_the_end_of_the_text(target, monkeypatch):
-    settings = AcceptanceSettings(target=target, nodes=(4,), temperatures=(0.0,), max_new_tokens=12, limit=2)
+    settings = AcceptanceSettings(target=target, nodes=[4], temperatures=[0.0], max_new_tokens=12, limit=2)
     asked = []
 
     def generate_once(model, method, request, arguments):
@@ -95,7 +76,7 @@ def test_acceptance_cuts_prompts(target, tmp_path):
     path.write_text(
         "\n".join(json.dumps({"text": "ab" * n, "category": c}) for n, c in ((40, "x"), (50, "y"), (3, "x")))
     )
-    settings = AcceptanceSettings(target=target, prompts=[path], nodes=(4,), temperatures=(0.0,), max_new_tokens=6)
+    settings = AcceptanceSettings(target=target, prompts=[path], nodes=[4], temperatures=[0.0], max_new_tokens=6)
     settings.prompt_tokens, settings.first_token = 16, 20
     found = bench_acceptance(settings)
     assert (found["num_prompts"], found["mean_prompt_length"]) == (2, 16)  # the text of 6 bytes ends before
@@ -107,7 +88,7 @@ def test_acceptance_cuts_prompts(target, tmp_path):
 
 def test_options_of_the_speculator_beat_the_size(target):
     settings = AcceptanceSettings(
-        target=target, speculators=["prompt_lookup:max_nodes=1"], nodes=(8,), temperatures=(0.0,), max_new_tokens=8
+        target=target, speculators=["prompt_lookup:max_nodes=1"], nodes=[8], temperatures=[0.0], max_new_tokens=8
     )
     assert bench_acceptance(settings)["rows"][0]["drafted_nodes"] == 1
 
@@ -132,7 +113,7 @@ def test_loss(target):
     assert rows["adversarial"]["drafted_share"] == pytest.approx(10 / 11)
     assert rows["adversarial"]["drafted_tokens"] > 5 * 16
     assert json.loads(json.dumps(found)) == found
-    settings.drafters = ("rude",)
+    settings.drafters = ["rude"]
     with pytest.raises(SpeculateError, match="no bad drafter rude; there are random, adversarial, never"):
         bench_loss(settings)
 
@@ -155,7 +136,7 @@ def test_fresh_begins_anew(target, monkeypatch):
     monkeypatch.setattr("hf_speculate.bench.loss.Speculator", lambda *a, **k: made.append(1) or Speculator(*a, **k))
     settings = LossSettings(target=target, drafters=["never"], max_new_tokens=4, repeats=3, fresh=True)
     bench_loss(settings)
-    assert len(made) == 1 + 1 + 3  # the method's, one for the warm-up, one a repeat
+    assert len(made) == 1 + 3  # the warm-up, and one a repeat
     made.clear()
     settings.fresh = False
     bench_loss(settings)
@@ -163,16 +144,16 @@ def test_fresh_begins_anew(target, monkeypatch):
 
 
 def test_batch_sizes_with_and_without_the_switch(target):
-    settings = GenerateSettings(
-        target=target, batch_sizes=(1, 2), temperatures=(0.0,), max_new_tokens=8, repeats=1, limit=2
+    settings = BatchSettings(
+        target=target, batch_sizes=[1, 2], temperatures=[0.0], max_new_tokens=8, repeats=1, limit=2
     )
     found = bench_batch(settings)
     names = ["eager", "prompt_lookup:adaptive=True", "prompt_lookup:adaptive=False"]
     assert [(row["batch_size"], row["method"]) for row in found["rows"]] == [(b, n) for b in (1, 2) for n in names]
     assert all(row["identical"]["share"] == 1 for row in found["rows"] if row["kind"] == "speculator")  # fp32
-    (grid,) = batch_tables(found)
-    assert [row[1] for row in grid.rows] == names
-    assert grid.rows[1][3].endswith("x)")
+    grid = generate_tables(found)[0]
+    assert [row[2] for row in grid.rows] == 2 * names
+    assert grid.breaks == [3]
 
 
 @pytest.mark.parametrize("command", ["acceptance", "loss", "batch"])
@@ -182,29 +163,61 @@ def test_commands_end_in_one_line_of_json(command, target):
         "loss": ["--repeats", "1"],
         "batch": ["--repeats", "1", "--limit", "1", "--batch-size", "1"],
     }
-    arguments = ["bench", command, "--target", target, "--max-new-tokens", "5", *more[command]]
-    result = CliRunner().invoke(app, [*arguments, "--markdown"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout.splitlines()[-1])["bench"] == command
+    arguments = [command, "--target", target, "--max-new-tokens", "5", *more[command]]
+    result = bench(*arguments, "--markdown")
+    assert last_line(result)["bench"] == command
     assert any(line.startswith("| ") for line in result.stdout.splitlines())
-    help_text = CliRunner().invoke(app, ["bench", command, "--help"]).stdout
-    assert "--markdown" in help_text
 
 
 def test_grid_as_markdown():
     grid = Grid(title="t", columns=["a", "b\nc"], rows=[["x|y", "1"]], words={"a"}, caption="below")
     assert grid.markdown() == "**t**\n\n| a | b c |\n| --- | ---: |\n| x\\|y | 1 |\n\nbelow"
-    assert group_breaks(["p", "p", "q", "q", "p"]) == [2, 4]
 
 
-def test_names_of_speculators_must_differ():
-    with pytest.raises(SpeculateError, match="same name: head, head"):
-        parse_specs(["a/head", "b/head"])
+def test_grid_of_rows():
+    rows = [{"name": "a", "size": 1, "found": {"x": 0.5}}, {"name": "b", "size": 2, "found": None}, {"name": "b"}]
+    columns = {"name": "{name}", "x": "{found[x]:.1f}", "size": lambda row: f"{row['size']}!", "absent": "{absent:d}"}
+    grid = Grid.of("t", rows, columns, groups=["name"])
+    assert (grid.columns, grid.words, grid.breaks) == (["name", "x", "size"], {"name"}, [1])
+    assert grid.rows == [("a", "0.5", "1!"), ("b", "", "2!"), ("b", "", "")]
 
 
-def test_own_options_beat_defaults(target, tiny_model):
-    speculator = SpeculatorSpec.parse("prompt_lookup:depth=3").make(tiny_model(), depth=7, branches=1)
-    assert (speculator.drafter.options.depth, speculator.drafter.options.branches) == (3, 1)
+def test_a_command_of_settings():
+    """Fields with an option are options; `--quick` sets what was not given."""
+
+    @dataclass(kw_only=True)
+    class Settings:
+        QUICK: ClassVar = {"count": 1, "sizes": [7]}
+        name: Annotated[str | None, typer.Option("--other-name")] = None
+        count: Annotated[int, typer.Option(min=1)] = 5
+        sizes: Annotated[list[int], typer.Option("--size")] = field(default_factory=lambda: [1, 2])
+        secret: bool = True
+
+    found: list[Any] = []
+
+    def measure(given):
+        """Does it.
+
+        More.
+        """
+        return {"found": found.append(given)}
+
+    made = typer.Typer()
+    add_command(made, "one", Settings, measure, lambda result: [])
+    run = CliRunner().invoke
+    for arguments, expected in (
+        ([], Settings()),
+        (["--other-name", "x", "--size", "3"], Settings(name="x", sizes=[3])),
+        (["--quick", "--count", "5"], Settings(count=5, sizes=[7])),
+    ):
+        assert run(made, arguments).exit_code == 0
+        assert found[-1] == expected
+    assert run(made, ["--count", "0"]).exit_code == 2
+    shown = run(made, ["--help"]).stdout
+    assert "Does it." in shown
+    assert "More." not in shown
+    assert "--secret" not in shown
+    assert "--plot" not in shown
 
 
 def test_batches_pad_left_and_stay_within_a_category():
@@ -214,7 +227,6 @@ def test_batches_pad_left_and_stay_within_a_category():
     assert requests[0].input_ids.tolist() == [[0, 0, 1, 2], [1, 2, 3, 4]]
     assert requests[0].attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert requests[1].input_ids.tolist() == [[1, 2, 3], [0, 1, 2]]  # filled up with the first of its category
-    assert unpadded(requests[0].input_ids, requests[0].attention_mask) == [[1, 2], [1, 2, 3, 4]]
 
 
 def test_every_method_has_every_place_in_turn(tiny_model, prompt):
@@ -231,6 +243,14 @@ def test_every_method_has_every_place_in_turn(tiny_model, prompt):
     assert seconds_by_repeat(runs, "m1") == pytest.approx(
         [sum(r.seconds for r in runs if r.method == "m1" and r.repeat == i) for i in range(2)]
     )
+
+
+def test_a_method_may_bring_its_own_model(tiny_model, prompt):
+    requests = batches([("a", prompt(6)[0])], 1, torch.device("cpu"))
+    methods = [eager_method(), Method(name="other", kind="eager", model=tiny_model(seed=1))]
+    plain, other = measure_in_turn(tiny_model(), methods, requests, fixed_length(6), 1, lambda step: None)
+    assert plain.rows == tiny_model().generate(prompt(6), **fixed_length(6))[:, 6:].tolist()
+    assert other.rows == tiny_model(seed=1).generate(prompt(6), **fixed_length(6))[:, 6:].tolist() != plain.rows
 
 
 def test_what_compiles_warms_up_until_nothing_is_compiled(tiny_model, prompt, monkeypatch):
@@ -272,79 +292,3 @@ def test_prompts_that_do_not_fit(tiny_model, prompt):
     assert len(fitting([("a", prompt(5)[0]), ("a", prompt(250)[0])], tiny_model(), 16)) == 1
     with pytest.raises(SpeculateError, match="the shortest has 250"):
         fitting([("a", prompt(250)[0])], tiny_model(), 16)
-
-
-def test_profile_from_text_and_file(tmp_path):
-    assert read_profile("0.8,0.4", 3).rates == (0.8, 0.4)
-    path = tmp_path / "stats.json"
-    path.write_text(json.dumps({"rounds": 10, "accepted_to_depth": {"1": 9, "2": 5}}))
-    assert read_profile(str(path), 5).rates == (0.9, 0.5)
-    assert read_profile("0.8,0.4", 3).conditional == pytest.approx((0.8, 0.5))
-    assert read_profile("0.8,0.4", 3).mean_length == pytest.approx(2.2)
-    for wrong, message in (
-        ("0.4,0.8", "never rising"),
-        ("1.2", "between 0 and 1"),
-        ("high", "rates by depth"),
-        (str(tmp_path / "absent.json"), "cannot read acceptance"),
-    ):
-        with pytest.raises(SpeculateError, match=message):
-            read_profile(wrong, 4)
-    with pytest.raises(SpeculateError, match="at least one node"):
-        read_profile("0.5", 0)
-
-
-def test_nodes_go_where_rounds_get():
-    assert AcceptanceProfile.of_nodes((0.9, 0.8, 0.7), 3).widths == (1, 1, 1)
-    assert AcceptanceProfile.of_nodes((0.3, 0.1), 4).widths == (3, 1)
-    for nodes in (1, 7, 32):
-        assert AcceptanceProfile.of_nodes((0.8, 0.6, 0.4, 0.2), nodes).nodes == nodes
-
-
-def test_synthetic_acceptance_is_what_was_asked_for(tiny_model, prompt):
-    """200 rounds or more; each rate within 4.5 standard deviations, a false alarm once in 50 000 seeds and depths."""
-    model, ids = tiny_model(max_positions=2048), prompt(7)
-    request = fixed_length(600)
-    text = model.generate(ids, **request)[0, 7:].tolist()
-    profile = AcceptanceProfile((0.8, 0.5, 0.2), (3, 2, 1))
-    drafter = SyntheticDrafter({tuple(ids[0].tolist()): text}, profile, vocab_size=96)
-    output = model.generate(
-        ids, **request, speculator=Speculator(drafter, adaptive=False), return_dict_in_generate=True
-    )
-    assert output.sequences[0, 7:].tolist() == text
-    stats = output.speculation
-    assert stats.rounds > 200
-    for depth, rate in enumerate(profile.rates, start=1):
-        allowed = 4.5 * (rate * (1 - rate) / stats.drafted_to_depth[depth]) ** 0.5
-        assert abs(stats.acceptance_rate_by_depth[depth] - rate) < allowed, depth
-    # The deepest right nodes are in the tree however it is cut, as `tree.first` may.
-    assert stats.drafted_tokens / stats.rounds > 5.9
-
-
-def test_synthetic_trees_put_the_best_first():
-    session = SyntheticDrafter({(1,): [5] * 9}, AcceptanceProfile((1.0, 1.0, 1.0), (2, 2, 2)), vocab_size=50)
-    from hf_speculate.bench.synthetic import _SyntheticSession
-
-    opened = _SyntheticSession(session, [[5] * 9], None)
-    opened._random = random.Random(3)
-    tokens, parents = opened._tree(4, [5, 6, 7], (2, 2, 2))
-    assert len(tokens) == 7
-    assert all(parent < index for index, parent in enumerate(parents))
-    path = []
-    for token in (5, 6, 7):
-        above = path[-1] if path else 0
-        (node,) = [i for i in range(1, 7) if tokens[i] == token and parents[i] == above]
-        path.append(node)
-
-
-def test_a_synthetic_drafter_knows_its_prompts_only(tiny_model, prompt):
-    drafter = SyntheticDrafter({(1, 2): [3]}, AcceptanceProfile((0.5,), (1,)), vocab_size=96)
-    with pytest.raises(SpeculateError, match="no text for"):
-        tiny_model().generate(prompt(5), max_new_tokens=4, speculator=Speculator(drafter))
-    with pytest.raises(SpeculateError, match="larger than 4 tokens"):
-        SyntheticDrafter({}, AcceptanceProfile((0.5,), (4,)), vocab_size=4)
-
-
-def test_the_table_of_the_readme_is_about_the_bundled_heads():
-    names = [spec.label for spec in table_specs(default_target())]
-    assert {"pycoder-eagle3", "pycoder-eagle3+prompt_lookup", "pycoder-eagle3:compile=True"} <= set(names)
-    assert [spec.label for spec in table_specs("someone/model")] == ["prompt_lookup"]

@@ -1,30 +1,49 @@
-"""Benchmarks at shapes with random weights, plots, and what is measured apart; no assertion on times."""
+"""Benchmarks at shapes with random weights, set acceptance, plots, what is measured apart; no assertion on times."""
 
 from __future__ import annotations
 
-import builtins
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError, Speculator
-from hf_speculate.bench import ContextSettings, GenerateSettings, bench_context, bench_generate, shapes
-from hf_speculate.bench.context import figures as context_figures
-from hf_speculate.bench.context import tables as context_tables
+from hf_speculate.bench import (
+    AcceptanceProfile,
+    AcceptanceSettings,
+    BatchSettings,
+    CostSettings,
+    GenerateSettings,
+    LossSettings,
+    bench_costs,
+    bench_generate,
+    fixed_length,
+    read_profile,
+)
+from hf_speculate.bench.costs import figures as cost_figures
+from hf_speculate.bench.costs import tables as cost_tables
+from hf_speculate.bench.forwards import bytes_read, cache_ms, count_waits, filled_cache, host_waits, verify_ms
 from hf_speculate.bench.memory import drafter_mb, peak_memory
-from hf_speculate.bench.methods import Method, compiled_method, eager_method, stock_speculative_methods
-from hf_speculate.bench.plots import write_plots
+from hf_speculate.bench.methods import (
+    compiled_method,
+    eager_method,
+    speculator_method,
+    stock_speculative_methods,
+)
+from hf_speculate.bench.plots import draw_generate
 from hf_speculate.bench.replay import record_budgets, recorded_budgets, replayed
-from hf_speculate.bench.runs import Run, batches, fixed_length, generate_once, seconds_to_first_token
-from hf_speculate.bench.shapes import SHAPES, ModelShape, find_shape, random_prompt
-from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
-from hf_speculate.bench.synthetic_workload import plain_texts
+from hf_speculate.bench.runs import batches, generate_once, plain_texts, seconds_to_first_token
 from hf_speculate.cli import app
-from hf_speculate.policy import Budget
+from hf_speculate.commands import SHAPES, ModelShape, find_shape, random_prompt, shapes
+from hf_speculate.drafting.contract import DraftRequest, DraftState
+from hf_speculate.policy.contract import Budget
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import ScriptedDrafter
+
+from ..support.bench import bench, last_line, run_of
 
 
 CPU = torch.device("cpu")
@@ -33,12 +52,6 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def tiny_shape(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {"tiny": ModelShape(32, 48, 3, 4, 2, 200)})
-
-
-def run(*arguments):
-    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def test_parameters_of_the_shapes(tiny_shape):
@@ -65,13 +78,12 @@ def test_generate_at_a_shape(tiny_shape):
     settings = GenerateSettings(
         shape="tiny",
         layers=2,
-        profile=read_profile("1,1,1", 4),
-        temperatures=(0.0,),
-        batch_sizes=(1, 2),
+        acceptance="1,1,1",
+        nodes=4,
+        batch_sizes=[1, 2],
         max_new_tokens=13,
         repeats=1,
         apart=False,
-        round_costs=True,
     )
     found = bench_generate(settings)
     assert [row["method"] for row in found["rows"]] == ["eager", "automatic", "fixed 4"] * 2
@@ -79,52 +91,139 @@ def test_generate_at_a_shape(tiny_shape):
     assert fixed["identical"]["share"] == 1
     assert fixed["speculation"]["mean_acceptance_length"] == 4  # perfect: twelve tokens in three rounds
     assert set(found["speedup"]) >= {"eager", "best_stock_speculative"}
-    assert [row["nodes"] for row in found["round_costs"]] == [1, 2, 4, 8, 16, 32, 64]
     assert json.dumps(found)
-    settings.temperatures = (1.0,)
+    settings.temperatures = [1.0]
     with pytest.raises(SpeculateError, match="is measured greedily"):
         bench_generate(settings)
 
 
-def test_context_beside_plain(tiny_shape):
-    settings = ContextSettings(
-        contexts=(40, 16), shape="tiny", profile=read_profile("1,1", 2), dtype="float32", max_new_tokens=10, repeats=1
+def test_costs_of_a_shape(tiny_shape, monkeypatch):
+    monkeypatch.setattr("hf_speculate.bench.forwards._COPIED_BYTES", 1 << 20)
+    settings = CostSettings(
+        contexts=[40, 16],
+        shape="tiny",
+        nodes=[3, 5],
+        acceptance="1,1,1,1",
+        dtype="float32",
+        max_new_tokens=10,
+        repeats=1,
     )
-    found = bench_context(settings)
-    assert [(row["context"], row["method"]) for row in found["rows"]] == [
-        (context, method) for context in (16, 40) for method in ("eager", "automatic", "fixed 2")
-    ]
-    assert found["rows"][0]["speedup"]["median"] == 1
+    found = bench_costs(settings)
+    assert json.loads(json.dumps(found)) == found
+    places = [(context, nodes) for context in (16, 40) for nodes in (1, 3, 5)]
+    assert [(row["context"], row["nodes"]) for row in found["rows"]] == places
     for row in found["rows"]:
-        if row["method"] == "fixed 2":
+        assert set(row["verify_ms"]) == {"stock", "folded"}
+        assert set(row["cache_ms"]) == {"ours", "stock"}
+        assert row["verify_ratio"] == 1 or row["nodes"] > 1
+    methods = ["eager", "3 nodes", "5 nodes", "automatic"]
+    assert [(row["context"], row["method"]) for row in found["rounds"]] == [(c, m) for c in (16, 40) for m in methods]
+    for row in found["rounds"]:
+        if row["method"] == "3 nodes":
             # Right wherever it drafts: the entries that were made up are the same for all methods.
-            assert row["mean_acceptance_length"] == 3
-            assert row["drafted_nodes"] == 2
-    (grid,) = context_tables(found)
-    assert [row[0] for row in grid.rows] == ["16", "40"]
-    with pytest.raises(SpeculateError, match="context must be at least 1"):
-        bench_context(ContextSettings(contexts=(0,), shape="tiny"))
-    arguments = ("context", "--shape", "tiny", "--contexts", 8, "--max-new-tokens", 4, "--repeats", 1, "--nodes", 3)
-    assert json.loads(run(*arguments).stdout.splitlines()[-1])["nodes"] == 3
+            assert row["tokens_a_round"] == 3
+            assert row["nodes"] == 3
+            assert row["host_waits"] is None
+    steps, rounds = cost_tables(found)
+    assert [row[:2] for row in steps.rows] == [(str(c), str(n)) for c, n in places]
+    assert "stock /\nfolded" in steps.columns
+    assert "host waits" not in rounds.columns
+    assert steps.breaks == [3]
+    for wrong, message in (
+        ({"contexts": [0]}, "context must be at least 1"),
+        ({"nodes": [1]}, "at least one node"),
+        ({"speculators": ["prompt_lookup"]}, "need a target"),
+    ):
+        with pytest.raises(SpeculateError, match=message):
+            bench_costs(replace(settings, **wrong))
 
 
-def test_figures_of_a_context():
-    stats = SpeculationStats(rounds=3, rounds_without_draft=1, drafted_tokens=12, accepted_tokens=3, bonus_tokens=3)
+def test_costs_of_a_target_and_its_drafters(bench_folders, monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_speculate.bench.forwards._COPIED_BYTES", 1 << 20)
+    speculator = f"draft_model:model={bench_folders / 'draft'},top_k=2"
+    arguments = ("--context", 30, "--nodes", 4, "--max-new-tokens", 6, "--repeats", 1, "--plot", tmp_path)
+    found = last_line(bench("costs", "--target", bench_folders / "target", "-s", speculator, *arguments))
+    assert [row["nodes"] for row in found["rows"]] == [1, 4]
+    name = "draft_model:model=draft,top_k=2"
+    assert [row["method"] for row in found["rounds"]] == ["eager", f"{name}, 4 nodes", name]
+    assert 1 < found["rounds"][1]["nodes"] <= 4
+    assert found["rounds"][1]["draft_ms"] > 0
+    assert (tmp_path / "costs.png").stat().st_size > 5000
+
+
+def test_everything_runs(bench_folders, monkeypatch):
+    monkeypatch.setattr("hf_speculate.bench.everything.default_target", lambda: str(bench_folders / "target"))
+    monkeypatch.setattr("hf_speculate.bench.forwards._COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(shapes, "SHAPES", {"0.5B": ModelShape(32, 48, 2, 4, 2, 200)})
+    tiny = {"limit": 1, "max_new_tokens": 4}
+    for settings in (GenerateSettings, AcceptanceSettings, BatchSettings, LossSettings):
+        monkeypatch.setattr(settings, "QUICK", tiny | ({} if settings is AcceptanceSettings else {"repeats": 1}))
+    monkeypatch.setattr(CostSettings, "QUICK", {"contexts": [8], "nodes": [3], "max_new_tokens": 4, "repeats": 1})
+    found = last_line(bench("all", "--quick"))
+    parts = ["generate", "acceptance", "batch", "loss", "costs"]
+    assert list(found) == ["bench", "speedup", *parts]
+    assert [found[part]["bench"] for part in parts] == parts
+    assert found["speedup"] == found["generate"]["speedup"]
+    assert found["batch"]["repeats"] == 1
+
+
+def test_figures_of_a_round():
+    stats = SpeculationStats(
+        rounds=3, drafted_tokens=12, emitted_tokens=6, target_forwards=4, target_seconds=2.0, drafter_seconds=1.0
+    )
+    stats.total_seconds = 3.5
     runs = [
-        Run(method=name, request=0, category="c", repeat=repeat, seconds=seconds, rows=[[1] * 8], stats=found)
+        run_of(name, repeat=repeat, seconds=seconds, rows=[[1] * 8], stats=found)
         for repeat, pair in enumerate(((2.0, 1.0), (2.0, 4.0), (3.0, 1.0)))
-        for name, seconds, found in (("eager", pair[0], None), ("automatic", pair[1], stats))
+        for name, seconds, found in (("eager", pair[0], None), ("ours", pair[1], stats))
     ]
-    found = context_figures(runs, "automatic")
+    found = cost_figures(runs, "ours")
     assert found["speedup"] == {"median": 2.0, "min": 0.5, "max": 3.0}
     assert found["tokens_per_second"]["median"] == 8.0
-    assert (found["mean_acceptance_length"], found["drafted_nodes"], found["drafted_share"]) == (2.0, 4.0, 0.75)
+    assert (found["target_ms"], found["draft_ms"], found["rest_ms"]) == (500.0, 250.0, 125.0)
+    assert (found["tokens_a_round"], found["nodes"], found["engine_efficiency"]) == (1.5, 4.0, pytest.approx(3 / 3.5))
+
+
+def test_measured_caches_stay_as_they_are(tiny_model, monkeypatch):
+    model, lengths, update = tiny_model(), set(), DynamicCache.update
+
+    def watched(*args, **kwargs):
+        states = update(*args, **kwargs)
+        lengths.add(states[0].shape[-2])
+        return states
+
+    context = filled_cache(model, 20)
+    before = [layer.keys.clone() for layer in context.layers]
+    times = verify_ms(model, context, [1, 4], ("stock", "folded"), repeats=1)
+    assert set(times) == {(n, form) for n in (1, 4) for form in ("stock", "folded")}
+    monkeypatch.setattr(DynamicCache, "update", watched)
+    assert set(cache_ms(context, 4, CPU, repeats=2)) == {"ours", "stock"}
+    assert lengths == {24}  # every repeat appends behind the same 20
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(context.layers, before, strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_that_a_forward_reads(tied):
+    model = ModelShape(32, 48, 1, 4, 2, 500, tied).build(torch.bfloat16, CPU)
+    layers = sum(parameter.numel() for parameter in model.model.layers.parameters()) + model.model.norm.weight.numel()
+    assert bytes_read(model) == 2 * (layers + 500 * 32)
+
+
+def test_waits_are_the_runtimes_calls_that_block():
+    names = ["cudaLaunchKernel", "cudaStreamSynchronize", "hipDeviceSynchronize", "aten::item", "cudaMemcpyAsync"]
+    assert count_waits(names) == 2
+
+
+@pytest.mark.gpu
+def test_waits_are_counted():
+    ones = torch.ones(3, device="cuda")
+    assert host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
 
 
 def test_rates_of_a_measured_file(bench_folders, tmp_path):
     """What `bench acceptance` writes is what a synthetic drafter reads."""
     path = tmp_path / "measured.json"
-    run(
+    bench(
         "acceptance",
         "--target",
         bench_folders / "target",
@@ -146,6 +245,76 @@ def test_rates_of_a_measured_file(bench_folders, tmp_path):
         read_profile(str(path), 16)
 
 
+def test_profile_from_text_and_file(tmp_path):
+    assert read_profile("0.8,0.4", 3).rates == (0.8, 0.4)
+    path = tmp_path / "stats.json"
+    path.write_text(json.dumps({"rounds": 10, "accepted_to_depth": {"1": 9, "2": 5}}))
+    assert read_profile(str(path), 5).rates == (0.9, 0.5)
+    assert read_profile("0.8,0.4", 3).conditional == pytest.approx((0.8, 0.5))
+    assert read_profile("0.8,0.4", 3).mean_length == pytest.approx(2.2)
+    for wrong, message in (
+        ("0.4,0.8", "never rising"),
+        ("1.2", "between 0 and 1"),
+        ("high", "rates by depth"),
+        (str(tmp_path / "absent.json"), "cannot read acceptance"),
+    ):
+        with pytest.raises(SpeculateError, match=message):
+            read_profile(wrong, 4)
+    with pytest.raises(SpeculateError, match="at least one node"):
+        read_profile("0.5", 0)
+
+
+def test_nodes_go_where_rounds_get():
+    assert AcceptanceProfile.of_nodes((0.9, 0.8, 0.7), 3).widths == (1, 1, 1)
+    assert AcceptanceProfile.of_nodes((0.3, 0.1), 4).widths == (3, 1)
+    for nodes in (1, 7, 32):
+        assert AcceptanceProfile.of_nodes((0.8, 0.6, 0.4, 0.2), nodes).nodes == nodes
+
+
+def test_synthetic_acceptance_is_what_was_asked_for(tiny_model, prompt):
+    """200 rounds or more; each rate within 4.5 standard deviations, a false alarm once in 50 000 seeds and depths."""
+    model, ids = tiny_model(max_positions=2048), prompt(7)
+    request = fixed_length(600)
+    text = model.generate(ids, **request)[0, 7:].tolist()
+    profile = AcceptanceProfile((0.8, 0.5, 0.2), (3, 2, 1))
+    drafter = profile.drafter({tuple(ids[0].tolist()): text}, vocab_size=96)
+    output = model.generate(
+        ids, **request, speculator=Speculator(drafter, adaptive=False), return_dict_in_generate=True
+    )
+    assert output.sequences[0, 7:].tolist() == text
+    stats = output.speculation
+    assert stats.rounds > 200
+    for depth, rate in enumerate(profile.rates, start=1):
+        allowed = 4.5 * (rate * (1 - rate) / stats.drafted_to_depth[depth]) ** 0.5
+        assert abs(stats.acceptance_rate_by_depth[depth] - rate) < allowed, depth
+    # The deepest right nodes are in the tree however it is cut, as `tree.first` may.
+    assert stats.drafted_tokens / stats.rounds > 5.9
+
+
+def test_synthetic_trees_put_the_best_first(tiny_model):
+    drafter = ScriptedDrafter([[5, 6, 7]], (2, 2, 2), vocab_size=50, seed=3, ranked=True)
+    request = DraftRequest(target=tiny_model(), input_ids=torch.ones(1, 1, dtype=torch.int64))
+    state = DraftState(root_ids=torch.tensor([4]), active=(True,), max_depth=9, chains_only=False, num_emitted=(0,))
+    tree = drafter.start(request).draft(state)
+    assert tree.num_nodes == 7
+    node = 0
+    for token in (5, 6, 7):
+        node = tree.host.child(0, node, token)
+        assert node is not None
+    # Place 0 of every level stands before place 1 of any (but for what it hangs on).
+    depths = tree.plan.depths[0].tolist()
+    assert depths.index(3) < 6
+    assert depths != sorted(depths)
+
+
+def test_a_synthetic_drafter_knows_its_prompts_only(tiny_model, prompt):
+    drafter = AcceptanceProfile((0.5,), (1,)).drafter({(1, 2): [3]}, vocab_size=96)
+    with pytest.raises(SpeculateError, match="no text for"):
+        tiny_model().generate(prompt(5), max_new_tokens=4, speculator=Speculator(drafter))
+    with pytest.raises(SpeculateError, match="larger than 4 tokens"):
+        AcceptanceProfile((0.5,), (4,)).drafter({}, vocab_size=4)
+
+
 @pytest.fixture(scope="module", name="result")
 def plotted_result(bench_folders, tmp_path_factory):
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
@@ -158,33 +327,24 @@ def plotted_result(bench_folders, tmp_path_factory):
         max_new_tokens=6,
         repeats=2,
         apart=False,
-        round_costs=True,
     )
     return bench_generate(settings)
 
 
 class TestPlots:
-    def test_four_pictures(self, result, tmp_path):
-        written = write_plots(result, tmp_path / "new" / "plots")
-        assert [path.name for path in written] == ["speedup.png", "acceptance.png", "time.png", "round_costs.png"]
+    def test_pictures(self, result, tmp_path):
+        written = draw_generate(result, tmp_path / "new" / "plots")
+        assert [path.name for path in written] == ["speedup.png", "acceptance.png"]
         assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
 
     def test_a_folder_that_cannot_be(self, result, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(SpeculateError, match="cannot write plots"):
-            write_plots(result, tmp_path / "file" / "plots")
+            draw_generate(result, tmp_path / "file" / "plots")
 
-    def test_without_matplotlib(self, bench_folders, tmp_path, monkeypatch):
-        real = builtins.__import__
-
-        def without(name, *args, **kwargs):
-            if name.startswith("matplotlib"):
-                raise ImportError(name)
-            return real(name, *args, **kwargs)
-
-        monkeypatch.setattr(builtins, "__import__", without)
-        arguments = ["bench", "generate", "--target", "absent", "--plot", str(tmp_path)]
-        result = CliRunner().invoke(app, arguments)
+    def test_without_matplotlib(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("hf_speculate.commands.options.find_spec", lambda name: None)
+        result = CliRunner().invoke(app, ["bench", "generate", "--target", "absent", "--plot", str(tmp_path)])
         assert result.exit_code == 1
         assert "pip install 'hf-speculate[plots]'" in result.stderr
 
@@ -199,11 +359,7 @@ class TestApart:
         methods = {
             "eager": eager_method(),
             "stock": stock_speculative_methods(None, 4)[0],
-            "speculator": Method(
-                name="s",
-                kind="speculator",
-                arguments={"speculator": AutoSpeculator.from_name("prompt_lookup", model)},
-            ),
+            "speculator": speculator_method("s", AutoSpeculator.from_name("prompt_lookup", model)),
         }
         emitted = []
         once = generate_once
@@ -259,14 +415,14 @@ class TestReplay:
         profile = AcceptanceProfile((0.8, 0.6, 0.5), (3, 2, 2))
         # A switch that chooses by a list: what a real one chooses depends on the clock.
         chosen = [Budget(4, 2), Budget(0, 0), Budget(7, 3), Budget(1, 1)] * 10
-        speculator = replayed(Speculator(SyntheticDrafter(texts, profile, vocab_size=96)), chosen)
+        speculator = replayed(Speculator(profile.drafter(texts, vocab_size=96)), chosen)
         record_budgets(speculator)
-        method = Method(name="s", kind="speculator", arguments={"speculator": speculator})
+        method = speculator_method("s", speculator)
         run = generate_once(model, method, request, fixed_length(40))
         assert run.budgets == recorded_budgets(speculator)
         assert run.budgets == chosen[: run.stats.rounds + run.stats.rounds_without_draft]
         assert run.stats.rounds > 5
-        again = Method(name="s", kind="speculator", arguments={"speculator": replayed(speculator, run.budgets)})
+        again = speculator_method("s", replayed(speculator, run.budgets))
         for _ in range(2):
             repeated = generate_once(model, again, request, fixed_length(40))
             for name in ("rounds", "rounds_without_draft", "drafted_tokens", "drafted_to_depth", "accepted_histogram"):
@@ -275,13 +431,11 @@ class TestReplay:
     def test_budgets_are_obeyed(self, tiny_model, prompt):
         model = tiny_model()
         (request,) = batches([("a", prompt(12)[0])], 1, CPU)
-        drafter = SyntheticDrafter(
-            plain_texts(model, [request], fixed_length(9)), AcceptanceProfile((0.0, 0.0), (2, 2)), vocab_size=96
+        drafter = AcceptanceProfile((0.0, 0.0), (2, 2)).drafter(
+            plain_texts(model, [request], fixed_length(9)), vocab_size=96
         )
         speculator = replayed(Speculator(drafter), [Budget(1, 1), Budget(0, 0), Budget(3, 2)])
-        run = generate_once(
-            model, Method(name="s", kind="speculator", arguments={"speculator": speculator}), request, fixed_length(9)
-        )
+        run = generate_once(model, speculator_method("s", speculator), request, fixed_length(9))
         assert (run.stats.drafted_tokens, run.stats.rounds) == (4, 2)
 
     def test_what_is_paid_for_drafts_as_deep_as_what_is_verified(self, tiny_model, prompt, monkeypatch):
@@ -298,10 +452,8 @@ class TestReplay:
 
         monkeypatch.setattr(paid, "start", watched)
         texts, profile = plain_texts(model, [request], fixed_length(9)), AcceptanceProfile((0.9, 0.5), (2, 2))
-        drafter = SyntheticDrafter(texts, profile, vocab_size=96, paid=paid)
-        method = Method(
-            name="s", kind="speculator", arguments={"speculator": Speculator(drafter, adaptive=False)}, spec=None
-        )
+        drafter = profile.drafter(texts, vocab_size=96, paid=paid)
+        method = speculator_method("s", Speculator(drafter, adaptive=False))
         generate_once(model, method, request, fixed_length(9))
         assert max(depths) == 2
 

@@ -24,7 +24,7 @@ def test_no_command_shows_help_with_examples():
     assert "drafters" in shown
 
 
-@pytest.mark.parametrize("command", ["generate", "acceptance", "batch", "loss", "overhead", "context", "cache", "all"])
+@pytest.mark.parametrize("command", ["generate", "acceptance", "batch", "loss", "costs", "gguf", "all"])
 def test_every_bench_has_help(command):
     result = run("bench", command, "--help")
     assert result.exit_code == 0
@@ -71,7 +71,7 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
 
 def test_absent_bundled_target_is_said_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hf_speculate.bench.methods.bundled", lambda name: None)
+    monkeypatch.setattr("hf_speculate.commands.targets.bundled", lambda name: None)
     for command in ("generate", "all"):
         result = run("bench", command)
         assert result.exit_code == 1

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from hf_speculate.bench.environment import environment, find_device
-from hf_speculate.bench.methods import default_target
-from hf_speculate.bench.timing import progress, synchronize
+from hf_speculate.commands import default_target, environment, find_device, progress, synchronize
 from hf_speculate.models import unwrap
 
 from .batches import Batch

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
-from hf_speculate.bench.reporting import console, save_line
+from hf_speculate.commands import console, save_line
 
 from .bench import TrainBenchSettings, bench_train, tables
 from .dry_run import describe_run

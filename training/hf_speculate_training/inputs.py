@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from hf_speculate.bench.prompts import read_prompts, tokenize
+from hf_speculate.commands import read_prompts, tokenize
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf.loading import find_file, load_model, read_tokenizer
 from hf_speculate.gguf.reading import read_header

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_speculate.bench.environment import environment
+from hf_speculate.commands import environment
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import packing_report
 from hf_speculate.hub import PROVENANCE_FILE, publishable

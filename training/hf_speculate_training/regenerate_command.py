@@ -11,7 +11,7 @@ import torch
 import typer
 from transformers.utils import logging
 
-from hf_speculate.bench.methods import SpeculatorSpec
+from hf_speculate.commands import SpeculatorSpec
 from hf_speculate.errors import SpeculateError
 
 from .data.loading import load_records

@@ -1,7 +1,7 @@
 """`hf-speculate bench heads`: what heads cost a round, at real model shapes with random weights.
 
 The head's weights are random: it does its work every round, and what is verified is a tree of set acceptance instead
-(`SyntheticDrafter`; by default nothing is ever accepted). It says what a round costs, where time goes, and how fast
+(`ScriptedDrafter`; by default nothing is ever accepted). It says what a round costs, where time goes, and how fast
 a head that is accepted so often would decode. Shapes that do not fit are run with fewer layers: the time inside the
 decoder layers is then scaled to the full depth, and the table says so.
 """
@@ -17,14 +17,31 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from hf_speculate.bench.environment import environment, find_device, find_dtype
-from hf_speculate.bench.grid import Grid, ratio
-from hf_speculate.bench.reporting import Device, JsonOnly, Layers, Markdown, Out, Rates, Shape, Threads, prepare, report
-from hf_speculate.bench.runs import fixed_length
-from hf_speculate.bench.shapes import ModelShape, find_shape, random_prompt
-from hf_speculate.bench.synthetic import AcceptanceProfile, SyntheticDrafter, read_profile
-from hf_speculate.bench.timing import progress, synchronize, timed
-from hf_speculate.bench.workload import check_counts
+from hf_speculate.bench import AcceptanceProfile, fixed_length, read_profile
+from hf_speculate.commands import (
+    Device,
+    Grid,
+    JsonOnly,
+    Layers,
+    Markdown,
+    ModelShape,
+    Out,
+    Rates,
+    Shape,
+    Threads,
+    check_counts,
+    environment,
+    find_device,
+    find_dtype,
+    find_shape,
+    prepare,
+    progress,
+    random_prompt,
+    ratio,
+    report,
+    synchronize,
+    timed,
+)
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
@@ -157,7 +174,7 @@ class _Bench:
     def speculator(self, head: str, profile: AcceptanceProfile) -> Speculator:
         texts = {tuple(self.prompt[0].tolist()): self.text}
         paid = HEADS[head][1](self.target, self.shape)
-        drafter = SyntheticDrafter(texts, profile, vocab_size=self.shape.vocab_size, paid=paid)
+        drafter = profile.drafter(texts, vocab_size=self.shape.vocab_size, paid=paid)
         return Speculator(drafter, adaptive=False)
 
     def round(self, speculator: Speculator) -> dict[str, float]:

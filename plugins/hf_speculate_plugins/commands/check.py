@@ -16,10 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_speculate.bench.environment import find_device
-from hf_speculate.bench.methods import load_target
-from hf_speculate.bench.prompts import Prompt, builtin_prompts, read_prompts, tokenize
-from hf_speculate.bench.reporting import console
+from hf_speculate.commands import Prompt, builtin_prompts, console, find_device, load_target, read_prompts, tokenize
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.models import unwrap

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_speculate.bench.shapes import ModelShape
+from hf_speculate.commands import ModelShape
 from hf_speculate.drafting import Drafter
 from hf_speculate.models import GenerativeModel
 

@@ -235,8 +235,8 @@ class CompiledSteps:
         layers = lease.place(self._cache.layers, capacity)
         buffers = lease.buffers(batch_size, capacity)
         slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=device))
-        padded = [padded(each.to(device), width) for each in (token_ids, states, positions)]
-        placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(padded)]
+        whole_inputs = [padded(each.to(device), width) for each in (token_ids, states, positions)]
+        placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole_inputs)]
         whole = (padded_mask(mask, states, end + count, width, capacity) for mask in masks)
         placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(whole)]
         return buffers.cache(layers, slots), *placed, placed_masks

@@ -8,9 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_speculate import cli
-from hf_speculate.bench import shapes
-from hf_speculate.bench.shapes import ModelShape
-from hf_speculate.bench.synthetic import read_profile
+from hf_speculate.bench import read_profile
+from hf_speculate.commands import ModelShape, shapes
 from hf_speculate.errors import SpeculateError
 from hf_speculate_plugins.commands.bench_heads import HEADS, measure_heads, tables
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
@@ -26,6 +27,36 @@ class Grid:
     caption: str = ""
     breaks: Collection[int] = ()
 
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rows: Sequence[Mapping[str, Any]],
+        columns: Mapping[str, str | Callable[[Any], str]],
+        *,
+        groups: Sequence[str] = (),
+        caption: str = "",
+    ) -> Grid:
+        """One line a row of a result.
+
+        Args:
+            columns: header -> format of a row's values, as `{speedup[eager]:.2f}x`, or a function of the row. A cell is
+                empty where a value is absent or None; columns that no row fills are left out. Formats without a
+                format specification (`{method}`) make a column of words.
+            groups: keys of a row; where one of them changes, the terminal gets a line.
+        """
+        cells = {header: [_cell(form, row) for row in rows] for header, form in columns.items()}
+        filled = [header for header, column in cells.items() if any(column)]
+        keys = [[row[key] for key in groups] for row in rows]
+        return cls(
+            title=title,
+            columns=filled,
+            rows=list(zip(*(cells[header] for header in filled), strict=True)),
+            words={header for header in filled if isinstance(form := columns[header], str) and ":" not in form},
+            caption=caption,
+            breaks=[index for index in range(1, len(keys)) if keys[index] != keys[index - 1]],
+        )
+
     def rich(self) -> Table:
         """For a terminal."""
         table = Table(title=self.title, title_justify="left", caption=self.caption or None, caption_justify="left")
@@ -39,16 +70,11 @@ class Grid:
         return table
 
     def markdown(self) -> str:
-        """For a README: the title in bold, the table, the caption below."""
+        """For a page: the title in bold, the table, the caption below."""
         rule = ["---" if column in self.words else "---:" for column in self.columns]
         lines = [[column.replace("\n", " ") for column in self.columns], rule, *self.rows]
         table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         return "\n\n".join(filter(None, (f"**{self.title}**", table, self.caption)))
-
-
-def group_breaks(keys: Sequence[object]) -> list[int]:
-    """Indices at which a new group of equal keys begins, the first left out."""
-    return [index for index in range(1, len(keys)) if keys[index] != keys[index - 1]]
 
 
 def ratio(value: float | None) -> str:
@@ -56,11 +82,13 @@ def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def number(value: float | None, form: str) -> str:
-    """A formatted number, or nothing."""
-    return "" if value is None else format(value, form)
-
-
-def by_depth(rates: dict[int, float]) -> str:
+def by_depth(rates: Mapping[int, float]) -> str:
     """Acceptance rates as `1:0.70 2:0.45`."""
     return " ".join(f"{depth}:{rate:.2f}" for depth, rate in rates.items()) or "no drafts"
+
+
+def _cell(form: str | Callable[[Any], str], row: Mapping[str, Any]) -> str:
+    try:
+        return form.format(**row) if isinstance(form, str) else form(row)
+    except (KeyError, TypeError):  # absent, or None
+        return ""

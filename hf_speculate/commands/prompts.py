@@ -17,29 +17,7 @@ from ..errors import SpeculateError
 FIELDS = ("prompt", "text", "question", "turns", "messages")
 
 # Beginnings of Python files that nobody has published, for the bundled target (a model of Python source).
-_BUILTIN = (
-    '"""Keep a list of the songs that were played tonight."""\n\nimport json\nimport os\n\n\nclass Playlist:\n'
-    '    """An ordered list of songs."""\n\n    def __init__(self, path):\n        self.path = path\n'
-    "        self.songs = []\n\n    def add(self, song):\n",
-    "import argparse\nimport sys\n\n\ndef count_words(lines):\n"
-    '    """Return a dictionary that maps each word to how often it occurs in lines."""\n    counts = {}\n    for',
-    "class Thermostat:\n    def __init__(self, target=20.0, tolerance=0.5):\n        self.target = target\n"
-    "        self.tolerance = tolerance\n        self.heating = False\n\n    def update(self, temperature):\n"
-    "        if temperature < self.target - self.tolerance:\n            self.heating = True\n        elif",
-    "def merge_intervals(intervals):\n    if not intervals:\n        return []\n    intervals = sorted(intervals)\n"
-    "    result = [intervals[0]]\n    for start, end in intervals[1:]:\n",
-    "import unittest\n\nfrom garden import Bed, Plant\n\n\nclass BedTest(unittest.TestCase):\n"
-    "    def setUp(self):\n        self.bed = Bed(width=4, length=2)\n\n    def test_empty(self):\n"
-    "        self.assertEqual(len(self.bed), 0)\n\n    def test_plant(self):\n",
-    "import socket\nimport threading\n\n\nclass EchoServer:\n    def __init__(self, host, port):\n"
-    "        self.address = (host, port)\n        self.socket = None\n        self.lock = threading.Lock()\n\n"
-    "    def start(self):\n",
-    "from dataclasses import dataclass\n\n\n@dataclass\nclass Point:\n    x: float\n    y: float\n\n"
-    "    def __add__(self, other):\n        return Point(self.x + other.x, self.y + other.y)\n\n"
-    "    def __sub__(self, other):\n",
-    "def read_config(path):\n    values = {}\n    with open(path) as file:\n        for line in file:\n"
-    '            line = line.strip()\n            if not line or line.startswith("#"):\n                continue\n',
-)
+_BUILTIN = Path(__file__).with_name("python_prompts.jsonl")
 
 
 @dataclass(frozen=True)
@@ -62,7 +40,7 @@ class Prompt:
 
 def builtin_prompts(limit: int | None = None) -> list[Prompt]:
     """The built-in set: beginnings of short Python files, written for this purpose."""
-    return [Prompt("python", text) for text in _BUILTIN[:limit]]
+    return read_prompts(_BUILTIN, limit)
 
 
 def read_prompts(path: str | Path, limit: int | None = None, categories: Sequence[str] | None = None) -> list[Prompt]:

@@ -33,20 +33,6 @@ class ModelShape:
     vocab_size: int = 151936
     tie_word_embeddings: bool = True
 
-    @classmethod
-    def scaled(cls, hidden_size: int, num_hidden_layers: int, vocab_size: int) -> ModelShape:
-        """The default's proportions at another size: heads of 64 channels, as few KV heads, the same MLP ratio."""
-        default, num_heads = cls(), max(hidden_size // 64, 1)
-        num_kv_heads = next(n for n in (2, 1) if num_heads % n == 0)
-        return cls(
-            hidden_size=64 * num_heads,
-            intermediate_size=default.intermediate_size * 64 * num_heads // default.hidden_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads,
-            vocab_size=vocab_size,
-        )
-
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads

@@ -1,0 +1,254 @@
+"""What a round costs by nodes and by context: verifying, drafting, the cache, and what the engine adds to that.
+
+By default a shape with random weights and a scripted drafter that costs nothing, its acceptance set; with a target and
+speculators, what these cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar
+
+import torch
+import typer
+from transformers import DynamicCache
+
+from ..commands import (
+    Grid,
+    Layers,
+    NewTokens,
+    Rates,
+    Repeats,
+    Shape,
+    check_counts,
+    progress,
+    random_prompt,
+    ratio,
+)
+from ..errors import SpeculateError
+from ..target import supported_shape
+from .forwards import (
+    attention_forms,
+    bytes_read,
+    cache_ms,
+    filled_cache,
+    host_waits,
+    memory_bandwidth,
+    prefilled_cache,
+    verify_ms,
+)
+from .methods import Method, eager_method, scripted_methods, speculator_methods
+from .profiles import DEFAULT_RATES, read_profile
+from .runs import (
+    Request,
+    Run,
+    batches,
+    beside_plain,
+    fixed_length,
+    generate_once,
+    measure_in_turn,
+    merged,
+    num_steps,
+    plain_texts,
+)
+from .workload import Workload, WorkloadSettings, load_workload, shape_workload
+
+
+_STEP = {
+    "context": "{context:d}",
+    "nodes": "{nodes:d}",
+    "verify,\nstock attention": "{verify_ms[stock]:.1f}",
+    "verify,\nfolded attention": "{verify_ms[folded]:.1f}",
+    "stock /\nfolded": lambda row: ratio(row["verify_ms"]["stock"] / row["verify_ms"]["folded"]),
+    "/ verify\nof one": "{verify_ratio:.2f}",
+    "append and\nkeep": "{cache_ms[ours]:.2f}",
+    "stock's\ncache": "{cache_ms[stock]:.2f}",
+}
+_ROUND = {
+    "context": "{context:d}",
+    "method": "{method}",
+    "nodes": "{nodes:.1f}",
+    "target": "{target_ms:.2f}",
+    "draft": "{draft_ms:.2f}",
+    "rest": "{rest_ms:.2f}",
+    "engine\nefficiency": "{engine_efficiency:.3f}",
+    "host waits": "{host_waits:.1f}",
+    "tokens\na round": "{tokens_a_round:.2f}",
+    "tokens/s": "{tokens_per_second[median]:.1f}",
+    "x plain": "{speedup[median]:.2f}x",
+    "(range)": "{speedup[min]:.2f}-{speedup[max]:.2f}",
+}
+
+
+@dataclass(kw_only=True)
+class CostSettings(WorkloadSettings):
+    """What to measure; the context is made up for a shape, the prompts' tokens for a target."""
+
+    QUICK: ClassVar = {"contexts": [256, 2048], "nodes": [8, 32], "max_new_tokens": 24, "repeats": 1}
+
+    target: Annotated[str | None, typer.Option(help="Path or Hub id, instead of a shape.")] = None
+    shape: Shape = "0.5B"
+    layers: Layers = None
+    contexts: Annotated[
+        list[int], typer.Option("--context", min=1, help="Entries in the cache before (repeatable).")
+    ] = field(default_factory=lambda: [256, 2048, 8192])
+    nodes: Annotated[list[int], typer.Option(min=2, help="Of a tree, root included (repeatable).")] = field(
+        default_factory=lambda: [8, 16, 32]
+    )
+    acceptance: Rates = DEFAULT_RATES
+    max_new_tokens: NewTokens = 48
+    repeats: Repeats = 3
+
+    def check(self) -> None:
+        """Raises `SpeculateError` for values that cannot be measured."""
+        check_counts(context=min(self.contexts), repeats=self.repeats, rounds=self.max_new_tokens - 1)
+        if min(self.nodes) < 2:
+            raise SpeculateError(f"a tree has a root and at least one node, got {min(self.nodes)} nodes.")
+        if self.speculators and not self.target:
+            raise SpeculateError("speculators need a target: a shape has random weights and a scripted drafter.")
+
+
+def bench_costs(settings: CostSettings) -> dict[str, Any]:
+    """What verifying, drafting, the cache and the engine cost a round, by nodes and by context.
+
+    Returns:
+        JSON-serialisable. `rows`, one for each context and number of nodes: `verify_ms` of a bare forward by form of
+        attention and `verify_ratio` over one node's; `cache_ms` of appending that many entries to all layers and
+        keeping a path, ours and stock's. `rounds`, one for each context and method: means of milliseconds a round
+        (`target_ms`, `draft_ms`, `rest_ms`), `engine_efficiency`, `tokens_a_round`, `nodes` a round, `host_waits` a
+        round (None on a CPU), and `speedup` over plain decoding of the same call. `weights_ms`: reading the weights
+        once at the speed of a copy.
+    """
+    settings.check()
+    workload, contexts = _workload(settings), sorted(settings.contexts)
+    model = workload.model
+    rows, rounds = [], []
+    num_methods = 1 + (len(settings.specs()) if settings.target else 1) * len(settings.nodes) + 1
+    with progress("costs", total=len(contexts) * (1 + num_steps(num_methods, 1, settings.repeats))) as advance:
+        for length in contexts:
+            advance(f"context {length}")
+            place = _Place(workload, settings, length)
+            rows += place.steps()
+            rounds += place.rounds(lambda what, length=length: advance(f"context {length}, {what}"))
+    return {
+        "bench": "costs",
+        **workload.describe(),
+        "max_new_tokens": settings.max_new_tokens,
+        "acceptance": None if settings.target else settings.acceptance,
+        "repeats": settings.repeats,
+        "weights_ms": 1e3 * bytes_read(model) / memory_bandwidth(model.device),
+        "rows": rows,
+        "rounds": rounds,
+    }
+
+
+def _workload(settings: CostSettings) -> Workload:
+    if settings.target is None:
+        return shape_workload(settings.shape, settings.layers, 1, settings.dtype, settings.device)
+    workload = load_workload(replace(settings, raw=True))
+    shape, reason = supported_shape(workload.model, DynamicCache(config=workload.model.config))
+    if shape != "tree":
+        raise SpeculateError(f"bench costs needs a target that scores trees; {settings.target}: {reason}.")
+    return workload
+
+
+class _Place:
+    """One context."""
+
+    def __init__(self, workload: Workload, settings: CostSettings, length: int):
+        self.settings, self.length = settings, length
+        self.model, self.vocab_size = workload.model, workload.vocab_size
+        self.is_made_up = settings.target is None
+        if self.is_made_up:
+            self.prompt, self.cache = random_prompt(length + 1, self.vocab_size)[0], filled_cache(self.model, length)
+        else:
+            text = torch.cat([ids for _, ids in workload.prompts])
+            self.prompt = text.repeat(-(-length // len(text)))[:length]
+            self.cache = prefilled_cache(self.model, self.prompt[None].to(self.model.device))
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Bare forwards, and the cache."""
+        nodes, repeats = [1, *sorted(self.settings.nodes)], 2 * self.settings.repeats + 1
+        forms = attention_forms(self.model, self.cache)
+        times = verify_ms(self.model, self.cache, nodes, forms, repeats)
+        return [
+            {
+                "context": self.length,
+                "nodes": n,
+                "verify_ms": {form: times[n, form] for form in forms},
+                "verify_ratio": times[n, forms[-1]] / times[1, forms[-1]],
+                "cache_ms": cache_ms(self.cache, n, self.model.device, repeats),
+            }
+            for n in nodes
+        ]
+
+    def rounds(self, advance: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Plain decoding and every drafter, with trees of every size and with automatic ones."""
+        (request,) = batches([("costs", self.prompt)], 1, self.model.device)
+        arguments = fixed_length(self.settings.max_new_tokens)
+        methods = self._scripted(request, arguments) if self.is_made_up else self._real()
+        runs = measure_in_turn(self.model, methods, [request], arguments, self.settings.repeats, advance)
+        found = []
+        for method in methods:
+            row = {"context": self.length, "method": method.name, **figures(runs, method.name)}
+            if method.kind == "speculator":
+                row["host_waits"] = self._host_waits(method, request, arguments)
+            found.append(row)
+        return found
+
+    def _real(self) -> list[Method]:
+        specs, methods = self.settings.specs(), [eager_method()]
+        for n in sorted(self.settings.nodes):
+            fixed = speculator_methods(specs, self.model, adaptive=False, max_nodes=n - 1)
+            methods += [replace(method, name=f"{method.name}, {n} nodes") for method in fixed]
+        return [*methods, *speculator_methods(specs, self.model)]
+
+    def _scripted(self, request: Request, arguments: dict[str, Any]) -> list[Method]:
+        def fresh() -> dict[str, Any]:
+            return {"past_key_values": deepcopy(self.cache)}
+
+        texts, methods = plain_texts(self.model, [request], arguments | fresh()), [eager_method()]
+        for n in sorted(self.settings.nodes):
+            profile = read_profile(self.settings.acceptance or DEFAULT_RATES, n - 1)
+            automatic, fixed = scripted_methods(texts, profile, self.vocab_size)
+            methods += [replace(fixed, name=f"{n} nodes")] + [automatic] * (n == max(self.settings.nodes))
+        return [replace(method, fresh=fresh) for method in methods]
+
+    def _host_waits(self, method: Method, request: Request, arguments: dict[str, Any]) -> float | None:
+        """A round, in a call that nothing else is measured in."""
+        runs: list[Run] = []
+        call = lambda: runs.append(generate_once(self.model, method, request, arguments))  # noqa: E731
+        waits = host_waits(call, self.model.device)
+        return None if waits is None else waits / merged(run.stats for run in runs if run.stats).target_forwards
+
+
+def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
+    """One method at one context."""
+    found = beside_plain(runs, name)
+    stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
+    if count := stats.target_forwards:
+        found |= {
+            "target_ms": 1e3 * stats.target_seconds / count,
+            "draft_ms": 1e3 * stats.drafter_seconds / count,
+            "rest_ms": 1e3 * stats.rest_seconds / count,
+            "engine_efficiency": stats.engine_efficiency,
+            "tokens_a_round": stats.emitted_tokens / count,
+            "nodes": 1 + stats.drafted_tokens / count,
+        }
+    return found
+
+
+def tables(result: dict[str, Any]) -> list[Grid | str]:
+    """One line a context and number of nodes, one a context and method."""
+    env, acceptance = result["environment"], result["acceptance"]
+    title = f"{result['target']}, {result['dtype']}, {env['device']}, {env['threads']} threads: milliseconds"
+    given = f"A drafter that costs nothing, accepted to depth 1, 2, … in {acceptance} of the rounds."
+    weights = f"Reading the weights once, as fast as a copy: {result['weights_ms']:.1f} ms."
+    return [
+        Grid.of(f"One step, {title}", result["rows"], _STEP, groups=("context",), caption=weights),
+        Grid.of(
+            f"A round, {title}", result["rounds"], _ROUND, groups=("context",), caption=given if acceptance else ""
+        ),
+    ]

@@ -1,0 +1,62 @@
+"""What every command line shares, those of plug-ins and the trainer included.
+
+Targets, speculators, prompts and devices by name (what cannot be found is a `SpeculateError` of one line); options,
+each declared once; tables, clocks, a progress bar, and the one line of JSON that a command ends in. Nothing in here
+measures anything.
+"""
+
+from .environment import drafter_list as drafter_list
+from .environment import environment as environment
+from .environment import find_device as find_device
+from .environment import find_dtype as find_dtype
+from .options import BatchSizes as BatchSizes
+from .options import Category as Category
+from .options import Device as Device
+from .options import Dtype as Dtype
+from .options import JsonOnly as JsonOnly
+from .options import Layers as Layers
+from .options import Limit as Limit
+from .options import Markdown as Markdown
+from .options import NewTokens as NewTokens
+from .options import Out as Out
+from .options import PromptFiles as PromptFiles
+from .options import Quick as Quick
+from .options import Rates as Rates
+from .options import Raw as Raw
+from .options import Repeats as Repeats
+from .options import Shape as Shape
+from .options import Specs as Specs
+from .options import Target as Target
+from .options import TargetDtype as TargetDtype
+from .options import Temperatures as Temperatures
+from .options import Threads as Threads
+from .prompts import Prompt as Prompt
+from .prompts import builtin_prompts as builtin_prompts
+from .prompts import chat_ids as chat_ids
+from .prompts import read_prompts as read_prompts
+from .prompts import tokenize as tokenize
+from .reporting import console as console
+from .reporting import prepare as prepare
+from .reporting import report as report
+from .reporting import save_line as save_line
+from .reporting import show as show
+from .settings import add_command as add_command
+from .settings import check_counts as check_counts
+from .shapes import SHAPES as SHAPES
+from .shapes import ModelShape as ModelShape
+from .shapes import find_shape as find_shape
+from .shapes import random_prompt as random_prompt
+from .speculators import SpeculatorSpec as SpeculatorSpec
+from .speculators import default_specs as default_specs
+from .speculators import parse_specs as parse_specs
+from .speculators import table_specs as table_specs
+from .tables import Grid as Grid
+from .tables import by_depth as by_depth
+from .tables import ratio as ratio
+from .targets import default_target as default_target
+from .targets import load_target as load_target
+from .targets import neutralize as neutralize
+from .timing import progress as progress
+from .timing import spread as spread
+from .timing import synchronize as synchronize
+from .timing import timed as timed

@@ -1,0 +1,87 @@
+"""Commands made of a settings class: its fields are the options, so that each is declared, documented and set once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import typer
+
+from ..errors import SpeculateError
+from .options import JsonOnly, Markdown, Out, Plot, Quick, Threads
+from .reporting import prepare, report
+from .tables import Grid
+
+
+_SHOWN = {"threads": Threads, "quick": Quick, "json_only": JsonOnly, "markdown": Markdown, "plot": Plot, "out": Out}
+
+
+def add_command(
+    app: typer.Typer,
+    name: str,
+    settings: type[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    tables: Callable[[dict[str, Any]], Sequence[Grid | str]],
+    examples: str = "",
+    draw: Callable[[dict[str, Any], Path], Sequence[Path]] | None = None,
+) -> None:
+    """Adds a command that measures and reports.
+
+    Args:
+        settings: a dataclass; fields whose annotation holds a `typer.Option` or `typer.Argument` are options. Where it
+            has `QUICK` (name of a field -> value), `--quick` puts these in the place of what was not given.
+        measure: from the settings to a JSON-serialisable result; its docstring begins with the command's help.
+        examples: the end of the help.
+        draw: from the result and a folder to the pictures written there, for `--plot`.
+    """
+    quick_values: dict[str, Any] = getattr(settings, "QUICK", {})
+    hidden = {"quick"} if not quick_values else set()
+    hidden |= {"plot"} if draw is None else set()
+    shown = {key: hint for key, hint in _SHOWN.items() if key not in hidden}
+
+    def command(_context: typer.Context, **given: Any) -> None:
+        how = {key: given.pop(key, None) for key in _SHOWN}
+        prepare(how["threads"])
+        if how["quick"]:
+            given |= {key: value for key, value in quick_values.items() if not _was_given(_context, key)}
+        result = measure(settings(**given))
+        written = draw(result, how["plot"]) if draw is not None and how["plot"] is not None else ()
+        parts = [*tables(result), *(f"wrote {path}" for path in written)]
+        report(result, parts, json_only=how["json_only"], markdown=how["markdown"], out=how["out"])
+
+    hints = get_type_hints(settings, include_extras=True)
+    options = [_parameter(field.name, hints[field.name], _default(field)) for field in _option_fields(settings, hints)]
+    options += [_parameter(key, hint, False if get_args(hint)[0] is bool else None) for key, hint in shown.items()]
+    parameters = [_parameter("_context", typer.Context, inspect.Parameter.empty), *options]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    about = (inspect.getdoc(measure) or "").partition("\n\n")[0]
+    app.command(name, help=about, epilog=examples)(command)
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises `SpeculateError` for a count below 1; None is not given."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise SpeculateError(f"{name.replace('_', ' ')} must be at least 1, got {value}.")
+
+
+def _option_fields(settings: type[Any], hints: dict[str, Any]) -> list[Field]:
+    kinds = (typer.models.OptionInfo, typer.models.ArgumentInfo)
+    return [field for field in fields(settings) if any(isinstance(a, kinds) for a in get_args(hints[field.name]))]
+
+
+def _default(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
