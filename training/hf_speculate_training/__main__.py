@@ -4,7 +4,7 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 
-from .commands import TRAIN_EXAMPLES, train, train_bench
+from .run.commands import TRAIN_EXAMPLES, train, train_bench
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,0 +1,5 @@
+"""How fast training is and how much memory it takes, for `hf-speculate train-bench`.
+
+`bench_train` measures whole steps of the methods and the forms of the loss at a large vocabulary, beside them the loss
+of another package. Every figure comes from a process of its own, so that a peak is never that of something else.
+"""
