@@ -19,8 +19,7 @@ from torch import nn
 
 from hf_speculate.errors import SpeculateError
 
-from ..methods.losses import HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
-from ..methods.teacher import Teacher
+from ..methods import HardTargets, SoftTargets, Targets, Teacher, lean_cross_entropy, plain_cross_entropy
 
 
 Form = Literal["plain", "lean"]

@@ -19,13 +19,11 @@ from hf_speculate.bench.methods import default_target
 from hf_speculate.bench.timing import progress, synchronize
 from hf_speculate.speculator import unwrap
 
-from ..data import Collator
-from ..data.batches import Batch
-from ..data.packing import make_row
-from ..run.building import adapted_target, build_method
-from ..run.inputs import load_target
-from ..run.recipe import MethodSection, TargetSection
-from ..states.target_states import TargetReader
+from ..data import Batch, Collator, make_row
+from ..methods import TrainingMethod, installed_methods, load_method
+from ..run import MethodSection, adapted_target, build_method
+from ..states import TargetReader
+from ..target import DtypeName, TargetSection, load_target
 from .losses import Form, Kind, LossShape, held_bytes, measure_loss, measure_peer_loss, peak_bytes, run_apart
 
 
@@ -40,7 +38,7 @@ class TrainBenchSettings:
     Attributes:
         target: path or Hub id; None is the bundled target.
         dtype: of the target.
-        methods: names as in recipes.
+        methods: names as in recipes; None: all that are installed.
         options: by method, sections `head` and `options` of a recipe; what is absent is the default.
         rows, length: of a batch: rows, and tokens of each (one document).
         repeats: steps; figures are medians over them, after one that is not counted.
@@ -51,8 +49,8 @@ class TrainBenchSettings:
     """
 
     target: str | None = None
-    dtype: str = "auto"
-    methods: Sequence[str] = ("eagle3", "medusa", "medusa2", "eagle1")
+    dtype: DtypeName = "auto"
+    methods: Sequence[str] | None = None
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: int = 4
     length: int = 256
@@ -69,12 +67,13 @@ def bench_train(settings: TrainBenchSettings) -> dict[str, Any]:
     target = settings.target or default_target()
     device = str(find_device(settings.device))
     shape = settings.loss
+    methods = tuple(installed_methods()) if settings.methods is None else settings.methods
     losses: list[tuple[Form, Kind]] = []
     if shape is not None:
         losses = [("plain", "soft"), ("lean", "soft"), ("plain", "hard"), ("lean", "hard")]
     result: dict[str, Any] = {"bench": "train", "target": target, "settings": asdict(settings), "methods": []}
-    with progress("train", total=len(settings.methods) + len(losses)) as advance:
-        for name in settings.methods:
+    with progress("train", total=len(methods) + len(losses)) as advance:
+        for name in methods:
             result["methods"].append(run_apart(_measure_method, name, target, settings, device))
             advance(name)
         result["losses"] = []
@@ -116,14 +115,14 @@ def _measure_method(name: str, path: str, settings: TrainBenchSettings, device: 
         torch.set_num_threads(settings.threads)
     place = torch.device(device)
     section = MethodSection(
-        name=name,  # type: ignore[arg-type]
-        adapter=_ADAPTER if name == "medusa2" else {},
+        name=name,
+        adapter=_ADAPTER if load_method(name).trains_target else {},
         **settings.options.get(name, {}),
     )
-    loaded = load_target(TargetSection(path=path, dtype=settings.dtype), place)  # type: ignore[arg-type]
+    loaded = load_target(TargetSection(path=path, dtype=settings.dtype), place)
     held = held_bytes(device)
     target = adapted_target(section, loaded)
-    method: Any = build_method(section, target, data=None)  # type: ignore[arg-type]
+    method = build_method(section, target, data=None)
     reader = TargetReader(target, method.feature_layers, train_target=method.trains_target)
     optimizer = torch.optim.AdamW([p for p in method.parameters() if p.requires_grad], lr=1e-4)
     batch = _batch(settings, unwrap(target).config.get_text_config(decoder=True).vocab_size)
@@ -145,7 +144,12 @@ def _measure_method(name: str, path: str, settings: TrainBenchSettings, device: 
 
 
 def _step(
-    method: Any, reader: TargetReader, optimizer: Any, batch: Batch, device: torch.device, bf16: bool
+    method: TrainingMethod,
+    reader: TargetReader,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    device: torch.device,
+    bf16: bool,
 ) -> tuple[float, float, float]:
     """Seconds of the target's forward, of the head's forward and backward, of the optimizer."""
     times = [_now(device)]

@@ -6,23 +6,32 @@ target is never a submodule: `state_dict` holds what is trained and nothing else
 
 from __future__ import annotations
 
-import copy
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.drafter import Drafter
+from hf_speculate.drafter import Drafter, SavedHead
 
-from ..data.batches import Batch
-from ..states.target_states import TargetStates
+from ..data import Batch
+from ..sections import RecipeError
+from ..states import TargetStates
 
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+# Beside a head: the adapter of a target that was trained with it. It is uploaded with the head.
+ADAPTER_FOLDER = "target-adapter"
+
+# Counts how often the training data have the target emit each token, int64 [V]. It reads all of them.
+CountTokens: TypeAlias = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,22 +48,74 @@ class StepOutput:
     metrics: dict[str, Float[Tensor, ""]]
 
 
-class HeadMethod(nn.Module, ABC):
-    """A head and how it is trained.
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Of a method, or a head, that has nothing to choose."""
+
+
+class TrainingMethod(nn.Module, ABC):
+    """A head and how it is trained; the class is an entry point of the group `hf_speculate.training_methods`.
+
+    A recipe's `method.head` and `method.options` are read into two dataclasses of the method's own: a key that is no
+    field is refused with a suggestion, values are checked against the annotations, and what `__post_init__` refuses
+    with a `ValueError` is an error of the recipe. What is trained is float32, on the device of the target's last layer.
+
+    Class attributes:
+        name: of the entry point, `method.name` in recipes.
+        head_class: dataclass of a new head's shape.
+        options_class: dataclass of the method's options.
+        trains_target: whether an adapter of the target learns too. Its states then come with a graph, never from a
+            cache, and its adapter's parameters are among those of the method.
 
     Attributes:
-        name: of the method, as recipes call it.
-        feature_layers: the states of the target that `forward` reads, as `Drafter.feature_layers`.
-        trains_target: whether the states must come with a graph (Medusa-2).
+        feature_layers: the states of the target that `forward` reads, as `Drafter.feature_layers`. The state after the
+            final norm, `TargetStates.last_hidden`, always comes along.
     """
 
     name: ClassVar[str]
+    head_class: ClassVar[type] = NoOptions
+    options_class: ClassVar[type] = NoOptions
+    trains_target: ClassVar[bool] = False
     feature_layers: tuple[int, ...] = ()
-    trains_target: bool = False
+
+    @classmethod
+    def adapted(cls, target: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
+        """The target with the adapter that is trained, from a recipe's `method.adapter`; here: the target as it is.
+
+        Raises:
+            RecipeError: an adapter for a method that trains none, none for one that does, or an unknown key of it.
+        """
+        if adapter:
+            raise RecipeError(
+                f"method.adapter is for methods that train the target too; {cls.name} leaves it as it is."
+            )
+        return target
+
+    @classmethod
+    @abstractmethod
+    def for_target(cls, target: nn.Module, head: Any, options: Any, count_tokens: CountTokens) -> Self:
+        """The method around a fresh head.
+
+        Args:
+            target: frozen, as `adapted` gave it; `hf_speculate.speculator.unwrap` looks through PEFT.
+            head: an instance of `head_class`.
+            options: an instance of `options_class`.
+            count_tokens: for a draft vocabulary, see `choose_vocabulary`; to be called only where one is asked for.
+        Raises:
+            RecipeError, TargetMismatchError: a head that cannot be, or not for this target.
+        """
+
+    @classmethod
+    def from_folder(cls, folder: str, target: nn.Module, options: Any) -> Self:
+        """The method around a trained head to go on from (folder or Hub id)."""
+        raise RecipeError(f"{cls.name} cannot go on from a trained head: leave method.start_from out.")
 
     @abstractmethod
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
-        """The loss of a batch. In `eval()` mode without noise."""
+        """The loss of a batch of B rows of S tokens. In `eval()` mode without noise.
+
+        Every trained parameter must get a gradient (it may be 0), also where nothing counts: DDP waits for all.
+        """
 
     @abstractmethod
     def drafter(self, target: PreTrainedModel, **options: Any) -> Drafter:
@@ -64,23 +125,26 @@ class HeadMethod(nn.Module, ABC):
         Options are those of the drafter's class.
         """
 
+    def evaluation_drafter(self, target: PreTrainedModel, num_nodes: int, **options: Any) -> Drafter:
+        """The drafter whose acceptance is measured, with trees of `num_nodes` nodes, the root not counted.
+
+        Args:
+            options: a recipe's `evaluation.options`.
+        """
+        return self.drafter(target, max_nodes=num_nodes, **options)
+
+    def save(self, folder: str | os.PathLike, target: PreTrainedModel, layout: str | None = None) -> SavedHead:
+        """Writes the head, and what else belongs to it, in a layout of its drafter (None: the drafter's default).
+
+        Raises:
+            CheckpointError: the layout cannot express the head; nothing has been written then.
+        """
+        return self.drafter(target).save_pretrained(folder, layout)
+
     def on_step(self, step: int, num_steps: int) -> None:
         """Called before optimiser step `step` (from 0) of `num_steps`: for methods with stages."""
 
-
-def detached_copy(module: AnyModule, dtype: torch.dtype) -> AnyModule:
-    """A module for decoding around the same weights: parameters detached and cast, buffers as they are.
-
-    `copy.deepcopy` would copy the target's modules that a head refers to, and hold both sets of weights at once.
-    """
-    placed = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in module.parameters()}
-    return _rebuilt(module, placed).eval()
-
-
-def _rebuilt(module: Any, placed: dict[int, nn.Parameter]) -> Any:
-    twin = copy.copy(module)
-    twin.__dict__ = dict(module.__dict__)
-    twin._parameters = {name: None if p is None else placed[id(p)] for name, p in module._parameters.items()}
-    twin._buffers = dict(module._buffers)
-    twin._modules = {name: None if m is None else _rebuilt(m, placed) for name, m in module._modules.items()}
-    return twin
+    @property
+    def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
+        """The target's token of each draft column, ascending; None where they are the same."""
+        return None

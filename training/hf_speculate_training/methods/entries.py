@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..data.batches import NO_DOCUMENT, Batch
+from ..data import NO_DOCUMENT, Batch
 
 
 Normalizer = Literal["all", "counted"]

@@ -8,7 +8,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ..data.batches import Batch
+from ..data import Batch
+from ..sections import RecipeError
+from .contract import CountTokens
+
+
+DRAFT_VOCAB_SIZE = "draft_vocab_size"
 
 
 def count_tokens(batches: Iterable[Batch], vocab_size: int) -> Int[Tensor, " V"]:
@@ -29,6 +34,14 @@ def draft_vocabulary(counts: Int[Tensor, " V"], size: int) -> Int[Tensor, " Vd"]
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def coverage(counts: Int[Tensor, " V"], target_ids: Int[Tensor, " Vd"]) -> float:
-    """Share of the counted tokens that a draft vocabulary has."""
-    return float(counts[target_ids].sum() / counts.sum().clamp(min=1))
+def choose_vocabulary(size: int | None, vocab_size: int, count_tokens: CountTokens) -> Int[Tensor, " Vd"] | None:
+    """What a recipe's `method.head.draft_vocab_size` asks for: the most frequent tokens; None for the whole vocabulary.
+
+    Raises:
+        RecipeError: a size that is not from 1 to the target's vocabulary.
+    """
+    if size is None or size == vocab_size:
+        return None
+    if not 1 <= size < vocab_size:
+        raise RecipeError(f"method.head.{DRAFT_VOCAB_SIZE} must be from 1 to the target's {vocab_size}, got {size}.")
+    return draft_vocabulary(count_tokens(), size)

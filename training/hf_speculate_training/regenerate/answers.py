@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.encoding import Encoder
-from ..data.records import Chat, Completion, Example, Message, Plain, RecordError, Tokens, read_record
+from ..data import Chat, Completion, Encoder, Example, Message, Plain, RecordError, Tokens, read_record
 
 
 @dataclass

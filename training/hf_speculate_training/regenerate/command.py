@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -14,14 +14,9 @@ from transformers.utils import logging
 from hf_speculate.bench.methods import SpeculatorSpec
 from hf_speculate.errors import SpeculateError
 
-from ..data.loading import load_records
-from ..run.inputs import load_target, load_tokenizer
-from ..run.recipe import TargetSection
+from ..data import load_records
+from ..target import DtypeName, QuantizationName, TargetSection, load_target, load_tokenizer
 from .writing import RegenerateOptions, regenerate
-
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-QuantizationName = Literal["4bit", "8bit"]
 
 
 def regenerate_command(

@@ -24,10 +24,7 @@ from transformers.utils import logging
 from hf_speculate.errors import SpeculateError
 from hf_speculate.speculator import Speculator, unwrap
 
-from ..data.encoding import Encoder
-from ..data.loading import Records
-from ..data.options import context_length
-from ..data.records import RecordError
+from ..data import Encoder, RecordError, Records, context_length
 from ..fingerprints import target_fingerprint
 from .answers import Asker, Job, line_digest
 from .journal import Journal

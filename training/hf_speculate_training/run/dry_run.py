@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_speculate.speculator import unwrap
 
-from ..data.batches import NO_DOCUMENT, Batch
+from ..data import NO_DOCUMENT, Batch
 from .run import Run
 
 

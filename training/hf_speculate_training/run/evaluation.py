@@ -17,7 +17,7 @@ from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator, unwrap
 from hf_speculate.stats import SpeculationStats
 
-from ..methods.contract import HeadMethod
+from ..methods import TrainingMethod
 
 
 Prompt = Int[Tensor, " S"]
@@ -70,7 +70,7 @@ class AcceptanceEvaluation:
         self.prompts = list(prompts)
         self.options = options or AcceptanceOptions()
 
-    def measure(self, target: nn.Module, method: HeadMethod, accelerator: Any = None) -> dict[str, float]:
+    def measure(self, target: nn.Module, method: TrainingMethod, accelerator: Any = None) -> dict[str, float]:
         """Mean acceptance lengths: tokens that rounds with a draft emitted, the bonus token included.
 
         Args:
@@ -102,9 +102,9 @@ class AcceptanceEvaluation:
                 yield ACCEPTANCE + suffix, nodes, temperature
 
     def _run(
-        self, target: GenerativeModel, method: HeadMethod, prompts: Sequence[Prompt], nodes: int, temperature: float
+        self, target: GenerativeModel, method: TrainingMethod, prompts: Sequence[Prompt], nodes: int, temperature: float
     ) -> SpeculationStats:
-        speculator = Speculator(method.drafter(target, max_nodes=nodes, **self.options.options), adaptive=False)
+        speculator = Speculator(method.evaluation_drafter(target, nodes, **self.options.options), adaptive=False)
         devices = [] if target.device.type == "cpu" else [target.device]
         with torch.random.fork_rng(devices=devices), _plain_settings(target, temperature), torch.inference_mode():
             torch.manual_seed(self.options.seed)

@@ -1,4 +1,4 @@
-"""What a recipe names, loaded: the target with its tokenizer, the data, the prompts."""
+"""What a recipe names beside the target, loaded: the data, the prompts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets import IterableDataset
 from torch import nn
 from torch.utils.data import Subset
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_speculate.bench.prompts import read_prompts, tokenize
 from hf_speculate.errors import SpeculateError
-from hf_speculate.gguf.loading import find_file, load_model, read_tokenizer
-from hf_speculate.gguf.reading import read_header
 from hf_speculate.speculator import unwrap
 
 from ..data import PreparedData, RowDataset, StreamedRows, prepare_data
 from .evaluation import Prompt, evenly_spaced, prompts_of
-from .recipe import DataSection, EvaluationSection, RecipeError, TargetSection
+from .recipe import DataSection, EvaluationSection
 
 
 @dataclass(frozen=True)
@@ -47,39 +43,6 @@ class RunData:
         if limit is None or not isinstance(rows, RowDataset):
             return rows
         return Subset(rows, evenly_spaced(len(rows), limit))
-
-
-def load_target(section: TargetSection, device: torch.device) -> nn.Module:
-    """The target, frozen, in `eval()` mode, with its adapter.
-
-    Raises:
-        SpeculateError: it cannot be had; in one line.
-    """
-    try:
-        model: Any = _packed(section, device) if _is_packed(section) else _from_pretrained(section, device)
-        if section.adapter:
-            model = _adapted(model, section.adapter)
-    except SpeculateError:
-        raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise SpeculateError(f"cannot load the target {section.path!r}: {_first_line(error)}") from error
-    return model.eval().requires_grad_(False)
-
-
-def load_tokenizer(section: TargetSection) -> Any:
-    """The target's tokenizer."""
-    name = section.tokenizer or section.path
-    options: dict[str, Any] = {"revision": section.revision} if section.tokenizer is None else {}
-    try:
-        if section.tokenizer is None and _is_packed(section):
-            return read_tokenizer(read_header(find_file(section.path, section.gguf_file, options)))
-        if section.tokenizer is None and section.gguf_file:
-            options["gguf_file"] = section.gguf_file
-        return AutoTokenizer.from_pretrained(name, **options)
-    except SpeculateError:
-        raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise SpeculateError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
 
 
 def load_data(section: DataSection, tokenizer: Any, target: nn.Module) -> RunData:
@@ -116,55 +79,3 @@ def load_prompts(section: EvaluationSection, data: RunData, tokenizer: Any, max_
             f"target's context of {max_length}: take shorter ones, or fewer new tokens."
         )
     return fitting
-
-
-def _is_packed(section: TargetSection) -> bool:
-    is_gguf = section.gguf_file is not None or section.path.endswith(".gguf")
-    return is_gguf and section.gguf_backend != "transformers"
-
-
-def _packed(section: TargetSection, device: torch.device) -> Any:
-    """A GGUF file as `load_gguf` has it: what the head drafts for later."""
-    given = {"quantization": section.quantization, "device_map": section.device_map}
-    if extra := [name for name, value in given.items() if value is not None]:
-        raise RecipeError(f"target.{extra[0]} does not go with a GGUF file: it is quantised, and lies on one device.")
-    path = find_file(section.path, section.gguf_file, {"revision": section.revision})
-    dtype = torch.bfloat16 if section.dtype == "auto" else getattr(torch, section.dtype)
-    return load_model(
-        path,
-        dtype=dtype,
-        device=device,
-        backend=section.gguf_backend,
-        attn_implementation=section.attn_implementation,
-    )
-
-
-def _from_pretrained(section: TargetSection, device: torch.device) -> Any:
-    options: dict[str, Any] = {"dtype": section.dtype, "revision": section.revision}
-    if section.gguf_file:
-        options["gguf_file"] = section.gguf_file
-    if section.attn_implementation:
-        options["attn_implementation"] = section.attn_implementation
-    if section.quantization:
-        options["quantization_config"] = _quantization(section.quantization)
-    if section.device_map is not None or section.quantization:
-        options["device_map"] = section.device_map if section.device_map is not None else {"": device}
-    model: Any = AutoModelForCausalLM.from_pretrained(section.path, **options)
-    return model if "device_map" in options else model.to(device)
-
-
-def _quantization(kind: str) -> BitsAndBytesConfig:
-    if kind == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-
-
-def _adapted(model: Any, adapter: str) -> Any:
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(model, adapter)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

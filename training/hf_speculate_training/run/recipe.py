@@ -2,7 +2,7 @@
 
     target:      the model that the head is to draft for
     data:        what it is trained on, see `hf_speculate_training.data.DataOptions`
-    method:      eagle3, medusa, … with the shape of the head and the options of the method
+    method:      an installed one (eagle3, medusa, …), the shape of the head and the options of the method
     features:    the target's states computed in the loop, or read from a cache
     training:    anything that `transformers.TrainingArguments` knows
     evaluation:  how acceptance is measured during the run
@@ -15,64 +15,21 @@ Unknown keys are refused, and so are tokens: a recipe is written beside the head
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
-from hf_speculate.errors import SpeculateError
 from hf_speculate.privacy import find_secret, masked, publishable
 
 from ..data import DataOptions
+from ..methods import check_method
+from ..sections import RecipeError, field_names, refuse_unknown, validated
+from ..target import TargetSection
 from .evaluation import AcceptanceOptions
-
-
-_MANY = 30  # keys, too many to list beside a suggestion
-
-
-class RecipeError(SpeculateError, ValueError):
-    """A recipe that says what is unknown, of the wrong type, secret, or contradicts itself.
-
-    Messages quote recipes; what looks like a token is masked in them.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(masked(message))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetSection:
-    """The target.
-
-    Attributes:
-        path: folder or Hub id, or a GGUF file.
-        revision: of a Hub id.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
-        quantization: load it in "8bit" or "4bit" (bitsandbytes).
-        gguf_file: name of a GGUF file in `path`.
-        gguf_backend: of `hf_speculate.load_gguf`, which keeps it packed ("auto": what is fastest there), or
-            "transformers" for its own loader, which knows more architectures and dequantises everything.
-        adapter: folder or Hub id of a PEFT adapter, put on top.
-        tokenizer: folder or Hub id, where it is not with the model.
-        device_map: spread a large target over devices ("auto", or a map); None: the training's device.
-        attn_implementation: as in `from_pretrained`.
-    """
-
-    path: str
-    revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["4bit", "8bit"] | None = None
-    gguf_file: str | None = None
-    gguf_backend: str = "auto"
-    adapter: str | None = None
-    tokenizer: str | None = None
-    device_map: str | dict[str, Any] | None = None
-    attn_implementation: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +50,14 @@ class MethodSection:
     """What is trained, and how.
 
     Attributes:
-        name: of the method.
-        head: shape of a new head, see `hf_speculate_training.new_head`.
+        name: of an installed method (entry-point group `hf_speculate.training_methods`).
+        head: shape of a new head, the fields of the method's `head_class`.
         start_from: folder of a trained head to go on from, instead of `head`.
-        adapter: of medusa2: the LoRA that is trained with the heads, fields of `peft.LoraConfig`.
-        options: of the method (unrolled steps, weights of the losses, …).
+        adapter: of methods that train the target too: the LoRA that learns with the head, fields of `peft.LoraConfig`.
+        options: of the method (unrolled steps, weights of the losses, …), the fields of its `options_class`.
     """
 
-    name: Literal["eagle3", "medusa", "medusa2", "eagle1"]
+    name: str
     head: dict[str, Any] = field(default_factory=dict)
     start_from: str | None = None
     adapter: dict[str, Any] = field(default_factory=dict)
@@ -203,7 +160,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None  # it quotes the file, tokens included
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} is not a recipe: it must have the sections {', '.join(_names(Recipe))}.")
+        raise RecipeError(f"{path} is not a recipe: it must have the sections {', '.join(field_names(Recipe))}.")
     for override in overrides:
         _override(content, override)
     return recipe_from(content)
@@ -213,21 +170,9 @@ def recipe_from(content: Mapping[str, Any]) -> Recipe:
     """A recipe from plain values; raises `RecipeError`."""
     _refuse_secrets(content)
     _refuse_unknown_keys(content, Recipe, "")
-    try:
-        return TypeAdapter(Recipe).validate_python(content)
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
-        raise RecipeError("the recipe cannot be used: " + "; ".join(lines) + ".") from error
-
-
-def refuse_unknown(given: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Raises `RecipeError`, with a suggestion, if `given` names what `known` does not have."""
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            possible = "" if close and len(known) > _MANY else f" Possible: {', '.join(known)}."
-            raise RecipeError(f"unknown key {name!r} in {where}.{hint}{possible}")
+    recipe = validated(Recipe, content, "the recipe")
+    check_method(recipe.method.name)
+    return recipe
 
 
 def _refuse_secrets(content: Mapping[str, Any]) -> None:
@@ -240,17 +185,13 @@ def _refuse_secrets(content: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown_keys(content: Mapping[str, Any], kind: Any, where: str) -> None:
-    refuse_unknown(content, _names(kind), where or "the recipe")
+    refuse_unknown(content, field_names(kind), where or "the recipe")
     hints = get_type_hints(kind)
     for name, value in content.items():
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
-                raise RecipeError(f"{name} must be a section with the keys {', '.join(_names(hints[name]))}.")
+                raise RecipeError(f"{name} must be a section with the keys {', '.join(field_names(hints[name]))}.")
             _refuse_unknown_keys(value, hints[name], name)
-
-
-def _names(kind: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
 
 
 def _override(content: dict[str, Any], text: str) -> None:

@@ -25,12 +25,13 @@ from hf_speculate.speculator import AutoSpeculator, unwrap
 
 from ..data import Collator, RowDataset
 from ..fingerprints import content_fingerprint
-from ..methods.contract import HeadMethod
-from ..methods.medusa.medusa2 import Medusa2Method
-from ..states.feature_cache import write_features
+from ..methods import ADAPTER_FOLDER, TrainingMethod
+from ..sections import RecipeError
+from ..states import write_features
+from ..target import load_target, load_tokenizer
 from .building import adapted_target, build_method, has_evaluation, training_arguments
 from .evaluation import AcceptanceEvaluation, Prompt
-from .inputs import RunData, load_data, load_prompts, load_target, load_tokenizer
+from .inputs import RunData, load_data, load_prompts
 from .plots import plot_run
 from .provenance import (
     RECIPE_FILE,
@@ -43,14 +44,13 @@ from .provenance import (
     write_provenance,
     write_recipe,
 )
-from .recipe import Recipe, RecipeError
+from .recipe import Recipe
 from .trainer import HeadTrainer, HeadTrainingArguments, last_checkpoint
 
 
 logger = logging.get_logger(__name__)
 
 CURVES_FILE = "curves.png"
-ADAPTER_FOLDER = "target-adapter"
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Run:
     target: nn.Module
     tokenizer: Any
     data: RunData
-    method: HeadMethod
+    method: TrainingMethod
     prompts: list[Prompt]
     resume: str | None = None
 
@@ -147,7 +147,7 @@ def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
     history = list(trainer.state.log_history)  # before the last evaluation, which is of the best head and no curve's
     metrics = trainer.evaluate() if has_evaluation(recipe) else {}
     if trainer.is_world_process_zero():
-        known |= {"adapters": dict(adapter_fingerprints(unwrap(run.target)))}  # medusa2 has trained one
+        known |= {"adapters": dict(adapter_fingerprints(unwrap(run.target)))}  # the method may have trained one
         write_provenance(run.folder, {"status": "running", **known, "sessions": sessions})
         write_head(run, metrics)
         _plot(history, run)
@@ -161,10 +161,8 @@ def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
 
 def write_head(run: Run, metrics: Mapping[str, float]) -> None:
     """Writes the head in the recipe's layout with its card, and loads it once to see that it can be."""
-    output, drafter = run.recipe.output, run.method.drafter(unwrap(run.target))
-    saved = drafter.save_pretrained(run.folder, output.layout)
-    if isinstance(run.method, Medusa2Method):
-        run.method.save_target(run.folder / ADAPTER_FOLDER)
+    output = run.recipe.output
+    saved = run.method.save(run.folder, unwrap(run.target), output.layout)
     measured = {name.removeprefix("eval_"): value for name, value in metrics.items() if "acceptance" in name}
     source = run.recipe.data.eval or run.recipe.data.train
     write_card(
@@ -208,7 +206,7 @@ def _checked_folder(folder: str, resume: bool) -> str | None:
 def _known(run: Run) -> dict[str, Any]:
     """What is known before the first step."""
     parameters = [p for p in run.method.parameters() if p.requires_grad]
-    target_ids = getattr(run.method, "target_ids", None)
+    vocabulary = run.method.draft_vocabulary
     return {
         "recipe": run.recipe.to_dict(),
         "command": masked_arguments(sys.argv),
@@ -217,7 +215,7 @@ def _known(run: Run) -> dict[str, Any]:
         "head": {
             "method": run.method.name,
             "trained_parameters": sum(p.numel() for p in parameters),
-            "draft_vocabulary": None if target_ids is None else content_fingerprint(target_ids.tolist()),
+            "draft_vocabulary": None if vocabulary is None else content_fingerprint(vocabulary.tolist()),
         },
         "seed": run.args.seed,
         "evaluation_prompts": len(run.prompts),

@@ -1,6 +1,6 @@
 """Training of a head on `transformers.Trainer`: the loop, precision, schedules, checkpoints and reports are its own.
 
-What is trained is a `HeadMethod`; the target stays outside, so neither the optimizer nor a checkpoint ever sees it.
+What is trained is a `TrainingMethod`; the target stays outside, so neither the optimizer nor a checkpoint ever sees it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,12 +20,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from hf_speculate.card import write_card
 from hf_speculate.errors import SpeculateError
-from hf_speculate.speculator import Speculator, unwrap
+from hf_speculate.speculator import unwrap
 
-from ..data.batches import Batch
-from ..methods.contract import HeadMethod
-from ..states.target_states import TargetReader
+from ..data import Batch
+from ..methods import TrainingMethod
+from ..states import TargetReader
 from .evaluation import AcceptanceEvaluation
 from .optimizers import MuonWithAdamW
 
@@ -97,7 +98,7 @@ class HeadTrainer(Trainer):
     def __init__(
         self,
         target: PreTrainedModel | nn.Module,
-        method: HeadMethod,
+        method: TrainingMethod,
         args: TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
@@ -193,8 +194,8 @@ class HeadTrainer(Trainer):
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
-            drafter = self.method.drafter(unwrap(self.target))
-            Speculator(drafter).save_pretrained(output_dir or str(self.args.output_dir))
+            folder = output_dir or str(self.args.output_dir)
+            write_card(folder, **asdict(self.method.save(folder, unwrap(self.target))))
 
     def _collect(self, mode: str, metrics: dict[str, Tensor]) -> None:
         """Adds without waiting for the device; `_drain` reads."""
@@ -220,7 +221,7 @@ class HeadTrainer(Trainer):
 class _Guard(TrainerCallback):
     """Tells the method which step it is, and stops before the optimizer takes a gradient that is not a number."""
 
-    def __init__(self, method: HeadMethod):
+    def __init__(self, method: TrainingMethod):
         self.method = method
 
     def on_step_begin(self, args, state, control: TrainerControl, **kwargs) -> None:

@@ -4,3 +4,19 @@
 keeps them apart and whether its logits are its output matrix times its last state. `write_features` keeps what the
 reader gives on disk, and `FeatureCache` hands it back bit by bit: the target's decoder runs once for all epochs.
 """
+
+from .cache_index import CacheKey, FeatureCacheError
+from .feature_cache import FeatureCache, cache_key, write_features
+from .target_states import TargetReader, TargetStates, visible
+
+
+__all__ = [
+    "CacheKey",
+    "FeatureCache",
+    "FeatureCacheError",
+    "TargetReader",
+    "TargetStates",
+    "cache_key",
+    "visible",
+    "write_features",
+]

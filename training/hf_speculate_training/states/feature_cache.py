@@ -27,8 +27,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from ..data.packing import Collator, Row, RowDataset
-from ..data.preparing import fingerprint
+from ..data import Collator, Row, RowDataset, documents_fingerprint
 from ..fingerprints import content_fingerprint, target_fingerprint
 from .cache_index import CacheIndex, CacheKey, FeatureCacheError
 from .target_states import TargetReader
@@ -171,7 +170,7 @@ def cache_key(reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None 
     """The key of the states that `reader` gives for `rows`."""
     return CacheKey(
         target=target_fingerprint(reader.target),
-        data=content_fingerprint([fingerprint(rows.documents), rows.rows]),
+        data=content_fingerprint([documents_fingerprint(rows.documents), rows.rows]),
         layers=tuple(sorted(reader.feature_layers)),
         dtype=str(dtype or reader.target.dtype).removeprefix("torch."),
     )

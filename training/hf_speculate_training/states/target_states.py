@@ -15,7 +15,7 @@ from hf_speculate.features import FeatureTaps
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import unwrap
 
-from ..data.batches import Batch
+from ..data import Batch
 
 
 # Largest difference between what should be equal, as a share of the largest value: rounding is far below these, another

@@ -7,59 +7,75 @@ features as well (arXiv:2408.15766, "HASS").
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from hf_speculate.speculator import unwrap
 from hf_speculate_plugins.eagle import EagleHead
 
-from ...data.batches import Batch
-from ...states.target_states import TargetStates
-from ..contract import StepOutput
+from ...data import Batch
+from ...states import TargetStates
+from ..contract import CountTokens, StepOutput
 from ..entries import Entries
-from .eagle3 import Eagle3Method
+from .base import BaseEagleMethod
+from .new_head import new_eagle1, warm_eagle
+from .options import Eagle1TrainingOptions, EagleShape
 
 
-class Eagle1Method(Eagle3Method):
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Eagle1Method(BaseEagleMethod):
     """Trains an EAGLE-1 head.
 
     Args:
-        feature_weight, token_weight: of the regression (smooth L1, mean over the hidden size) and of the cross-entropy.
-        noise: the features' uniform noise; the reference takes 0.1 at 512 tokens.
-        options: of `Eagle3Method`.
+        options: see `Eagle1TrainingOptions`; the others are those of `BaseEagleMethod`.
 
     Metrics, beside those of `Eagle3Method`: `regression`.
     """
 
     name = "eagle1"
+    head_class = EagleShape
+    options_class = Eagle1TrainingOptions
 
     def __init__(
         self,
         head: EagleHead,
         target: PreTrainedModel,
         target_ids: Int[Tensor, " Vd"] | None = None,
-        *,
-        feature_weight: float = 1.0,
-        token_weight: float = 0.1,
-        steps: int = 1,
-        noise: float = 0.1,
-        **options: Any,
+        options: Eagle1TrainingOptions | None = None,
     ):
-        super().__init__(head, target, target_ids, steps=steps, noise=noise, **options)
-        self.feature_weight, self.token_weight = feature_weight, token_weight
+        options = options or Eagle1TrainingOptions()
+        super().__init__(head, target, target_ids, options)
+        self.feature_weight, self.token_weight = options.feature_weight, options.token_weight
+
+    @classmethod
+    def for_target(
+        cls, target: nn.Module, head: EagleShape, options: Eagle1TrainingOptions, count_tokens: CountTokens
+    ) -> Self:
+        model = unwrap(target)
+        return cls(new_eagle1(model, **head.given()), model, None, options)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: nn.Module, options: Eagle1TrainingOptions) -> Self:
+        model = unwrap(target)
+        head, target_ids = warm_eagle(folder, model)
+        return cls(head, model, target_ids, options)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
-        entries = Entries.of(batch, self.steps, self.head.device)
+        entries = Entries.of(batch, self.options.steps, self.head.device)
         outputs = self.unroll(batch, states)
-        entries, losses, best = self._compare(entries, outputs, states)
+        entries, losses, best = self.compare(entries, outputs, states)
         # The feature of EAGLE-1 is the target's last hidden state, so the next one lies where the teacher reads.
         features = states.last_hidden.detach().to(self.head.device)[entries.teacher_positions]
         rows = entries.gather(outputs)
         distances = functional.smooth_l1_loss(rows.float(), features[entries.teacher_row].float(), reduction="none")
-        regression = (distances.mean(-1) * entries.weights(self.step_decay, self.normalizer)).sum()
+        regression = (distances.mean(-1) * entries.weights(self.options.step_decay, self.options.normalizer)).sum()
         loss = self.feature_weight * regression + self.token_weight * losses.loss
         metrics = entries.metrics(losses.each, losses.best == best)
         return StepOutput(loss, {**metrics, "regression": regression.detach()})

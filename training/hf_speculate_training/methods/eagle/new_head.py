@@ -1,4 +1,4 @@
-"""Heads as training begins: fresh ones shaped after the target, or published ones to go on from.
+"""EAGLE heads as training begins: fresh ones shaped after the target, or published ones to go on from.
 
 Parameters are float32 and on the device of the target's last layer; what they share with the target stays the target's.
 """
@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import local_folder
-from hf_speculate.vocabulary import embedding_rows, output_rows
+from hf_speculate.vocabulary import embedding_rows
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, load_head
-from hf_speculate_plugins.eagle.loading import check_fits, head_device
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
+from hf_speculate_plugins.eagle.loading import check_fits
+
+from ..weights import copy_rows, last_device, target_rows, trainable
 
 
 _MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
@@ -74,9 +75,9 @@ def new_eagle3(
         head = EagleHead(spec, target.get_input_embeddings() if shares_embeddings else None)
     _initialise(head, config.initializer_range)
     if not shares_embeddings:
-        _copy_rows(head.embed_tokens.weight, embedding_rows(target.get_input_embeddings(), config.vocab_size))
-    _copy_rows(head.lm_head.weight, _output_rows(target, target_ids))
-    return head.to(head_device(target))
+        copy_rows(head.embed_tokens.weight, embedding_rows(target.get_input_embeddings(), config.vocab_size))
+    copy_rows(head.lm_head.weight, target_rows(target, target_ids))
+    return head.to(last_device(target))
 
 
 def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any) -> EagleHead:
@@ -93,53 +94,13 @@ def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any)
     with torch.device("cpu"):
         head = EagleHead(spec, target.get_input_embeddings(), target.get_output_embeddings())
     _initialise(head, config.initializer_range)
-    return head.to(head_device(target))
+    return head.to(last_device(target))
 
 
 def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
     """A published EAGLE head (folder or Hub id) to train on, and its draft vocabulary."""
     loaded = load_head(local_folder(os.fspath(folder)), target)
-    return _trainable(loaded.head), loaded.target_ids
-
-
-def new_medusa(
-    target: PreTrainedModel,
-    num_heads: int = 4,
-    num_layers: int = 1,
-    *,
-    shared_lm_head: bool = True,
-    target_ids: Int[Tensor, " Vd"] | None = None,
-) -> MedusaHeads:
-    """Fresh Medusa heads: blocks that do nothing, so that each head predicts what the target does (paper, section 2.2).
-
-    Args:
-        shared_lm_head: all heads use the target's output matrix, which is not trained, and files are small; False gives
-            each its own copy, as the paper has it.
-        target_ids: a truncated vocabulary; the heads then share one matrix of their own, the target's rows.
-    """
-    config = target.config.get_text_config(decoder=True)
-    size = config.hidden_size
-    weight = None
-    if target_ids is not None:
-        weight = torch.empty(1, len(target_ids), size)
-        _copy_rows(weight[0], _output_rows(target, target_ids))
-    elif not shared_lm_head:
-        weight = torch.empty(num_heads, config.vocab_size, size)
-        _copy_rows(weight[0], _output_rows(target))
-        weight[1:] = weight[0]
-    blocks, biases = torch.zeros(num_heads, num_layers, size, size), torch.zeros(num_heads, num_layers, size)
-    return MedusaHeads(blocks, biases, weight, target_ids).to(head_device(target))
-
-
-def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHeads:
-    """Published Medusa heads (folder or Hub id) to train on."""
-    return _trainable(MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads)
-
-
-def _trainable(head: Any) -> Any:
-    for parameter in head.parameters():
-        parameter.data = parameter.data.float()
-    return head.requires_grad_(True)
+    return trainable(loaded.head), loaded.target_ids
 
 
 def _default_layers(num_layers: int) -> tuple[int, ...] | None:
@@ -200,18 +161,3 @@ def _initialise(head: EagleHead, std: float) -> None:
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-
-
-def _output_rows(target: PreTrainedModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
-    size = target.config.get_text_config(decoder=True).hidden_size
-    return output_rows(target.get_output_embeddings(), size, target.dtype, ids)
-
-
-@torch.no_grad()
-def _copy_rows(weight: Float[Tensor, "N Hd"], rows: Float[Tensor, "N Ht"]) -> None:
-    """Begins with rows of the target's matrix; of another width, with their projection on its main directions."""
-    rows = rows.to(weight.device, torch.float32)
-    if rows.shape[1] != weight.shape[1]:
-        directions = torch.linalg.eigh(rows.mT @ rows).eigenvectors.flip(1)[:, : weight.shape[1]]
-        rows = rows @ directions
-    weight[:, : rows.shape[1]] = rows

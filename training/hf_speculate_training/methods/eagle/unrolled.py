@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...states.target_states import visible
+from ...states import visible
 
 
 # Of one step: for each layer keys and values, [B, kv_heads, S, d].

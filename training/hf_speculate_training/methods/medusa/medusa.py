@@ -1,115 +1,51 @@
-"""Training of Medusa heads on a frozen target (Medusa-1).
-
-Source: Cai et al., "Medusa" (arXiv:2401.10774, section 2.2.1). Head h on the state at token t predicts token t + 2 + h
-of the text, and its loss has weight 0.8**h. Where a text was not written by the target, the target's own distribution
-at token t + 1 + h is the better teacher (`soft`).
-"""
+"""Training of Medusa heads on a frozen target (Medusa-1)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from hf_speculate.vocabulary import is_dense
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from hf_speculate.speculator import unwrap
+from hf_speculate_plugins.medusa import MedusaHeads
 
-from ...data.batches import Batch
-from ...states.target_states import TargetStates
-from ..contract import HeadMethod, StepOutput, detached_copy
-from ..entries import Entries, Normalizer
-from ..losses import EntryLosses, HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
-from ..teacher import Teacher
+from ...data import Batch
+from ...states import TargetStates
+from ..contract import CountTokens, StepOutput
+from .base import BaseMedusaMethod
+from .new_head import medusa_of_shape, warm_medusa
+from .options import MedusaShape, MedusaTrainingOptions
 
 
-class MedusaMethod(HeadMethod):
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class MedusaMethod(BaseMedusaMethod):
     """Trains Medusa heads.
 
     Args:
-        heads: the heads, with parameters in float32; see `new_head` for fresh ones and warm starts.
-        target: only its output layer is kept, and not as a submodule.
-        head_decay: the loss of head h has weight `head_decay**h`.
-        normalizer: see `Entries.weights`.
-        soft: learn the target's own distribution instead of the text's token.
-        lean: the loss that streams the vocabulary; False takes the plain reference.
+        options: see `MedusaTrainingOptions`; the others are those of `BaseMedusaMethod`.
     """
 
     name = "medusa"
+    options_class = MedusaTrainingOptions
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        target: PreTrainedModel,
-        *,
-        head_decay: float = 0.8,
-        normalizer: Normalizer = "all",
-        soft: bool = False,
-        lean: bool = True,
-    ):
-        super().__init__()
-        config = target.config.get_text_config(decoder=True)
-        self.heads = heads
-        self.head_decay, self.soft, self.lean = head_decay, soft, lean
-        self.normalizer: Normalizer = normalizer
-        lm_head = target.get_output_embeddings()
-        self.teacher = Teacher(lm_head, heads.token_ids, config.vocab_size)
-        self.feature_layers = (config.num_hidden_layers,)
+    def __init__(self, heads: MedusaHeads, target: PreTrainedModel, options: MedusaTrainingOptions | None = None):
+        super().__init__(heads, target, options or MedusaTrainingOptions())
+
+    @classmethod
+    def for_target(
+        cls, target: nn.Module, head: MedusaShape, options: MedusaTrainingOptions, count_tokens: CountTokens
+    ) -> Self:
+        model = unwrap(target)
+        return cls(medusa_of_shape(model, head, count_tokens), model, options)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: nn.Module, options: MedusaTrainingOptions) -> Self:
+        model = unwrap(target)
+        return cls(warm_medusa(folder, model), model, options)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
-        entries = Entries.of(batch, self.heads.num_heads, self.heads.device)
-        hidden = states.last_hidden.to(self.heads.device, self.heads.dtype)
-        head_states = self.heads.states(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
-        loss, metrics = self._compare(entries, head_states, states.last_hidden.detach())
-        return StepOutput(loss, metrics)
-
-    def drafter(self, target: PreTrainedModel, **options: Any) -> MedusaDrafter:
-        """Options are those of `MedusaOptions`."""
-        return MedusaDrafter(detached_copy(self.heads, target.dtype), target, MedusaOptions(**options))
-
-    def _compare(
-        self, entries: Entries, head_states: Float[Tensor, "D B S H"], last_hidden: Float[Tensor, "B S H"]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        last_hidden = last_hidden.to(self.heads.device)
-        teacher_hidden = last_hidden[entries.teacher_positions]
-        best = self.teacher.to_draft(self.teacher.argmax(teacher_hidden))
-        wanted = best[entries.teacher_row] if self.soft else self.teacher.to_draft(entries.label)
-        learnt = wanted >= 0  # what a truncated vocabulary does not have cannot be learnt
-        losses = self._losses(entries, learnt, head_states, teacher_hidden)
-        each = torch.cat([part.each for part in losses])
-        hits = torch.cat([part.best for part in losses]) == best[entries.teacher_row]
-        return torch.stack([part.loss for part in losses]).sum(), entries.metrics(each, hits, learnt)
-
-    def _losses(
-        self, entries: Entries, learnt: Bool[Tensor, " E"], head_states: Tensor, teacher_hidden: Tensor
-    ) -> list[EntryLosses]:
-        """One for all heads where they share an output matrix, else one for each."""
-        weights = entries.weights(self.head_decay, self.normalizer) * learnt
-        weight = self.heads.output_weight
-        if weight is None or weight.shape[0] == 1:
-            rows = entries.gather(list(head_states))
-            output = self._target_output() if weight is None else weight[0]
-            return [self._cross_entropy(rows, output, self._targets(entries, teacher_hidden), weights)]
-        losses = []
-        for head, states in enumerate(head_states):
-            part = entries.only(entries.step == head)
-            rows, mine = states[entries.counted[head]], weights[entries.step == head]
-            losses.append(self._cross_entropy(rows, weight[head], self._targets(part, teacher_hidden), mine))
-        return losses
-
-    def _targets(self, entries: Entries, teacher_hidden: Tensor) -> Targets:
-        if self.soft:
-            return SoftTargets(self.teacher.read(teacher_hidden), entries.teacher_row)
-        return HardTargets(self.teacher.to_draft(entries.label).clamp(min=0))
-
-    def _target_output(self) -> Tensor | nn.Module:
-        """The target's output matrix, or its module where that is no plain matrix. Neither is trained."""
-        lm_head = self.teacher.lm_head
-        return lm_head.weight.detach().to(self.heads.device) if is_dense(lm_head) else lm_head
-
-    def _cross_entropy(self, rows: Tensor, output: Any, targets: Targets, weights: Tensor) -> EntryLosses:
-        if self.lean and isinstance(output, Tensor):
-            return lean_cross_entropy(rows, output, targets, weights)
-        return plain_cross_entropy(rows, output, targets, weights)
+        return self.heads_loss(batch, states)

@@ -12,30 +12,38 @@ own distribution while its states become easier to read ahead from. The heads th
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_speculate.drafter import SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.speculator import unwrap
 from hf_speculate_plugins.medusa import MedusaHeads
 
-from ...data.batches import Batch
-from ...states.target_states import TargetReader, TargetStates
-from ..contract import StepOutput
+from ...data import Batch
+from ...sections import RecipeError, field_names, refuse_unknown
+from ...states import TargetReader, TargetStates
+from ..contract import ADAPTER_FOLDER, CountTokens, StepOutput
 from ..entries import emitting_positions
 from ..losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
 from ..teacher import Teacher
-from .medusa import MedusaMethod
+from .base import BaseMedusaMethod
+from .new_head import medusa_of_shape, warm_medusa
+from .options import Medusa2TrainingOptions, MedusaShape
 
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from typing_extensions import Self
 
 
-class Medusa2Method(MedusaMethod):
+class Medusa2Method(BaseMedusaMethod):
     """Trains Medusa heads and an adapter of the target.
 
     The adapter's parameters are registered here, so that optimizer and checkpoints see them; the target's are not.
@@ -44,30 +52,21 @@ class Medusa2Method(MedusaMethod):
         heads: the heads, with parameters in float32.
         target: a PEFT model with one active adapter that can be switched off (LoRA and its kin), as
             `peft.get_peft_model` makes it.
-        heads_share: of all steps, how many train the heads alone.
-        warmup_share: of all steps, over how many `w` rises after that.
-        head_weight: `w` at its end (the paper's lambda_0).
-        options: of `MedusaMethod`.
+        options: see `Medusa2TrainingOptions`.
+    Raises:
+        TargetMismatchError: a target without an adapter, or with one that is not trainable.
 
     Metrics, beside those of the heads: `distillation`, the cross-entropy against the original target, and `agreement`,
     how often both prefer the same token.
     """
 
     name = "medusa2"
+    options_class = Medusa2TrainingOptions
     trains_target = True
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        target: PeftModel,
-        *,
-        heads_share: float = 0.3,
-        warmup_share: float = 0.2,
-        head_weight: float = 0.2,
-        **options: Any,
-    ):
-        model = unwrap(target)
-        super().__init__(heads, model, **options)
+    def __init__(self, heads: MedusaHeads, target: nn.Module, options: Medusa2TrainingOptions | None = None):
+        model, options = unwrap(target), options or Medusa2TrainingOptions()
+        super().__init__(heads, model, options)
         if not hasattr(target, "disable_adapter"):
             raise TargetMismatchError(
                 f"medusa2 trains an adapter of the target, but {type(target).__name__} has none. Pass "
@@ -80,35 +79,68 @@ class Medusa2Method(MedusaMethod):
             )
         # Parameters themselves, not copies; names of parameters may not have dots.
         self.adapter = nn.ParameterDict({name.replace(".", "/"): p for name, p in trained.items()})
-        self.heads_share, self.warmup_share, self.head_weight = heads_share, warmup_share, head_weight
-        self._heads_only, self._weight = heads_share > 0, 0.0 if warmup_share > 0 else head_weight
-        self._target: tuple[PeftModel] = (target,)  # in a tuple: a module would be registered
+        self.stages = options
+        self._heads_only = options.heads_share > 0
+        self._weight = 0.0 if options.warmup_share > 0 else options.head_weight
+        self._target: tuple[PeftModel] = (cast("PeftModel", target),)  # in a tuple: a module would be registered
         self._original = TargetReader(model, self.feature_layers)
         self._whole_teacher = Teacher(self.teacher.lm_head, None, self.teacher.vocab_size)
 
+    @classmethod
+    def adapted(cls, target: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
+        """The target with a fresh LoRA.
+
+        Args:
+            adapter: fields of `peft.LoraConfig`.
+        """
+        from peft import LoraConfig, get_peft_model
+
+        if not adapter:
+            raise RecipeError(
+                f"{cls.name} trains an adapter of the target: give method.adapter, e.g. {{r: 16, lora_alpha: 32}}."
+            )
+        refuse_unknown(adapter, field_names(LoraConfig), "method.adapter")
+        return get_peft_model(cast(PreTrainedModel, target), LoraConfig(task_type="CAUSAL_LM", **adapter))
+
+    @classmethod
+    def for_target(
+        cls, target: nn.Module, head: MedusaShape, options: Medusa2TrainingOptions, count_tokens: CountTokens
+    ) -> Self:
+        return cls(medusa_of_shape(unwrap(target), head, count_tokens), target, options)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: nn.Module, options: Medusa2TrainingOptions) -> Self:
+        return cls(warm_medusa(folder, unwrap(target)), target, options)
+
     def on_step(self, step: int, num_steps: int) -> None:
-        share = step / max(num_steps, 1)
-        self._heads_only = share < self.heads_share
-        rise = (share - self.heads_share) / self.warmup_share if self.warmup_share > 0 else 1.0
-        self._weight = self.head_weight * min(max(rise, 0.0), 1.0)
+        share, stages = step / max(num_steps, 1), self.stages
+        self._heads_only = share < stages.heads_share
+        rise = (share - stages.heads_share) / stages.warmup_share if stages.warmup_share > 0 else 1.0
+        self._weight = stages.head_weight * min(max(rise, 0.0), 1.0)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         if self._heads_only:
             detached = TargetStates(states.features, states.last_hidden.detach())
-            output = super().forward(batch, detached)
+            output = self.heads_loss(batch, detached)
             # Every parameter gets a gradient, also those that rest: DDP waits for all.
             return StepOutput(output.loss + sum(p.sum() * 0 for p in self.adapter.values()), output.metrics)
         if self.training and not states.last_hidden.requires_grad:
             raise TargetMismatchError(
                 "medusa2 trains the target: its states must come with a graph, not from a feature cache."
             )
-        output = super().forward(batch, states)
+        output = self.heads_loss(batch, states)
         original = self._original_hidden(batch).to(states.last_hidden.device)
         kept = emitting_positions(batch).to(states.last_hidden.device)
         distillation, agreement = self._distillation(states.last_hidden, original, kept)
         loss = distillation.to(output.loss.device) + self._weight * output.loss
         metrics = {"distillation": distillation.detach(), "agreement": agreement}
         return StepOutput(loss, {**output.metrics, **metrics})
+
+    def save(self, folder: str | os.PathLike, target: PreTrainedModel, layout: str | None = None) -> SavedHead:
+        """Writes the heads, and the adapter that they belong to into `ADAPTER_FOLDER`."""
+        saved = super().save(folder, target, layout)
+        self.save_target(Path(folder) / ADAPTER_FOLDER)
+        return saved
 
     def save_target(self, path: str | os.PathLike, *, merged: bool = False) -> None:
         """Writes the adapter, or the target with the adapter merged into its weights; the target stays as it is.
@@ -139,7 +171,7 @@ class Medusa2Method(MedusaMethod):
         rows, wanted = hidden[kept], original[kept]
         index = torch.arange(len(rows), device=rows.device)
         targets = SoftTargets(self._whole_teacher.read(wanted), index)
-        size = kept.numel() if self.normalizer == "all" else max(len(rows), 1)
+        size = kept.numel() if self.options.normalizer == "all" else max(len(rows), 1)
         weights = torch.full((len(rows),), 1 / size, device=rows.device)
         losses = self._against_original(rows, targets, weights)
         agrees = losses.best == self._whole_teacher.argmax(wanted)
@@ -147,6 +179,6 @@ class Medusa2Method(MedusaMethod):
 
     def _against_original(self, rows: Tensor, targets: SoftTargets, weights: Tensor) -> EntryLosses:
         lm_head = self._whole_teacher.lm_head
-        if self.lean and self._whole_teacher.is_dense:
+        if self.options.lean and self._whole_teacher.is_dense:
             return lean_cross_entropy(rows, lm_head.weight.to(rows.device), targets, weights)
         return plain_cross_entropy(rows, lm_head, targets, weights)
