@@ -18,8 +18,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tuning_file import Setting
 from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.heads import MedusaHeads
-from hf_speculate_training.run.recipe import recipe_from
-from hf_speculate_training.run.run import train_head
+from hf_speculate_training.run import recipe_from, train_head
 
 from ..inputs import character_tokenizer, write_eagle_head
 

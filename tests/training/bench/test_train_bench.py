@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate_training.bench import TrainBenchSettings, bench_train, tables
 from hf_speculate_training.bench.losses import LossShape, measure_peer_loss, run_apart
-from hf_speculate_training.bench.steps import TrainBenchSettings, bench_train, tables
 
 
 SHAPE = LossShape(num_entries=16, num_positions=8, hidden_size=8, vocab_size=128)

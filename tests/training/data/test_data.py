@@ -11,8 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.data import Collator, DataOptions, Encoder, prepare_data, read_record
-from hf_speculate_training.data.records import RecordError
+from hf_speculate_training.data import Collator, DataOptions, Encoder, RecordError, prepare_data, read_record
 
 
 END = 2

@@ -9,8 +9,7 @@ import torch
 from datasets import Dataset
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.data import Collator, RowDataset, StreamedRows, best_fit_decreasing
-from hf_speculate_training.data.batches import NO_DOCUMENT
+from hf_speculate_training.data import NO_DOCUMENT, Collator, RowDataset, StreamedRows, best_fit_decreasing
 
 
 def best_fit_reference(lengths, capacity):

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from hf_speculate import Speculator
 from hf_speculate.drafter import RAW_LAST, DraftRequest
 from hf_speculate.tree import TreePlan
-from hf_speculate_training.data.batches import NO_DOCUMENT, Batch
-from hf_speculate_training.methods.eagle.eagle3 import Eagle3Method
-from hf_speculate_training.methods.eagle.new_head import new_eagle3
-from hf_speculate_training.methods.entries import Entries, counted_entries
-from hf_speculate_training.states.target_states import TargetReader
+from hf_speculate_training.data import NO_DOCUMENT, Batch
+from hf_speculate_training.methods import Entries, counted_entries
+from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
+from hf_speculate_training.states import TargetReader
+from tests.support.training import packed
 
 
 VOCAB, DEPTH, STEPS = 96, 7, 4
@@ -63,21 +63,8 @@ def method(shape: str = "plain", dtype: torch.dtype = torch.float64, truncated: 
     head = new_eagle3(target(dtype=dtype), ids, **SHAPES[shape])
     for parameter in head.parameters():
         parameter.data = parameter.data.to(dtype) + 0.1 * torch.randn_like(parameter, dtype=dtype)
-    return Eagle3Method(head, target(dtype=dtype), ids, **{"steps": STEPS, **options}).train()
-
-
-def packed(*rows: list[int], seed: int = 0, masked: float = 0.0) -> Batch:
-    """Rows of documents of these lengths; a negative length is padding. `masked` is the share of prompt tokens."""
-    torch.manual_seed(seed)
-    size = sum(map(abs, rows[0]))
-    documents = [[i if n > 0 else NO_DOCUMENT for i, n in enumerate(row) for _ in range(abs(n))] for row in rows]
-    positions = [[p for n in row for p in range(abs(n))] for row in rows]
-    return Batch(
-        input_ids=torch.randint(3, VOCAB, (len(rows), size)),
-        position_ids=torch.tensor(positions),
-        document_ids=torch.tensor(documents),
-        loss_mask=(torch.rand(len(rows), size) >= masked) & (torch.tensor(documents) != NO_DOCUMENT),
-    )
+    options = Eagle3TrainingOptions(**{"steps": STEPS, **options})
+    return Eagle3Method(head, target(dtype=dtype), ids, options).train()
 
 
 def states_of(method: Eagle3Method, batch: Batch):
@@ -145,7 +132,7 @@ def slow_loss(method: Eagle3Method, batch: Batch, decay: float = 0.8):
         for i in range(len(ids[row])):
             start = documents[row].index(documents[row][i])
             sequence, tokens = fused[row, start : i + 1], ids[row][start + 1 : i + 1]
-            for step in range(method.steps):
+            for step in range(method.options.steps):
                 last = i + 2 + step
                 drafted = range(i + 1, last + 1)
                 if last >= len(ids[row]) or any(documents[row][t] != documents[row][i] for t in drafted):
@@ -157,7 +144,7 @@ def slow_loss(method: Eagle3Method, batch: Batch, decay: float = 0.8):
                 draft_logits, fed_back = head.read(hidden[-1:])
                 sequence = torch.cat([sequence, fed_back])
                 teacher = logits[row, i + 1 + step]
-                if int(teacher.argmax()) not in kept and not method.keep_unknown:
+                if int(teacher.argmax()) not in kept and not method.options.keep_unknown:
                     continue
                 target_probs = teacher[kept].softmax(-1)
                 loss = -sum(p * q for p, q in zip(target_probs, draft_logits[0].log_softmax(-1), strict=True))
@@ -337,7 +324,7 @@ class TestLearning:
         text = model.generate(prompts, max_new_tokens=24, do_sample=False)
         batch = packed([29], [29])
         batch["input_ids"] = text
-        made = Eagle3Method(new_eagle3(model, hidden_size=64), model, steps=4).train()
+        made = Eagle3Method(new_eagle3(model, hidden_size=64), model, options=Eagle3TrainingOptions(steps=4)).train()
         states = TargetReader(model, made.feature_layers)(batch)
         optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
         for _ in range(150):

@@ -12,9 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_speculate_training.bench.losses import LossShape, loss_inputs
-from hf_speculate_training.methods import losses
-from hf_speculate_training.methods.losses import HardTargets, SoftTargets, lean_cross_entropy, plain_cross_entropy
-from hf_speculate_training.methods.teacher import Teacher
+from hf_speculate_training.methods import (
+    HardTargets,
+    SoftTargets,
+    Teacher,
+    lean_cross_entropy,
+    losses,
+    plain_cross_entropy,
+)
 
 
 ENTRIES, POSITIONS, HIDDEN, WIDTH, VOCAB = 13, 7, 6, 5, 37

@@ -12,12 +12,18 @@ from transformers import AutoModelForCausalLM
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafter import DraftRequest
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate_training.data.batches import NO_DOCUMENT, Batch
-from hf_speculate_training.methods.eagle.new_head import new_medusa, warm_medusa
-from hf_speculate_training.methods.medusa.medusa import MedusaMethod
-from hf_speculate_training.methods.medusa.medusa2 import Medusa2Method
-from hf_speculate_training.states.target_states import TargetReader, TargetStates
+from hf_speculate_training.data import Batch
+from hf_speculate_training.methods.medusa import (
+    Medusa2Method,
+    Medusa2TrainingOptions,
+    MedusaMethod,
+    MedusaTrainingOptions,
+    new_medusa,
+    warm_medusa,
+)
+from hf_speculate_training.states import TargetReader, TargetStates
 from tests.conftest import VOCAB_SIZE, build_tiny_model
+from tests.support.training import packed
 
 
 HEADS = 3
@@ -36,21 +42,7 @@ def method(shape: str = "shared", dtype: torch.dtype = torch.float64, **options)
     heads = new_medusa(target, HEADS, **SHAPES[shape])
     for parameter in heads.parameters():
         parameter.data = parameter.data.to(dtype) + 0.1 * torch.randn_like(parameter, dtype=dtype)
-    return MedusaMethod(heads, target, **options).train()
-
-
-def packed(*rows: list[int], masked: float = 0.0) -> Batch:
-    """Rows of documents of these lengths; a negative length is padding. `masked` is the share of prompt tokens."""
-    torch.manual_seed(0)
-    size = sum(map(abs, rows[0]))
-    documents = [[i if n > 0 else NO_DOCUMENT for i, n in enumerate(row) for _ in range(abs(n))] for row in rows]
-    positions = [[p for n in row for p in range(abs(n))] for row in rows]
-    return Batch(
-        input_ids=torch.randint(3, VOCAB_SIZE, (len(rows), size)),
-        position_ids=torch.tensor(positions),
-        document_ids=torch.tensor(documents),
-        loss_mask=(torch.rand(len(rows), size) >= masked) & (torch.tensor(documents) != NO_DOCUMENT),
-    )
+    return MedusaMethod(heads, target, MedusaTrainingOptions(**options)).train()
 
 
 def states_of(method: MedusaMethod, batch: Batch, dtype: torch.dtype = torch.float64) -> TargetStates:
@@ -86,10 +78,10 @@ def slow_loss(method: MedusaMethod, batch: Batch, decay: float = 0.8):
                 counts[head] += 1
                 hits[head] += kept[int(log_probs.argmax())] == int(teacher.argmax())
                 label = ids[row][t + 2 + head]
-                if (int(teacher.argmax()) if method.soft else label) not in kept:
+                if (int(teacher.argmax()) if method.options.soft else label) not in kept:
                     continue
                 soft_loss = -(teacher[kept].softmax(-1) * log_probs).sum()
-                loss = soft_loss if method.soft else -log_probs[kept.index(label)]
+                loss = soft_loss if method.options.soft else -log_probs[kept.index(label)]
                 total = total + decay**head * loss / batch["input_ids"].numel()
     return total, [h / c for h, c in zip(hits, counts, strict=True)]
 
@@ -170,7 +162,9 @@ class TestLearning:
         target.lm_head.weight *= 30 if soft else 1  # a distribution with a clear preference, for the soft loss
         prompts, batch = own_text(target)
         batch["loss_mask"][:, :5] = False
-        made = MedusaMethod(new_medusa(target, HEADS, 2, shared_lm_head=False), target, soft=soft)
+        made = MedusaMethod(
+            new_medusa(target, HEADS, 2, shared_lm_head=False), target, MedusaTrainingOptions(soft=soft)
+        )
         states = TargetReader(target, made.feature_layers)(batch)
         learnt(made, batch, states)
         speculator = Speculator(made.drafter(target, choices=[(0,), (0, 0), (0, 0, 0)]))
@@ -219,7 +213,8 @@ def adapted(dtype: torch.dtype = torch.float32, sharp: float = 1.0) -> PeftModel
 
 class TestMedusa2:
     def made(self, model, **options) -> Medusa2Method:
-        return Medusa2Method(new_medusa(model.get_base_model(), HEADS), model, **options).train()
+        heads = new_medusa(model.get_base_model(), HEADS)
+        return Medusa2Method(heads, model, Medusa2TrainingOptions(**options)).train()
 
     def read(self, made: Medusa2Method, model: PeftModel, batch: Batch) -> TargetStates:
         return TargetReader(model, made.feature_layers, train_target=True)(batch)

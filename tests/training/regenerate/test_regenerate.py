@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import SpeculateError
 from hf_speculate_training.data import DataOptions, load_records, prepare_data
+from hf_speculate_training.regenerate import RegenerateOptions, regenerate
 from hf_speculate_training.regenerate.answers import line_digest
 from hf_speculate_training.regenerate.command import regenerate_command
 from hf_speculate_training.regenerate.journal import Journal
-from hf_speculate_training.regenerate.writing import RegenerateOptions, regenerate
 
 
 VOCAB_SIZE = 3 + 256
@@ -220,7 +220,7 @@ import sys
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from hf_speculate_training.regenerate.writing import RegenerateOptions, regenerate
+from hf_speculate_training.regenerate import RegenerateOptions, regenerate
 
 torch.set_num_threads(1)
 folder, output = sys.argv[1:]

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_speculate import Speculator
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.methods.eagle.eagle3 import Eagle3Method
-from hf_speculate_training.methods.eagle.new_head import new_eagle3
-from hf_speculate_training.run.evaluation import AcceptanceEvaluation, AcceptanceOptions, evenly_spaced, prompts_of
+from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
+from hf_speculate_training.run import AcceptanceEvaluation, AcceptanceOptions, prompts_of
+from hf_speculate_training.run.evaluation import evenly_spaced
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def target(saved_target):
 
 @pytest.fixture
 def method(target):
-    return Eagle3Method(new_eagle3(target), target, steps=2)
+    return Eagle3Method(new_eagle3(target), target, options=Eagle3TrainingOptions(steps=2))
 
 
 PROMPTS = [torch.arange(10, 10 + n) for n in (9, 5, 7)]

@@ -16,8 +16,7 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.errors import SpeculateError
 from hf_speculate.testing import check_lossless
 from hf_speculate_training.__main__ import app
-from hf_speculate_training.run.recipe import read_recipe, recipe_from
-from hf_speculate_training.run.run import prepare, train_head
+from hf_speculate_training.run import prepare, read_recipe, recipe_from, train_head
 
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -6,19 +6,13 @@ import copy
 from pathlib import Path
 
 import pytest
-import yaml
 
-from hf_speculate_training.run.building import adapted_target, build_method, training_arguments
-from hf_speculate_training.run.recipe import RecipeError, read_recipe, recipe_from
+from hf_speculate_training.run import adapted_target, build_method, read_recipe, recipe_from, training_arguments
+from hf_speculate_training.sections import RecipeError
+from tests.support.training import recipe_file
 
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "training" / "recipes").glob("*.yaml"))
-
-
-def written(values, tmp_path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
 
 
 def test_sections_are_typed_and_defaults_filled_in(recipe_values):
@@ -31,19 +25,19 @@ def test_sections_are_typed_and_defaults_filled_in(recipe_values):
 
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", ".1e-3", "10e-5", "0.0001"])
 def test_numbers_with_exponents_are_numbers(recipe_values, tmp_path, text):
-    path = written(recipe_values, tmp_path)
+    path = recipe_file(recipe_values, tmp_path)
     recipe = read_recipe(path, [f"training.learning_rate={text}"])
     assert recipe.training["learning_rate"] == pytest.approx(1e-4, rel=1e-12)
 
 
 def test_version_like_texts_stay_texts(recipe_values, tmp_path):
-    recipe = read_recipe(written(recipe_values, tmp_path), ["target.revision='1e5'", "output.notes=e5"])
+    recipe = read_recipe(recipe_file(recipe_values, tmp_path), ["target.revision='1e5'", "output.notes=e5"])
     assert recipe.target.revision == "1e5"
     assert recipe.output.notes == "e5"
 
 
 def test_overrides_win_and_make_sections(recipe_values, tmp_path):
-    path = written(recipe_values, tmp_path)
+    path = recipe_file(recipe_values, tmp_path)
     overrides = ["method.head.hidden_size=48", "evaluation.nodes=[8, 16]", "features.source=cache", "data.eval=null"]
     recipe = read_recipe(path, overrides)
     assert recipe.method.head == {"hidden_size": 48}
@@ -79,7 +73,10 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe_values, place, key, s
         ({"target": {"dtype": "float8"}}, "target.dtype: input should be 'auto'"),
         ({"evaluation": {"num_prompts": "many"}}, "evaluation.num_prompts: input should be a valid integer"),
         ({"data": {"long": "burn"}}, "data.long: input should be 'truncate'"),
-        ({"method": {"name": "magic"}}, "method.name: input should be 'eagle3'"),
+        (
+            {"method": {"name": "eagle4"}},
+            "unknown training method 'eagle4'.*mean 'eagle3'.*Installed: eagle1, eagle3",
+        ),
         ({"method": {"options": 3}}, "method.options: input should be a valid dictionary"),
         ({"output": {"folder": None}}, "output.folder: input should be a valid string"),
     ],
@@ -108,7 +105,7 @@ def test_files_that_are_no_recipes(tmp_path, text):
 @pytest.mark.parametrize("override", ["training", "=3", "training..x=3", "output.folder.x=3", "training.x={"])
 def test_overrides_that_cannot_be_read(recipe_values, tmp_path, override):
     with pytest.raises(RecipeError, match="--set"):
-        read_recipe(written(recipe_values, tmp_path), [override])
+        read_recipe(recipe_file(recipe_values, tmp_path), [override])
 
 
 def test_a_recipe_survives_being_written(recipe_values, tmp_path):
@@ -164,7 +161,11 @@ class TestMethodSection:
             ({"name": "eagle3", "options": {"target": 8}}, "unknown key 'target' in method.options"),
             ({"name": "medusa", "options": {"steps": 8}}, "unknown key 'steps' in method.options"),
             ({"name": "medusa", "head": {"num_head": 8}}, "Did you mean 'num_heads'"),
+            ({"name": "eagle3", "options": {"steps": "few"}}, "method.options.*steps: input should be a valid integer"),
+            ({"name": "eagle1", "options": {"steps": 0}}, "method.options.*steps must be at least 1, got 0"),
+            ({"name": "medusa2", "options": {"normalizer": "most"}}, "normalizer: input should be 'all' or 'counted'"),
             ({"name": "eagle3", "head": {"draft_vocab_size": 0}}, "draft_vocab_size must be from 1"),
+            ({"name": "eagle3", "head": {"draft_vocab_size": 5}}, "chosen by the training data, and there are none"),
             ({"name": "eagle3", "head": {"hidden_size": 8}, "start_from": "x"}, "start_from brings a head"),
         ],
     )
@@ -176,7 +177,10 @@ class TestMethodSection:
     @pytest.mark.parametrize(
         ("method", "message"),
         [
-            ({"name": "eagle3", "adapter": {"r": 4}}, "method.adapter is for medusa2"),
+            (
+                {"name": "eagle3", "adapter": {"r": 4}},
+                "method.adapter is for methods that train the target",
+            ),
             ({"name": "medusa2"}, "medusa2 trains an adapter"),
             ({"name": "medusa2", "adapter": {"rank": 4}}, "unknown key 'rank' in method.adapter"),
         ],

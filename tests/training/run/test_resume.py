@@ -17,17 +17,15 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.run.recipe import recipe_from
-from hf_speculate_training.run.run import train_head
-from hf_speculate_training.run.trainer import last_checkpoint
+from hf_speculate_training.run import last_checkpoint, recipe_from, train_head
 
 
 # Slows every step down, so that the kill lands between a checkpoint and the next one.
 SLOW_TRAIN = """
 import sys, time
-from hf_speculate_training.methods.eagle.eagle3 import Eagle3Method
-from hf_speculate_training.run.recipe import read_recipe
-from hf_speculate_training.run.run import train_head
+from hf_speculate_training.methods.eagle import Eagle3Method
+from hf_speculate_training.run import read_recipe
+from hf_speculate_training.run import train_head
 import torch
 torch.set_num_threads(1)
 def on_step(self, step, num_steps):

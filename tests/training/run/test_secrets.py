@@ -6,15 +6,18 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from huggingface_hub import HfApi
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.run import run
+from hf_speculate_training.run import Recipe, read_recipe, recipe_from, train_head
 from hf_speculate_training.run.provenance import LOCAL_RECIPE_FILE, check_same, write_recipe
-from hf_speculate_training.run.recipe import Recipe, RecipeError, read_recipe, recipe_from
-from hf_speculate_training.run.run import train_head
+from hf_speculate_training.run.run import push
+from hf_speculate_training.sections import RecipeError
+from tests.support.training import recipe_file
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.
@@ -36,12 +39,6 @@ SECRETS = [
 ]
 
 
-def written(values, tmp_path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
 @pytest.mark.parametrize(("place", "secret"), SECRETS)
 @pytest.mark.parametrize("way", ["recipe", "--set"])
 def test_a_token_in_a_recipe_is_refused_and_not_shown(recipe_values, tmp_path, place, secret, way):
@@ -53,7 +50,7 @@ def test_a_token_in_a_recipe_is_refused_and_not_shown(recipe_values, tmp_path, p
             inner = inner.setdefault(key, {})
         inner[name], overrides = secret, []
     with pytest.raises(RecipeError, match=f"{place} holds a token.*hf auth login.*HF_TOKEN") as caught:
-        read_recipe(written(recipe_values, tmp_path), overrides)
+        read_recipe(recipe_file(recipe_values, tmp_path), overrides)
     assert secret not in str(caught.value)
     assert caught.value.__cause__ is None
 
@@ -85,7 +82,7 @@ def test_errors_of_yaml_show_no_token(tmp_path, text):
 @pytest.mark.parametrize("override", [f"hub_token.{TOKEN}", f"output.folder.x={TOKEN}", f"training.x={{{TOKEN}"])
 def test_errors_of_overrides_show_no_token(recipe_values, tmp_path, override):
     with pytest.raises(RecipeError, match="--set") as caught:
-        read_recipe(written(recipe_values, tmp_path), [override])
+        read_recipe(recipe_file(recipe_values, tmp_path), [override])
     assert TOKEN not in str(caught.value)
 
 
@@ -101,18 +98,20 @@ def pushed(make_recipe_values, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         arguments = ["--config", f"{place}/recipe.yaml", "--set", f"output.folder={place}/out", "--hub-token", "abc"]
         patch.setattr("sys.argv", [f"{place}/bin/hf-speculate", "train", *arguments, TOKEN])
-        patch.setattr(run, "make_repository", lambda repo_id, **options: repo_id)
-        patch.setattr(run, "upload_head", lambda staged, *_, **__: shutil.copytree(staged, place / "uploaded"))
-        write_head = run.write_head
-
-        def and_a_log(*arguments):
-            write_head(*arguments)
-            (place / "out" / "runs").mkdir()
-            (place / "out" / "runs" / "events").write_text(str(place))
-
-        patch.setattr(run, "write_head", and_a_log)
-        train_head(recipe_from(values))
-    return recipe_from(values), place
+        uploads = iter(("uploaded", "again"))
+        patch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=repo_id))
+        patch.setattr(HfApi, "list_repo_files", lambda *_, **__: [])
+        patch.setattr(
+            HfApi,
+            "upload_folder",
+            lambda self, *, folder_path, **_: shutil.copytree(folder_path, place / next(uploads)),
+        )
+        recipe = recipe_from(values)
+        folder = train_head(recipe)
+        (folder / "runs").mkdir()
+        (folder / "runs" / "events").write_text(str(place))  # as a logger leaves it
+        push(folder, recipe)
+    return recipe, place
 
 
 def test_nothing_private_is_uploaded(pushed, saved_target):
@@ -120,6 +119,7 @@ def test_nothing_private_is_uploaded(pushed, saved_target):
     files = {str(path.relative_to(place / "uploaded")): path for path in (place / "uploaded").rglob("*")}
     assert {"recipe.yaml", "provenance.json", "config.json", "README.md", "target-adapter"} <= files.keys()
     assert not {LOCAL_RECIPE_FILE, "runs", "checkpoint-2"} & files.keys()
+    assert files.keys() == {str(path.relative_to(place / "again")) for path in (place / "again").rglob("*")}
     for name, path in files.items():
         for private in (str(place), str(saved_target), TOKEN, WANDB_KEY, '"abc"', str(Path.home()) + "/"):
             assert path.is_dir() or private.encode() not in path.read_bytes(), f"{private} in {name}"

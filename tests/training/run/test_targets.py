@@ -24,12 +24,10 @@ from hf_speculate.origins import adapter_mismatch
 from hf_speculate.speculator import unwrap
 from hf_speculate.testing import check_lossless
 from hf_speculate.vocabulary import embedding_rows, output_rows
-from hf_speculate_training.methods.eagle.new_head import new_eagle3
-from hf_speculate_training.run.inputs import load_target
-from hf_speculate_training.run.recipe import TargetSection, recipe_from
-from hf_speculate_training.run.run import train_head
-
-from ..conftest import BYTE_VOCAB_SIZE
+from hf_speculate_training.methods.eagle import new_eagle3
+from hf_speculate_training.run import recipe_from, train_head
+from hf_speculate_training.target import TargetSection, load_target
+from tests.support.training import BYTE_VOCAB_SIZE
 
 
 METHODS = ("eagle3", "medusa")

@@ -16,12 +16,18 @@ from hf_speculate.speculator import unwrap
 from hf_speculate.testing import check_lossless
 from hf_speculate_training import HeadTrainer, HeadTrainingArguments
 from hf_speculate_training.data import Collator, DataOptions, prepare_data
-from hf_speculate_training.methods.contract import StepOutput
-from hf_speculate_training.methods.eagle.eagle3 import Eagle3Method
-from hf_speculate_training.methods.eagle.new_head import new_eagle3, new_medusa
-from hf_speculate_training.methods.medusa.medusa import MedusaMethod
-from hf_speculate_training.run.evaluation import AcceptanceEvaluation, AcceptanceOptions, prompts_of
-from hf_speculate_training.run.trainer import DivergedError, last_checkpoint
+from hf_speculate_training.methods import StepOutput
+from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
+from hf_speculate_training.methods.medusa import MedusaMethod, new_medusa
+from hf_speculate_training.run import (
+    AcceptanceEvaluation,
+    AcceptanceOptions,
+    DivergedError,
+    last_checkpoint,
+    prompts_of,
+    recipe_from,
+    train_head,
+)
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def make_trainer(target, data, tmp_path):
 
     def make(method=None, *, target=target, evaluation=None, **arguments) -> HeadTrainer:
         torch.manual_seed(0)
-        method = method or Eagle3Method(new_eagle3(unwrap(target)), unwrap(target), steps=3)
+        method = method or eagle3(unwrap(target), steps=3)
         defaults = {
             "output_dir": str(tmp_path / "out"),
             "max_steps": 3,
@@ -65,6 +71,10 @@ def make_trainer(target, data, tmp_path):
     return make
 
 
+def eagle3(target, steps: int) -> Eagle3Method:
+    return Eagle3Method(new_eagle3(target), target, options=Eagle3TrainingOptions(steps=steps))
+
+
 def history_of(trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
@@ -73,7 +83,7 @@ def history_of(trainer, name: str) -> list[float]:
 def test_thirty_steps_raise_acceptance(make_trainer, target, data, kind):
     """On the texts that it learns: more than the untrained head, through the decoding loop."""
     if kind == "eagle3":
-        method = Eagle3Method(new_eagle3(target), target, steps=3)
+        method = eagle3(target, steps=3)
     else:
         method = MedusaMethod(new_medusa(target, 3, shared_lm_head=False), target)
     options = AcceptanceOptions(nodes=[6], max_new_tokens=30)
@@ -203,7 +213,7 @@ class Broken(Eagle3Method):
 
 @pytest.mark.parametrize(("what", "words"), [("loss", "the loss became nan"), ("gradient", "the gradient became nan")])
 def test_a_loss_that_is_not_a_number_stops_the_run(make_trainer, target, what, words):
-    method = Broken(new_eagle3(target), target, steps=2)
+    method = Broken(new_eagle3(target), target, options=Eagle3TrainingOptions(steps=2))
     method.what = what
     trainer = make_trainer(method, max_steps=5, save_strategy="steps", save_steps=1)
     with pytest.raises(DivergedError, match=f"{words} at step 3.*last good checkpoint is .*checkpoint-2") as raised:
@@ -219,7 +229,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(make_trainer, target, what, w
 
 
 def test_methods_are_told_the_step(make_trainer, target):
-    method = Broken(new_eagle3(target), target, steps=2)
+    method = Broken(new_eagle3(target), target, options=Eagle3TrainingOptions(steps=2))
     method.bad_step = -1
     told = []
     method.on_step = lambda step, num_steps: told.append((step, num_steps))
@@ -231,7 +241,7 @@ def test_plain_training_arguments_will_do(make_trainer, target, data, tmp_path):
     args = TrainingArguments(
         output_dir=str(tmp_path / "plain"), max_steps=1, use_cpu=True, remove_unused_columns=False, disable_tqdm=True
     )
-    method = Eagle3Method(new_eagle3(target), target, steps=1)
+    method = eagle3(target, steps=1)
     HeadTrainer(target, method, args, Collator(), data.rows()).train()
     state = json.loads((tmp_path / "plain" / "checkpoint-1" / "trainer_state.json").read_text())
     assert state["global_step"] == 1
@@ -239,9 +249,6 @@ def test_plain_training_arguments_will_do(make_trainer, target, data, tmp_path):
 
 def test_early_stopping_and_the_best_checkpoint(recipe_values):
     """A rate of 0 cannot improve: the second evaluation is the last."""
-    from hf_speculate_training.run.recipe import recipe_from
-    from hf_speculate_training.run.run import train_head
-
     recipe_values["training"] |= {"learning_rate": 0.0, "max_steps": 12, "eval_steps": 1, "save_total_limit": 1}
     recipe_values["evaluation"]["patience"] = 1
     folder = train_head(recipe_from(recipe_values))

@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader
 
 from hf_speculate.drafter import RAW_LAST
 from hf_speculate_training.data import Collator, RowDataset
-from hf_speculate_training.states.cache_index import FeatureCacheError
-from hf_speculate_training.states.feature_cache import FeatureCache, cache_key, write_features
-from hf_speculate_training.states.target_states import TargetReader
+from hf_speculate_training.states import FeatureCache, FeatureCacheError, TargetReader, cache_key, write_features
 
 
 LAYERS = (1, 2, RAW_LAST)  # 2 comes after the final norm: `last_hidden`
@@ -85,10 +83,11 @@ def test_rounded_to_another_dtype(reader, rows, tmp_path):
     torch.testing.assert_close(cached["last_hidden"][real].float(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_a_finished_cache_is_not_written_again(reader, rows, tmp_path, monkeypatch):
+def test_a_finished_cache_is_not_written_again(reader, rows, tmp_path):
     write_features(tmp_path, reader, rows, **OPTIONS)
-    monkeypatch.setattr("hf_speculate_training.states.cache_index.save_file", lambda *_: pytest.fail("written again"))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     assert len(write_features(tmp_path, reader, rows, **OPTIONS)) == len(rows)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == before
 
 
 def test_size_is_told_before_and_is_right(reader, rows, tmp_path, caplog):
@@ -111,7 +110,7 @@ def test_too_little_room_is_refused_before_it_starts(reader, rows, tmp_path, mon
     assert len(write_features(tmp_path, reader, rows, ignore_space=True, **OPTIONS)) == len(rows)
 
 
-def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path, monkeypatch):
+def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
     """Stopped in a shard: the shards before stay as they are, and the rest is what it would have been."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     write_features(whole, reader, rows, **OPTIONS)

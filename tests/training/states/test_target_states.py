@@ -11,8 +11,8 @@ from transformers import AttentionInterface, GraniteConfig, GraniteForCausalLM, 
 
 from hf_speculate.drafter import RAW_LAST
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate_training.data.packing import Collator, make_row
-from hf_speculate_training.states.target_states import TargetReader
+from hf_speculate_training.data import Collator, make_row
+from hf_speculate_training.states import TargetReader
 
 
 LAYERS = (0, 1, 2, RAW_LAST)

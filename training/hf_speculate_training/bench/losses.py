@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -98,8 +99,20 @@ def run_apart(measure: Callable[..., Figures], *arguments: Any) -> Figures:
 
     An executor, not a Pool: where its process dies (out of memory) it says so, and does not wait for ever.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+    with ProcessPoolExecutor(1, mp_context=_fresh_processes()) as executor:
         return executor.submit(measure, *arguments).result()
+
+
+def _fresh_processes() -> BaseContext:
+    """Processes forked off a server that has imported what they need and done nothing else.
+
+    Where that cannot be (an accelerator's driver does not survive a fork) each imports it anew, which takes seconds.
+    """
+    if sys.platform != "linux" or torch.accelerator.is_available():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _measure(form: Form, kind: Kind, shape: dict, device: str, num_threads: int | None, repeats: int) -> LossFigures:
