@@ -7,14 +7,15 @@ the target's distribution at token i + 1 + k. Tokens are those of the text, neve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from hf_speculate.speculator import unwrap
 from hf_speculate.vocabulary import is_dense
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, LoadedHead
@@ -26,35 +27,49 @@ from ..entries import Entries, tokens_ahead
 from ..losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
 from ..teacher import Teacher
 from ..weights import detached_copy
+from .new_head import warm_eagle
 from .options import EagleTrainingOptions
 from .unrolled import StepMemory, UnrolledAttention, step_masks
 
 
-class BaseEagleMethod(TrainingMethod):
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+Options = TypeVar("Options", bound=EagleTrainingOptions)
+
+
+class BaseEagleMethod(TrainingMethod, Generic[Options]):
     """What the training of all EAGLE heads shares.
 
     Args:
         head: the head, with parameters in float32; see `new_eagle3`, `new_eagle1` for fresh ones and `warm_eagle`.
         target: whose states it reads; only its output layer is kept, and not as a submodule.
         target_ids: int64 [Vd], target id of each draft id, ascending; None where they are the same.
-        options: see `EagleTrainingOptions`.
+        options: of `options_class`; None: its defaults.
     """
 
     def __init__(
         self,
         head: EagleHead,
         target: PreTrainedModel,
-        target_ids: Int[Tensor, " Vd"] | None,
-        options: EagleTrainingOptions,
+        target_ids: Int[Tensor, " Vd"] | None = None,
+        options: Options | None = None,
     ):
         super().__init__()
         config = target.config.get_text_config(decoder=True)
         self.head = head
-        self.options = options
+        self.options: Options = self.options_class() if options is None else options
         self.target_ids = target_ids
         self.teacher = Teacher(target.get_output_embeddings(), target_ids, config.vocab_size)
         self.entry_layers = head.spec.entry_layers(config.num_hidden_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
+
+    @classmethod
+    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
+        model = unwrap(target)
+        head, target_ids = warm_eagle(folder, model)
+        return cls(head, model, target_ids, options)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from hf_speculate.speculator import unwrap
-from hf_speculate_plugins.eagle import EagleHead
 
 from ...data import Batch
 from ...states import TargetStates
 from ..contract import CountTokens, StepOutput
 from ..entries import Entries
 from .base import BaseEagleMethod
-from .new_head import new_eagle1, warm_eagle
+from .new_head import new_eagle1
 from .options import Eagle1TrainingOptions, EagleShape
 
 
@@ -30,11 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Eagle1Method(BaseEagleMethod):
-    """Trains an EAGLE-1 head.
-
-    Args:
-        options: see `Eagle1TrainingOptions`; the others are those of `BaseEagleMethod`.
+class Eagle1Method(BaseEagleMethod[Eagle1TrainingOptions]):
+    """Trains an EAGLE-1 head, see `BaseEagleMethod` and `Eagle1TrainingOptions`.
 
     Metrics, beside those of `Eagle3Method`: `regression`.
     """
@@ -43,29 +37,12 @@ class Eagle1Method(BaseEagleMethod):
     head_class = EagleShape
     options_class = Eagle1TrainingOptions
 
-    def __init__(
-        self,
-        head: EagleHead,
-        target: PreTrainedModel,
-        target_ids: Int[Tensor, " Vd"] | None = None,
-        options: Eagle1TrainingOptions | None = None,
-    ):
-        options = options or Eagle1TrainingOptions()
-        super().__init__(head, target, target_ids, options)
-        self.feature_weight, self.token_weight = options.feature_weight, options.token_weight
-
     @classmethod
     def for_target(
         cls, target: nn.Module, head: EagleShape, options: Eagle1TrainingOptions, count_tokens: CountTokens
     ) -> Self:
         model = unwrap(target)
         return cls(new_eagle1(model, **head.given()), model, None, options)
-
-    @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Eagle1TrainingOptions) -> Self:
-        model = unwrap(target)
-        head, target_ids = warm_eagle(folder, model)
-        return cls(head, model, target_ids, options)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         entries = Entries.of(batch, self.options.steps, self.head.device)
@@ -76,6 +53,6 @@ class Eagle1Method(BaseEagleMethod):
         rows = entries.gather(outputs)
         distances = functional.smooth_l1_loss(rows.float(), features[entries.teacher_row].float(), reduction="none")
         regression = (distances.mean(-1) * entries.weights(self.options.step_decay, self.options.normalizer)).sum()
-        loss = self.feature_weight * regression + self.token_weight * losses.loss
+        loss = self.options.feature_weight * regression + self.options.token_weight * losses.loss
         metrics = entries.metrics(losses.each, losses.best == best)
         return StepOutput(loss, {**metrics, "regression": regression.detach()})

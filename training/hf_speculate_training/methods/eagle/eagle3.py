@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxtyping import Int
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from hf_speculate.speculator import unwrap
-from hf_speculate_plugins.eagle import EagleHead
 
 from ...data import Batch
 from ...states import TargetStates
@@ -17,7 +14,7 @@ from ..contract import CountTokens, StepOutput
 from ..entries import Entries
 from ..vocabulary import DRAFT_VOCAB_SIZE, choose_vocabulary
 from .base import BaseEagleMethod
-from .new_head import new_eagle3, warm_eagle
+from .new_head import new_eagle3
 from .options import Eagle3Shape, Eagle3TrainingOptions
 
 
@@ -25,25 +22,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Eagle3Method(BaseEagleMethod):
-    """Trains an EAGLE-3 head.
-
-    Args:
-        options: see `Eagle3TrainingOptions`; the others are those of `BaseEagleMethod`.
-    """
+class Eagle3Method(BaseEagleMethod[Eagle3TrainingOptions]):
+    """Trains an EAGLE-3 head, see `BaseEagleMethod` and `Eagle3TrainingOptions`."""
 
     name = "eagle3"
     head_class = Eagle3Shape
     options_class = Eagle3TrainingOptions
-
-    def __init__(
-        self,
-        head: EagleHead,
-        target: PreTrainedModel,
-        target_ids: Int[Tensor, " Vd"] | None = None,
-        options: Eagle3TrainingOptions | None = None,
-    ):
-        super().__init__(head, target, target_ids, options or Eagle3TrainingOptions())
 
     @classmethod
     def for_target(
@@ -53,12 +37,6 @@ class Eagle3Method(BaseEagleMethod):
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
         return cls(new_eagle3(model, target_ids, **head.given(DRAFT_VOCAB_SIZE)), model, target_ids, options)
-
-    @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Eagle3TrainingOptions) -> Self:
-        model = unwrap(target)
-        head, target_ids = warm_eagle(folder, model)
-        return cls(head, model, target_ids, options)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         entries = Entries.of(batch, self.options.steps, self.head.device)

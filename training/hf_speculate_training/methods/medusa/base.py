@@ -7,45 +7,69 @@ at token t + 1 + h is the better teacher (`soft`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_speculate.speculator import unwrap
 from hf_speculate.vocabulary import is_dense
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
 from ...data import Batch
 from ...states import TargetStates
-from ..contract import StepOutput, TrainingMethod
+from ..contract import CountTokens, StepOutput, TrainingMethod
 from ..entries import Entries
 from ..losses import EntryLosses, HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
 from ..teacher import Teacher
+from ..vocabulary import choose_vocabulary
 from ..weights import detached_copy
+from .new_head import new_medusa, warm_medusa
 from .options import MedusaShape, MedusaTrainingOptions
 
 
-class BaseMedusaMethod(TrainingMethod):
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+Options = TypeVar("Options", bound=MedusaTrainingOptions)
+
+
+class BaseMedusaMethod(TrainingMethod, Generic[Options]):
     """What both ways to train Medusa heads share.
 
     Args:
         heads: the heads, with parameters in float32; see `new_medusa` for fresh ones and `warm_medusa` for others.
         target: only its output layer is kept, and not as a submodule.
-        options: see `MedusaTrainingOptions`.
+        options: of `options_class`; None: its defaults.
     """
 
     head_class = MedusaShape
 
-    def __init__(self, heads: MedusaHeads, target: PreTrainedModel, options: MedusaTrainingOptions):
+    def __init__(self, heads: MedusaHeads, target: nn.Module, options: Options | None = None):
         super().__init__()
-        config = target.config.get_text_config(decoder=True)
+        model = unwrap(target)
+        config = model.config.get_text_config(decoder=True)
         self.heads = heads
-        self.options = options
-        lm_head = target.get_output_embeddings()
-        self.teacher = Teacher(lm_head, heads.token_ids, config.vocab_size)
+        self.options: Options = self.options_class() if options is None else options
+        self.teacher = Teacher(model.get_output_embeddings(), heads.token_ids, config.vocab_size)
         self.feature_layers = (config.num_hidden_layers,)
+
+    @classmethod
+    def for_target(cls, target: nn.Module, head: MedusaShape, options: Options, count_tokens: CountTokens) -> Self:
+        model = unwrap(target)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
+        heads = new_medusa(
+            model, head.num_heads, head.num_layers, shared_lm_head=head.shared_lm_head, target_ids=target_ids
+        )
+        return cls(heads, target, options)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
+        return cls(warm_medusa(folder, unwrap(target)), target, options)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:

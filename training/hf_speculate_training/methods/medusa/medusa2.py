@@ -29,21 +29,19 @@ from hf_speculate_plugins.medusa import MedusaHeads
 from ...data import Batch
 from ...sections import RecipeError, field_names, refuse_unknown
 from ...states import TargetReader, TargetStates
-from ..contract import ADAPTER_FOLDER, CountTokens, StepOutput
+from ..contract import ADAPTER_FOLDER, StepOutput
 from ..entries import emitting_positions
 from ..losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
 from ..teacher import Teacher
 from .base import BaseMedusaMethod
-from .new_head import medusa_of_shape, warm_medusa
-from .options import Medusa2TrainingOptions, MedusaShape
+from .options import Medusa2TrainingOptions
 
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from typing_extensions import Self
 
 
-class Medusa2Method(BaseMedusaMethod):
+class Medusa2Method(BaseMedusaMethod[Medusa2TrainingOptions]):
     """Trains Medusa heads and an adapter of the target.
 
     The adapter's parameters are registered here, so that optimizer and checkpoints see them; the target's are not.
@@ -65,8 +63,7 @@ class Medusa2Method(BaseMedusaMethod):
     trains_target = True
 
     def __init__(self, heads: MedusaHeads, target: nn.Module, options: Medusa2TrainingOptions | None = None):
-        model, options = unwrap(target), options or Medusa2TrainingOptions()
-        super().__init__(heads, model, options)
+        super().__init__(heads, target, options)
         if not hasattr(target, "disable_adapter"):
             raise TargetMismatchError(
                 f"medusa2 trains an adapter of the target, but {type(target).__name__} has none. Pass "
@@ -79,11 +76,10 @@ class Medusa2Method(BaseMedusaMethod):
             )
         # Parameters themselves, not copies; names of parameters may not have dots.
         self.adapter = nn.ParameterDict({name.replace(".", "/"): p for name, p in trained.items()})
-        self.stages = options
-        self._heads_only = options.heads_share > 0
-        self._weight = 0.0 if options.warmup_share > 0 else options.head_weight
+        self._heads_only = self.options.heads_share > 0
+        self._weight = 0.0 if self.options.warmup_share > 0 else self.options.head_weight
         self._target: tuple[PeftModel] = (cast("PeftModel", target),)  # in a tuple: a module would be registered
-        self._original = TargetReader(model, self.feature_layers)
+        self._original = TargetReader(unwrap(target), self.feature_layers)
         self._whole_teacher = Teacher(self.teacher.lm_head, None, self.teacher.vocab_size)
 
     @classmethod
@@ -102,18 +98,8 @@ class Medusa2Method(BaseMedusaMethod):
         refuse_unknown(adapter, field_names(LoraConfig), "method.adapter")
         return get_peft_model(cast(PreTrainedModel, target), LoraConfig(task_type="CAUSAL_LM", **adapter))
 
-    @classmethod
-    def for_target(
-        cls, target: nn.Module, head: MedusaShape, options: Medusa2TrainingOptions, count_tokens: CountTokens
-    ) -> Self:
-        return cls(medusa_of_shape(unwrap(target), head, count_tokens), target, options)
-
-    @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Medusa2TrainingOptions) -> Self:
-        return cls(warm_medusa(folder, unwrap(target)), target, options)
-
     def on_step(self, step: int, num_steps: int) -> None:
-        share, stages = step / max(num_steps, 1), self.stages
+        share, stages = step / max(num_steps, 1), self.options
         self._heads_only = share < stages.heads_share
         rise = (share - stages.heads_share) / stages.warmup_share if stages.warmup_share > 0 else 1.0
         self._weight = stages.head_weight * min(max(rise, 0.0), 1.0)

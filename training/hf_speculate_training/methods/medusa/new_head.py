@@ -15,10 +15,7 @@ from transformers import PreTrainedModel
 from hf_speculate.hub import local_folder
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
-from ..contract import CountTokens
-from ..vocabulary import choose_vocabulary
 from ..weights import copy_rows, last_device, target_rows, trainable
-from .options import MedusaShape
 
 
 def new_medusa(
@@ -53,15 +50,3 @@ def new_medusa(
 def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHeads:
     """Published Medusa heads (folder or Hub id) to train on."""
     return trainable(MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads)
-
-
-def medusa_of_shape(target: PreTrainedModel, shape: MedusaShape, count_tokens: CountTokens) -> MedusaHeads:
-    """Fresh heads of a recipe's shape."""
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    return new_medusa(
-        target,
-        shape.num_heads,
-        shape.num_layers,
-        shared_lm_head=shape.shared_lm_head,
-        target_ids=choose_vocabulary(shape.draft_vocab_size, vocab_size, count_tokens),
-    )
