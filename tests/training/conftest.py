@@ -74,7 +74,7 @@ def make_recipe_values(saved_target, own_texts):
                 "disable_tqdm": True,
                 "seed": 0,
             },
-            "evaluation": {"num_prompts": 3, "max_new_tokens": 16, "nodes": [4], "num_rows": 4},
+            "evaluation": {"num_prompts": 2, "max_new_tokens": 10, "nodes": [4], "num_rows": 4},
             "output": {"folder": str(folder)},
         }
 

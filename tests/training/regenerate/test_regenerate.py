@@ -226,7 +226,7 @@ torch.set_num_threads(1)
 folder, output = sys.argv[1:]
 target = AutoModelForCausalLM.from_pretrained(folder)
 records = Dataset.load_from_disk(folder + "/records")
-options = RegenerateOptions(max_new_tokens=32, batch_size=2, temperature=1.0)
+options = RegenerateOptions(max_new_tokens=8, batch_size=2, temperature=1.0)
 regenerate(target, AutoTokenizer.from_pretrained(folder), records, output, options, show_progress=False)
 """
 
@@ -252,7 +252,7 @@ def test_killed_process_and_resumed(target, byte_tokenizer, tmp_path):
     assert process.returncode == -signal.SIGKILL, "it must have been killed on its way, not have ended"
     assert output.read_bytes().count(b"\n") < 60
 
-    options = RegenerateOptions(max_new_tokens=32, batch_size=2, temperature=1.0)
+    options = RegenerateOptions(max_new_tokens=8, batch_size=2, temperature=1.0)
     report = run(target, byte_tokenizer, records, output, options)
     assert report.num_found >= 6
     assert report.num_found + report.num_written == 60

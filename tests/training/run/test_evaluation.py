@@ -37,7 +37,7 @@ def test_it_is_the_figure_of_the_decoding_loop(target, method):
 
 
 def test_every_setting_has_a_name_and_the_first_one_two(target, method):
-    options = AcceptanceOptions(nodes=[2, 8], temperatures=[0, 1.0], max_new_tokens=12)
+    options = AcceptanceOptions(nodes=[2, 8], temperatures=[0, 1.0], max_new_tokens=8, options={"depth": 3})
     measured = AcceptanceEvaluation(PROMPTS, options).measure(target, method)
     assert list(measured) == [
         "mean_acceptance_length",
@@ -90,7 +90,7 @@ def test_processes_share_the_prompts(target, method):
             self.counts = counts
             return counts if self.total is None else self.total
 
-    options = AcceptanceOptions(max_new_tokens=16, batch_size=1)
+    options = AcceptanceOptions(max_new_tokens=8, batch_size=1, options={"depth": 2, "top_k": 2})
     evaluation = AcceptanceEvaluation(PROMPTS, options)
     alone = evaluation.measure(target, method)
     processes = [Process(0), Process(1)]

@@ -31,10 +31,10 @@ def test_a_trained_head_loads_and_is_lossless(recipe_values, saved_target, metho
     recipe_values["output"]["layout"] = layout
     folder = train_head(recipe_from(recipe_values))
     model = AutoModelForCausalLM.from_pretrained(saved_target)
-    speculator = AutoSpeculator.from_pretrained(folder, target=model)
-    prompts = [torch.arange(5 + i, 15 + i) for i in range(3)]
-    report = check_lossless(model, speculator, prompts, max_new_tokens=24, eos_token_id=None, do_sample=False)
-    assert report.num_cases == 3
+    speculator = AutoSpeculator.from_pretrained(folder, target=model, max_nodes=8)
+    prompts = [torch.arange(5 + i, 15 + i) for i in range(2)]
+    report = check_lossless(model, speculator, prompts, max_new_tokens=16, eos_token_id=None, do_sample=False)
+    assert report.num_cases == 2
     assert speculator.stats.rounds > 0
 
 

@@ -83,10 +83,10 @@ def history_of(trainer, name: str) -> list[float]:
 def test_thirty_steps_raise_acceptance(make_trainer, target, data, kind):
     """On the texts that it learns: more than the untrained head, through the decoding loop."""
     if kind == "eagle3":
-        method = eagle3(target, steps=3)
+        method, drafting = eagle3(target, steps=3), {"depth": 3}
     else:
-        method = MedusaMethod(new_medusa(target, 3, shared_lm_head=False), target)
-    options = AcceptanceOptions(nodes=[6], max_new_tokens=30)
+        method, drafting = MedusaMethod(new_medusa(target, 3, shared_lm_head=False), target), {}
+    options = AcceptanceOptions(nodes=[6], max_new_tokens=20, options=drafting)
     evaluation = AcceptanceEvaluation(prompts_of(data.train, 6), options)
     before = evaluation.measure(target, method)["mean_acceptance_length"]
     schedule = {"max_steps": 30, "per_device_train_batch_size": 12, "learning_rate": 1e-2, "warmup_steps": 2}
