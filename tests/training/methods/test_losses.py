@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_speculate_training.bench.losses import LossShape, loss_inputs
+from hf_speculate_training.bench import LossShape, loss_inputs
 from hf_speculate_training.methods import (
     HardTargets,
     SoftTargets,

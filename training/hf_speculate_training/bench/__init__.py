@@ -4,16 +4,15 @@
 of another package. Every figure comes from a process of its own, so that a peak is never that of something else.
 """
 
-from .losses import LossFigures, LossShape, measure_loss, measure_peer_loss
+from .losses import LossShape, loss_inputs, measure_peer_loss
 from .steps import TrainBenchSettings, bench_train, tables
 
 
 __all__ = [
-    "LossFigures",
     "LossShape",
     "TrainBenchSettings",
     "bench_train",
-    "measure_loss",
+    "loss_inputs",
     "measure_peer_loss",
     "tables",
 ]

@@ -6,11 +6,11 @@ says of every token its document, its position in it, and whether it counts.
 """
 
 from .batches import NO_DOCUMENT, Batch
-from .encoding import Encoded, Encoder
+from .encoding import Encoder
 from .loading import Records, Source, load_records
 from .options import DataOptions, context_length
 from .packing import Collator, Row, RowDataset, StreamedRows, best_fit_decreasing, make_row
-from .prepared import DataReport, PreparedData, documents_fingerprint
+from .prepared import PreparedData, documents_fingerprint
 from .preparing import prepare_data
 from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens, read_record
 
@@ -22,8 +22,6 @@ __all__ = [
     "Collator",
     "Completion",
     "DataOptions",
-    "DataReport",
-    "Encoded",
     "Encoder",
     "Example",
     "Message",

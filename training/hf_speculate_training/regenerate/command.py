@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
+from torch import nn
 from transformers.utils import logging
 
 from hf_speculate.bench.methods import SpeculatorSpec
 from hf_speculate.errors import SpeculateError
+from hf_speculate.speculator import Speculator, unwrap
 
 from ..data import load_records
 from ..target import DtypeName, QuantizationName, TargetSection, load_target, load_tokenizer
@@ -86,7 +89,7 @@ def regenerate_command(
     typer.echo(json.dumps(figures))
 
 
-def column_names(pairs: Any) -> dict[str, str]:
+def column_names(pairs: Iterable[str]) -> dict[str, str]:
     """`OURS=THEIRS` pairs as `load_records` wants them."""
     columns = {}
     for pair in pairs:
@@ -103,7 +106,7 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name or "cpu")
 
 
-def _speculator(text: str, model: Any) -> Any:
+def _speculator(text: str, model: nn.Module) -> Speculator | None:
     if text == "none":
         return None
-    return SpeculatorSpec.parse("prompt_lookup" if text == "auto" else text).make(model)
+    return SpeculatorSpec.parse("prompt_lookup" if text == "auto" else text).make(unwrap(model))

@@ -165,7 +165,7 @@ class Writer:
             max_prompt=self.max_prompt,
         )
 
-    def batches(self, records: Records, skipped: Counter[str], bar: Any) -> Iterator[list[Job]]:
+    def batches(self, records: Records, skipped: Counter[str], bar: tqdm) -> Iterator[list[Job]]:
         """Jobs in batches of about the same length; the same records give the same batches."""
         jobs = self._jobs(records, skipped, bar)
         while window := list(islice(jobs, _WINDOW)):
@@ -185,7 +185,7 @@ class Writer:
             prompts = [(job, ids) for job, ids in asked if ids is not None]
             turn += 1
 
-    def _jobs(self, records: Iterable[Any], skipped: Counter[str], bar: Any) -> Iterator[Job]:
+    def _jobs(self, records: Iterable[Any], skipped: Counter[str], bar: tqdm) -> Iterator[Job]:
         for index, record in enumerate(records):
             try:
                 yield from self.ask(index, record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Group, RenderableType
@@ -17,6 +17,7 @@ from hf_speculate.speculator import unwrap
 
 from ..data import NO_DOCUMENT, Batch
 from .run import Run
+from .trainer import HeadTrainer
 
 
 _ADAM_BYTES = 16  # weight, gradient and two moments of a parameter, in float32
@@ -71,7 +72,7 @@ def _head(run: Run) -> Table:
     return table
 
 
-def _measured_step(run: Run, trainer: Any, batch: Any) -> tuple[float, int | None]:
+def _measured_step(run: Run, trainer: HeadTrainer, batch: Any) -> tuple[float, int | None]:
     """Seconds of the second of two passes, and peak memory of the device (None on a CPU)."""
     device = run.args.device
     if device.type == "cuda":
@@ -80,7 +81,7 @@ def _measured_step(run: Run, trainer: Any, batch: Any) -> tuple[float, int | Non
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        trainer.compute_loss(model, batch).backward()
+        cast(Tensor, trainer.compute_loss(model, batch)).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - started

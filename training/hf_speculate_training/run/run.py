@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
-from transformers import EarlyStoppingCallback, set_seed
+from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 from transformers.utils import logging
 
 from hf_speculate.adapters import adapter_fingerprints
@@ -83,7 +83,7 @@ class Run:
         """
         section, evaluated = self.recipe.evaluation, self.data.evaluation is not None
         rows = self.data.train.rows("train")
-        callbacks: list[Any] = [EarlyStoppingCallback(section.patience)] if section.patience else []
+        callbacks: list[TrainerCallback] = [EarlyStoppingCallback(section.patience)] if section.patience else []
         trainer = HeadTrainer(
             self.target,
             self.method,

@@ -5,13 +5,12 @@ keeps them apart and whether its logits are its output matrix times its last sta
 reader gives on disk, and `FeatureCache` hands it back bit by bit: the target's decoder runs once for all epochs.
 """
 
-from .cache_index import CacheKey, FeatureCacheError
+from .cache_index import FeatureCacheError
 from .feature_cache import FeatureCache, cache_key, write_features
 from .target_states import TargetReader, TargetStates, visible
 
 
 __all__ = [
-    "CacheKey",
     "FeatureCache",
     "FeatureCacheError",
     "TargetReader",

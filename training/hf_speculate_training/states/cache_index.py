@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -146,7 +146,7 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _blocks(file: Any) -> Iterator[bytes]:
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
     while block := file.read(1 << 20):
         yield block
 

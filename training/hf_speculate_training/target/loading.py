@@ -23,7 +23,7 @@ def load_target(section: TargetSection, device: torch.device) -> nn.Module:
         SpeculateError: it cannot be had; in one line.
     """
     try:
-        model: Any = _packed(section, device) if _is_packed(section) else _from_pretrained(section, device)
+        model = _packed(section, device) if _is_packed(section) else _from_pretrained(section, device)
         if section.adapter:
             model = _adapted(model, section.adapter)
     except SpeculateError:
@@ -54,7 +54,7 @@ def _is_packed(section: TargetSection) -> bool:
     return is_gguf and section.gguf_backend != "transformers"
 
 
-def _packed(section: TargetSection, device: torch.device) -> Any:
+def _packed(section: TargetSection, device: torch.device) -> nn.Module:
     """A GGUF file as `load_gguf` has it: what the head drafts for later."""
     given = {"quantization": section.quantization, "device_map": section.device_map}
     if extra := [name for name, value in given.items() if value is not None]:
@@ -70,7 +70,7 @@ def _packed(section: TargetSection, device: torch.device) -> Any:
     )
 
 
-def _from_pretrained(section: TargetSection, device: torch.device) -> Any:
+def _from_pretrained(section: TargetSection, device: torch.device) -> nn.Module:
     options: dict[str, Any] = {"dtype": section.dtype, "revision": section.revision}
     if section.gguf_file:
         options["gguf_file"] = section.gguf_file
