@@ -60,6 +60,7 @@ def trained(installed, make_recipe_values, tmp_path_factory):
     values["method"] = {"name": "recurrent", "head": {"width": 48}, "options": {"steps": 2}}
     values["training"] |= {"max_steps": 60, "per_device_train_batch_size": 12, "learning_rate": 2e-2}
     values["training"] |= {"logging_steps": 10, "eval_steps": 30}
+    values["evaluation"] |= {"num_prompts": 6, "max_new_tokens": 24}
     result = CliRunner().invoke(app, ["train", "--config", str(recipe_file(values, folder))])
     assert result.exit_code == 0, result.output
     return values, folder / "out"
@@ -89,7 +90,7 @@ def test_it_learns(trained):
     losses = [entry["loss"] for entry in history if "loss" in entry]
     lengths = [entry["eval_mean_acceptance_length"] for entry in history if "eval_mean_acceptance_length" in entry]
     assert losses[-1] < 0.9 * losses[0], losses
-    assert lengths[-1] > 1.15, lengths
+    assert lengths[-1] > lengths[0] > 1.1, lengths
     found = json.loads((folder / "provenance.json").read_text())
     assert found["head"]["method"] == "recurrent"
     assert found["recipe"]["method"]["options"] == {"steps": 2}
