@@ -18,6 +18,7 @@ from .attention import uninstall_attention as uninstall_attention
 from .devices import device_beside as device_beside
 from .devices import device_name as device_name
 from .devices import input_device as input_device
+from .devices import last_device as last_device
 from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense
 from .embeddings import output_rows as output_rows

@@ -34,6 +34,12 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return device_beside(model.get_input_embeddings(), model)
 
 
+def last_device(model: PreTrainedModel) -> torch.device:
+    """Where a model's last layer is: under a `device_map` the states that a head reads arrive last there."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return device_beside(layers[-1] if layers else None, model)
+
+
 def device_name(device: torch.device) -> str:
     """What a device is called by its maker: of a CPU the processor's name."""
     if device.type == "cpu":

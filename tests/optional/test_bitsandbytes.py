@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
-from hf_speculate_training.recipe import recipe_from
-from hf_speculate_training.run import train_head
+from hf_speculate_training.run import recipe_from, train_head
 
 from ..inputs import character_tokenizer, write_eagle_head
 

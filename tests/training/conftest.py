@@ -1,4 +1,4 @@
-"""A byte-level tokenizer built on the spot, and data files."""
+"""A target with a byte-level tokenizer, its own texts as data, recipes."""
 
 from __future__ import annotations
 
@@ -7,36 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PAD, START, END = 0, 1, 2
-BYTE_VOCAB_SIZE = 3 + 256
-
-
-def build_byte_tokenizer(chat_template: str | None = CHATML, model_max_length: int = 256) -> PreTrainedTokenizerFast:
-    """A token for each byte; 0 is padding, 1 and 2 begin and end a turn."""
-    specials = {"<|pad|>": PAD, "<|im_start|>": START, "<|im_end|>": END}
-    letters = {letter: 3 + i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(BPE(vocab={**specials, **letters}, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        extra_special_tokens=["<|im_start|>"],
-        chat_template=chat_template,
-        model_max_length=model_max_length,
-    )
+from tests.support.training import BYTE_VOCAB_SIZE, PAD, build_byte_tokenizer, save_target
 
 
 @pytest.fixture
@@ -66,22 +39,7 @@ def _own_datasets_cache(tmp_path, monkeypatch):
 def saved_target(tmp_path_factory) -> Path:
     """Folder of a tiny random Llama with the byte tokenizer."""
     folder = tmp_path_factory.mktemp("target")
-    config = LlamaConfig(
-        vocab_size=BYTE_VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=PAD,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).eval().save_pretrained(folder)
-    build_byte_tokenizer().save_pretrained(folder)
+    save_target(folder)
     return folder
 
 
@@ -116,7 +74,7 @@ def make_recipe_values(saved_target, own_texts):
                 "disable_tqdm": True,
                 "seed": 0,
             },
-            "evaluation": {"num_prompts": 3, "max_new_tokens": 16, "nodes": [4], "num_rows": 4},
+            "evaluation": {"num_prompts": 2, "max_new_tokens": 10, "nodes": [4], "num_rows": 4},
             "output": {"folder": str(folder)},
         }
 

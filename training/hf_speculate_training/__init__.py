@@ -1,9 +1,36 @@
-"""Training of speculative heads for hf_speculate: methods, data, trainer, recipes. See training/README.md."""
+"""Training of speculative heads for hf_speculate: methods, data, trainer, recipes. See training/README.md.
 
-from .evaluation import AcceptanceEvaluation as AcceptanceEvaluation
-from .evaluation import AcceptanceOptions as AcceptanceOptions
-from .recipe import Recipe as Recipe
-from .recipe import read_recipe as read_recipe
-from .run import train_head as train_head
-from .trainer import HeadTrainer as HeadTrainer
-from .trainer import HeadTrainingArguments as HeadTrainingArguments
+`train_head(read_recipe(...))` runs a recipe, `HeadTrainer` trains with parts of your own. A training method of your own
+is a `TrainingMethod`; `hf_speculate_training.methods` has what the built-in ones are made from.
+"""
+
+from .data import Batch
+from .methods import StepOutput, TrainingMethod, installed_methods
+from .run import (
+    AcceptanceEvaluation,
+    AcceptanceOptions,
+    HeadTrainer,
+    HeadTrainingArguments,
+    Recipe,
+    read_recipe,
+    train_head,
+)
+from .sections import RecipeError
+from .states import TargetStates
+
+
+__all__ = [
+    "AcceptanceEvaluation",
+    "AcceptanceOptions",
+    "Batch",
+    "HeadTrainer",
+    "HeadTrainingArguments",
+    "Recipe",
+    "RecipeError",
+    "StepOutput",
+    "TargetStates",
+    "TrainingMethod",
+    "installed_methods",
+    "read_recipe",
+    "train_head",
+]

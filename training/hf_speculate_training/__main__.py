@@ -4,7 +4,8 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 
-from .commands import TRAIN_EXAMPLES, train, train_bench
+from .bench.command import train_bench
+from .run.command import TRAIN_EXAMPLES, train
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

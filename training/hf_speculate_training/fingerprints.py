@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_speculate.models import unwrap
 from hf_speculate.target import sample_bytes
@@ -32,7 +33,7 @@ def content_fingerprint(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _shape_of(model: Any) -> dict[str, Any]:
+def _shape_of(model: PreTrainedModel) -> dict[str, Any]:
     """What of the configuration changes the states; paths, versions and generation defaults do not."""
     config = model.config.get_text_config(decoder=True).to_dict()
     unrelated = ("_name_or_path", "transformers_version", "use_cache", "output_attentions", "output_hidden_states")

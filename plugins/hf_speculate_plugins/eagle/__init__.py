@@ -6,7 +6,7 @@ other. One `EagleSpec` describes the heads of all generations and dialects, and 
 
 from ..trees import StaticTree
 from .calibration import EagleReader
-from .checkpoint import LoadedHead, check_fits, head_device, load_head, write_head
+from .checkpoint import LoadedHead, check_fits, load_head, write_head
 from .drafter import EagleDrafter
 from .head import EagleHead
 from .options import EagleOptions
@@ -25,7 +25,6 @@ __all__ = [
     "LoadedHead",
     "StaticTree",
     "check_fits",
-    "head_device",
     "load_head",
     "write_head",
 ]

@@ -1,25 +1,44 @@
-"""Data for training: reading, encoding with a loss mask, packing."""
+"""Data for training: records read, encoded with a loss mask, packed into rows.
 
-from .encoding import Encoded, Encoder
-from .loading import Source, load_records
-from .options import DataOptions
-from .packing import Collator, RowDataset, StreamedRows, best_fit_decreasing
-from .preparing import DataReport, PreparedData, prepare_data
-from .records import read_record
+`prepare_data` reads a source in any of the usual forms, marks the tokens that the target is to emit, and accounts for
+every record that cannot be used. `RowDataset` packs documents into rows, and `Collator` makes a `Batch` of rows, which
+says of every token its document, its position in it, and whether it counts.
+"""
+
+from .batches import NO_DOCUMENT, Batch
+from .encoding import Encoder
+from .loading import Records, Source, load_records
+from .options import DataOptions, context_length
+from .packing import Collator, Row, RowDataset, StreamedRows, best_fit_decreasing, make_row
+from .prepared import PreparedData, documents_fingerprint
+from .preparing import prepare_data
+from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens, read_record
 
 
 __all__ = [
+    "NO_DOCUMENT",
+    "Batch",
+    "Chat",
     "Collator",
+    "Completion",
     "DataOptions",
-    "DataReport",
-    "Encoded",
     "Encoder",
+    "Example",
+    "Message",
+    "Plain",
     "PreparedData",
+    "RecordError",
+    "Records",
+    "Row",
     "RowDataset",
     "Source",
     "StreamedRows",
+    "Tokens",
     "best_fit_decreasing",
+    "context_length",
+    "documents_fingerprint",
     "load_records",
+    "make_row",
     "prepare_data",
     "read_record",
 ]

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from hf_speculate.errors import SpeculateError
 
-from ..batches import NO_DOCUMENT, Batch
+from .batches import NO_DOCUMENT, Batch
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ A layout that cannot say what a head computes is refused. No other room of this 
 
 from .conversion import convert_head
 from .layouts import eagle_version
-from .loading import LoadedHead, check_fits, head_device, load_head
+from .loading import LoadedHead, check_fits, load_head
 from .saving import LayoutName, write_head
 
 
@@ -16,7 +16,6 @@ __all__ = [
     "check_fits",
     "convert_head",
     "eagle_version",
-    "head_device",
     "load_head",
     "write_head",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.target import device_beside
+from hf_speculate.target import last_device
 
 from ...checkpoints import (
     Checkpoint,
@@ -56,7 +56,7 @@ def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | N
     opened = open_head(folder, conventions, target)
     embed_tokens = shared_embeddings(opened, target.get_input_embeddings(), conventions.embeddings)
     lm_head = shared_output(opened, target.get_output_embeddings())
-    return assemble(opened, embed_tokens, lm_head, head_device(target), target.dtype)
+    return assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
 
 
 def open_head(folder: str, conventions: Conventions | None = None, target: PreTrainedModel | None = None) -> OpenedHead:
@@ -128,12 +128,6 @@ def check_sizes(spec: EagleSpec, config: Any, name: str) -> None:
             f"this EAGLE head reads the target's hidden states {list(layers)}, but {name} has "
             f"{depth} layers, that is hidden states 0 to {depth}."
         )
-
-
-def head_device(target: PreTrainedModel) -> torch.device:
-    """Where the target's last layer is: under a `device_map` the features that arrive last are there."""
-    layers = getattr(target.get_decoder(), "layers", None)
-    return device_beside(layers[-1] if layers else None, target)
 
 
 def _overridden(spec: EagleSpec, conventions: Conventions) -> EagleSpec:

@@ -1,0 +1,1 @@
+"""A recurrent draft head: `drafter` decodes with it, `training` trains it (and alone needs `hf-speculate[train]`)."""

@@ -1,0 +1,86 @@
+"""Builders for the tests of the trainer: a byte-level tokenizer, a saved target, packed batches, recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_speculate_training.data import NO_DOCUMENT, Batch
+
+from ..conftest import VOCAB_SIZE
+from ..conftest import build_tiny_model as build_tiny_model
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PAD, START, END = 0, 1, 2
+BYTE_VOCAB_SIZE = 3 + 256
+
+
+def build_byte_tokenizer(chat_template: str | None = CHATML, model_max_length: int = 256) -> PreTrainedTokenizerFast:
+    """A token for each byte; 0 is padding, 1 and 2 begin and end a turn."""
+    specials = {"<|pad|>": PAD, "<|im_start|>": START, "<|im_end|>": END}
+    letters = {letter: 3 + i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab={**specials, **letters}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=chat_template,
+        model_max_length=model_max_length,
+    )
+
+
+def save_target(folder: Path) -> None:
+    """Writes a tiny random Llama with the byte tokenizer."""
+    config = LlamaConfig(
+        vocab_size=BYTE_VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).eval().save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+
+
+def recipe_file(values: Mapping[str, Any], folder: Path) -> Path:
+    """A recipe's plain values as `recipe.yaml` in `folder`."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def packed(*rows: list[int], masked: float = 0.0) -> Batch:
+    """Rows of documents of these lengths; a negative length is padding. `masked` is the share of prompt tokens."""
+    torch.manual_seed(0)
+    size = sum(map(abs, rows[0]))
+    documents = [[i if n > 0 else NO_DOCUMENT for i, n in enumerate(row) for _ in range(abs(n))] for row in rows]
+    positions = [[p for n in row for p in range(abs(n))] for row in rows]
+    return Batch(
+        input_ids=torch.randint(3, VOCAB_SIZE, (len(rows), size)),
+        position_ids=torch.tensor(positions),
+        document_ids=torch.tensor(documents),
+        loss_mask=(torch.rand(len(rows), size) >= masked) & (torch.tensor(documents) != NO_DOCUMENT),
+    )

@@ -1,0 +1,306 @@
+"""Records of every form, their loss masks, what is refused, and the split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import datasets
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate_training.data import Collator, DataOptions, Encoder, RecordError, prepare_data, read_record
+
+
+END = 2
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "no\n"},
+]
+# The template rewrites earlier answers, as those of reasoning models do.
+REWRITING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] | upper if m['role'] == 'assistant' and not loop.last else m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def emitted(tokenizer, document) -> str:
+    """The text of the tokens that count, others as dots."""
+    pairs = zip(document.input_ids, document.loss_mask, strict=True)
+    return "".join(tokenizer.decode([token]) if counts else "." for token, counts in pairs)
+
+
+def encode(tokenizer, record, as_chat: bool = False, **options):
+    return Encoder(tokenizer=tokenizer, end_ids={END}, **options)(read_record(record, as_chat))
+
+
+def documents_of(records: Sequence[dict], tokenizer, write_lines, **options):
+    return prepare_data(write_lines(records), tokenizer, DataOptions(**options))
+
+
+def test_chat_counts_answers_and_their_end_only(byte_tokenizer):
+    (document,) = encode(byte_tokenizer, {"messages": CHAT})
+    assert byte_tokenizer.decode(document.input_ids) == byte_tokenizer.apply_chat_template(CHAT, tokenize=False)
+    parts = [part for part in emitted(byte_tokenizer, document).split(".") if part]
+    assert parts == ["yes<|im_end|>", "no\n<|im_end|>"], "the newline behind an end-of-turn token is not emitted"
+
+
+def test_prompt_is_what_generate_is_given(byte_tokenizer):
+    """Up to the first token that counts, a document is the prompt of that answer, token by token."""
+    (document,) = encode(byte_tokenizer, {"messages": CHAT})
+    prompt = byte_tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True)["input_ids"]
+    assert document.input_ids[: document.loss_mask.index(True)] == prompt
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": CHAT},
+        {
+            "conversations": [
+                {"from": f, "value": m["content"]} for f, m in zip(["human", "gpt"] * 2, CHAT, strict=True)
+            ]
+        },
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+        {"messages": [{**m, "tool_calls": None} for m in CHAT], "text": None},
+        {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in CHAT]},
+        {"messages": [*CHAT, {"role": "user", "content": "never answered"}]},
+    ],
+    ids=["messages", "sharegpt", "prompt-completion", "arrow-nulls", "text-parts", "open-end"],
+)
+def test_forms_of_a_conversation_are_one(byte_tokenizer, record):
+    assert encode(byte_tokenizer, record) == encode(byte_tokenizer, {"messages": CHAT})
+
+
+def test_texts(byte_tokenizer):
+    (plain,) = encode(byte_tokenizer, {"text": "abc"})
+    assert emitted(byte_tokenizer, plain) == "abc<|im_end|>"
+    (completion,) = encode(byte_tokenizer, {"prompt": "ab", "completion": "cd"})
+    assert emitted(byte_tokenizer, completion) == "..cd<|im_end|>"
+    (bare,) = encode(byte_tokenizer, {"text": "abc"}, append_eos=False)
+    assert emitted(byte_tokenizer, bare) == "abc"
+    (chat,) = encode(byte_tokenizer, {"prompt": "hi", "completion": "yes"}, as_chat=True)
+    assert chat == encode(byte_tokenizer, {"messages": CHAT[:2]})[0]
+
+
+def test_tokens_as_they_are(byte_tokenizer):
+    for mask in (
+        {"loss_mask": [0, 1, 1]},
+        {"assistant_masks": [0, 1, 1]},
+        {"labels": [-100, 8, 9]},
+        {"completion_mask": [False, True, True]},
+    ):
+        (document,) = encode(byte_tokenizer, {"input_ids": [7, 8, 9], **mask, "messages": CHAT})
+        assert (document.input_ids, document.loss_mask) == ([7, 8, 9], [False, True, True])
+    assert encode(byte_tokenizer, {"input_ids": [7, 8]})[0].loss_mask == [True, True]
+    with pytest.raises(RecordError, match=r"2 input_ids but 1 entries of labels"):
+        read_record({"input_ids": [7, 8], "labels": [1]})
+
+
+def test_template_with_marks(byte_tokenizer):
+    byte_tokenizer.chat_template = MARKED
+    (document,) = encode(byte_tokenizer, {"messages": CHAT})
+    assert [part for part in emitted(byte_tokenizer, document).split(".") if part] == [
+        "yes<|im_end|>",
+        "no\n<|im_end|>",
+    ]
+
+
+def test_template_that_rewrites_history(byte_tokenizer):
+    byte_tokenizer.chat_template = REWRITING
+    with pytest.raises(SpeculateError, match="turns='separate'"):
+        encode(byte_tokenizer, {"messages": CHAT})
+    first, second = encode(byte_tokenizer, {"messages": CHAT}, turns="separate")
+    assert emitted(byte_tokenizer, first).strip(".") == "yes<|im_end|>"
+    assert "YES" in byte_tokenizer.decode(second.input_ids)
+    assert emitted(byte_tokenizer, second).strip(".") == "no\n<|im_end|>"
+
+
+def test_template_that_hides_where_an_answer_begins(byte_tokenizer):
+    byte_tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'X' if add_generation_prompt }}"
+    )
+    with pytest.raises(SpeculateError, match="what the target is to emit cannot be told"):
+        encode(byte_tokenizer, {"messages": CHAT})
+
+
+def test_chat_without_a_template(byte_tokenizer, write_lines):
+    byte_tokenizer.chat_template = None
+    with pytest.raises(SpeculateError, match=r"no chat template.*set tokenizer.chat_template"):
+        documents_of([{"messages": CHAT}], byte_tokenizer, write_lines)
+
+
+def test_no_assistant_tokens(byte_tokenizer, write_lines):
+    with pytest.raises(SpeculateError, match=r"of the 3 documents .* none can be used: 3 dropped, no assistant tokens"):
+        documents_of([{"messages": CHAT[:1]}] * 3, byte_tokenizer, write_lines)
+
+
+def test_unusable_records_are_counted_not_fatal(byte_tokenizer, write_lines):
+    byte_tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+        + byte_tokenizer.chat_template
+    )
+    records = [{"messages": CHAT}, {"messages": CHAT[1:]}, {"messages": CHAT[:1]}, {"messages": [{"role": "user"}]}]
+    data = documents_of(records, byte_tokenizer, write_lines)
+    assert data.report.num_documents == 1
+    assert data.report.notes == {
+        "dropped: the chat template refuses it: user first": 1,
+        "dropped: no assistant tokens": 2,
+    }
+
+
+def test_empty_data(byte_tokenizer, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(SpeculateError, match="no records"):
+        prepare_data(empty, byte_tokenizer)
+    with pytest.raises(SpeculateError, match="no records"):
+        prepare_data(datasets.Dataset.from_dict({"text": []}), byte_tokenizer)
+    with pytest.raises(SpeculateError, match="no such file"):
+        prepare_data(tmp_path / "absent.jsonl", byte_tokenizer)
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(SpeculateError, match=r"cannot read the data .*broken.jsonl"):
+        prepare_data(tmp_path / "broken.jsonl", byte_tokenizer)
+    (tmp_path / "image.png").write_bytes(b"x")
+    with pytest.raises(SpeculateError, match=r"\.png.*give one of .json"):
+        prepare_data(tmp_path / "image.png", byte_tokenizer)
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "1.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "mixed" / "2.jsonl").write_text('{"id": "7", "messages": [{"role": "user", "content": "a"}]}\n')
+    with pytest.raises(SpeculateError, match="2 files, read as one table: their columns must be the same"):
+        prepare_data(tmp_path / "mixed", byte_tokenizer)
+
+
+def test_unknown_columns(byte_tokenizer, write_lines):
+    path = write_lines([{"question": "a", "answer": "b"}])
+    with pytest.raises(SpeculateError, match="found: question, answer"):
+        prepare_data(path, byte_tokenizer)
+    with pytest.raises(SpeculateError, match="no column 'nope'; there are: question, answer"):
+        prepare_data(path, byte_tokenizer, DataOptions(columns={"prompt": "nope"}))
+    named = DataOptions(columns={"prompt": "question", "completion": "answer"})
+    assert prepare_data(path, byte_tokenizer, named).report.num_documents == 1
+
+
+@pytest.mark.parametrize(
+    ("long", "texts", "notes"),
+    [
+        ("truncate", ["abcdef", "x"], {"truncated": 1}),
+        ("drop", ["x"], {"dropped: longer than max_length": 1}),
+        ("split", ["abcdef", "ghij<|im_end|>", "x"], {}),
+    ],
+)
+def test_longer_than_max_length(byte_tokenizer, write_lines, long, texts, notes):
+    records = [{"text": "abcdefghij"}, {"text": "x"}]
+    data = documents_of(records, byte_tokenizer, write_lines, max_length=6, long=long)
+    found = [byte_tokenizer.decode(ids) for ids in data.train["input_ids"]]
+    assert found == [text if len(text) >= 6 else f"{text}<|im_end|>" for text in texts]
+    assert data.report.notes == notes
+
+
+def test_longer_than_the_context(byte_tokenizer, write_lines):
+    config = LlamaConfig(vocab_size=300, max_position_embeddings=32)
+    path = write_lines([{"text": "x" * 100}])
+    with pytest.raises(SpeculateError, match="max_length=64 was asked for, but the target's context is 32 tokens"):
+        prepare_data(path, byte_tokenizer, DataOptions(max_length=64), target_config=config)
+    assert prepare_data(path, byte_tokenizer, target_config=config).train["length"][0] == 32
+
+
+def test_tokens_of_another_vocabulary(byte_tokenizer, write_lines):
+    with pytest.raises(SpeculateError, match="record 1 holds token 400, but the target's vocabulary has 300"):
+        prepare_data(
+            write_lines([{"input_ids": [5, 6]}, {"input_ids": [5, 400]}]),
+            byte_tokenizer,
+            target_config=LlamaConfig(vocab_size=300),
+        )
+
+
+def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
+    """json, jsonl, parquet, text, folders, patterns, saved datasets and streams hold the same documents."""
+    texts = ["one", "two three", "four"]
+    table = datasets.Dataset.from_dict({"text": texts})
+    (tmp_path / "list.json").write_text(json.dumps([{"text": text} for text in texts]))
+    table.to_parquet(str(tmp_path / "data.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "folder" / f"{number}.txt").write_text(text)
+    lines = write_lines([{"text": text} for text in texts])
+    expected = [[*byte_tokenizer(text)["input_ids"], END] for text in texts]
+    sources = [lines, tmp_path / "list.json", tmp_path / "data.parquet", tmp_path / "saved", tmp_path / "folder", table]
+    fingerprints = set()
+    for source in [*sources, str(tmp_path / "folder" / "*.txt")]:
+        data = prepare_data(source, byte_tokenizer)
+        assert list(data.train["input_ids"]) == expected, source
+        fingerprints.add(data.report.fingerprint)
+    assert len(fingerprints) == 1, "the fingerprint is of the content"
+    stream = prepare_data(lines, byte_tokenizer, DataOptions(streaming=True))
+    assert [document["input_ids"] for document in stream.train] == expected
+    rows = list(stream.rows())
+    assert Collator()(rows)["input_ids"].shape == (1, sum(map(len, expected)))
+
+
+def test_a_stream_without_anything_to_train_on(byte_tokenizer, write_lines):
+    rows = documents_of([{"messages": CHAT[:1]}], byte_tokenizer, write_lines, streaming=True).rows()
+    with pytest.raises(SpeculateError, match="no document of the stream can be used"):
+        next(iter(rows))
+
+
+def test_fingerprint_follows_the_content(byte_tokenizer, write_lines):
+    def fingerprint(records, **options):
+        return documents_of(records, byte_tokenizer, write_lines, **options).report.fingerprint
+
+    records = [{"text": "abc"}, {"text": "de"}]
+    prints = [
+        fingerprint(records),
+        fingerprint(records[::-1]),
+        fingerprint([{"text": "abcde"}]),
+        fingerprint([{"prompt": "a", "completion": "bc"}, {"prompt": "d", "completion": "e"}]),
+        fingerprint([{"prompt": "ab", "completion": "c"}, {"prompt": "d", "completion": "e"}]),
+    ]
+    assert len(set(prints)) == 5
+    assert fingerprint(records) == prints[0]
+    joined = [{"text": "abcde"}, {"text": "fg"}]
+    assert fingerprint(joined, append_eos=False) != fingerprint([{"text": "abc"}, {"text": "defg"}], append_eos=False)
+
+
+def test_split_goes_with_the_content(byte_tokenizer, write_lines):
+    """A record is on the same side whatever else is there and however it is cut; pieces of one are never on both."""
+    texts = [f"text number {i} which is of some length" for i in range(200)]
+
+    def sides(texts, **options):
+        data = documents_of(
+            [{"text": text} for text in texts], byte_tokenizer, write_lines, **{"eval_fraction": 0.3, **options}
+        )
+        return [{texts[i] for i in side["record"]} for side in (data.train, data.evaluation)], data
+
+    (train, held_out), data = sides(texts)
+    assert train | held_out == set(texts)
+    assert not train & held_out
+    assert data.report.num_eval_documents == len(held_out)
+    # 200 draws of 0.3: outside of this in about one of 1e7 seeds, and this is one seed for good.
+    assert 30 <= len(held_out) <= 95
+    (fewer, _), _ = sides(texts[50:][::-1])
+    assert fewer == train & set(texts[50:])
+    (pieces, held_pieces), _ = sides(texts, max_length=8, long="split")
+    assert (pieces, held_pieces) == (train, held_out)
+    assert sides(texts, seed=1)[0] != [train, held_out]
+    with pytest.raises(SpeculateError, match="leaves 2 for training and 0 for evaluation"):
+        sides(texts[:2], eval_fraction=0.01)
+
+
+def test_loss_mask_reaches_the_batch(byte_tokenizer, write_lines):
+    rows = documents_of([{"messages": CHAT}, {"text": "abc"}], byte_tokenizer, write_lines).rows()
+    batch = Collator(pad_token_id=0, length=128)([rows[0]])
+    assert batch["loss_mask"].dtype == torch.bool
+    counted = byte_tokenizer.decode(batch["input_ids"][batch["loss_mask"]])
+    assert counted == "yes<|im_end|>no\n<|im_end|>abc<|im_end|>"

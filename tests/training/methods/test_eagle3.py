@@ -1,0 +1,392 @@
+"""Training of EAGLE heads: alignment, the unrolled mask, agreement with what the drafter computes, learning."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cache
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from hf_speculate import Speculator
+from hf_speculate.drafting.contract import RAW_LAST, DraftRequest
+from hf_speculate.tree import TreePlan
+from hf_speculate_training.data import NO_DOCUMENT, Batch
+from hf_speculate_training.methods import Entries, counted_entries
+from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
+from hf_speculate_training.states import TargetReader
+from tests.support.training import packed
+
+
+VOCAB, DEPTH, STEPS = 96, 7, 4
+KEPT = torch.arange(0, VOCAB, 2)
+# What published heads differ in, as far as training can make them.
+SHAPES = {
+    "plain": {},
+    "narrow": {"hidden_size": 24, "num_heads": 3},
+    "two layers, window": {"num_layers": 2, "windows": (None, 2), "qk_norm": True},
+    "normed": {"fc_norm": True, "norm_before_residual": True, "feed_back_normed": True, "norm_before_fc": True},
+    "five features": {"feature_layers": (0, 1, 3, 6, DEPTH), "norm_logits": False},
+}
+
+
+@cache
+def target(architecture: str = "llama", dtype: torch.dtype = torch.float64):
+    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
+        architecture
+    ]
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(3)
+    model = model_class(config).eval().to(dtype).requires_grad_(False)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def method(shape: str = "plain", dtype: torch.dtype = torch.float64, truncated: bool = True, **options) -> Eagle3Method:
+    torch.manual_seed(1)
+    ids = KEPT if truncated else None
+    head = new_eagle3(target(dtype=dtype), ids, **SHAPES[shape])
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(dtype) + 0.1 * torch.randn_like(parameter, dtype=dtype)
+    options = Eagle3TrainingOptions(**{"steps": STEPS, **options})
+    return Eagle3Method(head, target(dtype=dtype), ids, options).train()
+
+
+def states_of(method: Eagle3Method, batch: Batch):
+    model = target(dtype=method.head.dtype)
+    return TargetReader(model, method.feature_layers)(batch)
+
+
+def run(method: Eagle3Method, batch: Batch):
+    return method(batch, states_of(method, batch))
+
+
+class TestEntries:
+    def test_against_loops(self):
+        batch = packed([9, 6, -3], [4, 14], masked=0.2)
+        batch["loss_mask"][:, 2:6] = batch["loss_mask"][:, 8:11] = True  # across the edges of the documents
+        mask, documents = batch["loss_mask"].tolist(), batch["document_ids"].tolist()
+        counted = counted_entries(batch, STEPS)
+        for step in range(STEPS):
+            for row in range(2):
+                for i in range(18):
+                    drafted = range(i + 1, i + 3 + step)
+                    inside = drafted[-1] < 18 and all(documents[row][t] == documents[row][i] for t in drafted)
+                    expected = inside and all(mask[row][t] for t in drafted)
+                    assert bool(counted[step, row, i]) == expected, (step, row, i)
+        assert counted.any(-1).any(-1).all()
+
+    def test_labels_and_teachers(self):
+        batch = packed([9, 6, -3], [4, 14], masked=0.2)
+        entries = Entries.of(batch, STEPS, torch.device("cpu"))
+        needed = entries.teacher_positions.nonzero().tolist()
+        expected = entries.counted.nonzero().tolist()
+        assert len(entries) == len(expected) > 20
+        for e, (step, row, i) in enumerate(expected):
+            assert int(entries.step[e]) == step
+            assert int(entries.label[e]) == int(batch["input_ids"][row, i + 2 + step])
+            assert needed[int(entries.teacher_row[e])] == [row, i + 1 + step]
+        assert {int(r) for r in entries.teacher_row} == set(range(len(needed))), "no teacher is made in vain"
+
+    def test_rows_shorter_than_the_steps(self):
+        assert not counted_entries(packed([1, 1], [2]), 5).any()
+        assert counted_entries(packed([3]), 5).sum() == 1
+
+    @pytest.mark.parametrize("normalizer", ["all", "counted"])
+    def test_weights(self, normalizer):
+        entries = Entries.of(packed([9, 6, -3], [4, 14], masked=0.2), STEPS, torch.device("cpu"))
+        weights = entries.weights(0.5, normalizer)
+        for step in range(STEPS):
+            size = 36 if normalizer == "all" else int(entries.counted[step].sum())
+            torch.testing.assert_close(weights[entries.step == step].unique(), torch.tensor([0.5**step / size]))
+
+
+def slow_loss(method: Eagle3Method, batch: Batch, decay: float = 0.8):
+    """The loss entry by entry: every step of every entry is run anew over its own sequence, with a plain causal mask.
+
+    Entry i of a document drafts as decoding does: target-made entries 0 to i, then its own k drafted ones.
+    """
+    head, states = method.head, states_of(method, batch)
+    model = target(dtype=head.dtype)
+    kept = list(range(VOCAB)) if method.target_ids is None else method.target_ids.tolist()
+    logits = model.lm_head(states.last_hidden)
+    fused = head.fuse([states.features[layer] for layer in method.entry_layers])
+    ids, documents, mask = (batch[name].tolist() for name in ("input_ids", "document_ids", "loss_mask"))
+    total, losses, num_tokens = 0.0, {}, batch["input_ids"].numel()
+    for row in range(len(ids)):
+        for i in range(len(ids[row])):
+            start = documents[row].index(documents[row][i])
+            sequence, tokens = fused[row, start : i + 1], ids[row][start + 1 : i + 1]
+            for step in range(method.options.steps):
+                last = i + 2 + step
+                drafted = range(i + 1, last + 1)
+                if last >= len(ids[row]) or any(documents[row][t] != documents[row][i] for t in drafted):
+                    break
+                if documents[row][i] == NO_DOCUMENT or not all(mask[row][t] for t in drafted):
+                    break
+                tokens = [*tokens, ids[row][i + 1 + step]]
+                hidden = causal_forward(head, tokens, sequence)
+                draft_logits, fed_back = head.read(hidden[-1:])
+                sequence = torch.cat([sequence, fed_back])
+                teacher = logits[row, i + 1 + step]
+                if int(teacher.argmax()) not in kept and not method.options.keep_unknown:
+                    continue
+                target_probs = teacher[kept].softmax(-1)
+                loss = -sum(p * q for p, q in zip(target_probs, draft_logits[0].log_softmax(-1), strict=True))
+                losses[step, row, i] = loss
+                total = total + decay**step * loss / num_tokens
+    return total, losses
+
+
+def causal_forward(head, tokens: list[int], sequence: torch.Tensor) -> torch.Tensor:
+    """The head over one sequence with plain masks and repeated keys; [n, Hd]."""
+    count = len(tokens)
+    distance = torch.arange(count)[:, None] - torch.arange(count)
+
+    def attend(layer, queries, keys, values):
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        hidden = distance < 0
+        if head.spec.windows[layer] is not None:
+            hidden = hidden | (distance >= head.spec.windows[layer])
+        scores = (queries @ keys.mT / math.sqrt(queries.shape[-1])).masked_fill(hidden, -torch.inf)
+        return scores.softmax(-1) @ values
+
+    return head(torch.tensor([tokens]), sequence[None], torch.arange(count)[None], attend)[0]
+
+
+class TestLossAgainstRecomputation:
+    @pytest.mark.parametrize(
+        ("shape", "options"),
+        [
+            *((shape, {}) for shape in SHAPES),
+            ("plain", {"keep_unknown": True, "lean": False}),
+            ("two layers, window", {"checkpoint_steps": True}),
+        ],
+    )
+    def test_value_and_gradients(self, shape, options):
+        made = method(shape, **options)
+        batch = packed([8, 5, -2], [6, 9], masked=0.1)
+        output = run(made, batch)
+        expected, losses = slow_loss(made, batch)
+        assert len({step for step, _, _ in losses}) == STEPS
+        torch.testing.assert_close(output.loss, expected, rtol=1e-6, atol=0)
+        names, parameters = zip(*made.named_parameters(), strict=True)
+        ours = torch.autograd.grad(output.loss, parameters)
+        theirs = torch.autograd.grad(expected, parameters)
+        for name, grad, wanted in zip(names, ours, theirs, strict=True):
+            scale = float(wanted.abs().max())
+            assert scale > 0, f"nothing is learnt by {name}"
+            assert float((grad - wanted).abs().max()) <= 1e-6 * scale, name
+        for step in range(STEPS):
+            mean = torch.stack([loss for key, loss in losses.items() if key[0] == step]).mean()
+            torch.testing.assert_close(output.metrics[f"loss_{step}"].double(), mean, rtol=1e-5, atol=0)
+
+    def test_accuracy_counts_drafts_that_the_target_would_accept(self):
+        made = method(truncated=False)
+        batch = packed([8, 5, -2], [6, 9])
+        states = states_of(made, batch)
+        metrics, outputs = made(batch, states).metrics, made.unroll(batch, states)
+        best = target().lm_head(states.last_hidden).argmax(-1)
+        for step in range(STEPS):
+            drafted = made.head.output(outputs[step]).argmax(-1)
+            entries = counted_entries(batch, STEPS)[step].nonzero().tolist()
+            hits = [drafted[row, i] == best[row, i + 1 + step] for row, i in entries]
+            assert float(metrics[f"accuracy_{step}"]) == pytest.approx(sum(map(float, hits)) / len(hits))
+
+    def test_a_token_outside_the_draft_vocabulary_is_a_miss(self):
+        batch = packed([8, 5, -2], [6, 9])
+        masked, kept = run(method(), batch), run(method(keep_unknown=True), batch)
+        assert float(masked.loss.detach()) < float(kept.loss.detach())
+        assert masked.metrics["accuracy_0"] == kept.metrics["accuracy_0"], "over the same entries, known or not"
+
+
+class TestDocuments:
+    def test_no_document_changes_another(self):
+        made = method("two layers, window")
+        one = packed([7, 8, -3])
+        other = {**one, "input_ids": one["input_ids"].clone()}
+        other["input_ids"][0, :7] = (other["input_ids"][0, :7] + 11) % VOCAB
+        first, second = (made.unroll(batch, states_of(made, batch)) for batch in (one, other))
+        for step, (a, b) in enumerate(zip(first, second, strict=True)):
+            inside = slice(7, 15 - 1 - step)  # from entry 15 - 1 - step on, no token of the document is left
+            torch.testing.assert_close(a[0, inside], b[0, inside], rtol=0, atol=1e-12)
+            assert (a[0, :6] - b[0, :6]).abs().max() > 1e-3
+
+    @pytest.mark.parametrize("shape", ["plain", "two layers, window"])
+    def test_packed_is_alone(self, shape):
+        """The same loss, and nothing learnt from padding or across an edge."""
+        made = method(shape)
+        together = packed([7, 8, -3])
+        parts = [{name: value[:, start:stop] for name, value in together.items()} for start, stop in ((0, 7), (7, 15))]
+        parts[1]["document_ids"] = parts[1]["document_ids"] * 0
+        loss, alone = run(made, together).loss, [run(made, part).loss for part in parts]
+        torch.testing.assert_close(loss * 18, alone[0] * 7 + alone[1] * 8, rtol=1e-7, atol=0)  # weights are fp32
+        grads = torch.autograd.grad(loss * 18, tuple(made.parameters()))
+        separate = torch.autograd.grad(alone[0] * 7 + alone[1] * 8, tuple(made.parameters()))
+        for a, b in zip(grads, separate, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7 * float(b.abs().max()))
+
+    def test_nothing_to_learn(self):
+        made = method()
+        batch = packed([7, 8, -3])
+        batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+        output = run(made, batch)
+        output.loss.backward()
+        assert output.loss.item() == 0
+        assert all((p.grad == 0).all() for p in made.parameters()), "a gradient for every parameter, and all 0"
+        assert all(value.isfinite() for value in output.metrics.values())
+
+
+class TestDecodingComputesTheSame:
+    """Teacher-forced: the drafter is told the text, and drafts its next tokens at every place of it."""
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    def test_every_step_of_every_entry(self, shape, dtype):
+        made = method(shape, dtype).eval()
+        model = target(dtype=dtype)
+        batch = packed([14])
+        states = states_of(made, batch)
+        trained = made.unroll(batch, states)
+        tokens = batch["input_ids"]
+        drafter = made.drafter(model)
+        tolerance = 1e-6 if dtype == torch.float64 else 1e-5
+        for i in range(2, 14 - 1 - STEPS):
+            session = drafter.start(DraftRequest(target=model, input_ids=tokens[:, : i + 1]))
+            hidden_states = model(tokens[:, : i + 1], output_hidden_states=True).hidden_states
+            features = {layer: hidden_states[layer] for layer in drafter.feature_layers if layer != RAW_LAST}
+            if RAW_LAST in drafter.feature_layers:
+                features[RAW_LAST] = states.features[RAW_LAST][:, : i + 1]
+            session.observe(tokens[:, 1 : i + 2], features, torch.tensor([i + 1]))
+            hidden = session._root_hidden[:, None]
+            for step in range(STEPS):
+                logits, fed_back = drafter.head.read(hidden)
+                expected = made.head.output(trained[step][:, i : i + 1]).detach()
+                worst = float((logits - expected).abs().max() / expected.abs().max())
+                assert worst <= tolerance, (i, step)
+                plan = TreePlan.from_parents([range(-1, step)])
+                hidden = session._reading.expand(tokens[:, i + 2 + step, None], fed_back, plan)
+
+    def test_features_are_what_decoding_observes(self, monkeypatch):
+        """Through `generate` itself: what a session is handed is what the method trained on."""
+        made = method("five features").eval()
+        drafter = made.drafter(target(), depth=3)
+        seen = []
+        start = drafter.start
+
+        def watched(request):
+            session = start(request)
+            observe = session.observe
+
+            def keep(tokens, features, lengths):
+                seen.append([{layer: value[0, j] for layer, value in features.items()} for j in range(int(lengths[0]))])
+                return observe(tokens, features, lengths)
+
+            session.observe = keep
+            return session
+
+        monkeypatch.setattr(drafter, "start", watched)
+        prompt = packed([6])["input_ids"]
+        text = target().generate(prompt, max_new_tokens=12, do_sample=False, speculator=Speculator(drafter))
+        batch = packed([18])
+        batch["input_ids"] = text
+        states = states_of(made, batch)
+        observed = [entry for group in seen for entry in group]
+        assert len(observed) >= 14
+        for i, entry in enumerate(observed):
+            for layer, value in entry.items():
+                torch.testing.assert_close(value, states.features[layer][0, i], rtol=1e-6, atol=1e-6)
+
+
+class TestLearning:
+    def test_overfitting_one_batch_accepts_every_draft(self):
+        """The text is the target's own greedy one, so a head that knows the batch drafts it to the last token."""
+        model = copy.deepcopy(target(dtype=torch.float32))
+        model.lm_head.weight *= 60  # a random target has no clear preferences, and whoever learns its distribution none
+        torch.manual_seed(0)
+        prompts = torch.randint(3, VOCAB, (2, 5))
+        text = model.generate(prompts, max_new_tokens=24, do_sample=False)
+        batch = packed([29], [29])
+        batch["input_ids"] = text
+        made = Eagle3Method(new_eagle3(model, hidden_size=64), model, options=Eagle3TrainingOptions(steps=4)).train()
+        states = TargetReader(model, made.feature_layers)(batch)
+        optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
+        for _ in range(150):
+            optimizer.zero_grad()
+            output = made(batch, states)
+            if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(4)):
+                break
+            output.loss.backward()
+            optimizer.step()
+        else:
+            pytest.fail(f"not learnt: {output.metrics}")
+        speculator = Speculator(made.drafter(model, depth=4, top_k=1))
+        again = model.generate(prompts, max_new_tokens=24, do_sample=False, speculator=speculator)
+        assert torch.equal(again, text)
+        # 1 token of the prefill, then rounds of 5 tokens and a last one of 3.
+        assert speculator.stats.rounds == 2 * 5
+        assert set(speculator.stats.acceptance_rate_by_depth.values()) == {1.0}
+
+    def test_training_goes_on_after_a_drafter_was_made(self):
+        made = method(dtype=torch.float32)
+        drafter = made.drafter(target(dtype=torch.float32))
+        assert not any(p.requires_grad for p in drafter.head.parameters())
+        assert all(p.requires_grad for p in made.parameters())
+        assert made.head.training
+        before = made.head.fc.weight.detach().clone()
+        with torch.no_grad():
+            made.head.fc.weight += 1
+        torch.testing.assert_close(drafter.head.fc.weight, before + 1, msg="same memory where the dtypes agree")
+
+    def test_the_drafter_is_in_the_targets_dtype_and_the_head_stays_float32(self):
+        made = method(dtype=torch.float32)
+        drafter = made.drafter(target(dtype=torch.bfloat16))
+        assert {p.dtype for p in drafter.head.parameters()} == {torch.bfloat16}
+        assert {p.dtype for p in made.parameters()} == {torch.float32}
+        target(dtype=torch.bfloat16).generate(
+            packed([6])["input_ids"], max_new_tokens=8, do_sample=False, speculator=Speculator(drafter)
+        )
+
+    def test_checkpoints_hold_the_head_only(self):
+        names = set(method("plain").state_dict())
+        assert names
+        assert all(name.startswith("head.") for name in names)
+        assert "head.embed_tokens.weight" not in names, "the target's embeddings are the target's"
+
+    def test_noise_is_for_training_only(self):
+        batch = packed([12])
+        noisy, plain = method(noise=0.5), method()
+        states = states_of(plain, batch)
+        assert noisy(batch, states).loss != plain(batch, states).loss
+        assert noisy.eval()(batch, states).loss == plain.eval()(batch, states).loss
+
+    def test_bfloat16_autocast_stays_near(self):
+        made = method("two layers, window", torch.float32)
+        batch = packed([12, 8])
+        exact = run(made, batch).loss.detach()
+        states = states_of(made, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = made(batch, states)
+        output.loss.backward()
+        torch.testing.assert_close(output.loss.detach(), exact, rtol=5e-2, atol=0)
+        assert {p.grad.dtype for p in made.parameters()} == {torch.float32}
+
+    def test_steps_must_be_some(self):
+        with pytest.raises(ValueError, match="steps must be at least 1"):
+            method(steps=0)

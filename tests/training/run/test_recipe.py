@@ -1,0 +1,211 @@
+"""Recipes: what is read, what is refused and with which suggestion; the recipes of the repository."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from hf_speculate_training.run import adapted_target, build_method, read_recipe, recipe_from, training_arguments
+from hf_speculate_training.sections import RecipeError
+from tests.support.training import recipe_file
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[3] / "training" / "recipes").glob("*.yaml"))
+
+
+def test_sections_are_typed_and_defaults_filled_in(recipe_values):
+    recipe = recipe_from(recipe_values)
+    assert recipe.target.dtype == "auto"
+    assert recipe.data.packing is True
+    assert recipe.evaluation.nodes == [4]
+    assert recipe.features.source == "online"
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", ".1e-3", "10e-5", "0.0001"])
+def test_numbers_with_exponents_are_numbers(recipe_values, tmp_path, text):
+    path = recipe_file(recipe_values, tmp_path)
+    recipe = read_recipe(path, [f"training.learning_rate={text}"])
+    assert recipe.training["learning_rate"] == pytest.approx(1e-4, rel=1e-12)
+
+
+def test_version_like_texts_stay_texts(recipe_values, tmp_path):
+    recipe = read_recipe(recipe_file(recipe_values, tmp_path), ["target.revision='1e5'", "output.notes=e5"])
+    assert recipe.target.revision == "1e5"
+    assert recipe.output.notes == "e5"
+
+
+def test_overrides_win_and_make_sections(recipe_values, tmp_path):
+    path = recipe_file(recipe_values, tmp_path)
+    overrides = ["method.head.hidden_size=48", "evaluation.nodes=[8, 16]", "features.source=cache", "data.eval=null"]
+    recipe = read_recipe(path, overrides)
+    assert recipe.method.head == {"hidden_size": 48}
+    assert recipe.evaluation.nodes == [8, 16]
+    assert recipe.features.source == "cache"
+    assert recipe.data.eval is None
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "suggestion"),
+    [
+        ((), "traning", "training"),
+        (("target",), "pth", "path"),
+        (("data",), "max_lenght", "max_length"),
+        (("method",), "heads", "head"),
+        (("evaluation",), "node", "nodes"),
+        (("output",), "layuot", "layout"),
+        (("features",), "sorce", "source"),
+    ],
+)
+def test_unknown_keys_are_refused_with_a_suggestion(recipe_values, place, key, suggestion):
+    section = recipe_values
+    for name in place:
+        section = section.setdefault(name, {})
+    section[key] = {}
+    with pytest.raises(RecipeError, match=f"unknown key '{key}'.*Did you mean '{suggestion}'"):
+        recipe_from(recipe_values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": {"dtype": "float8"}}, "target.dtype: input should be 'auto'"),
+        ({"evaluation": {"num_prompts": "many"}}, "evaluation.num_prompts: input should be a valid integer"),
+        ({"data": {"long": "burn"}}, "data.long: input should be 'truncate'"),
+        (
+            {"method": {"name": "eagle4"}},
+            "unknown training method 'eagle4'.*mean 'eagle3'.*Installed: eagle1, eagle3",
+        ),
+        ({"method": {"options": 3}}, "method.options: input should be a valid dictionary"),
+        ({"output": {"folder": None}}, "output.folder: input should be a valid string"),
+    ],
+)
+def test_wrong_types_are_refused(recipe_values, change, message):
+    for section, values in change.items():
+        recipe_values[section] |= values
+    with pytest.raises(RecipeError, match=message):
+        recipe_from(recipe_values)
+
+
+def test_a_missing_section_is_named(recipe_values):
+    del recipe_values["target"]
+    with pytest.raises(RecipeError, match="target: field required"):
+        recipe_from(recipe_values)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "{", "a: [1"])
+def test_files_that_are_no_recipes(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=r"is not (YAML|a recipe)"):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize("override", ["training", "=3", "training..x=3", "output.folder.x=3", "training.x={"])
+def test_overrides_that_cannot_be_read(recipe_values, tmp_path, override):
+    with pytest.raises(RecipeError, match="--set"):
+        read_recipe(recipe_file(recipe_values, tmp_path), [override])
+
+
+def test_a_recipe_survives_being_written(recipe_values, tmp_path):
+    recipe = recipe_from(recipe_values)
+    (tmp_path / "again.yaml").write_text(recipe.to_yaml())
+    assert read_recipe(tmp_path / "again.yaml").to_yaml() == recipe.to_yaml()
+
+
+class TestTrainingSection:
+    def test_unknown_argument(self, recipe_values):
+        recipe_values["training"]["leraning_rate"] = 1e-3
+        with pytest.raises(RecipeError, match="Did you mean 'learning_rate'"):
+            training_arguments(recipe_from(recipe_values))
+
+    @pytest.mark.parametrize("name", ["output_dir", "push_to_hub", "resume_from_checkpoint"])
+    def test_what_other_sections_say(self, recipe_values, name):
+        recipe_values["training"][name] = "x"
+        with pytest.raises(RecipeError, match=f"training.{name} is not set in this section but by"):
+            training_arguments(recipe_from(recipe_values))
+
+    def test_what_transformers_refuses(self, recipe_values):
+        recipe_values["training"]["lr_scheduler_type"] = "zigzag"
+        with pytest.raises(RecipeError, match="the section training cannot be used"):
+            training_arguments(recipe_from(recipe_values))
+
+    def test_defaults_and_best_checkpoint(self, recipe_values):
+        args = training_arguments(recipe_from(recipe_values))
+        assert (args.adam_beta2, args.max_grad_norm, args.remove_unused_columns) == (0.95, 0.5, False)
+        assert args.metric_for_best_model == "eval_mean_acceptance_length"
+        assert args.greater_is_better is True
+        assert args.load_best_model_at_end
+        assert args.save_steps == args.eval_steps == 2
+
+    def test_without_prompts_the_loss_decides(self, recipe_values):
+        recipe_values["evaluation"]["num_prompts"] = 0
+        args = training_arguments(recipe_from(recipe_values))
+        assert args.metric_for_best_model == "eval_loss"
+        assert args.greater_is_better is False
+
+    def test_without_evaluation_data_nothing_is_evaluated(self, recipe_values):
+        del recipe_values["data"]["eval"]
+        args = training_arguments(recipe_from(recipe_values))
+        assert args.eval_strategy == "no"
+        assert not args.load_best_model_at_end
+
+
+class TestMethodSection:
+    @pytest.mark.parametrize(
+        ("method", "message"),
+        [
+            ({"name": "eagle3", "head": {"hiden_size": 8}}, "method.head.*Did you mean 'hidden_size'"),
+            ({"name": "eagle3", "options": {"stepz": 8}}, "method.options.*Did you mean 'steps'"),
+            ({"name": "eagle3", "options": {"target": 8}}, "unknown key 'target' in method.options"),
+            ({"name": "medusa", "options": {"steps": 8}}, "unknown key 'steps' in method.options"),
+            ({"name": "medusa", "head": {"num_head": 8}}, "Did you mean 'num_heads'"),
+            ({"name": "eagle3", "options": {"steps": "few"}}, "method.options.*steps: input should be a valid integer"),
+            ({"name": "eagle1", "options": {"steps": 0}}, "method.options.*steps must be at least 1, got 0"),
+            ({"name": "medusa2", "options": {"normalizer": "most"}}, "normalizer: input should be 'all' or 'counted'"),
+            ({"name": "eagle3", "head": {"draft_vocab_size": 0}}, "draft_vocab_size must be from 1"),
+            ({"name": "eagle3", "head": {"draft_vocab_size": 5}}, "chosen by the training data, and there are none"),
+            ({"name": "eagle3", "head": {"hidden_size": 8}, "start_from": "x"}, "start_from brings a head"),
+        ],
+    )
+    def test_what_a_method_does_not_have(self, recipe_values, tiny_model, method, message):
+        recipe_values["method"] = method
+        with pytest.raises(RecipeError, match=message):
+            build_method(recipe_from(recipe_values).method, tiny_model(), data=None)
+
+    @pytest.mark.parametrize(
+        ("method", "message"),
+        [
+            (
+                {"name": "eagle3", "adapter": {"r": 4}},
+                "method.adapter is for methods that train the target",
+            ),
+            ({"name": "medusa2"}, "medusa2 trains an adapter"),
+            ({"name": "medusa2", "adapter": {"rank": 4}}, "unknown key 'rank' in method.adapter"),
+        ],
+    )
+    def test_adapters(self, recipe_values, tiny_model, method, message):
+        recipe_values["method"] = method
+        with pytest.raises(RecipeError, match=message):
+            adapted_target(recipe_from(recipe_values).method, tiny_model())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_of_the_repository_can_be_used(path, tiny_model):
+    recipe = read_recipe(path)
+    args = training_arguments(read_recipe(path, ["training.bf16=false", "training.use_cpu=true"]))
+    assert args.output_dir == recipe.output.folder
+    # A head of the recipe's switches, for a target that is there.
+    small = copy.deepcopy(recipe.method.head)
+    for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "draft_vocab_size", "feature_layers"):
+        small.pop(name, None) if recipe.method.name != "medusa" else None
+    values = recipe.to_dict()
+    values["method"] |= {"head": small}
+    section = recipe_from(values).method
+    target = adapted_target(section, copy.deepcopy(tiny_model()))
+    assert build_method(section, target, data=None).name == recipe.method.name
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 4

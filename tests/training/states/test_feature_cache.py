@@ -1,0 +1,231 @@
+"""States from disk equal states from the target; an interrupted, damaged or foreign cache is told apart."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections import namedtuple
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate_training.data import Collator, RowDataset
+from hf_speculate_training.states import FeatureCache, FeatureCacheError, TargetReader, cache_key, write_features
+
+
+LAYERS = (1, 2, RAW_LAST)  # 2 comes after the final norm: `last_hidden`
+OPTIONS = {"batch_size": 2, "rows_per_shard": 4, "show_progress": False}
+
+
+def make_rows(seed: int = 0, max_length: int = 24) -> RowDataset:
+    """10 rows or so, packed."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 20, (26,), generator=generator).tolist()
+    ids = [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
+    masks = [[i > 1 for i in range(length)] for length in lengths]
+    return RowDataset(Dataset.from_dict({"input_ids": ids, "loss_mask": masks, "length": lengths}), max_length)
+
+
+@pytest.fixture
+def rows():
+    return make_rows()
+
+
+@pytest.fixture
+def reader(tiny_model):
+    return TargetReader(tiny_model(), LAYERS)
+
+
+def batches(dataset, size: int):
+    return list(DataLoader(dataset, batch_size=size, collate_fn=Collator(pad_token_id=0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cached_batches_equal_online_ones(tiny_model, rows, tmp_path, dtype):
+    """Bit by bit, in the target's dtype and the same batches."""
+    reader = TargetReader(tiny_model(dtype=dtype), LAYERS)
+    cache = write_features(tmp_path, reader, rows, **OPTIONS)
+    assert len(cache) == len(rows)
+    for online, cached in zip(batches(rows, 2), batches(cache, 2), strict=True):
+        for name in online:
+            assert torch.equal(online[name], cached[name]), name
+        fresh, kept = reader(online), reader(cached)
+        real = online["document_ids"] >= 0
+        assert kept.last_hidden is cached["last_hidden"], "no forward of the target"
+        assert torch.equal(fresh.last_hidden[real], kept.last_hidden[real])
+        assert kept.last_hidden.dtype == dtype
+        assert set(kept.features) == set(LAYERS)
+        for layer in LAYERS:
+            assert torch.equal(fresh.features[layer][real], kept.features[layer][real]), layer
+
+
+def test_other_batches_differ_by_rounding_only(reader, rows, tmp_path):
+    cache = write_features(tmp_path, reader, rows, **OPTIONS)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
+    collate = Collator(pad_token_id=5)
+    online, cached = collate([rows[i] for i in order[:5]]), collate([cache[i] for i in order[:5]])
+    real = online["document_ids"] >= 0
+    torch.testing.assert_close(
+        reader(online).features[RAW_LAST][real], cached["features"][RAW_LAST][real], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rounded_to_another_dtype(reader, rows, tmp_path):
+    cache = write_features(tmp_path, reader, rows, dtype=torch.bfloat16, **OPTIONS)
+    (online,), (cached,) = batches(rows, len(rows)), batches(cache, len(rows))
+    real = online["document_ids"] >= 0
+    assert cached["last_hidden"].dtype == torch.bfloat16
+    expected = reader(online).last_hidden[real]
+    torch.testing.assert_close(cached["last_hidden"][real].float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_finished_cache_is_not_written_again(reader, rows, tmp_path):
+    write_features(tmp_path, reader, rows, **OPTIONS)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    assert len(write_features(tmp_path, reader, rows, **OPTIONS)) == len(rows)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == before
+
+
+def test_size_is_told_before_and_is_right(reader, rows, tmp_path, caplog):
+    write_features(tmp_path, reader, rows, **OPTIONS)
+    tokens = sum(rows.lengths)
+    # Hidden states 1, RAW_LAST and the last one; three int64 and a bool a token.
+    expected = tokens * (3 * 32 * 4 + 3 * 8 + 1)
+    assert f"{len(rows)} rows, {tokens} tokens: {expected / 1024:.1f} KiB in {tmp_path}" in caplog.text
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    headers = 2048 * len(list(tmp_path.glob("*.safetensors")))
+    assert expected <= written <= expected + headers
+
+
+def test_too_little_room_is_refused_before_it_starts(reader, rows, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(FeatureCacheError, match=r"needs .* KiB more, but the disk of .* has 1000 B free.*ignore_space"):
+        write_features(tmp_path, reader, rows, **OPTIONS)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert len(write_features(tmp_path, reader, rows, ignore_space=True, **OPTIONS)) == len(rows)
+
+
+def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
+    """Stopped in a shard: the shards before stay as they are, and the rest is what it would have been."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    write_features(whole, reader, rows, **OPTIONS)
+    calls = []
+
+    def stopping(batch):
+        calls.append(batch)
+        if len(calls) == 3:  # shards are two batches
+            raise KeyboardInterrupt
+        return TargetReader.__call__(reader, batch)
+
+    stopper = copy.copy(reader)
+    stopper.__class__ = type("Stopper", (TargetReader,), {"__call__": lambda self, batch: stopping(batch)})
+    with pytest.raises(KeyboardInterrupt):
+        write_features(part, stopper, rows, **OPTIONS)
+    with pytest.raises(FeatureCacheError, match=r"unfinished: 2 of 3 shards are missing \(the first: features-00001"):
+        FeatureCache(part)
+    first = (part / "features-00000.safetensors").stat().st_mtime_ns
+    write_features(part, reader, rows, **OPTIONS)
+    assert (part / "features-00000.safetensors").stat().st_mtime_ns == first
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == sorted(path.name for path in part.iterdir()), "nothing half-written is left"
+    for name in names:
+        assert (part / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_full_disk_while_writing(reader, rows, tmp_path):
+    """The operating system refuses to write: what was complete stays, and it goes on from there."""
+    resource = pytest.importorskip("resource")
+    size = write_features(tmp_path / "size", reader, rows, **OPTIONS)._index
+    assert size.num_shards == 3
+    first = (tmp_path / "size" / "features-00000.safetensors").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "full"
+    write_features(path, reader, rows, **OPTIONS)
+    (path / "features-00001.safetensors").unlink()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (first // 2, limits[1]))
+    try:
+        with pytest.raises(
+            FeatureCacheError, match=r"cannot write .*features-00001.*2 of 3 shards are complete and stay"
+        ):
+            write_features(path, reader, rows, **OPTIONS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(file.name for file in path.glob("features-*")) == [
+        "features-00000.safetensors",
+        "features-00002.safetensors",
+    ]
+    assert len(write_features(path, reader, rows, **OPTIONS)) == len(rows)
+
+
+def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_model):
+    write_features(tmp_path, reader, rows, **OPTIONS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    changed = copy.deepcopy(tiny_model())
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    asked = {
+        "target": (TargetReader(changed, LAYERS), rows, {}),
+        "data": (reader, make_rows(seed=1), {}),
+        "layers": (TargetReader(tiny_model(), (1, 2)), rows, {}),
+        "dtype": (reader, rows, {"dtype": torch.bfloat16}),
+    }
+    for name, (other_reader, other_rows, options) in asked.items():
+        found, wanted = (
+            getattr(key, name) for key in (cache_key(reader, rows), cache_key(other_reader, other_rows, **options))
+        )
+        with pytest.raises(FeatureCacheError, match="holds other states than those asked for") as caught:
+            write_features(tmp_path, other_reader, other_rows, **OPTIONS, **options)
+        assert f"{name} {list(found) if name == 'layers' else found!r}" in str(caught.value).replace("(", "[").replace(
+            ")", "]"
+        )
+        assert (repr(wanted) if name != "layers" else "(1, 2)") in str(caught.value)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_packing_is_part_of_the_data(reader, tmp_path):
+    """The same documents in other rows are other rows of states."""
+    write_features(tmp_path, reader, make_rows(), **OPTIONS)
+    with pytest.raises(FeatureCacheError, match="other states"):
+        write_features(tmp_path, reader, make_rows(max_length=30), **OPTIONS)
+
+
+def test_damage_is_found(reader, rows, tmp_path):
+    write_features(tmp_path, reader, rows, **OPTIONS)
+    path = tmp_path / "features-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FeatureCacheError, match=r"features-00001.safetensors does not have the checksum"):
+        FeatureCache(tmp_path)
+    path.write_bytes(content[:-1])
+    with pytest.raises(FeatureCacheError, match="1 of 3 shards are missing"):
+        FeatureCache(tmp_path)
+    path.unlink()
+    assert len(write_features(tmp_path, reader, rows, **OPTIONS)) == len(rows)
+
+
+def test_what_is_no_cache(tmp_path):
+    with pytest.raises(FeatureCacheError, match="holds no feature cache"):
+        FeatureCache(tmp_path)
+    (tmp_path / "cache.json").write_text("{}")
+    with pytest.raises(FeatureCacheError, match="cannot read the index"):
+        FeatureCache(tmp_path)
+    (tmp_path / "cache.json").write_text(json.dumps({"version": 99}))
+    with pytest.raises(FeatureCacheError, match="version 99; this program reads 1"):
+        FeatureCache(tmp_path)
+
+
+def test_workers_open_files_of_their_own(reader, rows, tmp_path):
+    cache = write_features(tmp_path, reader, rows, **OPTIONS)
+    expected = cache[0]["last_hidden"]
+    copied = pickle.loads(pickle.dumps(cache))
+    assert not copied._files
+    assert torch.equal(copied[0]["last_hidden"], expected)
+    assert torch.equal(cache[-1]["input_ids"], cache[len(cache) - 1]["input_ids"])
+    with pytest.raises(IndexError):
+        cache[len(cache)]

@@ -1,0 +1,179 @@
+"""States of packed batches equal those of each document alone; targets that cannot be read are refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AttentionInterface, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
+
+from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate_training.data import Collator, make_row
+from hf_speculate_training.states import TargetReader
+
+
+LAYERS = (0, 1, 2, RAW_LAST)
+# Documents of each row: one of a single token, a row that is padded, a row of one document.
+ROW_LENGTHS = [(5, 1, 9), (4, 3), (15,)]
+
+
+def packed_batch(seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [[torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths] for lengths in ROW_LENGTHS]
+    made = [make_row({"input_ids": ids, "loss_mask": [True] * len(ids)} for ids in row) for row in rows]
+    return rows, Collator(pad_token_id=0)(made)
+
+
+def plain_states(model, ids):
+    """The stock forward of one document: hidden states by layer, last hidden state, logits."""
+    raw = []
+    hook = model.get_decoder().layers[-1].register_forward_hook(lambda _m, _i, output: raw.append(output))
+    output = model(torch.tensor([ids]), output_hidden_states=True)
+    hook.remove()
+    states = dict(enumerate(output.hidden_states))
+    return states | {RAW_LAST: raw[0]}, output.hidden_states[-1], output.logits
+
+
+@torch.no_grad()
+def worst_difference(model, reader) -> float:
+    """Largest relative difference between packed and plain states, over all documents and layers."""
+    rows, batch = packed_batch()
+    states, worst = reader(batch), 0.0
+    assert set(states.features) == set(LAYERS)
+    for number, row in enumerate(rows):
+        start = 0
+        for ids in row:
+            part = (number, slice(start, start + len(ids)))
+            start += len(ids)
+            expected, last, logits = plain_states(model, ids)
+            pairs = [(states.features[layer][part], expected[layer][0]) for layer in LAYERS]
+            pairs += [(states.last_hidden[part], last[0])]
+            pairs += [(model.get_output_embeddings()(states.last_hidden[part]), logits[0])]
+            for found, wanted in pairs:
+                worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_packed_equals_plain(tiny_model, architecture, attention):
+    model = tiny_model(architecture, attention=attention)
+    reader = TargetReader(model, LAYERS)
+    assert reader.mask == "positions"
+    assert worst_difference(model, reader) < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_explicit_mask_equals_plain(tiny_model, attention):
+    """What a model gets that does not tell packed documents apart by itself."""
+    model = tiny_model(attention=attention)
+    reader = TargetReader(model, LAYERS)
+    reader.mask = "explicit"
+    assert worst_difference(model, reader) < 1e-5
+
+
+@pytest.fixture
+def attention_without_masks():
+    """An attention that transformers makes no mask for: causal over the whole row unless it is given one."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("no_mask_maker", sdpa_attention_forward)
+    yield "no_mask_maker"
+    AttentionInterface._global_mapping.pop("no_mask_maker")
+
+
+def test_mask_is_made_where_transformers_makes_none(tiny_model, attention_without_masks):
+    model = copy.deepcopy(tiny_model(attention="sdpa"))
+    model.set_attn_implementation(attention_without_masks)
+    reader = TargetReader(model, LAYERS)
+    assert reader.mask == "explicit"
+    assert worst_difference(model, reader) < 1e-5
+
+
+def test_attention_that_ignores_masks_is_refused(tiny_model, attention_without_masks):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def deaf(module, query, key, value, attention_mask, **kwargs):
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+    AttentionInterface.register(attention_without_masks, deaf)
+    model = copy.deepcopy(tiny_model(attention="sdpa"))
+    model.set_attn_implementation(attention_without_masks)
+    with pytest.raises(TargetMismatchError, match="lets packed documents see each other"):
+        TargetReader(model, LAYERS)
+
+
+def test_adapters_are_read(tiny_model):
+    base = copy.deepcopy(tiny_model())
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    _, batch = packed_batch()
+    adapted = TargetReader(model, LAYERS)(batch).last_hidden
+    assert worst_difference(model.get_base_model(), TargetReader(model, LAYERS)) < 1e-5
+    with model.disable_adapter():
+        assert (TargetReader(model, LAYERS)(batch).last_hidden - adapted).abs().max() > 1e-2
+
+
+def test_graph_is_kept_only_when_asked(tiny_model):
+    model = copy.deepcopy(tiny_model())
+    model.requires_grad_(True)
+    _, batch = packed_batch()
+    assert not TargetReader(model, LAYERS)(batch).last_hidden.requires_grad
+    reader = TargetReader(model, LAYERS, train_target=True)
+    reader(batch).last_hidden.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_output_matrix_is_not_run(tiny_model):
+    model = tiny_model()
+    reader = TargetReader(model, (2,))
+    calls = []
+    hook = model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    reader(packed_batch()[1])
+    hook.remove()
+    assert not calls
+
+
+def test_hooks_are_gone_after_a_call(tiny_model):
+    model = tiny_model()
+    reader = TargetReader(model, LAYERS)
+    reader(packed_batch()[1])  # transformers installs one of its own, for good
+    before = len(model.model.layers[-1]._forward_hooks)
+    reader(packed_batch()[1])
+    assert len(model.model.layers[-1]._forward_hooks) == before
+
+
+def test_scaled_logits_are_refused():
+    config = GraniteConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=8.0,
+    )
+    with pytest.raises(TargetMismatchError, match="GraniteForCausalLM are not its output matrix times"):
+        TargetReader(GraniteForCausalLM(config).eval(), (2,))
+
+
+def test_layers_that_are_not_there_are_refused(tiny_model):
+    with pytest.raises(TargetMismatchError, match="hidden state 3 was asked for, but LlamaForCausalLM has 2 layers"):
+        TargetReader(tiny_model(), (1, 3))
+
+
+def test_prompt_learning_is_refused(tiny_model):
+    model = get_peft_model(copy.deepcopy(tiny_model()), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(TargetMismatchError, match="prompt-learning"):
+        TargetReader(model, (1,))
+
+
+def test_16_bit_targets(tiny_model):
+    """Rounding of bf16 does not look like a leak between documents."""
+    model = tiny_model(dtype=torch.bfloat16, attention="sdpa")
+    reader = TargetReader(model, LAYERS)
+    assert reader.mask == "positions"
+    assert reader(packed_batch()[1]).last_hidden.dtype == torch.bfloat16
+    assert isinstance(reader.target, LlamaForCausalLM)

@@ -1,0 +1,162 @@
+"""EAGLE heads as training begins: fresh ones shaped after the target, or published ones to go on from.
+
+Parameters are float32 and on the device of the target's last layer; what they share with the target stays the target's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate.hub import local_folder
+from hf_speculate.target import embedding_rows, last_device
+from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
+
+from ..weights import copy_rows, target_rows, trainable
+
+
+_MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
+
+
+def new_eagle3(
+    target: PreTrainedModel,
+    target_ids: Int[Tensor, " Vd"] | None = None,
+    *,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    feature_layers: Sequence[int] | None = None,
+    own_embeddings: bool | None = None,
+    **switches: Any,
+) -> EagleHead:
+    """A fresh EAGLE-3 head.
+
+    Its output matrix begins as the target's rows, so that it speaks the target's language from the first step.
+
+    Args:
+        target_ids: the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
+        hidden_size: Hd, None for the target's; a wider or narrower head has embeddings of its own.
+        intermediate_size: None keeps the target's ratio to the hidden size.
+        num_heads, num_kv_heads: None: as many as fit `hidden_size` with the target's head size and grouping.
+        feature_layers: as `EagleSpec.feature_layers`. None: hidden states 2, L // 2 and L - 3, as other engines assume
+            where a file does not say; for targets of fewer than 6 layers three that are spread evenly.
+        own_embeddings: whether the head has (and trains) embeddings of its own, a copy of the target's at first. None:
+            only where it must.
+        switches: further fields of `EagleSpec` (`num_layers`, `norm_before_residual`, `fc_norm`, `windows`, …).
+
+    Raises:
+        TargetMismatchError: layers that the target has not; a size that cannot be divided into heads.
+    """
+    config = target.config.get_text_config(decoder=True)
+    width = hidden_size or config.hidden_size
+    if own_embeddings is False and width != config.hidden_size:
+        raise TargetMismatchError(
+            f"an EAGLE-3 head of width {width} cannot use the target's embeddings of width {config.hidden_size}; "
+            "leave own_embeddings out."
+        )
+    layers = feature_layers or _default_layers(config.num_hidden_layers)
+    sizes = _sizes(config, width, intermediate_size, num_heads, num_kv_heads, switches.get("num_layers", 1))
+    features = {"feature_layers": None if layers is None else tuple(layers), "num_features": len(layers or range(3))}
+    draft_vocab_size = config.vocab_size if target_ids is None else len(target_ids)
+    fixed = {"dialect": "speculators", "version": 3, "draft_vocab_size": draft_vocab_size}
+    spec = EagleSpec(**{**sizes, **features, **fixed, **switches})
+    check_fits(spec, target)
+    shares_embeddings = not (own_embeddings or width != config.hidden_size)
+    with torch.device("cpu"):
+        head = EagleHead(spec, target.get_input_embeddings() if shares_embeddings else None)
+    _initialise(head, config.initializer_range)
+    if not shares_embeddings:
+        copy_rows(head.embed_tokens.weight, embedding_rows(target.get_input_embeddings(), config.vocab_size))
+    copy_rows(head.lm_head.weight, target_rows(target, target_ids))
+    return head.to(last_device(target))
+
+
+def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any) -> EagleHead:
+    """A fresh EAGLE-1 head, of the target's width and with its embeddings and output matrix.
+
+    Args:
+        switches: further fields of `EagleSpec` (`intermediate_size`, `fc_bias`, `qkv_bias`, …).
+    """
+    config = target.config.get_text_config(decoder=True)
+    sizes = _sizes(config, config.hidden_size, None, None, None, num_layers)
+    fixed = {"dialect": "eagle1", "version": 1, "draft_vocab_size": config.vocab_size, "num_features": 1}
+    spec = EagleSpec(**{**sizes, **fixed, "norm_logits": False, "fc_bias": True, **switches})
+    check_fits(spec, target)
+    with torch.device("cpu"):
+        head = EagleHead(spec, target.get_input_embeddings(), target.get_output_embeddings())
+    _initialise(head, config.initializer_range)
+    return head.to(last_device(target))
+
+
+def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
+    """A published EAGLE head (folder or Hub id) to train on, and its draft vocabulary."""
+    loaded = load_head(local_folder(os.fspath(folder)), target)
+    return trainable(loaded.head), loaded.target_ids
+
+
+def _default_layers(num_layers: int) -> tuple[int, ...] | None:
+    if num_layers >= _MIN_LAYERS_OF_DEFAULT:
+        return None
+    return tuple(torch.linspace(1, num_layers, 3).round().int().tolist())
+
+
+def _sizes(
+    config: Any,
+    width: int,
+    intermediate_size: int | None,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    num_layers: int,
+) -> dict[str, Any]:
+    """Fields of an `EagleSpec` that follow the target's config where nothing else is asked for."""
+    return {
+        "hidden_size": width,
+        "target_hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_layers": num_layers,
+        "intermediate_size": intermediate_size or _scaled(config.intermediate_size, width, config.hidden_size),
+        **_head_sizes(config, width, num_heads, num_kv_heads),
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope": dict(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
+        "windows": (None,) * num_layers,
+    }
+
+
+def _scaled(size: int, width: int, target_width: int) -> int:
+    """`size` of a target of `target_width` for a head of `width`, a multiple of 16."""
+    return size if width == target_width else max(round(size * width / target_width / 16), 1) * 16
+
+
+def _head_sizes(config: Any, width: int, num_heads: int | None, num_kv_heads: int | None) -> dict[str, int]:
+    if num_heads is None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads if width == config.hidden_size else max(width // head_dim, 1)
+    else:
+        heads, head_dim = num_heads, width // num_heads
+    groups = config.num_attention_heads // config.num_key_value_heads
+    kv_heads = num_kv_heads or (heads // groups if heads % groups == 0 else heads)
+    if head_dim < 2 or head_dim % 2 or heads % kv_heads:
+        raise TargetMismatchError(
+            f"{heads} attention heads over {kv_heads} key heads of size {head_dim} do not make an EAGLE-3 head of "
+            f"width {width}: heads must have an even size, and be a multiple of the key heads."
+        )
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _initialise(head: EagleHead, std: float) -> None:
+    """Normal weights as the target's own; norms are ones already."""
+    for module in head.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

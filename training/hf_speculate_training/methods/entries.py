@@ -1,0 +1,142 @@
+"""Which predictions count, and which of the target's distributions each is compared with.
+
+An entry is (step, row, index): unrolled step (or Medusa head) k at token i of a row. It predicts token i + 2 + k, and
+its teacher is the target's distribution at token i + 1 + k. (Token i + 1 is the root when decoding: the target chose
+it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..data import NO_DOCUMENT, Batch
+
+
+Normalizer = Literal["all", "counted"]
+
+
+def counted_entries(batch: Batch, num_steps: int) -> Bool[Tensor, "K B S"]:
+    """Which entries of each unrolled step (or head) decoding will ask for.
+
+    Entry i of step k sits at token i and predicts token i + 2 + k after tokens i + 1 … i + 1 + k: it counts if all of
+    these are tokens that the target is to emit, and in the document of token i. (The first token of an answer is chosen
+    by the target itself after the prompt, and no draft crosses the user's next turn.)
+    """
+    document_ids, loss_mask = batch["document_ids"], batch["loss_mask"].bool()
+    emitted = loss_mask & (document_ids != NO_DOCUMENT)
+    counted = emitting_positions(batch)
+    steps = []
+    for step in range(num_steps):
+        same_document = _ahead(document_ids, step + 2, NO_DOCUMENT) == document_ids
+        counted = counted & _ahead(emitted, step + 2, False) & same_document
+        steps.append(counted)
+    return torch.stack(steps)
+
+
+def emitting_positions(batch: Batch) -> Bool[Tensor, "B S"]:
+    """The tokens after which the target is to emit the next one, in the same document."""
+    document_ids = batch["document_ids"]
+    emitted = batch["loss_mask"].bool() & (document_ids != NO_DOCUMENT)
+    return _ahead(emitted, 1, False) & (_ahead(document_ids, 1, NO_DOCUMENT) == document_ids)
+
+
+def _ahead(values: Tensor, distance: int, fill: int | bool) -> Tensor:
+    """`values[b, i + distance]`, `fill` behind the end."""
+    shifted = torch.full_like(values, fill)
+    if distance < values.shape[1]:
+        shifted[:, : values.shape[1] - distance] = values[:, distance:]
+    return shifted
+
+
+def tokens_ahead(input_ids: Int[Tensor, "B S"], distance: int) -> Int[Tensor, "B S"]:
+    """`input_ids[b, i + distance]`; token 0 behind the end, where no entry counts."""
+    return _ahead(input_ids, distance, 0)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """E entries of a batch, by step, then row, then index.
+
+    Attributes:
+        counted: bool [K, B, S], which entries there are.
+        step: int64 [E], the step of each.
+        label: int64 [E], the token of the text that each predicts.
+        teacher_row: int64 [E], index into the T positions at which the teacher is needed.
+        teacher_positions: bool [B, S], those positions.
+        num_eligible: float [K], how many entries each step had before `only`.
+    """
+
+    counted: Bool[Tensor, "K B S"]
+    step: Int[Tensor, " E"]
+    label: Int[Tensor, " E"]
+    teacher_row: Int[Tensor, " E"]
+    teacher_positions: Bool[Tensor, "B S"]
+    num_eligible: Float[Tensor, " K"]
+
+    @classmethod
+    def of(cls, batch: Batch, num_steps: int, device: torch.device) -> Entries:
+        """All entries that decoding asks for, see `counted_entries`."""
+        counted = counted_entries(batch, num_steps).to(device)
+        step, row, index = counted.nonzero(as_tuple=True)
+        positions = index + 1 + step
+        needed = torch.zeros_like(counted[0])
+        needed[row, positions] = True
+        order = needed.flatten().cumsum(0).view_as(needed) - 1
+        label = batch["input_ids"].to(device)[row, positions + 1]
+        num_eligible = counted.flatten(1).sum(1).float()
+        return cls(counted, step, label, order[row, positions], needed, num_eligible)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def only(self, kept: Bool[Tensor, " E"]) -> Entries:
+        """A part of the entries; `num_eligible` and the teacher's positions stay."""
+        counted = self.counted.clone()
+        counted[self.counted] = kept
+        return Entries(
+            counted,
+            self.step[kept],
+            self.label[kept],
+            self.teacher_row[kept],
+            self.teacher_positions,
+            self.num_eligible,
+        )
+
+    def gather(self, states: Sequence[Float[Tensor, "B S H"]]) -> Float[Tensor, "E H"]:
+        """The entries' rows of one tensor a step."""
+        return torch.cat([step[mask] for step, mask in zip(states, self.counted, strict=True)])
+
+    def weights(self, decay: float, normalizer: Normalizer) -> Float[Tensor, " E"]:
+        """Weight of each entry's loss: `decay**step / n`.
+
+        Args:
+            normalizer: n is the number of all tokens of the batch ("all", as SafeAILab, SpecForge and DeepSpec divide:
+                steps that reach past the end of an answer count less) or of the step's entries ("counted").
+        """
+        num_steps = len(self.counted)
+        steps = torch.arange(num_steps, device=self.step.device)
+        if normalizer == "all":
+            size = torch.full_like(self.num_eligible, self.counted[0].numel())
+        else:
+            size = torch.bincount(self.step, minlength=num_steps).clamp(min=1)
+        return (decay**steps / size)[self.step]
+
+    def metrics(
+        self, losses: Float[Tensor, " E"], hits: Bool[Tensor, " E"], learnt: Bool[Tensor, " E"] | None = None
+    ) -> dict[str, Float[Tensor, ""]]:
+        """`loss_k`, the mean over a step's entries (those that are `learnt`), and `accuracy_k`, hits of a step over its
+        eligible entries; 0 where a step has none."""
+        num_steps = len(self.counted)
+        counted = torch.ones_like(self.step, dtype=torch.float32) if learnt is None else learnt.float()
+        zeros = torch.zeros(num_steps, device=self.step.device)
+        mean_losses = zeros.index_add(0, self.step, losses.float() * counted)
+        mean_losses = mean_losses / zeros.index_add(0, self.step, counted).clamp(min=1)
+        accuracies = zeros.index_add(0, self.step, hits.float()) / self.num_eligible.clamp(min=1)
+        named = {f"loss_{k}": mean_losses[k] for k in range(num_steps)}
+        return named | {f"accuracy_{k}": accuracies[k] for k in range(num_steps)}

@@ -1,0 +1,186 @@
+"""Prompts to be answered, from records of any form, and what became of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..data import Chat, Completion, Encoder, Example, Message, Plain, RecordError, Tokens, read_record
+
+
+@dataclass
+class Document:
+    """Tokens as the target saw and wrote them; the mask marks what it wrote."""
+
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+
+    def extend(self, tokens: Sequence[int], written: bool) -> None:
+        self.input_ids += tokens
+        self.loss_mask += [written] * len(tokens)
+
+
+@dataclass
+class Job:
+    """One example on its way.
+
+    Attributes:
+        id: number of its record, and of its piece.
+        prompt_ids: the first prompt.
+        questions: of a conversation, what is said before each later answer.
+        messages: of a conversation, what was said; None for texts.
+        documents: prompts and answers as tokens; one, unless the chat template rewrites what was said.
+        finish: "stop": the last answer came to its end; "length": it did not; "context": the conversation would have
+            grown beyond the target's context. Empty while there is more to answer.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    questions: list[list[Message]] = field(default_factory=list)
+    messages: list[Message] | None = None
+    documents: list[Document] = field(default_factory=list)
+    finish: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Tells whether a line of an earlier run answered the same prompt."""
+        return prompt_digest(self.prompt_ids)
+
+    def start(self) -> list[int]:
+        """The first prompt."""
+        document = Document()
+        document.extend(self.prompt_ids, written=False)
+        self.documents = [document]
+        return self.prompt_ids
+
+    def take(self, answer: list[int], ended: bool, encoder: Encoder) -> None:
+        """Notes an answer, end token included if it `ended`."""
+        self.documents[-1].extend(answer, written=True)
+        if self.messages is not None:
+            text = encoder.tokenizer.decode(answer, skip_special_tokens=True)
+            self.messages.append({"role": "assistant", "content": text})
+        if not ended:
+            self.finish = "length"
+        elif not self.questions:
+            self.finish = "stop"
+
+    def ask(self, encoder: Encoder, max_prompt: int) -> list[int] | None:
+        """The prompt of the next turn, as a chat would give it to the target; None if it is too long."""
+        assert self.messages is not None
+        question = self.questions.pop(0)
+        ids = encoder.chat_prompt_ids([*self.messages, *question])
+        if len(ids) > max_prompt:
+            self.finish = "context"
+            return None
+        self.messages += question
+        seen = self.documents[-1].input_ids
+        if ids[: len(seen)] == seen:
+            self.documents[-1].extend(ids[len(seen) :], written=False)
+        else:
+            self.documents.append(Document())
+            self.documents[-1].extend(ids, written=False)
+        return ids
+
+    def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
+        """What is written down: text for readers, token ids for training."""
+        text = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
+        return [
+            {"id": self.id, "part": part, **text, "finish": self.finish}
+            | {"input_ids": document.input_ids, "loss_mask": [int(written) for written in document.loss_mask]}
+            for part, document in enumerate(self.documents)
+        ]
+
+    def _completion(self, tokenizer: Any) -> dict[str, Any]:
+        ids, num_prompt = self.documents[0].input_ids, len(self.prompt_ids)
+        parts = {"prompt": ids[:num_prompt], "completion": ids[num_prompt:]}
+        return {name: tokenizer.decode(part, skip_special_tokens=True) for name, part in parts.items()}
+
+
+def line_digest(line: Mapping[str, Any]) -> str:
+    """`Job.digest` of the job that a line came from (its part 0)."""
+    return prompt_digest(line["input_ids"][: line["loss_mask"].index(1)])
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asker:
+    """Makes jobs of records.
+
+    Args:
+        encoder: renders and tokenises.
+        prompt_tokens: of a plain text, the tokens that are the prompt.
+        piece_tokens: cut plain texts into pieces of this many tokens; None: each has one prompt, its beginning.
+        chat: a `prompt` that is a mere text is what the user says.
+        max_prompt: longer prompts are refused.
+    """
+
+    encoder: Encoder
+    prompt_tokens: int
+    piece_tokens: int | None
+    chat: bool
+    max_prompt: int
+
+    def __call__(self, index: int, record: Mapping[str, Any]) -> list[Job]:
+        """The jobs of record `index`.
+
+        Raises:
+            RecordError: it cannot be answered, and why.
+        """
+        jobs = list(self._jobs(str(index), read_record(record, self.chat)))
+        if any(len(job.prompt_ids) > self.max_prompt for job in jobs):
+            raise RecordError("the prompt and max_new_tokens do not fit into the target's context")
+        return jobs
+
+    def _jobs(self, name: str, example: Example) -> Iterator[Job]:
+        if isinstance(example, Chat):
+            yield self._chat_job(name, example.messages)
+        elif isinstance(example, Completion):
+            yield Job(name, _not_empty(self.encoder.text_prompt_ids(example.prompt)))
+        elif isinstance(example, Tokens) and True in example.loss_mask[1:]:
+            start = example.loss_mask.index(True, 1)
+            all_written = all(example.loss_mask[1:])
+            yield from (
+                self._text_jobs(name, list(example.input_ids))
+                if all_written
+                else [Job(name, list(example.input_ids[:start]))]
+            )
+        elif isinstance(example, Plain):
+            yield from self._text_jobs(name, self.encoder.text_prompt_ids(example.text))
+        else:
+            raise RecordError("no token that the target is to emit")
+
+    def _text_jobs(self, name: str, ids: list[int]) -> Iterator[Job]:
+        if len(ids) <= self.prompt_tokens:
+            raise RecordError(f"a text of no more than prompt_tokens={self.prompt_tokens} tokens")
+        if self.piece_tokens is None:
+            yield Job(name, ids[: self.prompt_tokens])
+            return
+        for piece, start in enumerate(range(0, len(ids) - self.prompt_tokens, self.piece_tokens)):
+            yield Job(f"{name}.{piece}", ids[start : start + self.prompt_tokens])
+
+    def _chat_job(self, name: str, messages: Sequence[Message]) -> Job:
+        groups: list[list[Message]] = [[]]
+        for message in messages:
+            if message["role"] == "assistant":
+                groups.append([])
+            else:
+                groups[-1].append(message)
+        if not groups[-1]:
+            groups.pop()
+        if not groups or not groups[0]:
+            raise RecordError("a conversation that the assistant begins")
+        first = groups.pop(0)
+        return Job(name, self.encoder.chat_prompt_ids(first), questions=groups, messages=list(first))
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise RecordError("an empty prompt")
+    return ids

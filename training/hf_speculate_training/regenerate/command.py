@@ -1,0 +1,113 @@
+"""`hf-speculate regenerate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+from transformers.utils import logging
+
+from hf_speculate.commands import SpeculatorSpec
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import unwrap
+from hf_speculate.speculator import Speculator
+
+from ..data import load_records
+from ..target import DtypeName, QuantizationName, TargetSection, load_target, load_tokenizer
+from .writing import RegenerateOptions, regenerate
+
+
+def regenerate_command(
+    target: Annotated[str, typer.Option(help="Path or Hub id of the model that writes.")],
+    data: Annotated[str, typer.Option(help="json, jsonl, parquet, csv or text file, folder, pattern, or Hub id.")],
+    output: Annotated[Path, typer.Option(help="JSON-lines file; a run that was stopped goes on with it.")],
+    speculator: Annotated[
+        str, typer.Option("--speculator", "-s", help="auto, none, or NAME_OR_PATH:option=value,... ")
+    ] = "auto",
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy (default: what the model's generation config says).")
+    ] = None,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="With --temperature.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="With --temperature; 0 is off.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    seed: Annotated[int, typer.Option()] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many records.")] = None,
+    column: Annotated[list[str] | None, typer.Option(help="OURS=THEIRS, e.g. prompt=question (repeatable).")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="A prompt that is a mere text is what the user says.")] = False,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a plain text: where the target goes on.")] = 64,
+    pieces: Annotated[bool, typer.Option("--pieces", help="Plain texts: go on from the start of every piece.")] = False,
+    split: Annotated[str, typer.Option(help="Of Hub data.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Of Hub data.")] = None,
+    streaming: Annotated[bool, typer.Option("--streaming", help="Do not download Hub data as a whole.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Of the target.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="PEFT adapter to put on the target.")] = None,
+    dtype: Annotated[DtypeName, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    quantization: Annotated[QuantizationName | None, typer.Option(help="Load the target in 8 or 4 bit.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file in the target's folder.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+) -> None:
+    """Have the target write the answers of a dataset anew: what its draft head should learn from."""
+    options = RegenerateOptions(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        prompt_tokens=prompt_tokens,
+        pieces=pieces,
+        chat=chat,
+    )
+    records = load_records(
+        data, split=split, config=config, streaming=streaming, columns=column_names(column or ()), limit=limit
+    )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    logging.disable_progress_bar()  # of transformers: "Loading weights"
+    section = TargetSection(
+        path=target,
+        revision=revision,
+        dtype=dtype,
+        quantization=quantization,
+        gguf_file=gguf_file,
+        adapter=adapter,
+    )
+    tokenizer = load_tokenizer(section)
+    model = load_target(section, _device(device))
+    drafting = _speculator(speculator, model)
+    report = regenerate(model, tokenizer, records, output, options, speculator=drafting)
+    figures = asdict(report) | {"output": str(output)}
+    if drafting is not None:
+        figures["mean_acceptance_length"] = drafting.stats.mean_acceptance_length
+    typer.echo(json.dumps(figures))
+
+
+def column_names(pairs: Iterable[str]) -> dict[str, str]:
+    """`OURS=THEIRS` pairs as `load_records` wants them."""
+    columns = {}
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not (ours and equals and theirs):
+            raise SpeculateError(f"cannot read --column {pair!r}: it must be OURS=THEIRS, e.g. prompt=question.")
+        columns[ours] = theirs
+    return columns
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None and torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device(name or "cpu")
+
+
+def _speculator(text: str, model: nn.Module) -> Speculator | None:
+    if text == "none":
+        return None
+    return SpeculatorSpec.parse("prompt_lookup" if text == "auto" else text).make(unwrap(model))

@@ -1,0 +1,115 @@
+"""What a recipe would do, before it does it: sizes, memory, steps, the first batch, one step measured."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from hf_speculate.models import unwrap
+
+from ..data import NO_DOCUMENT, Batch
+from .run import Run
+from .trainer import HeadTrainer
+
+
+_ADAM_BYTES = 16  # weight, gradient and two moments of a parameter, in float32
+_MIB = 2**20
+_SHOWN_TOKENS = 160
+
+
+def describe_run(run: Run) -> RenderableType:
+    """Tables of a run that was prepared; runs forward and backward of the first batch once, and changes nothing."""
+    with tempfile.TemporaryDirectory() as elsewhere:  # a trainer makes its output folder
+        run.args.output_dir = elsewhere
+        trainer = run.trainer(features=False)
+    batch: Any = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    steps = trainer.set_initial_training_values(run.args, trainer.get_train_dataloader())[6]
+    parts = [_sizes(run, batch), _head(run)]
+    seconds, peak = _measured_step(run, trainer, batch)
+    tokens = int((batch["document_ids"] != NO_DOCUMENT).sum())
+    accumulated = run.args.gradient_accumulation_steps
+    total = seconds * steps * accumulated
+    plan = _table("plan", "value")
+    plan.add_row("optimizer steps", f"{steps:,}")
+    plan.add_row("tokens a step", f"{tokens * accumulated * run.args.world_size:,}")
+    plan.add_row("first batch, forward and backward", f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s (measured)")
+    plan.add_row("all steps at that speed", f"{total / 60:,.0f} min (computed, without evaluations)")
+    if peak is not None:
+        plan.add_row("peak memory of that batch", f"{peak / _MIB:,.0f} MiB (measured, device)")
+    return Group(*parts, plan, Text("first row, what the target is to emit in bold:"), _rendered(batch, run.tokenizer))
+
+
+def _sizes(run: Run, batch: Batch) -> Table:
+    model = unwrap(run.target)
+    target_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained = sum(p.numel() for p in run.method.parameters() if p.requires_grad)
+    rows, length = batch["input_ids"].shape
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    kept = len(set(run.method.feature_layers)) + 1
+    state_bytes = rows * length * hidden * kept * model.dtype.itemsize
+    table = _table("memory", "MiB (computed)")
+    table.add_row(f"target, {model.dtype}".replace("torch.", ""), f"{target_bytes / _MIB:,.1f}")
+    table.add_row(f"head, {trained:,} trained parameters with AdamW", f"{trained * _ADAM_BYTES / _MIB:,.1f}")
+    table.add_row(f"target's states of a batch, {rows} x {length} x {kept} x {hidden}", f"{state_bytes / _MIB:,.1f}")
+    table.add_row(
+        "without activations, together", f"{(target_bytes + trained * _ADAM_BYTES + state_bytes) / _MIB:,.1f}"
+    )
+    return table
+
+
+def _head(run: Run) -> Table:
+    table = _table("tensor of the head", "shape")
+    for name, parameter in run.method.named_parameters():
+        table.add_row(name, " x ".join(map(str, parameter.shape)))
+    return table
+
+
+def _measured_step(run: Run, trainer: HeadTrainer, batch: Any) -> tuple[float, int | None]:
+    """Seconds of the second of two passes, and peak memory of the device (None on a CPU)."""
+    device = run.args.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    model = trainer.accelerator.prepare_model(run.method)
+    seconds = 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        cast(Tensor, trainer.compute_loss(model, batch)).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        model.zero_grad()
+    return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _rendered(batch: Batch, tokenizer: Any) -> Text:
+    """The first row as text, tokens under the loss in bold, documents apart."""
+    text = Text()
+    for ids, counts, document in _runs(batch["input_ids"][0], batch["loss_mask"][0], batch["document_ids"][0]):
+        if document != NO_DOCUMENT:
+            text.append(tokenizer.decode(ids), style="bold" if counts else "dim")
+    return text
+
+
+def _runs(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Iterator[tuple[list[int], bool, int]]:
+    """Stretches of tokens of one document that are all under the loss, or all not."""
+    keys = list(zip(loss_mask.tolist(), document_ids.tolist(), strict=True))[:_SHOWN_TOKENS]
+    ids, start = input_ids.tolist(), 0
+    for end in range(1, len(keys) + 1):
+        if end == len(keys) or keys[end] != keys[start]:
+            yield ids[start:end], *keys[start]
+            start = end
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table

@@ -1,0 +1,188 @@
+"""What a head is for: mean acceptance length in the decoding loop, on prompts that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.speculator import Speculator
+from hf_speculate.stats import SpeculationStats
+
+from ..methods import TrainingMethod
+
+
+Prompt = Int[Tensor, " S"]
+
+ACCEPTANCE = "mean_acceptance_length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceOptions:
+    """What is measured.
+
+    Attributes:
+        nodes: draft trees of so many nodes, the root not counted; the first one is `mean_acceptance_length`.
+        temperatures: 0 is greedy; the first one is `mean_acceptance_length`.
+        max_new_tokens: of every prompt, fewer where the target stops.
+        batch_size: prompts decoded together.
+        seed: of sampled runs. The training's random numbers are not touched.
+        options: of the drafter, e.g. `{"depth": 6, "top_k": 6}`.
+    """
+
+    nodes: Sequence[int] = (16,)
+    temperatures: Sequence[float] = (0.0,)
+    max_new_tokens: int = 64
+    batch_size: int = 8
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "temperatures"):
+            if not getattr(self, name):
+                raise SpeculateError(f"evaluation.{name} is empty: name at least one.")
+        for name, low in (("nodes", min(self.nodes)), ("max_new_tokens", self.max_new_tokens)):
+            if low < 1:
+                raise SpeculateError(f"evaluation.{name} must be at least 1, got {low}.")
+        if self.batch_size < 1 or min(self.temperatures) < 0:
+            raise SpeculateError("evaluation: batch_size must be at least 1 and temperatures at least 0.")
+
+
+class AcceptanceEvaluation:
+    """Runs the decoding loop with the head as it is now.
+
+    Args:
+        prompts: token ids, at least one prompt.
+        options: see `AcceptanceOptions`.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], options: AcceptanceOptions | None = None):
+        if not prompts:
+            raise SpeculateError("evaluation needs at least one prompt.")
+        self.prompts = list(prompts)
+        self.options = options or AcceptanceOptions()
+
+    def measure(self, target: nn.Module, method: TrainingMethod, accelerator: Any = None) -> dict[str, float]:
+        """Mean acceptance lengths: tokens that rounds with a draft emitted, the bonus token included.
+
+        Args:
+            target: the model, wrapped or not.
+            method: what is trained; its mode and weights are left as they are.
+            accelerator: shares the prompts out among its processes; None: this one runs all.
+        Returns:
+            `mean_acceptance_length`, and where there are several settings `mean_acceptance_length_nodes_8`,
+            `mean_acceptance_length_nodes_8_temperature_1`, …; the same on every process. A setting in which no round
+            had a draft gives 0.
+        """
+        index, count = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+        prompts = self.prompts[index::count]
+        lengths: dict[str, float] = {}
+        for name, nodes, temperature in self._settings():
+            stats = self._run(unwrap(target), method, prompts, nodes, temperature)
+            counts = torch.tensor([stats.accepted_tokens + stats.bonus_tokens, stats.rounds], dtype=torch.float64)
+            if count > 1:
+                counts = accelerator.reduce(counts.to(accelerator.device), "sum").cpu()
+            tokens, rounds = counts.tolist()
+            lengths[name] = tokens / rounds if rounds else 0.0
+        first = {ACCEPTANCE: next(iter(lengths.values()))}
+        return first if len(lengths) == 1 else {**first, **lengths}
+
+    def _settings(self) -> Iterator[tuple[str, int, float]]:
+        for temperature in self.options.temperatures:
+            for nodes in self.options.nodes:
+                suffix = f"_nodes_{nodes}" + (f"_temperature_{temperature:g}" if temperature else "")
+                yield ACCEPTANCE + suffix, nodes, temperature
+
+    def _run(
+        self, target: GenerativeModel, method: TrainingMethod, prompts: Sequence[Prompt], nodes: int, temperature: float
+    ) -> SpeculationStats:
+        speculator = Speculator(method.evaluation_drafter(target, nodes, **self.options.options), adaptive=False)
+        devices = [] if target.device.type == "cpu" else [target.device]
+        with torch.random.fork_rng(devices=devices), _plain_settings(target, temperature), torch.inference_mode():
+            torch.manual_seed(self.options.seed)
+            for batch in _batches(prompts, self.options.batch_size):
+                input_ids, attention_mask = _left_padded(batch, target)
+                target.generate(
+                    input_ids,
+                    attention_mask=attention_mask,
+                    max_new_tokens=self.options.max_new_tokens,
+                    speculator=speculator,
+                )
+        return speculator.stats
+
+
+def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]:
+    """Prompts from documents: what precedes the first token that the target is to emit; of a plain text, where it is
+    to emit everything, the first `num_tokens` tokens.
+
+    Args:
+        documents: records with `input_ids` and `loss_mask`; those of a stream are taken from the first on, others from
+            evenly spaced places.
+        count: at most so many.
+    """
+    prompts: list[Prompt] = []
+    for document in _spread(documents, count):
+        ids, mask = torch.as_tensor(document["input_ids"]), torch.as_tensor(document["loss_mask"])
+        start = int(mask.int().argmax())
+        length = start if start > 0 else min(num_tokens, len(ids) // 2)
+        if length and bool(mask.any()):
+            prompts.append(ids[:length].long())
+        if len(prompts) == count:
+            break
+    return prompts
+
+
+def _spread(documents: Any, count: int) -> Iterable[Mapping[str, Any]]:
+    if not hasattr(documents, "__len__"):
+        return documents
+    return (documents[index] for index in evenly_spaced(len(documents), count))
+
+
+def evenly_spaced(size: int, count: int) -> list[int]:
+    """`count` indices (or all) spread over `size`."""
+    return [index * size // count for index in range(count)] if count < size else list(range(size))
+
+
+@contextmanager
+def _plain_settings(target: GenerativeModel, temperature: float) -> Iterator[None]:
+    """Greedy or plain sampling: what a checkpoint's own settings add would make figures of two models incomparable."""
+    own = target.generation_config
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    eos = own.eos_token_id
+    first_eos = eos[0] if isinstance(eos, list) else eos
+    pad = own.pad_token_id if own.pad_token_id is not None else first_eos or 0
+    target.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=eos, pad_token_id=pad, **sampling
+    )
+    was_training = target.training
+    target.eval()
+    try:
+        yield
+    finally:
+        target.generation_config = own
+        target.train(was_training)
+
+
+def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    """Prompts of like lengths together: less padding."""
+    ordered = sorted(prompts, key=len)
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
+
+
+def _left_padded(prompts: Sequence[Prompt], target: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = prompt
+        attention_mask[row, width - len(prompt) :] = 1
+    return input_ids.to(target.device), attention_mask.to(target.device)

@@ -1,0 +1,147 @@
+"""What a head was made from and with: `provenance.json` beside it, written when a run starts and again when it ends.
+
+It is uploaded with the head: neither tokens nor paths of the machine are in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_speculate.commands import environment
+from hf_speculate.errors import SpeculateError
+from hf_speculate.gguf import packing_report
+from hf_speculate.hub import PROVENANCE_FILE, publishable
+from hf_speculate.models import unwrap
+
+from ..fingerprints import target_fingerprint
+from .recipe import Recipe
+
+
+RECIPE_FILE = "recipe.yaml"
+# With the paths of this machine; never uploaded.
+LOCAL_RECIPE_FILE = "recipe.local.yaml"
+
+_FORMAT = 1
+
+
+def describe_target(target: nn.Module) -> dict[str, Any]:
+    """Name, revision, dtype, quantisation, adapters and a fingerprint of the weights; JSON-serialisable."""
+    model = unwrap(target)
+    config = model.config
+    return {
+        "name": model.name_or_path or None,
+        "revision": getattr(config, "_commit_hash", None),
+        "architecture": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": config._attn_implementation,
+        "quantization": _quantization(model),
+        "adapters": _adapters(target),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "fingerprint": target_fingerprint(target),
+    }
+
+
+def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], folder: str | os.PathLike) -> None:
+    """Raises `SpeculateError` if a run is resumed with something else than it was started with."""
+    before, now = publishable(before), publishable(now)  # as they are written; fingerprints tell what paths do not
+    different = {key: (before.get(key), now.get(key)) for key in before.keys() | now.keys()}
+    different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
+    if different:
+        listed = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in sorted(different.items()))
+        raise SpeculateError(
+            f"cannot resume in {os.fspath(folder)}: the {kind} is not the one that the run was started with "
+            f"({listed}). Resume with that one, or start anew in another folder."
+        )
+
+
+def read_provenance(folder: str | os.PathLike) -> dict[str, Any] | None:
+    """What the folder says of its head, None if it says nothing; raises `SpeculateError` if it cannot be read."""
+    path = Path(folder) / PROVENANCE_FILE
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpeculateError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise SpeculateError(f"{path} is not a provenance file.")
+    return found
+
+
+def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> None:
+    """Writes `provenance.json` at once or not at all; adds format, time and environment, leaves out what is private."""
+    path = Path(folder) / PROVENANCE_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    plain = publishable(json.loads(json.dumps(content, default=str)))
+    _write_json(path, {"format": _FORMAT, "written": written, **plain, "environment": environment()})
+
+
+def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
+    """Writes `recipe.yaml` as it may be uploaded; and as it can be run again, where paths of this machine are in it."""
+    public, local = recipe.to_yaml(publish=True), recipe.to_yaml()
+    local_path = Path(folder) / LOCAL_RECIPE_FILE
+    if public == local:
+        local_path.unlink(missing_ok=True)
+    else:
+        local_path.write_text(local, encoding="utf-8")
+        public = f"# Paths of the machine that it ran on are cut; {LOCAL_RECIPE_FILE} there has them.\n{public}"
+    (Path(folder) / RECIPE_FILE).write_text(public, encoding="utf-8")
+
+
+def public_files(folder: str | os.PathLike) -> list[Path]:
+    """The files of a head that may be uploaded: no checkpoints, no logs of the trainer, no paths."""
+    return [path for path in sorted(Path(folder).iterdir()) if path.is_file() and path.name != LOCAL_RECIPE_FILE]
+
+
+def refresh_hashes(folder: str | os.PathLike) -> None:
+    """Brings the hashes in `provenance.json` up to date with the files beside it."""
+    if found := read_provenance(folder):
+        _write_json(Path(folder) / PROVENANCE_FILE, found | {"files": file_hashes(folder)})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
+    """sha256 of the files of a head, by name; checkpoints and the provenance itself are left out."""
+    hashes = {}
+    for path in public_files(folder):
+        if path.name != PROVENANCE_FILE:
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+            hashes[path.name] = digest.hexdigest()
+    return hashes
+
+
+def _quantization(model: nn.Module) -> Any:
+    """The configuration of a quantised model; of packed GGUF files their types of blocks, and what multiplies them."""
+    if packed := packing_report(model).in_memory:
+        types, backends = zip(*packed, strict=True)
+        return {"quant_method": "gguf", "types": sorted(set(types)), "backends": sorted(set(backends))}
+    config = getattr(model.config, "quantization_config", None)
+    to_dict = getattr(config, "to_dict", None)
+    return to_dict() if to_dict else config
+
+
+def _adapters(target: nn.Module) -> dict[str, Any] | None:
+    configs = getattr(target, "peft_config", None)
+    if not configs:
+        return None
+    return {
+        name: {"type": str(config.peft_type), "base": config.base_model_name_or_path}
+        for name, config in configs.items()
+    }

@@ -1,0 +1,235 @@
+"""The target's hidden states on disk: computed once, read in every epoch, without the target's decoder.
+
+A folder holds `cache.json` (what it was made from, the shards and their checksums) and shards of rows,
+`features-00000.safetensors`, whose tensors are the rows one behind the other, without padding:
+
+    input_ids, position_ids, document_ids, loss_mask [T], offsets [R + 1]; last_hidden, features.<layer> [T, H]
+
+A shard appears under its name when it is whole; a run that was stopped goes on with the next one. Rows are computed in
+batches of `batch_size`; a run that reads the same batches online computes the same states, bit by bit, and one with
+other batches the same up to rounding.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from ..data import Collator, Row, RowDataset, documents_fingerprint
+from ..fingerprints import content_fingerprint, target_fingerprint
+from .cache_index import CacheIndex, CacheKey, FeatureCacheError
+from .target_states import TargetReader
+
+
+logger = logging.get_logger(__name__)
+
+# input_ids, position_ids, document_ids (int64), loss_mask (bool)
+_BYTES_OF_ROW_TENSORS = 3 * 8 + 1
+_ROW_TENSORS = ("input_ids", "position_ids", "document_ids", "loss_mask")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which rows go into which shard, and how much that is."""
+
+    key: CacheKey
+    lengths: Sequence[int]
+    rows_per_shard: int
+    stored: tuple[str, ...]
+    hidden_size: int
+
+    @property
+    def num_shards(self) -> int:
+        return -(-len(self.lengths) // self.rows_per_shard)
+
+    def rows_of(self, shard: int) -> range:
+        return range(shard * self.rows_per_shard, min((shard + 1) * self.rows_per_shard, len(self.lengths)))
+
+    def num_bytes(self, shards: Sequence[int]) -> int:
+        item = torch.empty((), dtype=getattr(torch, self.key.dtype)).element_size()
+        token = len(self.stored) * self.hidden_size * item + _BYTES_OF_ROW_TENSORS
+        return sum(self.lengths[row] for shard in shards for row in self.rows_of(shard)) * token
+
+
+def write_features(
+    folder: str | os.PathLike,
+    reader: TargetReader,
+    rows: RowDataset,
+    *,
+    dtype: torch.dtype | None = None,
+    batch_size: int = 8,
+    rows_per_shard: int = 64,
+    ignore_space: bool = False,
+    show_progress: bool | None = None,
+) -> FeatureCache:
+    """Computes the states of all rows, or those that an earlier run has not, and opens the cache.
+
+    Args:
+        folder: made if it is absent.
+        reader: of the target.
+        rows: of the data (streams cannot be cached).
+        dtype: to keep the states in (None: the target's; others round).
+        batch_size: rows at a time.
+        rows_per_shard: a multiple of `batch_size` is best.
+        ignore_space: begin also where the disk has less room than is needed.
+        show_progress: a bar on stderr (None: if that is a terminal).
+    Raises:
+        FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small, or
+            got full (the shards before stay, and a later run goes on after them).
+    """
+    if not isinstance(rows, RowDataset):
+        raise FeatureCacheError("streamed data cannot be cached: their rows are not known beforehand.")
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    key = cache_key(reader, rows, dtype)
+    with _locked(path):
+        index = CacheIndex.open(path, key, len(rows), rows_per_shard)
+        plan = _plan(key, reader, rows, index.rows_per_shard)
+        missing = [shard for shard in range(plan.num_shards) if not index.has(shard)]
+        if missing:
+            _check_space(path, plan, missing, ignore_space)
+            disable = None if show_progress is None else not show_progress
+            with tqdm(missing, desc="caching features", unit="shard", disable=disable) as bar:
+                for shard in bar:
+                    index.add(shard, _states_of(reader, rows, plan, shard, batch_size))
+    return FeatureCache(path, key)
+
+
+class FeatureCache(Dataset):
+    """Rows with the target's states, for a sampler and `Collator`: `Batch.features` and `Batch.last_hidden` come along.
+
+    Args:
+        folder: of a complete cache.
+        key: what it must be of; None: whatever it is.
+        verify: compare every shard with its checksum (reads all of it).
+    Raises:
+        FeatureCacheError: not a cache, not of `key`, unfinished, broken.
+    """
+
+    def __init__(self, folder: str | os.PathLike, key: CacheKey | None = None, *, verify: bool = True):
+        self.folder = Path(folder)
+        self._index = index = CacheIndex.read(self.folder)
+        if key is not None:
+            index.check_key(key)
+        self.key = index.key
+        missing = [shard for shard in range(index.num_shards) if not index.has(shard)]
+        if missing:
+            raise FeatureCacheError(
+                f"the feature cache {self.folder} is unfinished: {len(missing)} of {index.num_shards} shards are "
+                f"missing (the first: {index.shard_name(missing[0])}). Run write_features again to go on."
+            )
+        if verify:
+            index.verify()
+        self._num_rows, self._rows_per_shard = index.num_rows, index.rows_per_shard
+        self._files: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of a feature cache of {len(self)} rows.")
+        shard, place = divmod(index % len(self), self._rows_per_shard)
+        file = self._file(shard)
+        start, end = file.get_slice("offsets")[place : place + 2].tolist()
+        row: dict[str, Any] = {name: file.get_slice(name)[start:end] for name in _ROW_TENSORS}
+        row["last_hidden"] = file.get_slice("last_hidden")[start:end]
+        names = set(file.keys())
+        row["features"] = {
+            # What comes after the final norm is there already.
+            layer: file.get_slice(f"features.{layer}")[start:end]
+            if f"features.{layer}" in names
+            else row["last_hidden"]
+            for layer in self.key.layers
+        }
+        return row
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Open files stay in the process that opened them (workers of a data loader open their own)."""
+        return {**self.__dict__, "_files": {}}
+
+    def _file(self, shard: int) -> Any:
+        if shard not in self._files:
+            self._files[shard] = safe_open(self.folder / self._index.shard_name(shard), framework="pt")
+        return self._files[shard]
+
+
+def cache_key(reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None = None) -> CacheKey:
+    """The key of the states that `reader` gives for `rows`."""
+    return CacheKey(
+        target=target_fingerprint(reader.target),
+        data=content_fingerprint([documents_fingerprint(rows.documents), rows.rows]),
+        layers=tuple(sorted(reader.feature_layers)),
+        dtype=str(dtype or reader.target.dtype).removeprefix("torch."),
+    )
+
+
+def _plan(key: CacheKey, reader: TargetReader, rows: RowDataset, rows_per_shard: int) -> _Plan:
+    config = reader.target.config.get_text_config(decoder=True)
+    # The state after the final norm is `last_hidden`: not kept twice.
+    stored = ("last_hidden", *(f"features.{layer}" for layer in key.layers if layer != config.num_hidden_layers))
+    lengths = [rows.row_length(row) for row in range(len(rows))]
+    return _Plan(key, lengths, rows_per_shard, stored, config.hidden_size)
+
+
+def _check_space(path: Path, plan: _Plan, missing: Sequence[int], ignore_space: bool) -> None:
+    needed, free = plan.num_bytes(missing), shutil.disk_usage(path).free
+    total = plan.num_bytes(range(plan.num_shards))
+    logger.warning(
+        f"caching the target's states of {len(plan.lengths)} rows, {sum(plan.lengths)} tokens: {_size(total)} in "
+        f"{path} ({_size(needed)} to be written, {_size(free)} free)."
+    )
+    if needed > free and not ignore_space:
+        raise FeatureCacheError(
+            f"the feature cache needs {_size(needed)} more, but the disk of {path} has {_size(free)} free. Possible: "
+            "another folder, fewer data, dtype=torch.bfloat16, features computed online, or ignore_space=True."
+        )
+
+
+def _states_of(reader: TargetReader, rows: RowDataset, plan: _Plan, shard: int, batch_size: int) -> dict[str, Tensor]:
+    """The tensors of a shard."""
+    numbers, collate, dtype = plan.rows_of(shard), Collator(), getattr(torch, plan.key.dtype)
+    parts: dict[str, list[Tensor]] = {name: [] for name in (*_ROW_TENSORS, *plan.stored)}
+    offsets = [0]
+    for start in range(0, len(numbers), batch_size):
+        batch_rows: list[Row] = [rows[number] for number in numbers[start : start + batch_size]]
+        states = reader(collate(batch_rows))
+        named = {"last_hidden": states.last_hidden}
+        named |= {f"features.{layer}": value for layer, value in states.features.items()}
+        for place, row in enumerate(batch_rows):
+            length = len(row["input_ids"])
+            offsets.append(offsets[-1] + length)
+            for name in _ROW_TENSORS:
+                parts[name].append(row[name])
+            for name in plan.stored:
+                parts[name].append(named[name][place, :length].to(device="cpu", dtype=dtype))
+    tensors = {name: torch.cat(values).contiguous() for name, values in parts.items()}
+    return tensors | {"offsets": torch.tensor(offsets)}
+
+
+def _locked(path: Path) -> Any:
+    lock = FileLock(path / ".lock")
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FeatureCacheError(f"the feature cache {path} is being written by another process.") from error
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

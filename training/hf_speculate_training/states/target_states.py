@@ -1,0 +1,159 @@
+"""What a head learns from: the target's hidden states at every token of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from hf_speculate.drafting import FeatureTaps
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate.models import GenerativeModel, unwrap
+
+from ..data import Batch
+
+
+# Largest difference between what should be equal, as a share of the largest value: rounding is far below these, another
+# document's tokens far above.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+_COARSE_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """Hidden states of the target, in its dtype and where it left them.
+
+    Attributes:
+        features: [B, S, H] by layer, the keys of `Drafter.feature_layers` (`RAW_LAST` included).
+        last_hidden: [B, S, H] after the final norm: the output matrix makes the logits of it.
+    """
+
+    features: dict[int, Float[Tensor, "B S H"]]
+    last_hidden: Float[Tensor, "B S H"]
+
+
+class TargetReader:
+    """Runs the target's decoder over packed batches; its output matrix is not run.
+
+    Args:
+        target: the model; PEFT adapters and quantised weights are used as they are.
+        feature_layers: as in `Drafter.feature_layers`.
+        train_target: keep the graph, for methods that train the target's adapters too.
+
+    Attributes:
+        mask: "positions" where the model itself keeps packed documents apart by their position ids, "explicit" where
+            it has to be given an additive mask [B, 1, S, S].
+
+    Raises:
+        TargetMismatchError: no such layer; logits that are more than the output matrix times the last hidden state
+            (soft caps, scales), which a head with that matrix would miss; a model that lets packed documents see each
+            other.
+    """
+
+    def __init__(self, target: nn.Module, feature_layers: Sequence[int], *, train_target: bool = False):
+        if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
+            raise TargetMismatchError("prompt-learning adapters add tokens of their own; LoRA and its kin can be used.")
+        self.target: GenerativeModel = unwrap(target)
+        self.feature_layers = tuple(feature_layers)
+        self.train_target = train_target
+        self.mask = "positions"
+        self._check_layers()
+        with torch.no_grad():
+            self._check_output_matrix()
+            self._choose_mask()
+
+    def __call__(self, batch: Batch) -> TargetStates:
+        """The states at every token of a batch; those that came from a cache are handed back as they are."""
+        if "last_hidden" in batch and "features" in batch:
+            features = batch["features"]
+            return TargetStates({layer: features[layer] for layer in self.feature_layers}, batch["last_hidden"])
+        mask = self._explicit_mask(batch["document_ids"]) if self.mask == "explicit" else None
+        if self.train_target:
+            return self._run(batch["input_ids"], batch["position_ids"], mask)
+        with torch.no_grad():
+            return self._run(batch["input_ids"], batch["position_ids"], mask)
+
+    def _run(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None = None) -> TargetStates:
+        device = self.target.device
+        taps = FeatureTaps(self.target, self.feature_layers)
+        try:
+            decoder: Any = self.target.get_decoder()
+            with taps.listening():
+                output = decoder(
+                    input_ids=input_ids.to(device),
+                    position_ids=position_ids.to(device),
+                    attention_mask=mask,
+                    use_cache=False,
+                    **taps.forward_kwargs,
+                )
+            features = dict(taps.last(output.get("hidden_states"), input_ids.shape[1]))
+        finally:
+            taps.close()
+        return TargetStates(features, output.last_hidden_state)
+
+    def _explicit_mask(self, document_ids: Int[Tensor, "B S"]) -> Float[Tensor, "B 1 S S"]:
+        hidden = ~visible(document_ids.to(self.target.device))
+        mask = torch.zeros(hidden.shape, dtype=self.target.dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
+
+    def _check_layers(self) -> None:
+        num_layers = self.target.config.get_text_config(decoder=True).num_hidden_layers
+        unknown = [layer for layer in self.feature_layers if not -1 <= layer <= num_layers]
+        if unknown:
+            raise TargetMismatchError(
+                f"hidden state {unknown[0]} was asked for, but {type(self.target).__name__} has {num_layers} layers: "
+                f"possible are 0 (embeddings) to {num_layers} (after the final norm), and -1 (before it)."
+            )
+
+    def _check_output_matrix(self) -> None:
+        ids, positions = self._probe(6)
+        output_matrix: Any = self.target.get_output_embeddings()
+        if output_matrix is None:
+            raise TargetMismatchError(f"{type(self.target).__name__} has no output embeddings to compute logits with.")
+        expected = self.target(input_ids=ids, position_ids=positions, use_cache=False).logits
+        found = output_matrix(self._run(ids, positions).last_hidden)
+        if not self._equal(found, expected):
+            raise TargetMismatchError(
+                f"the logits of {type(self.target).__name__} are not its output matrix times its last hidden state (a "
+                "soft cap or a scale comes after it). Heads read that matrix, so this target is not supported."
+            )
+
+    def _choose_mask(self) -> None:
+        """Two documents in a row must look as each alone, whatever the attention implementation makes of it."""
+        ids, positions = self._probe(6)
+        alone = [self._run(part, positions[:, :3]).last_hidden for part in ids.split(3, dim=1)]
+        expected = torch.cat([torch.cat(alone, dim=1), self._run(ids, positions).last_hidden])
+        packed_ids, packed_positions = ids.expand(2, -1), torch.cat([positions % 3, positions])
+        documents = (torch.arange(6, device=ids.device) // 3) * torch.tensor([[1], [0]], device=ids.device)
+        if self._equal(self._run(packed_ids, packed_positions).last_hidden, expected):
+            return
+        self.mask = "explicit"
+        packed = self._run(packed_ids, packed_positions, self._explicit_mask(documents)).last_hidden
+        if not self._equal(packed, expected):
+            raise TargetMismatchError(
+                f"{type(self.target).__name__} with attention "
+                f"{self.target.config._attn_implementation!r} lets packed documents see each other. Possible: load it "
+                "with attn_implementation='sdpa' or 'eager', or train without packing (one document a row)."
+            )
+
+    def _probe(self, length: int) -> tuple[Tensor, Tensor]:
+        vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
+        ids = torch.arange(1, length + 1, device=self.target.device)[None] * 7 % vocab_size
+        return ids, torch.arange(length, device=self.target.device)[None]
+
+    def _equal(self, found: Tensor, expected: Tensor) -> bool:
+        if found.shape != expected.shape:
+            return False
+        found, expected = found.float(), expected.float().to(found.device)
+        tolerance = _TOLERANCES.get(self.target.dtype, _COARSE_TOLERANCE)
+        return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def visible(document_ids: Int[Tensor, "B S"]) -> Bool[Tensor, "B S S"]:
+    """Which keys (last axis) a query sees: earlier tokens of its own document, and itself."""
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    return same.tril()
