@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from hf_speculate import AutoSpeculator, Drafter, DraftRequest, DraftSession, DraftState, DraftTree, Speculator
+import hf_speculate
+from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import LosslessReport, check_lossless
 
 
@@ -40,69 +40,6 @@ PROMPTS = [
     "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = ",
     "class Node:\n    def __init__(self, name, parent=None):\n        self.name = name\n        self.parent = ",
 ]
-
-
-class Recorder(Drafter):
-    """Passes everything on to another drafter and remembers each round's tree and what came of it."""
-
-    name = "recorder"
-
-    def __init__(self, inner: Drafter):
-        self.inner = inner
-        self.feature_layers = inner.feature_layers
-        self.rounds: list[tuple[DraftTree, list[int]]] = []
-
-    @classmethod
-    def for_target(cls, target, **options):
-        raise NotImplementedError("the recorder wraps a drafter that exists")
-
-    def start(self, request: DraftRequest) -> DraftSession:
-        return _RecorderSession(self, self.inner.start(request))
-
-
-class _RecorderSession(DraftSession):
-    def __init__(self, recorder: Recorder, inner: DraftSession):
-        self.recorder, self.inner = recorder, inner
-        self.tree: DraftTree | None = None
-
-    def draft(self, state: DraftState) -> DraftTree:
-        self.tree = self.inner.draft(state)
-        return self.tree
-
-    def observe(self, tokens, features, lengths) -> None:
-        if self.tree is not None:
-            self.recorder.rounds.append((self.tree, tokens[0, : lengths[0]].tolist()))
-        self.inner.observe(tokens, features, lengths)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def picture(tree: DraftTree, emitted: list[int], tokenizer) -> Tree:
-    """A round's tree: accepted nodes in green, the bonus token behind them, rejected nodes dim."""
-    tokens, parents = tree.host.token_ids[0], tree.host.parents[0]
-
-    def label(token: int) -> str:
-        return repr(tokenizer.decode([token]))
-
-    path, node = {0}, 0
-    for token in emitted:
-        child = tree.host.child(0, node, token)
-        if child is None:
-            break
-        path.add(child)
-        node = child
-    last, bonus = node, emitted[len(path) - 1 :][:1]
-    drawn = Tree(Text(f"{label(tokens[0])}  (root)", style="bold green"), guide_style="dim")
-    branches = {0: drawn}
-    for index in range(1, len(tokens)):
-        if parents[index] >= 0:
-            style = "bold green" if index in path else "dim"
-            mark = " ✓" if index in path else ""
-            branches[index] = branches[parents[index]].add(Text(label(tokens[index]) + mark, style=style))
-    for token in bonus:
-        branches[last].add(Text(f"{label(token)}  (bonus token, the target's own)", style="bold cyan"))
-    return drawn
 
 
 def timed(model, ids, request, speculator):
@@ -197,10 +134,13 @@ def main() -> None:
     figures = measure(console, model, speculator, prompts, requests, arguments.repeats)
 
     console.print("\n[bold]3. One round[/]: what was drafted, and what the target accepted in one forward")
-    recorder = Recorder(make_speculator(arguments.drafter, model).drafter)
-    timed(model, prompts[0], requests["temperature 0.8"], Speculator(recorder, adaptive=False))
-    tree, emitted = max(recorder.rounds, key=lambda item: (min(len(item[1]), 4), item[0].num_nodes))
-    console.print(picture(tree, emitted, tokenizer))
+    # A fixed policy: an adaptive one begins with small trees.
+    drafter = make_speculator(arguments.drafter, model).drafter
+    rounds = hf_speculate.rounds(
+        model, prompts[0], **requests["temperature 0.8"], speculator=Speculator(drafter, adaptive=False)
+    )
+    best = max(rounds, key=lambda round: (min(len(round.tokens[0]), 4), round.num_nodes))
+    console.print(Text(best.draw(tokenizer)))
 
     result = {
         "identical": "proven tie" if any(report.ties for report in reports) else True,
