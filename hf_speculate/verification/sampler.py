@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
-from ..tree import DraftTree
+from ..tree import DraftTree, HostTree
 from .noise import Noise
 from .processors import Tier, processors_of_row, required_tier, see_rows_alone, without_inspection
 from .records import Records
@@ -104,7 +104,7 @@ class Sampler:
             return lambda rows, nodes: self._choose_now(logits, tree, rows, nodes, sequences)
         scores = self._all_scores(logits, tree, sequences, tier)
         noise = self._tree_noise(tree, sequences, scores.shape[-1])
-        table = self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2]).tolist()
+        table = tree.read_with(self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2]))
 
         def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             slots = [tree.slot(row) for row in rows]
@@ -230,11 +230,12 @@ def verify(
     """
     verdict = verdict or Verdict.empty(sequences.batch_size)
     choose = sampler.chooser(logits, tree, sequences)
+    host = tree.host  # whoever drafted it has to answer for it before anything is emitted
     if lockstep:
-        _Walk(choose, tree, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
+        _Walk(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
         return verdict
     ended = sequences.finished_rows
-    walk = _Walk(choose, tree, sampler, stopping, sequences, verdict)
+    walk = _Walk(choose, tree, host, sampler, stopping, sequences, verdict)
     for row in range(sequences.batch_size):
         if row not in ended:
             walk([row])
@@ -249,6 +250,7 @@ class _Walk:
 
     choose: Choose
     tree: DraftTree
+    host: HostTree
     sampler: Sampler
     stopping: Stopping
     sequences: Sequences
@@ -278,7 +280,7 @@ class _Walk:
         """Appends what was chosen at a node; returns the child with it."""
         token = chosen if is_running else self.sequences.pad_token_id
         self.sequences.append(row, token)
-        child = self.tree.host.child(self.tree.slot(row), node, token)
+        child = self.host.child(self.tree.slot(row), node, token)
         self.verdict.paths[row].append(node)
         if is_running:
             self.verdict.tokens[row].append(token)

@@ -55,7 +55,7 @@ class TypicalAcceptance:
         """
         device = scores.device
         probs = torch.softmax(scores.float(), dim=-1)
-        parents = torch.tensor(tree.host.parents, device=device).expand(tree.batch_size, -1)
+        parents = torch.as_tensor(tree.parents_as_given, device=device).expand(tree.batch_size, -1)
         is_draft = parents >= 0
         above = parents.clamp(min=0)
         rows = torch.arange(tree.batch_size, device=device)[:, None]
@@ -90,9 +90,8 @@ class TypicalSampler(Sampler):
     def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
         scores = self._all_scores(logits, tree, sequences, "scores" if self.required_tier == "scores" else "prefix")
         last_nodes = self.rule.last_nodes(scores, tree).to(scores.device)
-        most_probable = scores.argmax(-1)
-        ends, table = last_nodes.tolist(), most_probable.tolist()
-        next_nodes = [_next_on_path(tree.host.parents[slot], end) for slot, end in enumerate(ends)]
+        table = tree.read_with(torch.cat([scores.argmax(-1), last_nodes[:, None]], dim=1))
+        next_nodes = [_next_on_path(tree.host.parents[slot], row[-1]) for slot, row in enumerate(table)]
 
         def choose(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             tokens = []
