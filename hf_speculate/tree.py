@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .errors import DrafterError
+from .transfers import to_device
 
 
 ROOT_PARENT = -1
@@ -49,7 +50,7 @@ class TreePlan:
         """Additive form of `ancestors`: 0 where a node attends, the smallest number of `dtype` elsewhere [R, N, N]."""
         cache = self.__dict__.setdefault("_bias", {})
         if (dtype, device) not in cache:
-            cache[dtype, device] = additive(self.ancestors.to(device), dtype)
+            cache[dtype, device] = additive(to_device(self.ancestors, device), dtype)
         return cache[dtype, device]
 
     def extended(self, parents: Int[Tensor, "R F"]) -> TreePlan:
@@ -240,10 +241,8 @@ class DraftTree:
         return self._as_host(*_read([self.token_ids, *self._parents_to_read]))
 
     def read_with(self, values: Int[Tensor, "R K"]) -> list[list[int]]:
-        """`values` as lists. A tree that is on their device is read in the same transfer: `host` waits for nothing then.
-
-        Waiting for a device takes as long as what runs there; a second transfer behind it is a second wait.
-        """
+        """`values` as lists; a tree that is on their device is read in the same transfer, for `host`: a second transfer
+        would be a second wait for the device."""
         tree = self
         while tree._source is not None and "host" not in vars(tree):
             tree = tree._source[0]
@@ -300,7 +299,7 @@ class DraftTree:
 
     def gather(self, rows: Sequence[int]) -> DraftTree:
         """The trees of any rows in any order, as wide as the widest of them."""
-        index = torch.tensor(rows, device=self.token_ids.device)
+        index = to_device(rows, self.token_ids.device)
         tokens, parents = self.token_ids.index_select(0, index), self._device_parents
         if parents is not None:
             parents = parents if parents.shape[0] == 1 else parents.index_select(0, index)

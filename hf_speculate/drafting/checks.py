@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError
+from ..transfers import to_device
 from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostTree
 
 
@@ -148,7 +149,7 @@ def _is_on_host(tree: DraftTree) -> bool:
 def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int) -> DraftTree:
     """The tree on its device, with values that no kernel can stumble over; the same where no fault will be found."""
     tokens = tree.token_ids
-    first = torch.tensor(roots, device=tokens.device)[:, None]
+    first = to_device(roots, tokens.device)[:, None]
     tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)
     parents = tree.parents_as_given
     if isinstance(parents, Tensor):

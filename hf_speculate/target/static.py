@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache import PreallocatedLayer
 from ..compilation import Compiler, capacity_for, lease_of, pool_of
+from ..transfers import to_device
 from ..tree import DraftTree
 from .attention import fold
 from .positions import has_length_dependent_rope
@@ -163,11 +164,11 @@ class StaticScorer(Scorer):
         buffers = lease.buffers(tree.batch_size, capacity)
         first = self.cache.append_index
         slots = buffers.filled(("slots", width), torch.arange(first, first + width, device=self.device))
-        depths = functional.pad(tree.plan.depths, (0, missing)).to(self.device)
-        tokens = tree.token_ids.to(self.device)
+        depths = to_device(functional.pad(tree.plan.depths, (0, missing)), self.device)
+        tokens = to_device(tree.token_ids, self.device)
         inputs = {
             "input_ids": torch.cat([tokens, tokens[:, :1].expand(-1, missing)], dim=1),
-            "position_ids": torch.tensor(root_positions, device=self.device)[:, None] + depths,
+            "position_ids": to_device(root_positions, self.device)[:, None] + depths,
             "attention_mask": mask if self.attention.form == "stock" else fold(mask, self.attention.groups),
         }
         inputs = {name: buffers.filled((name, width), values) for name, values in inputs.items()}

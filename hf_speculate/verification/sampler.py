@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from ..transfers import to_device
 from ..tree import DraftTree, HostTree
 from .noise import Noise
 from .processors import Tier, processors_of_row, required_tier, see_rows_alone, without_inspection
@@ -174,7 +175,8 @@ class Sampler:
             return self.processors(no_text, flat).view(scores.shape)
         for slot, row in enumerate(tree.rows):  # finished ones too: without EOS they write on
             for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
-                scores[slot, nodes] = self._processors_of_row(row, sequences)(prefixes, scores[slot, nodes])
+                index = to_device(nodes, device)
+                scores[slot, index] = self._processors_of_row(row, sequences)(prefixes, scores[slot, index])
         return scores
 
     @staticmethod
@@ -185,7 +187,7 @@ class Sampler:
         tokens, parents = tree.host.token_ids[slot], tree.host.parents[slot]
         level, paths = [0], {0: []}
         while level:
-            suffix = torch.tensor([paths[node] for node in level], dtype=text.dtype, device=text.device)
+            suffix = to_device([paths[node] for node in level], text.device, text.dtype)
             yield level, torch.cat([text.expand(len(level), -1), suffix.view(len(level), -1)], dim=1)
             parents_of_level = set(level)
             level = [node for node, parent in enumerate(parents) if parent in parents_of_level]
@@ -198,7 +200,7 @@ class Sampler:
         levels, emitted = range(tree.max_depth + 1), [len(sequences.new_tokens[row]) for row in tree.rows]
         self.noise.fit(width, min(emitted))
         by_depth = torch.stack([self.noise.rows([n + d for n in emitted], tree.rows) for d in levels], dim=1)
-        depths = tree.plan.depths.to(by_depth.device).expand(tree.batch_size, -1)
+        depths = to_device(tree.plan.depths, by_depth.device).expand(tree.batch_size, -1)
         rows = torch.arange(tree.batch_size, device=by_depth.device)[:, None]
         return by_depth[rows, depths].flatten(0, 1)
 
