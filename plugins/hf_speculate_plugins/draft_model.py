@@ -20,6 +20,7 @@ from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, DraftState, Knobs, common_prefix
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.target import Scorer, num_positions, supported_shape, takes_position_ids
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from .checkpoints import read_config, tensor_shapes
@@ -292,11 +293,11 @@ class DraftModelSession(DraftSession):
         self.cache.keep([range(len(new.get(row, ()))) for row in range(len(self._texts))])
         for row, tokens in new.items():
             self._cached[row].extend(tokens)
-        last = torch.tensor([len(tokens) - 1 for tokens in new.values()], device=output.logits.device)
+        last = to_device([len(tokens) - 1 for tokens in new.values()], output.logits.device)
         return self._logits(output)[torch.arange(len(new), device=last.device), last]
 
     def _draft_chain(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
-        columns = [state.root_ids.to(logits.device)]
+        columns = [to_device(state.root_ids, logits.device)]
         path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
         for level in range(depth):
             if level:

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from hf_speculate.cache import TreeCache
 from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftState
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
 from .attending import CachedAttention
@@ -99,7 +100,7 @@ class Reading:
 
         hidden = plain() if self._steps is None else self._steps.entries(inputs, plain)
         self.cache.keep([range(length) for length in lengths])
-        last = torch.tensor([max(length, 1) - 1 for length in lengths], device=hidden.device)
+        last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
         return hidden[torch.arange(len(lengths), device=hidden.device), last]
 
     @torch.no_grad()
@@ -167,7 +168,7 @@ class Reading:
 
     def _positions(self, depths: Tensor) -> Tensor:
         starts = [length + shift for length, shift in zip(self.cache.lengths, self._shifts, strict=True)]
-        return torch.tensor(starts, device=self.head.device)[:, None] + depths.to(self.head.device)
+        return to_device(starts, self.head.device)[:, None] + to_device(depths, self.head.device)
 
     def _masks(
         self, plan: TreePlan, positions: Tensor, first: int = 0, mask_block: bool = False
@@ -201,9 +202,9 @@ class Reading:
         if window is None:
             return mask
         num_prefix = mask.shape[-1] - plan.num_nodes
-        shifts = torch.tensor(self._shifts, device=mask.device)[:, None]
+        shifts = to_device(self._shifts, mask.device)[:, None]
         earlier = torch.arange(num_prefix, device=mask.device) + shifts
-        block, depths = positions, plan.depths.to(mask.device)
+        block, depths = positions, to_device(plan.depths, mask.device)
         if plan.num_nodes > positions.shape[1]:  # earlier nodes of the tree are in the cache
             block = positions[:, :1] - depths[:, -positions.shape[1]][:, None] + depths
         keys = torch.cat([earlier, block], dim=1)
@@ -214,7 +215,7 @@ class Reading:
         """bool [B, num_prefix], entries that are real; None if all are."""
         if self._prompt_mask is None and not self.cache.is_ragged:
             return None
-        lengths = torch.tensor(self.cache.lengths, device=self.head.device)
+        lengths = to_device(self.cache.lengths, self.head.device)
         visible = torch.arange(num_prefix, device=self.head.device) < lengths[:, None]
         if self._prompt_mask is not None:
             width = min(self._prompt_mask.shape[1], num_prefix)

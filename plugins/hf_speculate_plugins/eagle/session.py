@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..growth import Frontier, grow_tree
@@ -103,7 +104,7 @@ class EagleSession(DraftSession):
             (tokens, states, lengths), self._pending = self._pending, None
             hidden = self._reading.read(tokens, states, lengths)
             if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
-                is_new = torch.tensor(lengths, device=hidden.device)[:, None] > 0
+                is_new = to_device(lengths, hidden.device)[:, None] > 0
                 hidden = torch.where(is_new, hidden, self._root_hidden)
             self._root_hidden = hidden
 
@@ -123,7 +124,7 @@ class EagleSession(DraftSession):
         return columns if self.target_ids is None else self.target_ids[columns]
 
     def _draft_chain(self, state: DraftState, reading: Reading, root: Tensor) -> DraftTree:
-        drafted = [state.root_ids[:, None].to(self.head.device)]
+        drafted = [to_device(state.root_ids[:, None], self.head.device)]
         scores, fed_back = self._score_root(root, state)
         drafted.append(self._to_target(scores.argmax(-1)))
         for level in range(1, min(self.options.max_depth, state.max_depth)):
@@ -162,14 +163,14 @@ class EagleSession(DraftSession):
 
     def _draft_static(self, state: DraftState, reading: Reading, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=self.head.device)
-        tokens[:, 0] = state.root_ids.to(tokens.device)
+        tokens[:, 0] = to_device(state.root_ids, tokens.device)
         scores, fed_back = self._score_root(root, state)
         self._fill(tokens, tree.levels[0], scores)
         run: tuple[int, ...] = ()
         for depth, level in enumerate(tree.levels[1:], start=1):
             run += level.nodes
-            states = fed_back[:, list(level.previous)]
-            nodes = tokens[:, list(level.nodes)]
+            states = fed_back[:, to_device(level.previous, fed_back.device)]
+            nodes = tokens[:, to_device(level.nodes, tokens.device)]
             scores, fed_back = self._step(state, depth, reading, nodes, states, tree.forest(run))
             self._fill(tokens, level, scores)
         return DraftTree(tokens, tree.parents)
@@ -177,5 +178,7 @@ class EagleSession(DraftSession):
     def _fill(self, tokens: Tensor, level: Level, scores: Tensor) -> None:
         """Writes the children of a level: the best-ranked tokens of its nodes."""
         columns = scores.topk(max(level.child_ranks) + 1, dim=-1).indices
-        chosen = columns[:, list(level.child_parents), list(level.child_ranks)]
-        tokens[:, list(level.children)] = self._to_target(chosen)
+        parents, ranks, children = (
+            to_device(indices, tokens.device) for indices in (level.child_parents, level.child_ranks, level.children)
+        )
+        tokens[:, children] = self._to_target(columns[:, parents, ranks])

@@ -22,6 +22,7 @@ from hf_speculate.cache import PreallocatedLayer, TreeCache
 from hf_speculate.compilation import Compiler, StaticLayer, capacity_for, lease_of, pool_of
 from hf_speculate.drafting import DraftState, Warpers, rank_children
 from hf_speculate.target import NODE_BUCKETS, width_for
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, additive
 
 from ..growth import Frontier, grow_tree, num_candidates
@@ -171,8 +172,8 @@ class StaticSteps:
         )
 
         def arguments() -> tuple[Any, ...]:
-            inputs = {"root": root, "root_ids": state.root_ids.to(head.device), "starts": starts}
-            inputs["limit"] = torch.tensor([depth], device=head.device)
+            inputs = {"root": root, "root_ids": to_device(state.root_ids, head.device), "starts": starts}
+            inputs["limit"] = to_device([depth], head.device)
             return self._tree_arguments(key, inputs, visible, state, target_ids)
 
         result = self._compiler.run(head, head.device, key, eagle_tree, arguments, plain)
@@ -251,7 +252,7 @@ class StaticSteps:
         layers = lease.place(self._cache.cache.layers, capacity)
         buffers = lease.buffers(batch_size, capacity)
         slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=device))
-        padded = [_padded(each.to(device), width) for each in (token_ids, states, positions)]
+        padded = [_padded(to_device(each, device), width) for each in (token_ids, states, positions)]
         placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(padded)]
         static = []
         for layer, mask in enumerate(masks):
