@@ -3,19 +3,20 @@
     with PretendedDevice() as device:
         model = device.place(model)
         model.generate(input_ids.to(device.name), ...)
-        print(device.downloads)
+        print(*device.waits, sep="\n")
 
-Caught as on a GPU: tensors of two devices in one operation; whatever has the host wait for the device (`downloads`),
-with the line that did it; copies from the host (`uploads`), which cost a launch each and are allowed; generators of
-another device than the tensor that they fill. Allowed as there: CPU tensors without dimensions in element-wise
-operations, CPU tensors as indices between brackets (an upload each).
+Caught as on a GPU: tensors of two devices in one operation; whatever has the host wait for the device (`waits`), with
+the line that asked for it: values that are read back (`downloads`), and copies from the host (`uploads`) that are not
+`non_blocking`, at which CUDA waits, too; generators of another device than the tensor that they fill. Allowed as there:
+CPU tensors without dimensions in element-wise operations, CPU tensors as indices between brackets (an upload each).
 
-It has its own random numbers: where CUDA draws others than a CPU, this device draws a CPU's, so that the same seed gives
-the same text on both.
+It has its own random numbers: where CUDA draws others than a CPU, this device draws a CPU's, so that the same seed
+gives the same text on both.
 
 Not emulated:
-- anything about time, memory, streams, events, CUDA graphs: a transfer waits for nothing, and so nothing is seen of
-  non-blocking copies that are read too early;
+- anything about time, memory, streams, events, CUDA graphs: nothing is late, so nothing is seen of a non-blocking copy
+  to the host that is read too early (it counts as a download);
+- writing a single value through a mask, of which CUDA may make a fill without asking how many there are: counted;
 - kernels: arithmetic is a CPU's, for every dtype; an index out of range is an error at once; what only some kernels of
   CUDA refuse (dtypes, alignment, sizes) is taken. Which operations take CPU scalars is known by their tag only;
 - host waits that are inside a kernel of CUDA and not in its signature (checks of `torch.linalg`, `torch.multinomial`);
@@ -62,11 +63,14 @@ class Transfer:
 
     Attributes:
         operation: what copied.
+        is_blocking: the host waits for what runs on the device. PyTorch's CUDA does so at every copy, in either
+            direction, that is not asked to be `non_blocking`.
         where: the innermost line of this repository that asked for it: "hf_speculate/tree.py:12 host".
     """
 
     operation: str
     where: str
+    is_blocking: bool = True
 
     def __str__(self) -> str:
         return f"{self.operation} at {self.where}"
@@ -113,7 +117,7 @@ class PretendedDevice(TorchDispatchMode):
     """The device, while the `with` block lasts. Blocks of several threads, and blocks in blocks, are not foreseen.
 
     Attributes:
-        downloads: what the host had to wait for, in order.
+        downloads: what was read back, in order: the host has waited for each.
         uploads: what was copied to the device.
     """
 
@@ -125,6 +129,16 @@ class PretendedDevice(TorchDispatchMode):
         self.uploads: list[Transfer] = []
         self._rng_state = _RealGenerator().manual_seed(0).get_state()
         self._generators: set[int] = set()
+
+    @property
+    def waits(self) -> list[Transfer]:
+        """What the host had to wait for: it stands still until all that was launched before is done."""
+        return [*self.downloads, *(upload for upload in self.uploads if upload.is_blocking)]
+
+    def forget(self) -> None:
+        """Counts anew."""
+        self.downloads.clear()
+        self.uploads.clear()
 
     def place(self, module: Module) -> Module:
         """A copy of a module on the device; not counted as transfers."""
@@ -189,22 +203,24 @@ class PretendedDevice(TorchDispatchMode):
             source = args[1] if packet is _ATEN.copy_ else args[0]
             if source.device.type == there.type:
                 return
-            self._note(self.downloads if there.type == "cpu" else self.uploads, packet)
+            if there.type == "cpu":
+                self._note(self.downloads, packet)
+            else:
+                is_blocking = not (args[2:3] == (True,) or kwargs.get("non_blocking"))
+                self._note(self.uploads, packet, is_blocking)
         elif there.type != TYPE:
             return
         elif packet in _INDEXING:
             for index in args[1]:
                 if index is not None and index.device.type == "cpu":
                     self._note(self.uploads, packet)
-            if _asks_where(packet, args):
+            if _asks_where(args):
                 self._note(self.downloads, packet)
-        elif torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            # Of this one the caller can say how long the result is.
-            if not (packet is _ATEN.repeat_interleave and kwargs.get("output_size") is not None):
-                self._note(self.downloads, packet)
+        elif _depends_on_values(func, kwargs):
+            self._note(self.downloads, packet)
 
-    def _note(self, transfers: list[Transfer], packet) -> None:
-        transfers.append(Transfer(packet.__name__, _caller()))
+    def _note(self, transfers: list[Transfer], packet, is_blocking: bool = True) -> None:
+        transfers.append(Transfer(packet.__name__, _caller(), is_blocking))
 
 
 def _common_device(func, tensors: list[Tensor], args) -> torch.device:
@@ -232,14 +248,16 @@ def _common_device(func, tensors: list[Tensor], args) -> torch.device:
     return devices.pop()
 
 
-def _asks_where(packet, args) -> bool:
+def _depends_on_values(func, kwargs) -> bool:
+    """Whether the host has to know values before it can go on: what they are, or how many."""
+    if func.overloadpacket is _ATEN.repeat_interleave and kwargs.get("output_size") is not None:
+        return False  # the caller says how many
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _asks_where(args) -> bool:
     """Whether indexing has to ask the device how many values of a mask are true."""
-    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    if not masks:
-        return False
-    is_fill = packet not in (_ATEN.index, _ATEN._unsafe_index) and args[2].numel() == 1 and args[2].device.type == "cpu"
-    is_fill = is_fill and not any(args[3:4]) and len(masks) == sum(index is not None for index in args[1]) == 1
-    return not is_fill
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 @cache
