@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..transfers import to_device
 from .layers import PreallocatedLayer
 from .sliding import SlidingLayer
 
@@ -90,13 +90,13 @@ class RowsAside:
 
 
 def _take(buffer: Tensor, slots: Sequence[int]) -> Tensor:
-    return buffer.index_select(0, torch.tensor(slots, device=buffer.device))
+    return buffer.index_select(0, to_device(slots, buffer.device))
 
 
 def _put(whole: Tensor, rows: Sequence[int], states: Tensor, start: int) -> None:
     """Writes entries [R, heads, n, head_dim] of some rows from index `start` on."""
     part = whole[:, :, start : start + states.shape[2]]
-    part.index_copy_(0, torch.tensor(rows, device=whole.device), states)
+    part.index_copy_(0, to_device(rows, whole.device), states)
 
 
 def _first(layer: PreallocatedLayer) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import CacheStateError
+from ..transfers import to_device
 from .layers import PreallocatedLayer
 from .rows import RowsAside
 from .sliding import SlidingLayer
@@ -207,7 +208,7 @@ class TreeCache:
         for layer in self._layers:
             device = layer.device
             if device not in placed:
-                placed[device] = (sources.to(device), destinations.to(device))
+                placed[device] = (to_device(sources, device), to_device(destinations, device))
             layer.move(*placed[device])
 
     @property

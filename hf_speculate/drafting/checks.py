@@ -2,8 +2,8 @@
 
 The loop sets node 0 itself and makes the plan of a tree from its parents. Trees that are on the host are checked before
 they are scored. Reading one back from a device before would have the target wait for the host: there, out-of-range
-values are clamped, so that no kernel can fail, and the tree is checked when it has been scored, before anything of it
-is emitted.
+values are clamped, so that no kernel can fail, and the tree is checked when it is read back (`DraftTree.host`), which
+is behind its forward as a rule, and always before anything of it is emitted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError
+from ..transfers import to_device
 from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostTree
 
 
@@ -34,37 +35,30 @@ class DraftChecks:
     def __init__(self, name: str, vocab_size: int):
         self._name = name
         self._vocab_size = vocab_size
-        self._unchecked: tuple[DraftTree, int] | None = None
 
     def admit(self, tree: Any, roots: Sequence[int]) -> DraftTree:
         """A tree like `tree` that can be scored, with `roots` as the nodes 0 of its rows.
 
         Raises:
-            DrafterError: no tree, not of as many rows, or one that breaks an invariant of `DraftTree`.
+            DrafterError: no tree, not of as many rows, or one that breaks an invariant of `DraftTree`; of a tree on a
+                device where its `host` is asked for.
         """
-        self._unchecked = None
         if not isinstance(tree, DraftTree):
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
         self._check_form(tree, len(roots))
-        tree = tree.first(MAX_NODES - 1)
+        tree = _as_it_is(tree.first(MAX_NODES - 1))
         if _is_on_host(tree):
             return self._on_host(tree, roots)
         parents = tree.parents_as_given
-        depth = tree.max_depth if isinstance(parents, Tensor) else self._check_structure(parents)
-        self._unchecked = tree, depth
-        return _clamped(tree, roots, self._vocab_size, depth)
+        max_depth = tree.max_depth if isinstance(parents, Tensor) else self._check_structure(parents)
 
-    def confirm(self) -> None:
-        """After the target has scored what `admit` returned last: checks what could not be read then.
-
-        Raises:
-            DrafterError: as `admit`.
-        """
-        if self._unchecked is not None:
-            (tree, max_depth), self._unchecked = self._unchecked, None
-            depth = self._check(tree.host)
+        def checked(host: HostTree) -> HostTree:
+            depth = self._check(host)
             if depth > max_depth:
                 raise self._error(f"drafted a tree of depth {depth} with max_depth={max_depth}")
+            return _with_roots(host, roots)
+
+        return _clamped(tree, roots, self._vocab_size, max_depth).seen_through(tree, checked)
 
     def _on_host(self, tree: DraftTree, roots: Sequence[int]) -> DraftTree:
         host = tree.host
@@ -72,7 +66,7 @@ class DraftChecks:
         tokens = tree.token_ids
         if any(row[0] != root for row, root in zip(host.token_ids, roots, strict=True)):
             tokens = torch.cat([torch.tensor(roots)[:, None], tokens[:, 1:]], dim=1)
-            host = HostTree([[root, *row[1:]] for row, root in zip(host.token_ids, roots, strict=True)], host.parents)
+            host = _with_roots(host, roots)
         return tree.rebuilt(tokens, depth, host)
 
     def _check_form(self, tree: DraftTree, num_rows: int) -> None:
@@ -135,15 +129,27 @@ class DraftChecks:
         )
 
 
+def _as_it_is(tree: DraftTree) -> DraftTree:
+    """The tree of its own tensors, which may have been written since it was made from another."""
+    if not tree.is_derived:
+        return tree
+    parents = tree.parents_as_given
+    return DraftTree(tree.token_ids, parents, tree.max_depth if isinstance(parents, Tensor) else None)
+
+
+def _with_roots(host: HostTree, roots: Sequence[int]) -> HostTree:
+    return HostTree([[root, *row[1:]] for row, root in zip(host.token_ids, roots, strict=True)], host.parents)
+
+
 def _is_on_host(tree: DraftTree) -> bool:
     parents = tree.parents_as_given
     return tree.token_ids.device.type == "cpu" and not (isinstance(parents, Tensor) and parents.device.type != "cpu")
 
 
 def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int) -> DraftTree:
-    """The tree on its device, with values that no kernel can stumble over; the same where `confirm` finds no fault."""
+    """The tree on its device, with values that no kernel can stumble over; the same where no fault will be found."""
     tokens = tree.token_ids
-    first = torch.tensor(roots, device=tokens.device)[:, None]
+    first = to_device(roots, tokens.device)[:, None]
     tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)
     parents = tree.parents_as_given
     if isinstance(parents, Tensor):

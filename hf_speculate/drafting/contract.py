@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..errors import CheckpointError
+from ..transfers import to_device
 from ..verification import Noise
 from .ranking import rank_children
 
@@ -115,7 +116,7 @@ class DraftState:
             return tree
         slots = {row: slot for slot, row in enumerate(rows)}
         whole = tree.gather([slots.get(row, 0) for row in range(len(self.active))])
-        whole.token_ids[:, 0] = self.root_ids.to(whole.token_ids.device)
+        whole.token_ids[:, 0] = to_device(self.root_ids, whole.token_ids.device)
         return whole
 
     def child_scores(

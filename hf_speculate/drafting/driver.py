@@ -105,10 +105,6 @@ class Drafting:
         tree = self._checks.admit(self._ask(draft), roots)
         return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
 
-    def confirm_draft(self) -> None:
-        """After the last tree was scored, before anything of it is emitted; see `DraftChecks.confirm`."""
-        self._checks.confirm()
-
     def close(self) -> None:
         """Closes the session; one that carries over is told of the last rounds before."""
         self._taps.close()
@@ -148,7 +144,9 @@ class Drafting:
 
 
 def _is_chain(tree: DraftTree) -> bool:
-    return all(row == list(range(-1, len(row) - 1)) for row in tree.host.parents)
+    parents = tree.parents_as_given
+    rows = tree.host.parents if isinstance(parents, Tensor) else parents
+    return all(list(row) == list(range(-1, len(row) - 1)) for row in rows)
 
 
 def _first_branch(tree: DraftTree) -> DraftTree:

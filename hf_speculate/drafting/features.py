@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import DrafterError, UnsupportedRequestError
 from ..models import GenerativeModel
+from ..transfers import to_device
 from .contract import RAW_LAST
 
 
@@ -108,9 +109,9 @@ class FeatureTaps:
         for layer in self.layers:
             states = self._states(hidden_states, layer)
             if slots is not None:
-                states = states.index_select(0, slots.to(states.device))
+                states = states.index_select(0, to_device(slots, states.device))
             if states.shape[1] > 1:
-                states = states.gather(1, nodes.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
+                states = states.gather(1, to_device(nodes, states.device)[..., None].expand(-1, -1, states.shape[-1]))
             features[layer] = states
         return features
 

@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..transfers import to_device
+
 
 class Observation(NamedTuple):
     """The arguments of `DraftSession.observe`, see there."""
@@ -54,6 +56,6 @@ def joined(observations: Sequence[Observation]) -> Observation:
     features = {}
     for layer in observations[0].features:
         states = torch.cat([observation.features[layer] for observation in observations], dim=1)
-        index = columns.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
+        index = to_device(columns, states.device)[..., None].expand(-1, -1, states.shape[-1])
         features[layer] = states.gather(1, index)
     return Observation(tokens.gather(1, columns), features, lengths)

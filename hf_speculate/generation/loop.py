@@ -187,7 +187,6 @@ class Decoding:
     def verify(self, tree: DraftTree, output: Any) -> Verdict:
         """Walks the tree, emitting what the request's sampler chooses."""
         with self.stats.timed("target_seconds"):
-            self.drafting.confirm_draft()
             verdict = Verdict.empty(self.sequences.batch_size)
             self._unfinished = tree, verdict, output
             self._verify(output.logits, tree, verdict)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..errors import CacheStateError
+from ..transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def visible_prefix(
     Returns:
         bool [R, M] on `device`.
     """
-    visible = torch.arange(num_entries, device=device) < torch.tensor(lengths, device=device)[:, None]
+    visible = torch.arange(num_entries, device=device) < to_device(lengths, device)[:, None]
     if prompt_mask is not None:
         width = min(prompt_mask.shape[1], num_entries)
-        visible[:, :width] &= prompt_mask[:, :width].to(device)
+        visible[:, :width] &= to_device(prompt_mask[:, :width], device)
     return visible

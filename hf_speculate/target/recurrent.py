@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from ..cache import INDEXABLE, TreeCache
 from ..errors import CacheStateError
+from ..transfers import to_device
 from ..tree import DraftTree
 from .scoring import Scorer
 from .support import Shape, supported_shape
@@ -227,7 +228,8 @@ class RecurrentScorer(Scorer):
     def _run(self, token_ids: Tensor, forward_kwargs: Mapping[str, Any] | None) -> Any:
         """One forward over tokens [B, n], the first of them behind the states."""
         count, device, start = token_ids.shape[1], self.device, self.cache.state_length
-        shifts = torch.tensor(self._shifts, device=device)
+        assert self._shifts is not None
+        shifts = to_device(self._shifts, device)
         positions = shifts[:, None] + torch.arange(start, start + count, device=device)
         mask = None
         if self._prompt_mask is not None:
@@ -235,7 +237,7 @@ class RecurrentScorer(Scorer):
             width = min(self._prompt_mask.shape[1], start)
             mask[:, :width] = self._prompt_mask[:, :width]
         return self.model(
-            input_ids=token_ids.to(device),
+            input_ids=to_device(token_ids, device),
             attention_mask=mask,
             past_key_values=self.cache.cache,
             use_cache=True,

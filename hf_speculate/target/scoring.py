@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import PreallocatedLayer, TreeCache
+from ..transfers import to_device
 from ..tree import DraftTree
 from .attention import TreeAttention
 from .devices import input_device
@@ -95,11 +96,11 @@ class Scorer:
         """
         device = self.device
         depths = tree.plan.depths[:, num_cached:]
-        roots = torch.tensor([root_positions[row] for row in self.cache.rows], device=depths.device)
+        roots = to_device([root_positions[row] for row in self.cache.rows], depths.device)
         position_ids = roots[:, None] + depths
-        positions = {"position_ids": position_ids.to(device)} if self._takes_position_ids else {}
+        positions = {"position_ids": to_device(position_ids, device)} if self._takes_position_ids else {}
         return self.model(
-            input_ids=tree.token_ids[:, num_cached:].to(device),
+            input_ids=to_device(tree.token_ids[:, num_cached:], device),
             attention_mask=self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix),
             past_key_values=self.cache.cache,
             use_cache=True,
@@ -187,8 +188,8 @@ class Scorer:
             mask[..., :num_prefix].masked_fill_(~visible[:, None, None, first:], torch.finfo(dtype).min)
         mask[..., num_prefix:] = tree.plan.bias(dtype, device)[:, None, num_cached:]
         if layer_type.hides_any(end + tree.max_depth + 1):
-            lengths = torch.tensor(self.cache.present_lengths, device=device)[:, None]
-            nodes = lengths + tree.plan.depths.to(device)
+            lengths = to_device(self.cache.present_lengths, device)[:, None]
+            nodes = lengths + to_device(tree.plan.depths, device)
             prefix = torch.arange(first, end, device=device).expand(tree.batch_size, -1)
             seen = torch.cat([prefix, nodes], dim=1)
             too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self._prompt_mask, device))

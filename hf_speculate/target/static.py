@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache import PreallocatedLayer
 from ..compilation import Compiler, capacity_for, lease_of, padded, padded_mask, pool_of
+from ..transfers import to_device
 from ..tree import DraftTree
 from .attention import fold
 from .positions import has_length_dependent_rope
@@ -161,10 +162,10 @@ class StaticScorer(Scorer):
         buffers = lease.buffers(tree.batch_size, capacity)
         first = self.cache.append_index
         slots = buffers.filled(("slots", width), torch.arange(first, first + width, device=self.device))
-        depths = padded(tree.plan.depths.to(self.device), width)
+        depths = padded(to_device(tree.plan.depths, self.device), width)
         inputs = {
-            "input_ids": padded(tree.token_ids.to(self.device), width),
-            "position_ids": torch.tensor(root_positions, device=self.device)[:, None] + depths,
+            "input_ids": padded(to_device(tree.token_ids, self.device), width),
+            "position_ids": to_device(root_positions, self.device)[:, None] + depths,
             "attention_mask": mask if self.attention.form == "stock" else fold(mask, self.attention.groups),
         }
         inputs = {name: buffers.filled((name, width), values) for name, values in inputs.items()}

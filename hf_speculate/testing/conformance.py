@@ -111,8 +111,7 @@ class _WatchedSession(DraftSession):
         tree = self.inner.draft(state)
         name = self.watched.name
         checks = DraftChecks(name, self.watched.vocab_size)
-        checks.admit(tree, state.root_ids.tolist())
-        checks.confirm()
+        _ = checks.admit(tree, state.root_ids.tolist()).host  # of a tree on a device, what it holds is checked here
         for row, root in enumerate(state.root_ids.tolist()):
             if tree.host.token_ids[row][0] != root:
                 raise DrafterError(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import DrafterError
+from ..transfers import to_device
 from .plan import TreePlan, node_depths
 
 
@@ -51,6 +53,7 @@ class DraftTree:
         else:
             self._host_parents = _as_rows(parents)
         self._slots: dict[int, int] | None = None
+        self._source: tuple[DraftTree, Callable[[HostTree], HostTree]] | None = None
 
     @classmethod
     def root_only(cls, root_ids: Int[Tensor, " B"]) -> DraftTree:
@@ -98,8 +101,21 @@ class DraftTree:
             host: its tokens and parents on the host.
         """
         new = object.__new__(DraftTree)
-        vars(new).update(vars(self), token_ids=token_ids, _plan=None, _max_depth=max_depth, host=host)
+        vars(new).update(vars(self), token_ids=token_ids, _plan=None, _max_depth=max_depth, host=host, _source=None)
         return new
+
+    def seen_through(self, source: DraftTree, change: Callable[[HostTree], HostTree]) -> DraftTree:
+        """This tree, whose `host` will be `change` of `source`'s: so that what was made from it is not read again.
+
+        Whatever `change` raises is raised where `host` is asked for first.
+        """
+        self._source = source, change
+        return self
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether its tokens and parents are read by those of another tree."""
+        return self._source is not None
 
     @property
     def batch_size(self) -> int:
@@ -116,13 +132,32 @@ class DraftTree:
 
     @cached_property
     def host(self) -> HostTree:
-        """Tokens and parents as Python lists; the one place where a device tree is read back."""
-        if self._device_parents is None:
-            tokens, parents = self.token_ids.tolist(), [list(row) for row in self._host_parents]
-        else:
-            stacked = torch.stack([self.token_ids, self._device_parents.expand_as(self.token_ids)])
-            tokens, parents = stacked.tolist()
-        return HostTree(tokens, parents if len(parents) == len(tokens) else parents * len(tokens))
+        """Tokens and parents as Python lists; what is on a device is read back here, or by `read_with`."""
+        if self._source is not None:
+            source, change = self._source
+            return change(source.host)
+        return self._as_host(*_read([self.token_ids, *self._parents_to_read]))
+
+    def read_with(self, values: Int[Tensor, "R K"]) -> list[list[int]]:
+        """`values` as lists; a tree that is on their device is read in the same transfer, for `host`: a second transfer
+        would be a second wait for the device."""
+        tree = self
+        while tree._source is not None and "host" not in vars(tree):
+            tree = tree._source[0]
+        own = [tree.token_ids, *tree._parents_to_read]
+        if "host" in vars(tree) or any(tensor.device != values.device for tensor in own):
+            return values.tolist()
+        table, *read = _read([values, *own])
+        tree.host = tree._as_host(*read)
+        return table
+
+    @property
+    def _parents_to_read(self) -> Sequence[Tensor]:
+        return () if self._device_parents is None else (self._device_parents,)
+
+    def _as_host(self, tokens: list[list[int]], parents: Sequence[Sequence[int]] | None = None) -> HostTree:
+        rows = [list(row) for row in (self._host_parents if parents is None else parents)]
+        return HostTree(tokens, rows if len(rows) == len(tokens) else rows * len(tokens))
 
     def first(self, count: int) -> DraftTree:
         """The tree of the root and the first `count` draft nodes."""
@@ -130,8 +165,10 @@ class DraftTree:
             return self
         tokens = self.token_ids[:, : count + 1]
         if self._device_parents is None:
-            return DraftTree(tokens, [row[: count + 1] for row in self._host_parents])
-        return DraftTree(tokens, self._device_parents[:, : count + 1], self._max_depth)
+            tree = DraftTree(tokens, [row[: count + 1] for row in self._host_parents])
+        else:
+            tree = DraftTree(tokens, self._device_parents[:, : count + 1], self._max_depth)
+        return tree.seen_through(self, lambda host: host.part(range(len(tokens)), count + 1))
 
     def pruned(self, max_depths: Sequence[int]) -> DraftTree:
         """The same tree with the nodes of row r below `max_depths[r]` cut off (turned to padding and trimmed)."""
@@ -160,16 +197,18 @@ class DraftTree:
 
     def gather(self, rows: Sequence[int]) -> DraftTree:
         """The trees of any rows in any order, as wide as the widest of them."""
-        index = torch.tensor(rows, device=self.token_ids.device)
+        index = to_device(rows, self.token_ids.device)
         tokens, parents = self.token_ids.index_select(0, index), self._device_parents
         if parents is not None:
-            shared = parents.shape[0] == 1
-            return DraftTree(tokens, parents if shared else parents.index_select(0, index), self._max_depth)
+            parents = parents if parents.shape[0] == 1 else parents.index_select(0, index)
+            tree = DraftTree(tokens, parents, self._max_depth)
+            return tree.seen_through(self, lambda host: host.part(rows, self.num_nodes))
         of_rows = self._host_parents
         if len(of_rows) > 1:
             of_rows = [of_rows[row] for row in rows]
         width = max(i + 1 for row in of_rows for i, parent in enumerate(row) if parent != PADDING_PARENT)
-        return DraftTree(tokens[:, :width], [row[:width] for row in of_rows])
+        tree = DraftTree(tokens[:, :width], [row[:width] for row in of_rows])
+        return tree.seen_through(self, lambda host: host.part(rows, width))
 
     @property
     def rows(self) -> Sequence[int]:
@@ -179,6 +218,12 @@ class DraftTree:
     def slot(self, row: int) -> int:
         """Where `token_ids`, and whatever is computed from them, have a row of the batch."""
         return row if self._slots is None else self._slots[row]
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Integer matrices as lists, in one transfer."""
+    flat = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
+    return [[list(islice(flat, tensor.shape[1])) for _ in range(tensor.shape[0])] for tensor in tensors]
 
 
 def _as_rows(parents: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -213,6 +258,10 @@ class HostTree:
 
     token_ids: list[list[int]]
     parents: list[list[int]]
+
+    def part(self, rows: Sequence[int], width: int) -> HostTree:
+        """The first `width` nodes of some rows."""
+        return HostTree([self.token_ids[row][:width] for row in rows], [self.parents[row][:width] for row in rows])
 
     def child(self, row: int, node: int, token: int) -> int | None:
         """The child of `node` that holds `token`, or None."""

@@ -12,6 +12,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional
 
+from ..transfers import to_device
+
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
@@ -35,7 +37,7 @@ class TreePlan:
         """Additive form of `ancestors`: 0 where a node attends, the smallest number of `dtype` elsewhere [R, N, N]."""
         cache = self.__dict__.setdefault("_bias", {})
         if (dtype, device) not in cache:
-            cache[dtype, device] = additive(self.ancestors.to(device), dtype)
+            cache[dtype, device] = additive(to_device(self.ancestors, device), dtype)
         return cache[dtype, device]
 
     def extended(self, parents: Int[Tensor, "R F"]) -> TreePlan:

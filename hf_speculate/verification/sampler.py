@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from ..transfers import to_device
 from ..tree import DraftTree
 from .noise import Noise
 from .processors import Tier, processors_of_row, required_tier, see_rows_alone, without_inspection
@@ -82,7 +83,7 @@ class Sampler:
             return lambda rows, nodes: self._choose_now(logits, tree, rows, nodes, sequences)
         scores = self._all_scores(logits, tree, sequences, tier)
         noise = self._tree_noise(tree, sequences, scores.shape[-1])
-        table = self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2]).tolist()
+        table = tree.read_with(self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2]))
 
         def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             slots = [tree.slot(row) for row in rows]
@@ -152,7 +153,8 @@ class Sampler:
             return self.processors(no_text, flat).view(scores.shape)
         for slot, row in enumerate(tree.rows):  # finished ones too: without EOS they write on
             for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
-                scores[slot, nodes] = self._processors_of_row(row, sequences)(prefixes, scores[slot, nodes])
+                index = to_device(nodes, device)
+                scores[slot, index] = self._processors_of_row(row, sequences)(prefixes, scores[slot, index])
         return scores
 
     @staticmethod
@@ -163,7 +165,7 @@ class Sampler:
         tokens, parents = tree.host.token_ids[slot], tree.host.parents[slot]
         level, paths = [0], {0: []}
         while level:
-            suffix = torch.tensor([paths[node] for node in level], dtype=text.dtype, device=text.device)
+            suffix = to_device([paths[node] for node in level], text.device, text.dtype)
             yield level, torch.cat([text.expand(len(level), -1), suffix.view(len(level), -1)], dim=1)
             parents_of_level = set(level)
             level = [node for node, parent in enumerate(parents) if parent in parents_of_level]
@@ -176,6 +178,6 @@ class Sampler:
         levels, emitted = range(tree.max_depth + 1), [len(sequences.new_tokens[row]) for row in tree.rows]
         self.noise.fit(width, min(emitted))
         by_depth = torch.stack([self.noise.rows([n + d for n in emitted], tree.rows) for d in levels], dim=1)
-        depths = tree.plan.depths.to(by_depth.device).expand(tree.batch_size, -1)
+        depths = to_device(tree.plan.depths, by_depth.device).expand(tree.batch_size, -1)
         rows = torch.arange(tree.batch_size, device=by_depth.device)[:, None]
         return by_depth[rows, depths].flatten(0, 1)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ..transfers import to_device
+
 
 class Sequences:
     """Prompt and new tokens of B rows; rows may have different numbers of new tokens until the end.
@@ -89,6 +91,6 @@ class Sequences:
         for row, tokens in enumerate(self.new_tokens):
             written = self._num_written[row]
             if written < len(tokens) and num_prompt + len(tokens) <= self._ids.shape[1]:
-                new = torch.tensor(tokens[written:], dtype=self._ids.dtype, device=self._ids.device)
+                new = to_device(tokens[written:], self._ids.device, self._ids.dtype)
                 self._ids[row, num_prompt + written : num_prompt + len(tokens)] = new
                 self._num_written[row] = len(tokens)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from ..transfers import to_device
 from ..tree import DraftTree
 from .records import Records
 from .sampler import Choose, Sampler
@@ -55,18 +56,18 @@ class TypicalAcceptance:
         """
         device = scores.device
         probs = torch.softmax(scores.float(), dim=-1)
-        parents = torch.tensor(tree.host.parents, device=device).expand(tree.batch_size, -1)
+        parents = to_device(tree.parents_as_given, device).expand(tree.batch_size, -1)
         is_draft = parents >= 0
         above = parents.clamp(min=0)
         rows = torch.arange(tree.batch_size, device=device)[:, None]
-        token_probs = probs[rows, above, tree.token_ids.to(device)]  # [B, N], at the parent
+        token_probs = probs[rows, above, to_device(tree.token_ids, device)]  # [B, N], at the parent
         is_typical = token_probs > self.thresholds(probs)[0].gather(1, above)
         is_typical = torch.where(is_draft, is_typical, parents == -1)  # the root is; padding is not
-        ancestors = tree.plan.ancestors.to(device)
+        ancestors = to_device(tree.plan.ancestors, device)
         is_accepted = (is_typical[:, None, :] | ~ancestors).all(-1)
         likelihoods = torch.where(is_draft, token_probs, 1.0).clamp(min=1e-38).log()
         likelihoods = (likelihoods[:, None, :] * ancestors).sum(-1)
-        depths = torch.where(is_accepted, tree.plan.depths.to(device), -1)
+        depths = torch.where(is_accepted, to_device(tree.plan.depths, device), -1)
         deepest = depths == depths.amax(-1, keepdim=True)
         return likelihoods.masked_fill(~deepest, -torch.inf).argmax(-1)
 
@@ -90,9 +91,8 @@ class TypicalSampler(Sampler):
     def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
         scores = self._all_scores(logits, tree, sequences, "scores" if self.required_tier == "scores" else "prefix")
         last_nodes = self.rule.last_nodes(scores, tree).to(scores.device)
-        most_probable = scores.argmax(-1)
-        ends, table = last_nodes.tolist(), most_probable.tolist()
-        next_nodes = [_next_on_path(tree.host.parents[slot], end) for slot, end in enumerate(ends)]
+        table = tree.read_with(torch.cat([scores.argmax(-1), last_nodes[:, None]], dim=1))
+        next_nodes = [_next_on_path(tree.host.parents[slot], row[-1]) for slot, row in enumerate(table)]
 
         def choose(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             tokens = []

@@ -12,7 +12,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from ..tree import DraftTree
+from ..tree import DraftTree, HostTree
 from .sampler import Choose, Sampler
 from .sequences import Sequences
 from .stopping import Stopping
@@ -65,11 +65,12 @@ def verify(
     """
     verdict = verdict or Verdict.empty(sequences.batch_size)
     choose = sampler.chooser(logits, tree, sequences)
+    host = tree.host  # whoever drafted it has to answer for it before anything is emitted
     if lockstep:
-        _Walk(choose, tree, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
+        _Walk(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
         return verdict
     ended = sequences.finished_rows
-    walk = _Walk(choose, tree, sampler, stopping, sequences, verdict)
+    walk = _Walk(choose, tree, host, sampler, stopping, sequences, verdict)
     for row in range(sequences.batch_size):
         if row not in ended:
             walk([row])
@@ -84,6 +85,7 @@ class _Walk:
 
     choose: Choose
     tree: DraftTree
+    host: HostTree
     sampler: Sampler
     stopping: Stopping
     sequences: Sequences
@@ -113,7 +115,7 @@ class _Walk:
         """Appends what was chosen at a node; returns the child with it."""
         token = chosen if is_running else self.sequences.pad_token_id
         self.sequences.append(row, token)
-        child = self.tree.host.child(self.tree.slot(row), node, token)
+        child = self.host.child(self.tree.slot(row), node, token)
         self.verdict.paths[row].append(node)
         if is_running:
             self.verdict.tokens[row].append(token)

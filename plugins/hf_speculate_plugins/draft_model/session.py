@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState, common_prefix
 from hf_speculate.target import Scorer, num_positions, supported_shape, takes_position_ids
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..trees import Frontier, grow_tree
@@ -57,6 +58,7 @@ class DraftModelSession(DraftSession):
         self._has_read_prompt = False
         self._texts: list[list[int]] = [[] for _ in range(batch_size)]
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
+        self._run_chain: tuple[list[int], DraftTree] | None = None  # drafted last, and not noted in `_cached` yet
         # Position of the last prompt token of each row.
         self._last_positions = [num_prompt - 1] * batch_size if mask is None else (mask.sum(-1) - 1).tolist()
 
@@ -74,6 +76,7 @@ class DraftModelSession(DraftSession):
             text.extend(row[:length])
 
     def draft(self, state: DraftState) -> DraftTree:
+        self._note_chain()
         limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
         if limit is not None:
             self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
@@ -144,6 +147,7 @@ class DraftModelSession(DraftSession):
     def close(self) -> None:
         """Leaves the cache to the next turn."""
         if self._has_text and self._has_read_prompt and self._target_cache is not None:
+            self._note_chain()
             self.cache.restore()
             text = self._prompt[0].tolist() + self._cached[0]
             self._conversations.keep(self._target_cache, text[: self.cache.append_index], self.cache)
@@ -161,11 +165,11 @@ class DraftModelSession(DraftSession):
         self.cache.keep([range(len(new.get(row, ()))) for row in range(len(self._texts))])
         for row, tokens in new.items():
             self._cached[row].extend(tokens)
-        last = torch.tensor([len(tokens) - 1 for tokens in new.values()], device=output.logits.device)
+        last = to_device([len(tokens) - 1 for tokens in new.values()], output.logits.device)
         return self._logits(output)[torch.arange(len(new), device=last.device), last]
 
     def _draft_chain(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
-        columns = [state.root_ids.to(logits.device)]
+        columns = [to_device(state.root_ids, logits.device)]
         path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
         for level in range(depth):
             if level:
@@ -173,10 +177,15 @@ class DraftModelSession(DraftSession):
                 self.cache.keep(path)
                 logits = self._logits(output)[:, 0]
             columns.append(state.child_scores(logits[:, None], depth=level)[:, 0].argmax(-1))
-        tokens = torch.stack(columns, dim=1)
-        for row, drafted in zip(self.cache.rows, tokens[:, 1:-1].tolist(), strict=True):
-            self._cached[row].extend(drafted)
-        return DraftTree.chain(tokens)
+        self._run_chain = list(self.cache.rows), DraftTree.chain(torch.stack(columns, dim=1))
+        return self._run_chain[1]
+
+    def _note_chain(self) -> None:
+        """What the cache holds of the last chain: by now the loop has read it, and nobody waits for the device."""
+        if self._run_chain is not None:
+            (rows, chain), self._run_chain = self._run_chain, None
+            for row, drafted in zip(rows, chain.host.token_ids, strict=True):
+                self._cached[row].extend(drafted[1:-1])
 
     def _draft_tree(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
         positions = self._positions

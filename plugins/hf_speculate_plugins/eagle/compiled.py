@@ -22,6 +22,7 @@ from hf_speculate.cache import PreallocatedLayer
 from hf_speculate.compilation import Compiler, StaticLayer, capacity_for, lease_of, padded, padded_mask, pool_of
 from hf_speculate.drafting import DraftState, Warpers, rank_children
 from hf_speculate.target import NODE_BUCKETS, width_for
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan, additive
 
 from ..trees import Frontier, grow_tree, num_candidates
@@ -181,9 +182,9 @@ class CompiledSteps:
         levels = shape[0]
         inputs = {
             "root": root,
-            "root_ids": state.root_ids.to(head.device),
+            "root_ids": to_device(state.root_ids, head.device),
             "starts": self._reading.positions_at(torch.zeros(1, 1, dtype=torch.long)),
-            "limit": torch.tensor([depth], device=head.device),
+            "limit": to_device([depth], head.device),
             "slots": torch.arange(self._end, self._end + self._num_run(levels), device=head.device),
             "mask": self._committed_mask(batch_size, capacity),
         }
@@ -235,7 +236,7 @@ class CompiledSteps:
         layers = lease.place(self._cache.layers, capacity)
         buffers = lease.buffers(batch_size, capacity)
         slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=device))
-        whole_inputs = [padded(each.to(device), width) for each in (token_ids, states, positions)]
+        whole_inputs = [padded(to_device(each, device), width) for each in (token_ids, states, positions)]
         placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole_inputs)]
         whole = (padded_mask(mask, states, end + count, width, capacity) for mask in masks)
         placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(whole)]

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from hf_speculate.drafting import finite
 from hf_speculate.target import unhooked
+from hf_speculate.transfers import to_device
 
 from .spec import EagleSpec
 
@@ -227,7 +228,7 @@ class EagleHead(nn.Module):
 def _beside(inputs: Tensor, module: Any) -> Tensor:
     """`inputs` where a module's weight is. That of an offloaded one is nowhere: its hook fetches both when called."""
     device = module.weight.device
-    return inputs if device.type == "meta" else inputs.to(device)
+    return inputs if device.type == "meta" else to_device(inputs, device)
 
 
 def _rotary_config(spec: EagleSpec) -> LlamaConfig:

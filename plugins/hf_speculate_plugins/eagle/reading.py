@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.target import LayerType, visible_prefix
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
 
 from .head import EagleHead
@@ -88,7 +89,7 @@ class Reading:
     def positions_at(self, depths: Int[Tensor, "R N"]) -> Int[Tensor, "B N"]:
         """Positions of nodes at these depths, 0 being that of the next entry of a row."""
         starts = [length + shift for length, shift in zip(self.cache.lengths, self._shifts, strict=True)]
-        return torch.tensor(starts, device=self.head.device)[:, None] + depths.to(self.head.device)
+        return to_device(starts, self.head.device)[:, None] + to_device(depths, self.head.device)
 
     def visible(self) -> Bool[Tensor, "B M"] | None:
         """Which of the M committed entries are real; None if all are."""
@@ -145,9 +146,9 @@ class Reading:
         if layer.window is None:
             return mask
         num_prefix = mask.shape[-1] - plan.num_nodes
-        shifts = torch.tensor(self._shifts, device=mask.device)[:, None]
+        shifts = to_device(self._shifts, mask.device)[:, None]
         earlier = torch.arange(num_prefix, device=mask.device) + shifts
-        nodes, depths = positions, plan.depths.to(mask.device)
+        nodes, depths = positions, to_device(plan.depths, mask.device)
         if plan.num_nodes > positions.shape[1]:  # earlier nodes of the tree are in the cache
             nodes = positions[:, :1] - depths[:, -positions.shape[1]][:, None] + depths
         too_far = layer.too_far(torch.cat([earlier, nodes], dim=1), positions, positions.new_zeros(1, 1))

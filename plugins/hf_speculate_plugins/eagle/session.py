@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..trees import StaticTree
@@ -131,7 +132,7 @@ class EagleSession(DraftSession):
         pending, self._pending = self._pending, None
         hidden, lengths = _read(self._steps, self._reading, pending), pending[2]
         if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
-            is_new = torch.tensor(lengths, device=hidden.device)[:, None] > 0
+            is_new = to_device(lengths, hidden.device)[:, None] > 0
             hidden = torch.where(is_new, hidden, self._root_hidden)
         self._root_hidden = hidden
 
@@ -144,7 +145,7 @@ class EagleSession(DraftSession):
         return columns if target_ids is None else target_ids[columns]
 
     def _draft_chain(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
-        drafted = [state.root_ids[:, None].to(root.device)]
+        drafted = [to_device(state.root_ids[:, None], root.device)]
         logits, fed_back = self._loaded.head.read(root[:, None])
         for depth in range(min(self.options.max_depth, state.max_depth)):
             if depth:
@@ -155,13 +156,14 @@ class EagleSession(DraftSession):
 
     def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)
-        tokens[:, 0] = state.root_ids.to(tokens.device)
+        tokens[:, 0] = to_device(state.root_ids, tokens.device)
         logits, fed_back = self._loaded.head.read(root[:, None])
         run: tuple[int, ...] = ()
         for depth, level in enumerate(levels_of(tree)):
             if depth:
                 run += level.nodes
-                nodes, states = tokens[:, list(level.nodes)], fed_back[:, list(level.previous)]
+                nodes = tokens[:, to_device(level.nodes, tokens.device)]
+                states = fed_back[:, to_device(level.previous, fed_back.device)]
                 logits, fed_back = steps.level(nodes, states, forest_of(tree, run))
             self._fill(tokens, level, self._scores(state, depth, logits))
         return DraftTree(tokens, tree.parents)
@@ -169,8 +171,10 @@ class EagleSession(DraftSession):
     def _fill(self, tokens: Tensor, level: Level, scores: Tensor) -> None:
         """Writes the children of a level: the best-ranked tokens of its nodes."""
         columns = scores.topk(max(level.child_ranks) + 1, dim=-1).indices
-        chosen = columns[:, list(level.child_parents), list(level.child_ranks)]
-        tokens[:, list(level.children)] = self._to_target(chosen)
+        parents, ranks, children = (
+            to_device(indices, tokens.device) for indices in (level.child_parents, level.child_ranks, level.children)
+        )
+        tokens[:, children] = self._to_target(columns[:, parents, ranks])
 
 
 @torch.no_grad()
@@ -179,5 +183,5 @@ def _read(steps: Steps, reading: Reading, pending: Pending) -> Tensor:
     token_ids, states, lengths = pending
     hidden = steps.entries(token_ids, states)
     reading.keep(lengths)
-    last = torch.tensor([max(length, 1) - 1 for length in lengths], device=hidden.device)
+    last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
     return hidden[torch.arange(len(lengths), device=hidden.device), last]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..trees import StaticTree
@@ -33,7 +34,8 @@ class MedusaSession(DraftSession):
 
     def observe(self, tokens, features, lengths) -> None:
         states = features[self._layer]
-        last = (lengths - 1).clamp(min=0).to(states.device)  # rows that have ended keep a state that nobody uses
+        # Rows that have ended keep a state that nobody uses.
+        last = to_device((lengths - 1).clamp(min=0), states.device)
         rows = torch.arange(len(states), device=states.device)
         self._features = states[rows, last].to(self.heads.device, self.heads.dtype)
 
@@ -44,7 +46,8 @@ class MedusaSession(DraftSession):
             return DraftTree.root_only(state.root_ids)
         best = self._best_tokens(state, tree, self._features)
         columns = column_index(tree, best.device)
-        return DraftTree(torch.cat([state.root_ids.to(best.device)[:, None], best[:, columns]], dim=1), tree.parents)
+        roots = to_device(state.root_ids, best.device)
+        return DraftTree(torch.cat([roots[:, None], best[:, columns]], dim=1), tree.parents)
 
     @property
     def _chain(self) -> StaticTree:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreePlan
 
 
@@ -103,7 +104,7 @@ def grow_tree(
         pool_size += candidates.shape[1]
 
     return _best_nodes(
-        root_ids.to(device),
+        to_device(root_ids, device),
         torch.cat(pool_values, dim=1),
         torch.cat(pool_tokens, dim=1),
         torch.cat(pool_parents, dim=1),

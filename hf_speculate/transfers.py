@@ -1,0 +1,29 @@
+"""Copies from the host to a device that do not have the host wait for what runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+STAGED = frozenset({"cuda"})
+"""Types of devices that copy pageable memory aside before a non-blocking copy returns, so that it may go at once.
+Others may read it later (MPS does): there, a copy waits."""
+
+
+def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """`values` on a device; a tensor that is there already is returned as it is.
+
+    A plain `.to(device)` of a tensor of the host, and `torch.tensor(..., device=device)`, wait for everything that was
+    launched on a GPU before: the next launch then comes late.
+
+    Args:
+        values: a tensor on any device, or numbers.
+        dtype: of the result; None: that of the values.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    is_staged = tensor.device.type == "cpu" and device.type in STAGED
+    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=is_staged)
