@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer
+
+from hf_speculate.tree import DraftTree
 
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -92,6 +103,47 @@ def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> t
 def prompt():
     """Factory of prompts, see `random_prompt`."""
     return random_prompt
+
+
+def random_tree(seed: int, batch_size: int, vocab_size: int, max_nodes: int = 12, roots=None) -> DraftTree:
+    """Rows of random structure and width; siblings differ."""
+    choose, rows = random.Random(seed), []
+    for row in range(batch_size):
+        root = choose.randrange(vocab_size) if roots is None else roots[row]
+        tokens, parents, taken = [root], [-1], set()
+        for _ in range(choose.randint(0, max_nodes)):
+            parent, token = (
+                choose.choice([len(tokens) - 1, choose.randrange(len(tokens))]),
+                choose.randrange(vocab_size),
+            )
+            if (parent, token) not in taken:
+                taken.add((parent, token))
+                tokens.append(token)
+                parents.append(parent)
+        rows.append((tokens, parents))
+    return DraftTree.from_rows(rows)
+
+
+@pytest.fixture(name="random_tree")
+def _random_tree():
+    """Factory of trees, see `random_tree`."""
+    return random_tree
+
+
+class StrangeLayer(DynamicLayer):
+    """A layer of somebody else: what it does with its entries is not known."""
+
+
+@pytest.fixture
+def strange_cache():
+    """Factory of caches with layers that cannot be indexed, for a model."""
+
+    def make(model):
+        cache = DynamicCache(config=model.config)
+        cache.layers = [StrangeLayer() for _ in cache.layers]
+        return cache
+
+    return make
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_ra
 from hf_speculate.testing import ScriptedDrafter, check_lossless
 
 from ..inputs import write_eagle_head
-from .test_adapters import perturbed
+from ..target.test_adapters import perturbed
 
 
 peft = pytest.importorskip("peft")

@@ -354,10 +354,10 @@ def tried_classes() -> str:
 
 HEAD = """# Architectures
 
-Causal LMs of transformers that were tried at tiny random size in fp32 (`tests/core/test_architectures.py`, which also
-writes this page): with a drafter that is always right, one that is right half of the time and one that guesses, alone
-and in a left-padded batch, the text is that of plain `generate`. Others work the same way where their forward takes
-position ids, a 4-D mask (or one for each layer type) and a `Cache` of attention layers.
+Causal LMs of transformers that were tried at tiny random size in fp32 (`tests/lossless/test_architectures.py`, which
+also writes this page): with a drafter that is always right, one that is right half of the time and one that guesses,
+alone and in a left-padded batch, the text is that of plain `generate`. Others work the same way where their forward
+takes position ids, a 4-D mask (or one for each layer type) and a `Cache` of attention layers.
 
 - **trees**: every draft tree is scored in one forward. Sliding windows and chunks keep about 1.5 windows of entries.
 - **chains**: one branch a round; why is in `stats.fallbacks`. Beside recurrent layers one copy of their states is held,

@@ -29,7 +29,7 @@ from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
 from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..inputs import character_tokenizer
+from .inputs import character_tokenizer
 
 
 VOCAB_SIZE = 96

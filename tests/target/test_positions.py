@@ -24,8 +24,8 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..conftest import VOCAB_SIZE, build_tiny_model, random_prompt
+from ..generation.test_leaving_rows import EndsRows
 from ..inputs import padded_batch
-from .test_rows import EndsRows
 
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}

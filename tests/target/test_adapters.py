@@ -24,7 +24,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..inputs import write_eagle_head
-from .test_tuning import Clock
+from ..policy.test_adaptive import Clock
 
 
 peft = pytest.importorskip("peft")

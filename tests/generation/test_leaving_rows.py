@@ -33,8 +33,8 @@ from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..conftest import build_tiny_model
 from ..inputs import padded_batch
-from .test_property import random_eagle, random_medusa
-from .test_scoring import CHAIN_ONLY, chain_only  # noqa: F401  (a fixture)
+from ..lossless.test_property import random_eagle, random_medusa
+from ..target.test_scoring import CHAIN_ONLY, chain_only  # noqa: F401  (a fixture)
 
 
 VOCAB_SIZE, HEADS, HEAD_DIM, WINDOW = 96, 2, 4, 8

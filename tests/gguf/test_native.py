@@ -15,7 +15,7 @@ from hf_speculate.gguf.backends import BACKENDS, choose_backend
 from hf_speculate.gguf.formats import FORMATS
 
 from ..conftest import REPOSITORY
-from .test_gguf_formats import CPU, make_matrix, pack, reference
+from .test_formats import CPU, make_matrix, pack, reference
 
 
 @pytest.fixture
