@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from hf_speculate import files
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import check_regular, json_writer, read_json, replace_files, text_writer
 
@@ -34,7 +35,7 @@ def test_json_that_is_none_or_too_much_is_refused(content, message, tmp_path):
 
 
 def test_json_larger_than_any_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_speculate.files.MAX_JSON_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1 << 20)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"a": "x" * (1 << 20)}))
     with pytest.raises(CheckpointError, match="more than 1 MB"):
@@ -65,9 +66,9 @@ def fails(path: str) -> None:
 
 def test_a_full_disk_loses_nothing_and_leaves_nothing(tmp_path):
     replace_files(tmp_path, {"a": text_writer("old a"), "b": json_writer({"old": 1})})
-    for files in ({"a": fails, "b": json_writer({})}, {"a": text_writer("new"), "b": fails}):
+    for written in ({"a": fails, "b": json_writer({})}, {"a": text_writer("new"), "b": fails}):
         with pytest.raises(CheckpointError, match=r"cannot write a, b to .*No space left.*Nothing .* is lost"):
-            replace_files(tmp_path, files)
+            replace_files(tmp_path, written)
         assert sorted(os.listdir(tmp_path)) == ["a", "b"]
         assert ((tmp_path / "a").read_text(), read_json(tmp_path / "b")) == ("old a", {"old": 1})
 
@@ -111,7 +112,7 @@ def test_files_are_on_the_disk_before_they_take_their_names(tmp_path, monkeypatc
     (tmp_path / "head" / "a").symlink_to(tmp_path / "blob")
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr("hf_speculate.files._flush_folder", lambda folder: events.append("sync folder"))
+    monkeypatch.setattr(files, "_flush_folder", lambda folder: events.append("sync folder"))
     replace_files(tmp_path / "head", {"a": text_writer("new"), "b": text_writer("new")})
     assert events == ["sync a", "sync b", "replace a", "replace b", "sync folder"]
     assert (tmp_path / "blob").read_text() == "blob"

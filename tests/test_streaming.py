@@ -29,10 +29,10 @@ from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
 from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from .inputs import character_tokenizer
+from .support.inputs import character_tokenizer
+from .support.models import VOCAB_SIZE
 
 
-VOCAB_SIZE = 96
 NEW_TOKENS = 40
 
 

@@ -201,3 +201,22 @@ def test_a_plan_extended_level_by_level_is_the_plan_of_the_whole():
     assert torch.equal(plan.ancestors, expected.ancestors)
     assert torch.equal(plan.depths, expected.depths)
     assert plan.max_depth == 3
+
+
+class TestSelections:
+    def test_a_selection_is_as_wide_as_its_rows_need(self):
+        rows = [([5], [-1]), ([6, 7, 8, 9], [-1, 0, 0, 2]), ([1, 2], [-1, 0])]
+        tree = DraftTree.from_rows(rows)
+        assert tree.select([0, 1, 2]) is tree
+        assert (list(tree.rows), tree.slot(2)) == ([0, 1, 2], 2)
+        selected = tree.select([0, 2])
+        assert selected.token_ids.tolist() == [[5, 5], [1, 2]]
+        assert (list(selected.rows), selected.slot(2), selected.max_depth) == ([0, 2], 1, 1)
+        assert selected.host.child(selected.slot(2), 0, 2) == 1
+
+    def test_shared_structures_and_those_on_the_device_stay(self):
+        tokens, parents = torch.arange(9).view(3, 3), [-1, 0, 0]
+        for structure in (parents, torch.tensor([parents]), torch.tensor([parents] * 3)):
+            tree = DraftTree(tokens, structure, max_depth=1).select([1, 2])
+            assert tree.token_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
+            assert tree.host.parents == [parents, parents]

@@ -7,18 +7,19 @@ import random
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_speculate import Speculator
 from hf_speculate.cache.layers import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
+from hf_speculate.target import masks
 from hf_speculate.target.masks import LayerType, layer_types
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
-from ..conftest import build_tiny_model
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch
+from ..support.models import build_tiny_model
 
 
 HEADS, HEAD_DIM, WINDOW, VOCAB_SIZE = 2, 4, 8, 96
@@ -194,7 +195,7 @@ class TestLayerTypes:
 
     def test_windows_that_differ_within_a_type_are_refused(self, monkeypatch):
         kinds = ["sliding_attention"] * 2, [{"sliding_window": 8}, {"sliding_window": 16}]
-        monkeypatch.setattr("hf_speculate.target.masks.get_layer_types_and_kwargs", lambda config: kinds)
+        monkeypatch.setattr(masks, "get_layer_types_and_kwargs", lambda config: kinds)
         with pytest.raises(CacheStateError, match="windows of 8 and 16"):
             layer_types(LlamaConfig(num_hidden_layers=2))
 
@@ -206,12 +207,7 @@ class TestLayerTypes:
 
 @pytest.fixture(params=["eager", "sdpa"])
 def model(request):
-    config = MistralConfig(**build_tiny_model().config.to_dict() | {"sliding_window": WINDOW, "model_type": "mistral"})
-    config._attn_implementation = request.param
-    torch.manual_seed(0)
-    model = MistralForCausalLM(config).eval().requires_grad_(False)
-    model.generation_config.pad_token_id = 0
-    return model
+    return build_tiny_model("mistral", attention=request.param, sliding_window=WINDOW)
 
 
 class TestRequests:

@@ -13,13 +13,15 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hf_speculate import Speculator
+from hf_speculate.cache.layers import PreallocatedLayer
 from hf_speculate.compilation import buffers as buffers_module
 from hf_speculate.compilation.buffers import MAX_IDLE, Buffers, Lease, Pool, capacity_for, pool_of
 from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.testing import RandomDrafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
+
 REQUEST = {"max_new_tokens": 16, "do_sample": False}
 
 
@@ -54,7 +56,8 @@ def model(tiny_model):
 def watching(monkeypatch):
     watching, compile_ = Watching(), torch.compile
     monkeypatch.setattr(
-        "hf_speculate.compilation.graphs.torch.compile",
+        torch,
+        "compile",
         lambda f, **options: compile_(f, **{**options, "backend": watching}),
     )
     return watching
@@ -87,16 +90,12 @@ def test_rounds_and_requests_find_everything_at_the_same_addresses(model, prompt
 def test_the_second_request_makes_no_buffers(model, prompt, monkeypatch):
     made = []
     zeros = torch.zeros
-    monkeypatch.setattr(
-        "hf_speculate.compilation.buffers.torch.zeros", lambda *a, **k: made.append(a) or zeros(*a, **k)
-    )
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: made.append(a) or zeros(*a, **k))
     mine = speculator()
     model.generate(prompt(12), speculator=mine, **REQUEST)
     assert any(512 in shape for shape in made)
     made.clear()
-    monkeypatch.setattr(
-        "hf_speculate.cache.layers.PreallocatedLayer._allocate", lambda *_: pytest.fail("a buffer was made")
-    )
+    monkeypatch.setattr(PreallocatedLayer, "_allocate", lambda *_: pytest.fail("a buffer was made"))
     model.generate(prompt(30), speculator=mine, **REQUEST)
     assert not any(512 in shape for shape in made)
 

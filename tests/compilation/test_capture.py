@@ -9,13 +9,15 @@ import torch
 from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator
+from hf_speculate.compilation import capture, graphs
 from hf_speculate.compilation.buffers import pool_of
 from hf_speculate.compilation.capture import MAX_RECORDINGS, Recorder, is_capturable
 from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.testing import RandomDrafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
+
 REQUEST = {"max_new_tokens": 16, "do_sample": False}
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -33,7 +35,7 @@ def computing_record(run, inputs):
 
 @pytest.fixture(autouse=True)
 def _recording(fresh_dynamo, monkeypatch):
-    monkeypatch.setattr("hf_speculate.compilation.capture.record", computing_record)
+    monkeypatch.setattr(capture, "record", computing_record)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch):
     def fail(*_args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("hf_speculate.compilation.capture.record", fail)
+    monkeypatch.setattr(capture, "record", fail)
     recorder = Recorder(twice)
     assert [recorder(torch.full((1,), 3.0))[0].item() for _ in range(3)] == [6.0, 6.0, 6.0]
     assert recorder._cannot_record
@@ -86,7 +88,7 @@ def test_on_gpus_only_and_not_what_captures_itself():
 
 
 def test_requests_replay_the_graphs_of_the_first(model, prompt, monkeypatch):
-    monkeypatch.setattr("hf_speculate.compilation.graphs.is_capturable", lambda *_: True)
+    monkeypatch.setattr(graphs, "is_capturable", lambda *_: True)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
     before, recorded = Recorder.num_recorded, []
     for length in (12, 30, 21):
@@ -99,7 +101,7 @@ def test_requests_replay_the_graphs_of_the_first(model, prompt, monkeypatch):
 
 
 def test_a_returned_cache_is_what_replays_wrote(model, prompt, monkeypatch):
-    monkeypatch.setattr("hf_speculate.compilation.graphs.is_capturable", lambda *_: True)
+    monkeypatch.setattr(graphs, "is_capturable", lambda *_: True)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
     request = {**REQUEST, "return_dict_in_generate": True}
     first = model.generate(prompt(10), speculator=speculator, **request)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ..inputs import character_tokenizer
+from ..support.inputs import character_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -24,12 +24,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.generation import bridge
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
-from ..inputs import character_tokenizer
-
-
-VOCAB_SIZE = 96
+from ..support.inputs import character_tokenizer
+from ..support.models import VOCAB_SIZE
 
 
 def perfect(model, ids, branching=(2, 2, 2)):
@@ -79,7 +78,7 @@ def test_without_a_speculator_the_original_runs_untouched(tiny_model, prompt, mo
     def forbidden(*args, **kwargs):
         raise AssertionError("our loop ran")
 
-    monkeypatch.setattr("hf_speculate.generation.bridge.prepare", forbidden)
+    monkeypatch.setattr(bridge, "prepare", forbidden)
     model, ids = tiny_model(), prompt(6)
     model.generate(ids, max_new_tokens=3)
     model.generate(ids, max_new_tokens=3, speculator=None)

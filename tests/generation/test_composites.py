@@ -13,7 +13,7 @@ from hf_speculate.errors import SpeculateError, TargetMismatchError, Unsupported
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..conftest import VOCAB_SIZE, build_tiny_model
+from ..support.models import VOCAB_SIZE, build_tiny_model
 
 
 IMAGE_TOKEN = VOCAB_SIZE - 1

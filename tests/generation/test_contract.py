@@ -14,10 +14,10 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch
+from ..support.models import VOCAB_SIZE
 
 
-VOCAB_SIZE = 96
 NEW_TOKENS = 30
 
 

@@ -8,8 +8,6 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    MistralConfig,
-    MistralForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -18,8 +16,9 @@ from hf_speculate import Speculator, stream
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..conftest import build_tiny_model, random_prompt
-from ..inputs import character_tokenizer, padded_batch
+from ..support.criteria import EndsWithToken
+from ..support.inputs import character_tokenizer, padded_batch, random_prompt
+from ..support.models import build_tiny_model
 
 
 VOCAB_SIZE, WIDTH, NEW_TOKENS = 96, 9, 25
@@ -28,41 +27,12 @@ ALL_STATES = {"return_dict_in_generate": True, "output_scores": True, "output_lo
 ALL_STATES |= {"output_hidden_states": True, "output_attentions": True}
 
 
-def sliding_model():
-    config = MistralConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=6,
-        initializer_range=0.3,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = MistralForCausalLM(config).eval().requires_grad_(False)
-    model.generation_config.pad_token_id = 0
-    return model
-
-
 def drafters(model, script):
     yield "perfect", ScriptedDrafter(script, (1,) * 5, vocab_size=VOCAB_SIZE)
     yield "scripted", ScriptedDrafter(script, (2, 2, 1, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
     yield "random", RandomDrafter(vocab_size=VOCAB_SIZE)
     yield "empty", EmptyDrafter()
     yield "draft model", DraftModelDrafter.for_target(model, model=model, depth=3)
-
-
-class EndsWithToken(StoppingCriteria):
-    """Not known: rows go in lock-step."""
-
-    def __init__(self, token):
-        self.token = token
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -1] == self.token
 
 
 REQUESTS = {
@@ -111,7 +81,7 @@ class TestSecondTurns:
             assert torch.equal(ours[1], plain[1]), f"{kind}: second turn"
 
     def test_windows_that_slide(self):
-        model, inputs = sliding_model(), padded_batch(random_prompt, (9, 4, 7, 9))
+        model, inputs = build_tiny_model("mistral", sliding_window=6), padded_batch(random_prompt, (9, 4, 7, 9))
         plain = two_turns(model, inputs, REQUESTS["a list of EOS"], None, False)
         for kind, drafter in drafters(model, plain[0][:, WIDTH:]):
             ours = two_turns(model, inputs, REQUESTS["a list of EOS"], Speculator(drafter), False)
@@ -212,7 +182,7 @@ class TestLockStep:
                             torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3, msg=f"{kind} {name}")
 
     def test_attentions_of_windows_that_slide(self):
-        model = sliding_model()
+        model = build_tiny_model("mistral", sliding_window=6)
         model.set_attn_implementation("eager")
         ids = torch.cat([random_prompt(WIDTH, seed=row) for row in range(2)])
         request = {**ALL_STATES, "max_new_tokens": 12, "eos_token_id": EOS}

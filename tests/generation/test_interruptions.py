@@ -12,8 +12,9 @@ from hf_speculate.errors import DrafterError
 from hf_speculate.testing import RaisingDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
+
 # Eager attention computes its soft-max in fp32, whatever the model's dtype.
 TOLERANCE = {"sdpa": 1e-10, "eager": 2e-5}
 

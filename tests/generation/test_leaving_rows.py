@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,14 +12,11 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
-    MistralConfig,
-    MistralForCausalLM,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
 import hf_speculate
-from hf_speculate import DraftTree, Speculator
+from hf_speculate import Speculator
 from hf_speculate.cache import rows
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.generation import loop as decoding
@@ -31,10 +28,11 @@ from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
-from ..conftest import build_tiny_model
-from ..inputs import padded_batch
-from ..lossless.test_property import random_eagle, random_medusa
-from ..target.test_scoring import CHAIN_ONLY, chain_only  # noqa: F401  (a fixture)
+from ..support.criteria import EndsRows
+from ..support.hooks import all_rows_stay
+from ..support.inputs import padded_batch
+from ..support.models import CHAIN_ONLY, build_tiny_model
+from ..support.tiny_heads import random_eagle, random_medusa
 
 
 VOCAB_SIZE, HEADS, HEAD_DIM, WINDOW = 96, 2, 4, 8
@@ -44,22 +42,6 @@ WIDTH, STEPS = max(LENGTHS), 24
 ENDS = [(5, 24, 11, 17), (3, 3, 3, 24), (24, 2, 1, 9), (12, 4, 12, 24)]
 PARTS = ("scores", "logits", "hidden_states", "attentions")
 MEDUSA_CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-
-
-class EndsRows(StoppingCriteria):
-    """Ends every row, known by its prompt, after so many tokens; as stock has it with EOS, padding follows."""
-
-    row_wise = True
-    eos_token_id = None
-
-    def __init__(self, prompts, ends):
-        self.width = prompts.shape[1]
-        self.ends = {tuple(row): end for row, end in zip(prompts.tolist(), ends, strict=True)}
-
-    def __call__(self, input_ids, scores, **kwargs):
-        num_new = input_ids.shape[1] - self.width
-        done = [num_new >= self.ends[tuple(row)] for row in input_ids[:, : self.width].tolist()]
-        return torch.tensor(done)
 
 
 def drafters(model, script):
@@ -199,15 +181,16 @@ class TestRequests:
 
     @pytest.mark.parametrize("name", ["draft_model chain", "draft_model tree"])
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-    def test_the_draft_model_leaves_them_out_too(self, prompt, batches, monkeypatch, name, do_sample):
+    def test_the_draft_model_leaves_them_out_too(self, prompt, batches, name, do_sample):
         """And drafts for the others what it drafts with all rows."""
         model, draft = build_tiny_model(), build_tiny_model(dtype=torch.float64)  # of the same weights
-        inputs, ends, leave_out, found = padded_batch(prompt, LENGTHS), (5, 24, 11, 17), Scorer.leave_out, []
+        inputs, ends, found = padded_batch(prompt, LENGTHS), (5, 24, 11, 17), []
         for leaves in (True, False):
-            monkeypatch.setattr(Scorer, "leave_out", leave_out if leaves else lambda self, finished: False)
             drafter, counts = drafters(model, [0])[name], batches(draft)
             drafter.model = draft
-            output, _ = run(model, inputs, ends, Speculator(drafter), do_sample=do_sample, max_new_tokens=2 * STEPS)
+            request = {"do_sample": do_sample, "max_new_tokens": 2 * STEPS}
+            with nullcontext() if leaves else all_rows_stay(draft):
+                output, _ = run(model, inputs, ends, Speculator(drafter), **request)
             assert (counts[-1] < 4) == leaves
             stats = output.speculation
             found.append((output.sequences.tolist(), stats.accepted_tokens, stats.drafted_tokens, len(counts)))
@@ -230,7 +213,7 @@ class TestRequests:
             assert_same_rows(ours, plain, ends, WIDTH)
 
     @pytest.mark.parametrize("attention", ["eager", "sdpa", CHAIN_ONLY])
-    def test_no_padding_chains_positions_embeddings(self, chain_only, prompt, batches, attention):  # noqa: F811
+    def test_no_padding_chains_positions_embeddings(self, chain_only, prompt, batches, attention):
         model = build_tiny_model("qwen2", attention=attention)
         ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
         requests = {
@@ -249,28 +232,25 @@ class TestRequests:
             assert set(counts) == {1, 2, 3}, name
             assert_same_rows(ours, plain, ends, 8)
 
-    def test_typical_acceptance(self, prompt, batches, monkeypatch):
+    def test_typical_acceptance(self, prompt, batches):
         model, inputs = build_tiny_model(dtype=torch.float64), padded_batch(prompt, LENGTHS)
         texts = []
         for leaves in (True, False):
-            if not leaves:
-                monkeypatch.setattr(Scorer, "leave_out", lambda self, finished: None)
             counts = batches(model)
             speculator = Speculator(PromptLookupDrafter(), acceptance="typical", posterior_threshold=0.05)
-            texts.append(run(model, inputs, ENDS[0], speculator, do_sample=True)[0])
+            with nullcontext() if leaves else all_rows_stay(model):
+                texts.append(run(model, inputs, ENDS[0], speculator, do_sample=True)[0])
             assert (counts[-1] < 4) == leaves
         assert_same_rows(*texts, ENDS[0], WIDTH, atol=1e-10)
 
-    def test_statistics_are_those_of_running_all_rows(self, prompt, monkeypatch):
+    def test_statistics_are_those_of_running_all_rows(self, prompt):
         model, inputs = build_tiny_model(dtype=torch.float64), padded_batch(prompt, LENGTHS)
         script = run(model, inputs, (STEPS,) * 4, None)[0].sequences[:, WIDTH:]
         found = {}
         for leaves, (name, drafter) in itertools.product([True, False], drafters(model, script).items()):
             if "eagle" in name or "medusa" in name:  # of another dtype
                 continue
-            with monkeypatch.context() as patch:
-                if not leaves:
-                    patch.setattr(Scorer, "leave_out", lambda self, finished: None)
+            with nullcontext() if leaves else all_rows_stay(model):
                 output, rng = run(model, inputs, ENDS[0], Speculator(drafter), do_sample=True)
             counters = {k: v for k, v in output.speculation.to_dict().items() if not k.endswith(("seconds", "ciency"))}
             found.setdefault(name, []).append((output, rng, counters))
@@ -386,98 +366,11 @@ class TestInterruptions:
         patch.setattr(decoding.Decoding, "_settle", lambda run: (runs.append(run), settle(run)))
 
 
-def states(batch_size, length):
-    return [torch.randn(batch_size, HEADS, length, HEAD_DIM) for _ in range(2)]
-
-
-class TestCache:
-    @pytest.mark.parametrize("windowed", [False, True], ids=["full", "sliding"])
-    @pytest.mark.parametrize("seed", range(12))
-    def test_rows_leave_and_come_back(self, seed, windowed):
-        """Beside plain lists of entries; some rows go at once, some one after the other, at random times."""
-        choose, batch_size = random.Random(seed), 5
-        cache = DynamicCache()
-        if windowed:
-            cache = DynamicCache(config=MistralConfig(num_hidden_layers=2, sliding_window=WINDOW))
-        tree_cache, texts = TreeCache(cache, batch_size), [[[] for _ in range(batch_size)] for _ in range(2)]
-
-        def append(count, paths):
-            for index, text in enumerate(texts):
-                new = states(len(tree_cache.rows), count)
-                cache.update(*new, index)
-                for slot, row in enumerate(tree_cache.rows):
-                    text[row] += [(new[0][slot, :, node], new[1][slot, :, node]) for node in paths[row]]
-
-        num_prompt = choose.choice([3, 20, 126])
-        append(num_prompt, [range(num_prompt)] * batch_size)
-        tree_cache.commit_appended()
-        ended: set[int] = set()
-        for _ in range(choose.choice([10, 80])):
-            running = [row for row in range(batch_size) if row not in ended]
-            paths = [
-                sorted(choose.sample(range(5), choose.randint(1, 5))) if row in running else []
-                for row in range(batch_size)
-            ]
-            append(5, paths)
-            if len(running) > 1 and choose.random() < 0.2:
-                ended.update(choose.sample(running, choose.randint(1, len(running) - 1)))
-            tree_cache.keep(paths, ended)
-            if choose.random() < 0.5 and ended.intersection(tree_cache.rows):
-                tree_cache.set_aside(ended)
-                assert not ended.intersection(tree_cache.rows)
-            self.assert_holds(tree_cache, tree_cache.rows, texts)
-        first = [getattr(layer, "first", 0) for layer in cache.layers]
-        append(3, [[]] * batch_size)  # a round that is broken off
-        tree_cache.bring_back()
-        assert list(tree_cache.rows) == list(range(batch_size))
-        self.assert_holds(tree_cache, range(batch_size), texts, first)
-        lengths = tree_cache.lengths
-        tree_cache.truncate([n if row in ended else n - 2 for row, n in enumerate(lengths)])
-        tree_cache.release()
-        append(4, [[]] * batch_size)  # by stock
-        assert all(layer.keys.isfinite().all() for layer in cache.layers)
-
-    def assert_holds(self, tree_cache, rows, texts, first=None):
-        lengths = tree_cache.lengths
-        for index, (layer, text) in enumerate(zip(tree_cache.cache.layers, texts, strict=True)):
-            shown_from = tree_cache.visible_from(index)
-            assert layer.keys.shape[0] == len(rows)
-            assert layer.get_seq_length() == max(lengths[row] for row in rows)
-            for slot, row in enumerate(rows):
-                assert lengths[row] == len(text[row])
-                begin = shown_from if first is None else max(shown_from, first[index])
-                for kind, held in enumerate((layer.keys, layer.values)):
-                    expected = [entry[kind] for entry in text[row]][begin:]
-                    if expected:
-                        found = held[slot, :, begin - shown_from : len(text[row]) - shown_from]
-                        assert torch.equal(found, torch.stack(expected, dim=1))
-
-    def test_memory_is_never_that_of_a_copy(self):
-        cache = DynamicCache()
-        for index in range(2):
-            cache.update(*states(8, 100), index)
-        tree_cache = TreeCache(cache, 8)
-        cache.update(*states(8, 1), 0), cache.update(*states(8, 1), 1)
-        tree_cache.keep([[0]] * 8)
-        old = weakref.ref(cache.layers[0]._buffers["keys"])
-        tree_cache.set_aside([0, 1, 2])
-        assert old() is None
-        aside = [left for of_layer in tree_cache._aside._left.values() for left in of_layer]
-        assert [left.states["keys"].shape for left in aside] == [(3, HEADS, 101, HEAD_DIM)] * 2
-        assert all(s.untyped_storage().nbytes() == s.nbytes for left in aside for s in left.states.values())
-
-
 class TestSlidingWindow:
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     @pytest.mark.parametrize("ends", [(9, 50, 20), (50, 12, 12)])
     def test_text_and_windows(self, prompt, batches, attention, ends):
-        config = MistralConfig(
-            **build_tiny_model().config.to_dict() | {"sliding_window": WINDOW, "model_type": "mistral"}
-        )
-        config._attn_implementation = attention
-        torch.manual_seed(0)
-        model = MistralForCausalLM(config).eval().requires_grad_(False)
-        model.generation_config.pad_token_id = 0
+        model = build_tiny_model("mistral", attention=attention, sliding_window=WINDOW)
         inputs = padded_batch(prompt, (19, 6, 12))
         plain, _ = run(model, inputs, ends, None, max_new_tokens=50)
         drafter = ScriptedDrafter(plain.sequences[:, 19:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
@@ -491,25 +384,6 @@ class TestSlidingWindow:
             assert mine.get_seq_length() == theirs.get_seq_length()
             assert mine.keys.isfinite().all()
             torch.testing.assert_close(mine.keys[longest], theirs.keys[longest], atol=2e-5, rtol=1e-4)
-
-
-class TestTree:
-    def test_a_selection_is_as_wide_as_its_rows_need(self):
-        rows = [([5], [-1]), ([6, 7, 8, 9], [-1, 0, 0, 2]), ([1, 2], [-1, 0])]
-        tree = DraftTree.from_rows(rows)
-        assert tree.select([0, 1, 2]) is tree
-        assert (list(tree.rows), tree.slot(2)) == ([0, 1, 2], 2)
-        selected = tree.select([0, 2])
-        assert selected.token_ids.tolist() == [[5, 5], [1, 2]]
-        assert (list(selected.rows), selected.slot(2), selected.max_depth) == ([0, 2], 1, 1)
-        assert selected.host.child(selected.slot(2), 0, 2) == 1
-
-    def test_shared_structures_and_those_on_the_device_stay(self):
-        tokens, parents = torch.arange(9).view(3, 3), [-1, 0, 0]
-        for structure in (parents, torch.tensor([parents]), torch.tensor([parents] * 3)):
-            tree = DraftTree(tokens, structure, max_depth=1).select([1, 2])
-            assert tree.token_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
-            assert tree.host.parents == [parents, parents]
 
 
 def test_arguments_with_a_value_for_each_row_keep_all_rows():

@@ -21,8 +21,8 @@ from hf_speculate import Speculator
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
-from ..conftest import VOCAB_SIZE, random_prompt
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch, random_prompt
+from ..support.models import INITIALIZER_RANGE, SPECIAL_TOKENS, VOCAB_SIZE, random_model
 
 
 BORDER = 32
@@ -48,9 +48,8 @@ def build(name="phi3", attention="sdpa"):
         "short_mscale": 1.0,
         "long_mscale": 1.2,
     }
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    model = kind(
+    return random_model(
+        kind,
         config(
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
@@ -60,18 +59,13 @@ def build(name="phi3", attention="sdpa"):
             num_key_value_heads=2,
             max_position_embeddings=256,
             original_max_position_embeddings=BORDER,
-            initializer_range=0.3,
-            bos_token_id=1,
-            eos_token_id=None,
-            pad_token_id=0,
+            initializer_range=INITIALIZER_RANGE,
             rope_parameters=rope,
             attn_implementation=attention,
+            **SPECIAL_TOKENS,
             **options,
-        )
+        ),
     )
-    torch.random.set_rng_state(state)
-    model.generation_config.pad_token_id = 0
-    return model.eval().requires_grad_(False)
 
 
 def run(model, inputs, speculator=None, **request):

@@ -11,10 +11,10 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.records import LayerRecord
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch
+from ..support.models import VOCAB_SIZE
 
 
-VOCAB_SIZE = 96
 NEW_TOKENS = 16
 ALL_PARTS = {
     "return_dict_in_generate": True,

@@ -11,8 +11,6 @@ from transformers import (
     DynamicCache,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LogitsProcessor,
 )
 
@@ -24,11 +22,11 @@ from hf_speculate.generation.bridge import _originals
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..conftest import VOCAB_SIZE, build_tiny_model, random_prompt
-from ..inputs import padded_batch
+from ..support.inputs import random_prompt
+from ..support.models import VOCAB_SIZE, build_tiny_gpt2, build_tiny_model
+from ..support.requests import BATCH, assert_as_plain, assert_same, assert_steps_aside, run
 
 
-BATCH = padded_batch(random_prompt, (9, 5, 7))
 ENDS = {"eos_token_id": [*range(3, 9)]}
 
 
@@ -40,41 +38,7 @@ def model():
 
 @pytest.fixture
 def gpt2():
-    config = GPT2Config(vocab_size=VOCAB_SIZE, n_positions=128, n_embd=32, n_layer=3, n_head=4, initializer_range=0.3)
-    model = GPT2LMHeadModel(config).eval().requires_grad_(False)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
-def run(model, speculator=None, **request):
-    torch.manual_seed(6)
-    return model.generate(**{"max_new_tokens": 24, **request}, speculator=speculator), torch.get_rng_state()
-
-
-def assert_same(ours, plain):
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def assert_as_plain(model, accuracy=0.8, branching=(2, 2, 1), **request):
-    plain = run(model, **request)
-    new = plain[0][:, request["input_ids"].shape[1] :]
-    drafter = ScriptedDrafter(new, branching, accuracy=accuracy, vocab_size=VOCAB_SIZE)
-    speculator = Speculator(drafter)
-    assert_same(run(model, speculator, **request), plain)
-    return speculator.stats
-
-
-def assert_steps_aside(model, reason, request):
-    """Only if attached."""
-    plain, speculator = run(model, **request()), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-    with pytest.raises(UnsupportedRequestError, match=reason):
-        run(model, speculator, **request())
-    hf_speculate.attach(model, speculator)
-    torch.manual_seed(6)
-    assert torch.equal(model.generate(**{"max_new_tokens": 24, **request()}), plain[0])
-    hf_speculate.detach(model)
-    assert len(speculator.stats.fallbacks) == 1
+    return copy.deepcopy(build_tiny_gpt2(num_positions=128, num_layers=3))
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

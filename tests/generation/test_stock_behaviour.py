@@ -17,8 +17,9 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
+
 NEW_TOKENS = 12
 
 

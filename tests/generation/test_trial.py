@@ -18,7 +18,7 @@ from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.tree import TreePlan, additive
 
-from ..conftest import VOCAB_SIZE, build_tiny_model
+from ..support.models import VOCAB_SIZE, build_tiny_model
 
 
 class Custom(LlamaForCausalLM):

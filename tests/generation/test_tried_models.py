@@ -15,8 +15,9 @@ from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.generation.trial import needs_trial, request_shape
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 
-from ..conftest import VOCAB_SIZE, build_tiny_model
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch
+from ..support.models import VOCAB_SIZE, build_tiny_model
+from ..support.requests import SEED, assert_same, run
 
 
 class Biased(LlamaForCausalLM):
@@ -87,23 +88,13 @@ def build(kind: type) -> LlamaForCausalLM:
     return model
 
 
-def run(model, speculator=None, **request):
-    torch.manual_seed(3)
-    return model.generate(**request, speculator=speculator), torch.get_rng_state()
-
-
 def run_attached(model, speculator, **request):
     hf_speculate.attach(model, speculator)
-    torch.manual_seed(3)
+    torch.manual_seed(SEED)
     try:
         return model.generate(**request), torch.get_rng_state()
     finally:
         hf_speculate.detach(model)
-
-
-def assert_same(ours, plain):
-    assert torch.equal(ours[0], plain[0])
-    assert torch.equal(ours[1], plain[1]), "RNG"
 
 
 def shape_of(model):

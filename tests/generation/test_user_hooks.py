@@ -10,8 +10,9 @@ import torch
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter
 
-from ..conftest import VOCAB_SIZE, build_tiny_model, random_prompt
-from .test_requests import BATCH, assert_as_plain, assert_same, run
+from ..support.inputs import random_prompt
+from ..support.models import VOCAB_SIZE, build_tiny_model
+from ..support.requests import BATCH, assert_as_plain, assert_same, run
 
 
 @pytest.fixture

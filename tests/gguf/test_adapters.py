@@ -16,8 +16,9 @@ from hf_speculate.gguf.native import native_problem
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.testing import ScriptedDrafter, check_lossless
 
-from ..inputs import write_eagle_head
-from ..target.test_adapters import perturbed
+from ..support.adapters import perturbed
+from ..support.gguf import relative_error, token_ids
+from ..support.tiny_heads import write_eagle_head
 
 
 peft = pytest.importorskip("peft")
@@ -64,15 +65,6 @@ def backends() -> list[str]:
     return [name for name in ("native", "int4", "dequantize") if name != "native" or not native_problem()]
 
 
-def token_ids(*shape: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(1))
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest logit."""
-    return ((found.float() - expected).abs().max() / expected.abs().max()).item()
-
-
 @pytest.mark.parametrize("kind", LORAS)
 def test_logits_are_those_of_the_dequantised_model_with_it(path, kind, tmp_path):
     """Each projection of a fused product has its own, and one for each row works too."""
@@ -80,17 +72,19 @@ def test_logits_are_those_of_the_dequantised_model_with_it(path, kind, tmp_path)
     dense = peft.PeftModel.from_pretrained(load(path, "dense"), folder)
     expected, plain = dense(ids).logits, load(path, "dense")(ids).logits
     names = ["default", "__base__"]
-    assert error(plain, expected) > 1e-2, "the adapter does nothing"
+    assert relative_error(plain, expected) > 1e-2, "the adapter does nothing"
     for backend in backends():
         model = peft.PeftModel.from_pretrained(load(path, backend), folder)
-        assert error(model(ids).logits, expected) < 1e-5, backend
-        assert error(model(ids, adapter_names=names).logits, dense(ids, adapter_names=names).logits) < 1e-5, backend
+        assert relative_error(model(ids).logits, expected) < 1e-5, backend
+        assert relative_error(model(ids, adapter_names=names).logits, dense(ids, adapter_names=names).logits) < 1e-5, (
+            backend
+        )
         with model.disable_adapter():
-            assert error(model(ids).logits, plain) < 1e-5, backend
-        assert error(model.unload()(ids).logits, plain) < 1e-5, backend
+            assert relative_error(model(ids).logits, plain) < 1e-5, backend
+        assert relative_error(model.unload()(ids).logits, plain) < 1e-5, backend
         half = peft.PeftModel.from_pretrained(load(path, backend, torch.bfloat16), folder)
         assert half(ids).logits.dtype == torch.bfloat16
-        assert error(half(ids).logits, expected) < 5e-2, backend
+        assert relative_error(half(ids).logits, expected) < 5e-2, backend
 
 
 def lora_layers(model: torch.nn.Module) -> set[str]:
@@ -114,10 +108,10 @@ def test_peft_in_transformers(path, tmp_path):
     found, expected = load(path), load(path, "dense")
     for model in (found, expected):
         model.load_adapter(folder, adapter_name="one")
-    assert error(found(ids).logits, expected(ids).logits) < 1e-5
+    assert relative_error(found(ids).logits, expected(ids).logits) < 1e-5
     with_it = found(ids).logits
     found.disable_adapters()
-    assert error(found(ids).logits, with_it) > 1e-2
+    assert relative_error(found(ids).logits, with_it) > 1e-2
     found.enable_adapters()
     assert torch.equal(found(ids).logits, with_it)
 

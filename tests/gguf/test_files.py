@@ -32,16 +32,6 @@ def write(tmp_path):
     return _write
 
 
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Fails where the bytes of a weight matrix are read."""
-
-    def refuse(*_):
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr("hf_speculate.gguf.matrices.TensorRows.read", refuse)
-
-
 def test_header_is_what_was_written(write):
     file = read_header(write())
     assert file.metadata["general.architecture"] == "llama"

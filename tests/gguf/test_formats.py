@@ -8,46 +8,13 @@ import pytest
 import torch
 
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
-from hf_speculate.gguf import int4
+from hf_speculate.gguf import backends, int4
 from hf_speculate.gguf.backends import BACKENDS, choose_backend
 from hf_speculate.gguf.formats import FORMATS
-from hf_speculate.gguf.matrices import Matrix, TensorRows, half_split_order
-from hf_speculate.gguf.modules import FusedLinear, PackedLinear, Projection
-from hf_speculate.gguf.random_files import random_blocks
-from hf_speculate.gguf.reading import GgufFile, TensorEntry, file_identity
+from hf_speculate.gguf.matrices import Matrix, half_split_order
+from hf_speculate.gguf.modules import FusedLinear, Projection
 
-
-CPU = torch.device("cpu")
-
-
-def make_matrix(
-    folder, kind: str, rows: int, columns: int = 512, parts: int = 1, seed: int = 0, change=lambda data: None
-) -> Matrix:
-    """Random blocks in a file of nothing else, as `parts` tensors of equal size; `change` writes into their bytes."""
-    path = folder / f"{kind}-{rows}-{columns}.bin"
-    blocks = random_blocks(kind, rows, columns, 0.5, np.random.default_rng(seed))
-    change(blocks.reshape(-1))
-    blocks.tofile(path)
-    with open(path, "rb") as opened:
-        file, size = GgufFile(str(path), {}, {}, blocks.nbytes, file_identity(opened)), rows // parts
-    entries = [
-        TensorEntry(f"t{i}", (size, columns), kind, i * size * blocks.shape[1], blocks.shape[1]) for i in range(parts)
-    ]
-    return Matrix(tuple(TensorRows(file, entry) for entry in entries))
-
-
-def reference(matrix: Matrix) -> torch.Tensor:
-    """float32 [N, K], by the `gguf` package."""
-    blocks = matrix.read(0, matrix.num_rows).numpy()
-    return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[matrix.type]))
-
-
-def pack(matrix: Matrix, backend: str, dtype: torch.dtype) -> PackedLinear:
-    chosen = BACKENDS[backend]
-    if problem := chosen.problem(CPU, dtype):
-        pytest.skip(f"{backend}: {problem}")
-    tensors = chosen.pack(matrix, dtype, CPU)
-    return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, chosen, tensors)
+from ..support.gguf import CPU, make_matrix, pack, reference
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -139,11 +106,9 @@ def test_dequantising_keeps_to_its_buffer(tmp_path, monkeypatch):
     matrix = make_matrix(tmp_path, "Q8_0", rows=96)
     layer, inputs, seen = pack(matrix, "dequantize", torch.float32), torch.randn(5, 512), []
     expected = layer(inputs)
-    monkeypatch.setattr("hf_speculate.gguf.backends.BUFFER_WEIGHTS", 10 * 512)
+    monkeypatch.setattr(backends, "BUFFER_WEIGHTS", 10 * 512)
     linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        "hf_speculate.gguf.backends.functional.linear", lambda x, w: seen.append(w.shape[0]) or linear(x, w)
-    )
+    monkeypatch.setattr(backends.functional, "linear", lambda x, w: seen.append(w.shape[0]) or linear(x, w))
     torch.testing.assert_close(layer(inputs), expected, rtol=1e-5, atol=1e-4)
     assert max(seen) == 10
     assert sum(seen) == 96

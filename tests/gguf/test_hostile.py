@@ -126,16 +126,6 @@ def write(tmp_path):
     return _write
 
 
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Fails where the bytes of a weight matrix are read."""
-
-    def refuse(*_):
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr("hf_speculate.gguf.matrices.TensorRows.read", refuse)
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -18,6 +18,7 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.gguf import load_gguf, load_model, packing_report
 from hf_speculate.gguf.formats import DENSE_TYPES, FORMATS
+from hf_speculate.gguf.matrices import TensorRows
 from hf_speculate.gguf.model import plain_frequencies, plan_model
 from hf_speculate.gguf.modules import PackedEmbedding, PackedLinear, Projection
 from hf_speculate.gguf.native import native_problem
@@ -27,7 +28,9 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.heads import MedusaHeads
 
-from ..inputs import character_tokenizer, write_eagle_head
+from ..support.gguf import relative_error, token_ids
+from ..support.inputs import character_tokenizer
+from ..support.tiny_heads import write_eagle_head
 
 
 VOCAB = 96
@@ -55,18 +58,9 @@ def dequantised(path: str, dtype: torch.dtype = torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype).eval()
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest logit."""
-    return ((found.float() - expected).abs().max() / expected.abs().max()).item()
-
-
 def available(*backends: str) -> list[str]:
     """Those that run here: "native" needs a C++ compiler."""
     return [name for name in backends if name != "native" or not native_problem()]
-
-
-def token_ids(*shape: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, *DENSE_TYPES])
@@ -78,7 +72,7 @@ def test_logits_are_those_of_the_dequantised_model(architecture, kind, write):
     for backend in available("native", "int4", "dequantize", "dense"):
         for dtype, allowed in ((torch.float32, 5e-6), (torch.bfloat16, 2e-2)):
             model = load_model(path, dtype=dtype, backend=backend)
-            assert error(model(ids).logits, expected) < allowed, f"{kind}, {backend}, {dtype}"
+            assert relative_error(model(ids).logits, expected) < allowed, f"{kind}, {backend}, {dtype}"
             assert model.dtype == dtype
 
 
@@ -86,7 +80,7 @@ def test_logits_are_those_of_the_dequantised_model(architecture, kind, write):
 def test_mixed_files_fuse_what_they_can(architecture, write):
     path, ids = write(shape_of(architecture, layers=4), q4_k_m(4)), token_ids(1, 7)
     model = load_model(path, dtype=torch.float32)
-    assert error(model(ids).logits, dequantised(path)(ids).logits) < 5e-6
+    assert relative_error(model(ids).logits, dequantised(path)(ids).logits) < 5e-6
     types = {entry.type for entry in read_header(path).tensors.values()}
     assert types == {"Q4_K", "Q6_K", "F32"}
     mixed = [layer.self_attn for layer in model.model.layers if isinstance(layer.self_attn.v_proj, PackedLinear)]
@@ -109,11 +103,11 @@ def test_biases_of_llama_are_permuted_as_its_rows(write):
     q_bias = torch.from_numpy(biases["blk.1.attn_q.bias"]).view(4, 8, 2).transpose(1, 2).reshape(-1)
     assert torch.equal(found.model.layers[1].self_attn.q_proj.bias, q_bias)
     expected = dequantised(path)  # which leaves them out
-    assert error(found(ids).logits, expected(ids).logits) > 1e-3
+    assert relative_error(found(ids).logits, expected(ids).logits) > 1e-3
     for layer, ours in zip(expected.model.layers, found.model.layers, strict=True):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             getattr(layer.self_attn, name).bias = torch.nn.Parameter(getattr(ours.self_attn, name).bias.clone())
-    assert error(found(ids).logits, expected(ids).logits) < 5e-6
+    assert relative_error(found(ids).logits, expected(ids).logits) < 5e-6
 
 
 LLAMA3 = {
@@ -158,7 +152,7 @@ def test_rope_scaling_of_the_metadata(architecture, metadata, parameters, write)
     path, ids = write(shape_of(architecture, hidden=64), "Q8_0", metadata=metadata), token_ids(1, 40)
     found = load_model(path, dtype=torch.float32)
     expected = with_rope(dequantised(path), {"rope_theta": 10000.0, **parameters})
-    assert error(found(ids).logits, expected(ids).logits) < 5e-6
+    assert relative_error(found(ids).logits, expected(ids).logits) < 5e-6
     assert {k: found.config.rope_parameters[k] for k in parameters} == parameters
 
 
@@ -172,7 +166,7 @@ def test_rope_factors_of_llama_3(write):
     assert factors.max() == 32
     path = write(shape, "Q8_0", metadata=metadata, extra_tensors={"rope_freqs.weight": factors.numpy()})
     found, ids = load_model(path, dtype=torch.float32), token_ids(1, 60)
-    assert error(found(ids).logits, expected(ids).logits) < 5e-6
+    assert relative_error(found(ids).logits, expected(ids).logits) < 5e-6
     assert found.config.rope_parameters == LLAMA3
     factors[3] *= 1.5
     path = write(shape, "Q8_0", metadata=metadata, extra_tensors={"rope_freqs.weight": factors.numpy()})
@@ -190,7 +184,7 @@ def test_real_files(name, shared_root):
     text = "Once upon a time, there was a little girl named Lily."
     inputs = tokenizer(text, return_tensors="pt")
     assert inputs.input_ids.tolist() == [reference(text).input_ids]
-    assert error(model(**inputs).logits, expected(**inputs).logits) < 5e-6
+    assert relative_error(model(**inputs).logits, expected(**inputs).logits) < 5e-6
     request = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(**inputs, **request), expected.generate(**inputs, **request, eos_token_id=2))
     assert model.generation_config.eos_token_id == [2]
@@ -326,7 +320,7 @@ def test_models_copy_cast_and_refuse_to_be_saved(write, tmp_path):
     expected = model(ids).logits
     twin = copy.deepcopy(model)
     assert torch.equal(twin(ids).logits, expected)
-    assert error(twin.float()(ids).logits, expected.float()) < 2e-2
+    assert relative_error(twin.float()(ids).logits, expected.float()) < 2e-2
     assert twin(ids).logits.dtype == torch.float32
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "saved")
@@ -410,7 +404,7 @@ def test_speculation_is_lossless_in_bfloat16(write, prompt):
 
 def test_plans_are_made_without_weights(write, monkeypatch):
     path = write(shape_of("qwen2"))
-    monkeypatch.setattr("hf_speculate.gguf.matrices.TensorRows.read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(TensorRows, "read", lambda *_: pytest.fail("weights were read"))
     plan = plan_model(read_header(path))
     assert plan.config.num_hidden_layers == 2
     assert plan.config.model_type == "qwen2"

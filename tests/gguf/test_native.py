@@ -14,8 +14,8 @@ from hf_speculate.gguf import native
 from hf_speculate.gguf.backends import BACKENDS, choose_backend
 from hf_speculate.gguf.formats import FORMATS
 
-from ..conftest import REPOSITORY
-from .test_formats import CPU, make_matrix, pack, reference
+from ..support.gguf import CPU, make_matrix, pack, reference
+from ..support.paths import REPOSITORY
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from hf_speculate.models import has_own_method
 from hf_speculate.target.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch
+from ..support.models import VOCAB_SIZE
 
 
-VOCAB_SIZE = 96
 TREES, CHAINS, NOTHING = "trees", "chains", "no drafts"
 
 COMMON = {

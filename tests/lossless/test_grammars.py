@@ -16,8 +16,9 @@ from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
+
 EOS = 95
 SCHEMA = {
     "type": "object",

@@ -16,10 +16,11 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..inputs import character_tokenizer, write_eagle_head
+from ..support.inputs import character_tokenizer
+from ..support.models import VOCAB_SIZE
+from ..support.tiny_heads import write_eagle_head
 
 
-VOCAB_SIZE = 96
 NEW_TOKENS = 24
 
 

@@ -18,8 +18,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -32,22 +30,16 @@ from hf_speculate import Speculator
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate.testing.lossless import TOLERANCE
 from hf_speculate.verification.noise import Noise
-from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.draft_model import DraftModelDrafter
-from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions
-from hf_speculate_plugins.eagle.config import EagleSpec
-from hf_speculate_plugins.eagle.head import EagleHead
-from hf_speculate_plugins.eagle.loading import LoadedHead
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
-from ..inputs import character_tokenizer
+from ..support.criteria import EndsRow
+from ..support.inputs import character_tokenizer
+from ..support.models import VOCAB_SIZE, build_tiny_gpt2
+from ..support.tiny_heads import HIDDEN, random_eagle, random_medusa
 
 
 shared_tokenizer = cache(character_tokenizer)
-
-
-VOCAB_SIZE, HIDDEN = 96, 32
 
 
 class Stateful(LogitsProcessor):
@@ -71,16 +63,6 @@ class EndsAfter(StoppingCriteria):
         ends = input_ids[:, -1] == self.token
         self.done = ends if self.done is None else self.done | ends
         return self.done
-
-
-class EndsRow(StoppingCriteria):
-    row_wise = True
-
-    def __init__(self, token):
-        self.token = token
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -1] == self.token
 
 
 def two_in_three(batch_id, text):
@@ -234,36 +216,6 @@ class Case:
         }
 
 
-@cache
-def random_eagle(depth, top_k, max_nodes, model):
-    spec = EagleSpec(
-        dialect="specforge",
-        version=3,
-        hidden_size=HIDDEN,
-        target_hidden_size=HIDDEN,
-        vocab_size=VOCAB_SIZE,
-        draft_vocab_size=VOCAB_SIZE,
-        num_layers=1,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        feature_layers=(0, 1, 2),
-    )
-    torch.manual_seed(0)
-    head = EagleHead(spec).eval().requires_grad_(False)
-    options = EagleOptions(depth=depth, top_k=top_k, max_nodes=max_nodes)
-    return EagleDrafter(LoadedHead(head, None, LoadReport("made here")), model, options)
-
-
-@cache
-def random_medusa(choices, model):
-    generator = torch.Generator().manual_seed(0)
-    weights = [0.3 * torch.randn(*size, generator=generator) for size in ((3, 1, HIDDEN, HIDDEN), (3, 1, HIDDEN))]
-    output = 0.3 * torch.randn(3, VOCAB_SIZE, HIDDEN, generator=generator)
-    return MedusaDrafter(MedusaHeads(*weights, output), model, MedusaOptions(choices=choices))
-
-
 def make_drafter(case, model, tiny_model, script):
     kind, *options = case.drafter
     if case.architecture == "gpt2" and kind in ("eagle", "medusa", "draft_model"):
@@ -285,31 +237,9 @@ def make_drafter(case, model, tiny_model, script):
     return random_medusa(options[0], model) if kind == "medusa" else EmptyDrafter()
 
 
-@cache
-def tiny_gpt2(attention):
-    config = GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_positions=64,
-        n_embd=HIDDEN,
-        n_layer=2,
-        n_head=4,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    config._attn_implementation = attention
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval().requires_grad_(False)
-    torch.set_rng_state(state)
-    model.generation_config.pad_token_id = 0
-    return model
-
-
 def target(case, tiny_model):
     if case.architecture == "gpt2":
-        return tiny_gpt2(case.attention)
+        return build_tiny_gpt2(case.attention)
     return tiny_model(case.architecture, attention=case.attention)
 
 

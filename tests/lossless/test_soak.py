@@ -22,8 +22,7 @@ from hf_speculate.testing import EmptyDrafter, RaisingDrafter, RandomDrafter, Sc
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
-
-VOCAB_SIZE = 96
+from ..support.models import VOCAB_SIZE
 
 
 class Tapping(RandomDrafter):

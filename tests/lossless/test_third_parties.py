@@ -14,7 +14,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
-from ..inputs import write_eagle_head
+from ..support.tiny_heads import write_eagle_head
 
 
 VOCAB_SIZE, WIDTH, NEW_TOKENS = 96, 9, 30

@@ -11,7 +11,7 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
 
-from ..conftest import VOCAB_SIZE
+from ..support.models import VOCAB_SIZE
 
 
 peft = pytest.importorskip("peft")

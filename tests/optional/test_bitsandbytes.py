@@ -20,7 +20,8 @@ from hf_speculate_plugins.medusa.heads import MedusaHeads
 from hf_speculate_training.recipe import recipe_from
 from hf_speculate_training.run import train_head
 
-from ..inputs import character_tokenizer, write_eagle_head
+from ..support.inputs import character_tokenizer
+from ..support.tiny_heads import write_eagle_head
 
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'hf-speculate[bitsandbytes]'")

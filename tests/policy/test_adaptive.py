@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hf_speculate import Speculator
 from hf_speculate.drafting.observations import Observation, joined
-from hf_speculate.generation import clock as round_clock
 from hf_speculate.policy import NOTHING, Budget, Situation
 from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START, AdaptiveSession
 from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.policy.rates import LADDER, AcceptanceRates
+from hf_speculate.round import Round, RoundSeconds
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
+from hf_speculate.tree import DraftTree
 
-from ..conftest import VOCAB_SIZE
+from ..support.clocks import ForwardClock
+from ..support.models import VOCAB_SIZE
 
 
 def random_rounds(count, seed=0):
@@ -195,21 +198,9 @@ def test_a_drafter_that_chooses_its_depth_is_asked_for_nodes_only():
     assert by_depth._best([0])[0].max_depth == 4  # the short ones count as cut off there
 
 
-class Clock:
-    """Stands in for the clock: a forward over one node takes a second, each further node `slope` of one."""
-
-    def __init__(self, monkeypatch, model, slope=0.1):
-        self.now, self.slope = 0.0, slope
-        monkeypatch.setattr(round_clock.time, "perf_counter", lambda: self.now)
-        self.hook = model.register_forward_pre_hook(self.tick, with_kwargs=True)
-
-    def tick(self, _module, _args, kwargs):
-        self.now += 1 + self.slope * (kwargs["input_ids"].shape[1] - 1)
-
-
 @pytest.fixture
 def clock(monkeypatch, tiny_model):
-    clock = Clock(monkeypatch, tiny_model())
+    clock = ForwardClock(monkeypatch, tiny_model())
     yield clock
     clock.hook.remove()
 
@@ -290,6 +281,25 @@ class TestContext:
         policy.choose(situation(context=200))
         policy.record(12, 4, {0: [1, 3, 6, 12]}, seconds=500.0, drafting_seconds=0.0)
         assert NOTHING not in self.rounds(policy, 20, context=200)
+
+
+def test_rounds_that_compiled_teach_nothing():
+    warm_up = Round(
+        tree=DraftTree.from_rows([([5], [-1])]),
+        paths=[[0]],
+        tokens=[[7]],
+        num_accepted=[0],
+        lengths=[9],
+        context=9,
+        seconds=RoundSeconds(total=500.0),
+        is_warm_up=True,
+    )
+    costs = RoundCosts()
+    policy = AdaptiveSession(costs, [AcceptanceRates()])
+    policy.learn(warm_up)
+    assert not costs.rounds.knows(1)
+    policy.learn(replace(warm_up, is_warm_up=False))
+    assert costs.rounds.knows(1)
 
 
 def test_rounds_over_a_part_of_the_batch_teach_nothing_about_the_whole():

@@ -23,25 +23,16 @@ from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
-from ..inputs import write_eagle_head
-from ..policy.test_adaptive import Clock
+from ..support.adapters import perturbed
+from ..support.clocks import ForwardClock
+from ..support.models import VOCAB_SIZE
+from ..support.tiny_heads import write_eagle_head
 
 
 peft = pytest.importorskip("peft")
 
-VOCAB_SIZE = 96
 NEW_TOKENS = 20
 ALL = ("eagle", "scripted", "random", "prompt lookup", "itself")
-
-
-def perturbed(model, seed: int = 0):
-    """Adapters begin as zeros: these change the text from its first tokens on."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or "lora_embedding_A" in name or "modules_to_save" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    return model.eval().requires_grad_(False)
 
 
 @pytest.fixture
@@ -193,7 +184,7 @@ class TestWhatIsLearnt:
     def test_acceptance_is_that_of_the_adapter(self, adapted, prompt, monkeypatch):
         """A drafter that knows the text of "first": what "second" rejects must not change what is known of "first"."""
         ids = prompt(9)
-        Clock(monkeypatch, unwrap(adapted))
+        ForwardClock(monkeypatch, unwrap(adapted))
         adapted.set_adapter("first")
         text = adapted.generate(input_ids=ids, max_new_tokens=64)
         drafter = ScriptedDrafter(text[:, 9:], (2, 1, 1, 1), vocab_size=VOCAB_SIZE)

@@ -16,12 +16,14 @@ import hf_speculate
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import SpeculateError
+from hf_speculate.target import attention
 from hf_speculate.target.attention import TreeAttention, fold, grouped_sdpa, head_groups, install_attention
 from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import RandomDrafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
+
 # Of outputs that are means of standard normal values.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -140,7 +142,7 @@ def test_masks_of_others_reach_stock_as_they_are(mask, monkeypatch):
         "one query": torch.zeros(1, 1, 1, 31, dtype=torch.float64),
     }[mask]
     seen = []
-    monkeypatch.setattr("hf_speculate.target.attention.sdpa_attention_forward", lambda *a, **k: seen.append((a, k)))
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *a, **k: seen.append((a, k)))
     module = layer(4, 2)
     grouped_sdpa(module, query, key, value, given, scaling=0.1, is_causal=False)
     ((arguments, options),) = seen

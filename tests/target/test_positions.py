@@ -9,8 +9,6 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     MptConfig,
     MptForCausalLM,
     OPTConfig,
@@ -19,28 +17,23 @@ from transformers import (
 
 from hf_speculate import Speculator
 from hf_speculate.target.positions import longrope_switch, num_positions
-from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
-from ..conftest import VOCAB_SIZE, build_tiny_model, random_prompt
-from ..generation.test_leaving_rows import EndsRows
-from ..inputs import padded_batch
-
-
-SPECIAL = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+from ..support.criteria import EndsRows
+from ..support.hooks import all_rows_stay
+from ..support.inputs import padded_batch, random_prompt
+from ..support.models import SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_gpt2, build_tiny_model, random_model
 
 
 def config_of(kind, size):
-    gpt = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
     opt = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "init_std": 0.3}
     return {
-        "gpt2": lambda: GPT2Config(vocab_size=VOCAB_SIZE, n_positions=size, **gpt, **SPECIAL),
         "opt": lambda: OPTConfig(
-            vocab_size=VOCAB_SIZE, max_position_embeddings=size, word_embed_proj_dim=32, **opt, **SPECIAL
+            vocab_size=VOCAB_SIZE, max_position_embeddings=size, word_embed_proj_dim=32, **opt, **SPECIAL_TOKENS
         ),
         "bloom": lambda: BloomConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, **SPECIAL
+            vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, **SPECIAL_TOKENS
         ),
         "mpt": lambda: MptConfig(
             vocab_size=VOCAB_SIZE,
@@ -50,20 +43,17 @@ def config_of(kind, size):
             max_seq_len=size,
             use_cache=True,
             initializer_range=0.3,
-            **SPECIAL,
+            **SPECIAL_TOKENS,
         ),
     }[kind]()
 
 
 @cache
 def build(kind, size, seed=0):
-    classes = {"gpt2": GPT2LMHeadModel, "opt": OPTForCausalLM, "bloom": BloomForCausalLM, "mpt": MptForCausalLM}
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    model = classes[kind](config_of(kind, size)).eval().requires_grad_(False)
-    torch.random.set_rng_state(state)
-    model.generation_config.pad_token_id = 0
-    return model
+    if kind == "gpt2":
+        return build_tiny_gpt2(num_positions=size, seed=seed)
+    classes = {"opt": OPTForCausalLM, "bloom": BloomForCausalLM, "mpt": MptForCausalLM}
+    return random_model(classes[kind], config_of(kind, size), seed)
 
 
 def run(model, inputs, speculator=None, **request):
@@ -167,13 +157,13 @@ class TestDraftModel:
         assert_same(target, inputs, self.speculator(target, kind, top_k), max_new_tokens=40, **request_)
 
     @pytest.mark.parametrize("ends", [(9, 30, 20), (30, 12, 6)])
-    def test_rows_that_ended_behind_the_table_and_stay(self, kind, top_k, ends, monkeypatch):
+    def test_rows_that_ended_behind_the_table_and_stay(self, kind, top_k, ends):
         """As where a hook holds a value for each row: the others may still be within the table."""
-        monkeypatch.setattr(Scorer, "leave_out", lambda *args: False)
         target, inputs = build("gpt2", 128), padded_batch(random_prompt, (25, 3, 14))
         criteria = [EndsRows(inputs["input_ids"], ends)]
         speculator = self.speculator(target, kind, top_k)
-        assert_same(target, inputs, speculator, max_new_tokens=40, stopping_criteria=criteria)
+        with all_rows_stay(target):
+            assert_same(target, inputs, speculator, max_new_tokens=40, stopping_criteria=criteria)
         assert speculator.stats.drafted_tokens > 0
 
     def test_a_second_turn_behind_the_table(self, kind, top_k):
@@ -218,7 +208,7 @@ class TestNoPositionIds:
 
 def test_what_configs_say():
     assert num_positions(build_tiny_model().config) is None, "RoPE has any"
-    assert num_positions(config_of("gpt2", 32)) == num_positions(config_of("opt", 32)) == 32
+    assert num_positions(build("gpt2", 32).config) == num_positions(config_of("opt", 32)) == 32
     assert longrope_switch(build_tiny_model().config) is None
 
 

@@ -15,10 +15,10 @@ from hf_speculate.target.recurrent import MAX_RERUN, RecurrentCache, RecurrentSc
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import DraftTree
 
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch
+from ..support.models import VOCAB_SIZE
 
 
-VOCAB_SIZE = 96
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,

@@ -6,9 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, Qwen2Config
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import flash_attention_mask
+from transformers import DynamicCache, LlamaConfig, Qwen2Config
 
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache.tree_cache import TreeCache
@@ -16,32 +14,11 @@ from hf_speculate.target.positions import DepthLimit, has_length_dependent_rope
 from hf_speculate.target.scoring import Scorer, supported_shape
 from hf_speculate.testing import RandomDrafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
+
 # eager's soft-max is fp32 whatever the model's dtype.
 TOLERANCE = {"sdpa": 1e-10, "eager": 5e-5}
-CHAIN_ONLY = "rejects_4d_masks"
-
-
-def chain_only_attention(module, query, key, value, attention_mask, **kwargs):
-    """Stands for flash attention: causal by itself, takes the 2-D padding mask, cannot take a tree's."""
-    assert attention_mask is None or attention_mask.dim() == 2, f"a {attention_mask.dim()}-D mask reached the kernel"
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)[None, None]
-    if attention_mask is not None:
-        mask = mask & attention_mask[:, None, None, :].bool()
-    # A padding query that sees nothing would be NaN; it may see itself.
-    mask = mask | torch.eye(num_keys, dtype=torch.bool)[-num_queries:]
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-
-
-@pytest.fixture
-def chain_only():
-    AttentionInterface.register(CHAIN_ONLY, chain_only_attention)
-    AttentionMaskInterface.register(CHAIN_ONLY, flash_attention_mask)
-    yield CHAIN_ONLY
-    AttentionInterface._global_mapping.pop(CHAIN_ONLY)
-    AttentionMaskInterface._global_mapping.pop(CHAIN_ONLY)
 
 
 def prefill(model, texts, shape="tree"):

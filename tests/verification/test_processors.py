@@ -24,10 +24,10 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.processors import without_inspection
 from hf_speculate.verification.sampler import Sampler
 
-from ..inputs import padded_batch
+from ..support.inputs import padded_batch
+from ..support.models import VOCAB_SIZE
 
 
-VOCAB_SIZE = 96
 NEW_TOKENS = 16
 LENGTHS = (9, 4, 1)
 SOME_EOS = list(range(3, 20))
