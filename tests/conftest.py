@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -14,12 +14,21 @@ from transformers.masking_utils import flash_attention_mask
 from .support.inputs import random_prompt
 from .support.models import CHAIN_ONLY, build_tiny_model, chain_only_attention
 from .support.models import VOCAB_SIZE as VOCAB_SIZE
-from .support.paths import SHARED
+from .support.paths import SHARED, TESTS
+from .support.tiers import is_rest
 from .support.trees import random_tree
 
 
 # Tests are about trees: what is drafted must not depend on the clock. Those about the policy ask for it.
 os.environ["HF_SPECULATE_ADAPTIVE"] = "0"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before `-m` looks at the markers."""
+    for item in items:
+        if is_rest(PurePosixPath(item.path.relative_to(TESTS))):
+            item.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,6 +30,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick_quarter
 
 
 TREES, CHAINS, NOTHING = "trees", "chains", "no drafts"
@@ -267,11 +268,10 @@ def drafters(continuation):
     yield "random", RandomDrafter(vocab_size=VOCAB_SIZE)
 
 
-ALL = [pytest.param(name, id=name) for name in CASES]
-SPECULATING = [pytest.param(name, id=name) for name, case in CASES.items() if case.drafts != NOTHING]
+SPECULATING = [name for name, case in CASES.items() if case.drafts != NOTHING]
 
 
-@pytest.mark.parametrize("name", SPECULATING)
+@pytest.mark.parametrize("name", quick_quarter(SPECULATING))
 def test_text_is_that_of_plain_generate_whatever_is_drafted(name, prompt):
     model, case, ids = build(name), CASES[name], prompt(13)
     plain = model.generate(ids, max_new_tokens=17)
@@ -286,7 +286,7 @@ def test_text_is_that_of_plain_generate_whatever_is_drafted(name, prompt):
             assert speculator.stats.mean_acceptance_length == 5, "four drafted tokens and the bonus token a round"
 
 
-@pytest.mark.parametrize("name", SPECULATING)
+@pytest.mark.parametrize("name", quick_quarter(SPECULATING))
 def test_rows_of_a_padded_batch_are_those_of_plain_generate(name, prompt):
     model, inputs = build(name), padded_batch(prompt, (11, 4, 9))
     plain = model.generate(**inputs, max_new_tokens=12)
@@ -295,7 +295,7 @@ def test_rows_of_a_padded_batch_are_those_of_plain_generate(name, prompt):
     assert torch.equal(text, plain)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.drafts == NOTHING])
+@pytest.mark.parametrize("name", quick_quarter(name for name, case in CASES.items() if case.drafts == NOTHING))
 def test_what_cannot_speculate_says_so_or_steps_aside(name, prompt):
     model, speculator = build(name), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
     with pytest.raises(UnsupportedRequestError, match=CASES[name].why):
@@ -307,6 +307,7 @@ def test_what_cannot_speculate_says_so_or_steps_aside(name, prompt):
     assert CASES[name].why in " ".join(speculator.stats.fallbacks)
 
 
+@cache
 def found_by_trial(name) -> str:
     """What the trial finds, for any class whatever is known of it."""
     model = build(name)
@@ -316,11 +317,12 @@ def found_by_trial(name) -> str:
     return {"tree": TREES, "chain": CHAINS, "single": NOTHING}[shape]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", quick_quarter(CASES))
 def test_the_trial_finds_what_the_other_tests_find(name):
     assert found_by_trial(name) == CASES[name].drafts
 
 
+@pytest.mark.rest
 def test_the_table_in_the_docs_and_the_list_of_classes_are_what_the_trial_finds(request):
     made = {
         request.config.rootpath / "docs" / "architectures.md": document(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,41 +13,53 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
+from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick
+
 
 NEW_TOKENS = 40
-VOCAB_SIZE = 96
 SHAPES = {"chain5": (1,) * 5, "tree": (3, 2, 2, 1), "wide": (8, 4)}
 
 
-def plain_continuation(model, prompt, num_tokens=NEW_TOKENS + 8, **kwargs):
-    return model.generate(prompt, max_new_tokens=num_tokens, speculator=None, **kwargs)[:, prompt.shape[1] :]
+def plain_continuation(model, prompt, num_tokens=NEW_TOKENS + 8):
+    return _continuation(model, tuple(prompt[0].tolist()), num_tokens)
 
 
-def scripted(model, prompt, shape, accuracy, **kwargs):
-    script = plain_continuation(model, prompt, **kwargs)
-    return ScriptedDrafter(script, SHAPES[shape], accuracy=accuracy, vocab_size=VOCAB_SIZE)
+@cache
+def _continuation(model, prompt, num_tokens):
+    """The models are not changed by anybody."""
+    return model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, speculator=None)[:, len(prompt) :]
+
+
+def scripted(model, prompt, shape, accuracy, num_tokens=NEW_TOKENS + 8):
+    script = plain_continuation(model, prompt, num_tokens)
+    return ScriptedDrafter(script, SHAPES[shape], accuracy=accuracy, vocab_size=model.config.vocab_size)
 
 
 DRAFTERS = {
     **{
-        f"{name}-{shape}": (lambda model, prompt, s=shape, a=accuracy: scripted(model, prompt, s, a))
+        f"{name}-{shape}": partial(scripted, shape=shape, accuracy=accuracy)
         for (name, accuracy), shape in itertools.product(
             {"perfect": 1.0, "mixed": 0.6, "adversarial": 0.0}.items(), SHAPES
         )
     },
-    "random": lambda model, prompt: RandomDrafter(vocab_size=VOCAB_SIZE),
-    "empty": lambda model, prompt: EmptyDrafter(),
-    "prompt_lookup": lambda model, prompt: AutoSpeculator.from_name("prompt_lookup", target=model).drafter,
+    "random": lambda model, prompt, **_: RandomDrafter(vocab_size=model.config.vocab_size),
+    "empty": lambda model, prompt, **_: EmptyDrafter(),
+    "prompt_lookup": lambda model, prompt, **_: AutoSpeculator.from_name("prompt_lookup", target=model).drafter,
 }
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+MODELS = list(itertools.product(["llama", "qwen2"], ["untied", "tied"], ["eager", "sdpa"]))
+# Each value of each is in one of them.
+SOME_MODELS = (("llama", "untied", "sdpa"), ("qwen2", "tied", "eager"))
+
+
+@pytest.mark.parametrize("kind", quick(MODELS, *SOME_MODELS), ids="-".join)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_text_is_the_targets_own(tiny_model, prompt, architecture, tied, attention, drafter):
+def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
     # 12 drafters x 2 x 2 x 2 models x 5 prompts = 480 (prompt, drafter, shape, length) combinations.
-    model = tiny_model(architecture, tied=tied, attention=attention)
+    architecture, tied, attention = kind
+    model = tiny_model(architecture, tied=tied == "tied", attention=attention)
     for length in (1, 2, 7, 16, 33):
         ids = prompt(length)
         speculator = Speculator(DRAFTERS[drafter](model, ids))
@@ -226,11 +239,9 @@ def test_bf16_differences_are_proven_ties(tiny_model, prompt, attention):
 
 
 @pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-wide", "random", "prompt_lookup"])
-def test_a_real_model_long_text(real_llama, shared_root, drafter, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.VOCAB_SIZE", 512)
-    monkeypatch.setattr(f"{__name__}.NEW_TOKENS", 150)
+def test_a_real_model_long_text(real_llama, shared_root, drafter):
     tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
     for text in ("Once upon a time", "Lily and Tom", "The big dog"):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        speculator = Speculator(DRAFTERS[drafter](real_llama, ids))
+        speculator = Speculator(DRAFTERS[drafter](real_llama, ids, num_tokens=158))
         check_lossless(real_llama, speculator, [ids], max_new_tokens=150)

@@ -18,6 +18,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..support.inputs import character_tokenizer
 from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick
 from ..support.tiny_heads import write_eagle_head
 
 
@@ -169,10 +170,10 @@ class TestPlacement:
             assert torch.equal(spread.generate(ids, max_new_tokens=NEW_TOKENS, speculator=each), plain)
             assert each.stats.rounds > 0
 
-    @pytest.mark.parametrize("how", ["model", "forward"])
+    @pytest.mark.parametrize("how", quick(["model", "forward"]))
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     def test_compiled(self, tiny_model, prompt, backend, how):
-        model, ids = copy.deepcopy(tiny_model()), prompt(9)
+        model, ids = copy.deepcopy(tiny_model(num_layers=1)), prompt(9)
         plain = model.generate(ids, max_new_tokens=12)
         if how == "model":
             compiled = torch.compile(model, backend=backend, dynamic=True)

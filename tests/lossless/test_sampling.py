@@ -15,6 +15,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick
 
 
 NEW_TOKENS = 32
@@ -79,7 +80,7 @@ def drafters(model, script):
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
 def test_the_seed_gives_the_tokens_and_the_rng_state_of_plain_generate(tiny_model, prompt, name, architecture):
     model = tiny_model(architecture)
     for length, seed in ((1, 0), (6, 1), (17, 2)):
@@ -174,7 +175,7 @@ def test_scores_and_logits_are_those_of_plain_generate(tiny_model, prompt):
     )
 
 
-@pytest.mark.parametrize("name", ["plain", "temperature", "top_p", "repetition_penalty"])
+@pytest.mark.parametrize("name", quick(["plain", "temperature", "top_p", "repetition_penalty"]))
 def test_a_real_pair_keeps_the_seeds_text(real_llama, shared_root, name):
     tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
     drafter = DraftModelDrafter.for_target(real_llama, model=str(shared_root / "models" / "llama2xs"), top_k=3, depth=3)
@@ -236,7 +237,7 @@ class TestDistribution:
         limit = degrees * (1 - spread + self.FALSE_ALARM_QUANTILE * spread**0.5) ** 3
         assert statistic < limit, f"chi-square {statistic:.1f} with {degrees} degrees of freedom, limit {limit:.1f}"
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.1])
+    @pytest.mark.parametrize("temperature", quick([1.0, 0.1]))
     @pytest.mark.parametrize("drafter", ["target", "stranger", "disjoint"])
     def test_the_law_is_the_targets(self, tiny_model, drafter, temperature):
         model = tiny_model(vocab_size=self.VOCAB)

@@ -46,9 +46,10 @@ def build_tiny_model(
     seed: int = 0,
     vocab_size: int = VOCAB_SIZE,
     max_positions: int = 256,
+    num_layers: int = 2,
     **config_kwargs,
 ):
-    """2 layers, 4 heads over 2 KV heads. Cached: tests must not modify it."""
+    """4 heads over 2 KV heads. Cached: tests must not modify it."""
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -59,7 +60,7 @@ def build_tiny_model(
         vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=max_positions,

@@ -6,4 +6,5 @@ from pathlib import Path
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TESTS = REPOSITORY / "tests"
 SHARED = REPOSITORY.parent / "shared"

@@ -172,6 +172,7 @@ def test_the_tokenizer_of_stop_strings_is_no_reason_not_to_compile(tiny_model, p
     assert not speculator.stats.fallbacks
 
 
+@pytest.mark.rest
 def test_hooks_that_change_more_often_than_dynamo_compiles(tiny_model, prompt):
     model = model_of(tiny_model)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
