@@ -22,6 +22,7 @@ from ..support.tiny_heads import write_eagle_head
 
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.rest
 
 VOCAB = 96
 NEW_TOKENS = 16

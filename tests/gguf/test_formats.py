@@ -15,6 +15,7 @@ from hf_speculate.gguf.matrices import Matrix, half_split_order
 from hf_speculate.gguf.modules import FusedLinear, Projection
 
 from ..support.gguf import CPU, make_matrix, pack, reference
+from ..support.tiers import quick
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -70,7 +71,7 @@ BACKEND_KINDS = [
 ]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", quick([1, 2]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("backend", "kinds"), BACKEND_KINDS)
 def test_a_row_does_not_depend_on_the_number_of_rows(backend, kinds, dtype, threads, tmp_path):

@@ -19,6 +19,7 @@ from hf_speculate.gguf.backends import BACKENDS, choose_backend
 
 CPU = torch.device("cpu")
 pytestmark = [
+    pytest.mark.rest,
     pytest.mark.skipif(not kernel_cache._HAS_OWNERS, reason="nothing is kept where files have no owners"),
     pytest.mark.skipif(not any(map(shutil.which, native._COMPILERS)), reason="there is no C++ compiler"),
 ]

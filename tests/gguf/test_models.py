@@ -30,6 +30,7 @@ from hf_speculate_plugins.medusa.heads import MedusaHeads
 
 from ..support.gguf import relative_error, token_ids
 from ..support.inputs import character_tokenizer
+from ..support.tiers import quick_quarter
 from ..support.tiny_heads import write_eagle_head
 
 
@@ -63,7 +64,7 @@ def available(*backends: str) -> list[str]:
     return [name for name in backends if name != "native" or not native_problem()]
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, *DENSE_TYPES])
+@pytest.mark.parametrize("kind", quick_quarter([*FORMATS, *DENSE_TYPES]))
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_logits_are_those_of_the_dequantised_model(architecture, kind, write):
     """Tied and untied, with and without biases, q and k permuted and not; measured: fp32 1e-6, bf16 1e-2."""
@@ -300,6 +301,7 @@ print(status("VmRSS") - start, status("VmHWM") - start, os.path.getsize(sys.argv
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc")
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M"])
 def test_resident_memory(kind, tmp_path):
     """At most 1.25 x the file, and 24 MB that the allocator may keep; while loading, 48 MB for what is being packed."""
@@ -382,6 +384,7 @@ def test_every_method_drafts_for_packed_targets(target, prompt, tmp_path):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.rest
 def test_packed_targets_compile_as_one_graph(target, prompt):
     """Fused projections hand each other their products while they are traced."""
     drafter = RandomDrafter(vocab_size=target.config.vocab_size, max_nodes=6)

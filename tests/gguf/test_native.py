@@ -18,6 +18,9 @@ from ..support.gguf import CPU, make_matrix, pack, reference
 from ..support.paths import REPOSITORY
 
 
+pytestmark = pytest.mark.rest
+
+
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As in a new process of a user whose cache is empty."""

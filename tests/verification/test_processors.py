@@ -26,6 +26,7 @@ from hf_speculate.verification.sampler import Sampler
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick
 
 
 NEW_TOKENS = 16
@@ -113,7 +114,7 @@ def test_the_list_is_that_of_transformers():
 CASES = [(name, do_sample) for name in NAMED for do_sample in (False, True) if do_sample or name not in ONLY_SAMPLING]
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "batch"])
+@pytest.mark.parametrize("lengths", quick([LENGTHS[:1], LENGTHS], LENGTHS), ids=["one", "batch"])
 @pytest.mark.parametrize(("name", "do_sample"), CASES, ids=[f"{n}-{'sample' if s else 'greedy'}" for n, s in CASES])
 def test_equal_to_plain(tiny_model, prompt, name, lengths, do_sample):
     if name == "ForcedBOSTokenLogitsProcessor":
