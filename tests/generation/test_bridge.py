@@ -65,12 +65,14 @@ class TestSignature:
         def outer(*args, **kwargs):
             raise AssertionError
 
-        ours = GenerationMixin.generate
+        hf_speculate.uninstall()
+        stock = GenerationMixin.generate
+        hf_speculate.install()
         monkeypatch.setattr(GenerationMixin, "generate", outer)
         hf_speculate.uninstall()
         assert GenerationMixin.generate is outer
         monkeypatch.undo()  # brings our wrapper back, of an installation that no longer exists
-        GenerationMixin.generate = ours.__wrapped__
+        GenerationMixin.generate = stock
         hf_speculate.install()
 
 

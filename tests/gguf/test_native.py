@@ -141,7 +141,7 @@ def test_threads_are_those_of_torch(tmp_path):
     code = (
         "import os, sys, torch\n"
         "from pathlib import Path\n"
-        "from tests.core.test_gguf_native import pack, make_matrix\n"
+        "from tests.support.gguf import pack, make_matrix\n"
         "torch.set_num_threads(3)\n"
         "layer = pack(make_matrix(Path(sys.argv[1]), 'Q4_0', 4096), 'native', torch.bfloat16)\n"
         "before = len(os.listdir('/proc/self/task'))\n"
