@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -28,7 +28,7 @@ os.environ["HF_SPECULATE_ADAPTIVE"] = "0"
 def pytest_collection_modifyitems(items):
     """Before `-m` looks at the markers."""
     for item in items:
-        if is_rest(PurePosixPath(item.path.relative_to(TESTS))):
+        if is_rest(item.path.relative_to(TESTS).as_posix()):
             item.add_marker(pytest.mark.rest)
 
 
