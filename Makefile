@@ -4,13 +4,22 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo test slow peers stock-tests lint fix docs bench bench-quick build clean
+.PHONY: demo test test-rest test-all slow peers stock-tests lint fix docs bench bench-quick build clean
 
 demo: $(SETUP)
 	$(BIN)/python examples/quickstart.py
 
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadscope
+
+# What protects the text, and every room's own tests.
 test: $(SETUP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope
+	$(PYTEST)
+
+# Compiled forwards, training, command lines, all architectures, big parametrisations.
+test-rest: $(SETUP)
+	$(PYTEST) -m "rest and not gpu and not slow"
+
+test-all: test test-rest
 
 slow: $(SETUP)
 	$(BIN)/python -m pytest -q -n 2 -m slow

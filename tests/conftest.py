@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import flash_attention_mask
+
+from .support.inputs import random_prompt
+from .support.models import CHAIN_ONLY, build_tiny_model, chain_only_attention
+from .support.models import VOCAB_SIZE as VOCAB_SIZE
+from .support.paths import SHARED, TESTS
+from .support.tiers import is_rest
+from .support.trees import random_tree
 
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-SHARED = REPOSITORY.parent / "shared"
-
-VOCAB_SIZE = 96
-
-
-# Tests are about trees: what is drafted must not depend on the clock. Those about the tuner ask for it.
+# Tests are about trees: what is drafted must not depend on the clock. Those about the policy ask for it.
 os.environ["HF_SPECULATE_ADAPTIVE"] = "0"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before `-m` looks at the markers."""
+    for item in items:
+        if is_rest(item.path.relative_to(TESTS).as_posix()):
+            item.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,48 +42,12 @@ def _seeded():
     torch.manual_seed(0)
 
 
-@cache
-def build_tiny_model(
-    architecture: str = "llama",
-    tied: bool = False,
-    attention: str = "sdpa",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    vocab_size: int = VOCAB_SIZE,
-    max_positions: int = 256,
-    **config_kwargs,
-):
-    """A random model: 2 layers, 4 heads over 2 KV heads. Cached: tests must not modify it."""
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[architecture]
-    rope = config_kwargs.pop("rope", None)
-    config = config_class(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
-        # Larger than the usual 0.02: logits of a random model must differ clearly, or every step is a near tie.
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-        **({"rope_parameters": dict(rope)} if rope else {}),
-        **config_kwargs,
-    )
-    config._attn_implementation = attention
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    model = model_class(config).eval().to(dtype)
-    torch.random.set_rng_state(state)
-    model.generation_config.pad_token_id = 0
-    model.requires_grad_(False)
-    return model
+@pytest.fixture
+def unchecked_shapes():
+    """Shapes are not checked: a third of the time of whole requests. Tests of the rooms run the same code checked."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture
@@ -81,17 +56,42 @@ def tiny_model():
     return build_tiny_model
 
 
-def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    """int64 [1, length] without special tokens; half of it repeats, so that prompt lookup finds something."""
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    half = torch.randint(3, vocab_size, ((length + 1) // 2,), generator=generator)
-    return torch.cat([half, half])[None, :length]
-
-
 @pytest.fixture
 def prompt():
     """Factory of prompts, see `random_prompt`."""
     return random_prompt
+
+
+@pytest.fixture(name="random_tree")
+def _random_tree():
+    """Factory of trees, see `random_tree`."""
+    return random_tree
+
+
+@pytest.fixture
+def chain_only():
+    """Name of an attention that scores chains only, see `chain_only_attention`."""
+    AttentionInterface.register(CHAIN_ONLY, chain_only_attention)
+    AttentionMaskInterface.register(CHAIN_ONLY, flash_attention_mask)
+    yield CHAIN_ONLY
+    AttentionInterface._global_mapping.pop(CHAIN_ONLY)
+    AttentionMaskInterface._global_mapping.pop(CHAIN_ONLY)
+
+
+class StrangeLayer(DynamicLayer):
+    """A layer of somebody else: what it does with its entries is not known."""
+
+
+@pytest.fixture
+def strange_cache():
+    """Factory of caches with layers that cannot be indexed, for a model."""
+
+    def make(model):
+        cache = DynamicCache(config=model.config)
+        cache.layers = [StrangeLayer() for _ in cache.layers]
+        return cache
+
+    return make
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hf_speculate import AutoSpeculator, Drafter, DraftSession, DraftTree, insta
 from hf_speculate.errors import DrafterError, SpeculateError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_drafter
 
+from ..support.models import VOCAB_SIZE
 
-VOCAB_SIZE = 96
 
 # Variants of every installed drafter: options for `AutoSpeculator.from_name`.
 VARIANTS = {

@@ -11,6 +11,7 @@ from hf_speculate.policy import NOTHING, UNLIMITED, DraftPolicy, PolicySession
 from hf_speculate.tree import PADDING_PARENT
 
 from ..support.heads import DRAFTERS, target
+from ..support.tiers import quick
 
 
 class EveryNth(DraftPolicy):
@@ -48,7 +49,7 @@ def trees_by_length(model, inputs, drafter, every):
     return text, seen
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["one row", "ragged batch"])
+@pytest.mark.parametrize("ragged", quick([False, True], True), ids=["one row", "ragged batch"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_pause_costs_no_acceptance(tmp_path, prompt, name, ragged):
     model = target("llama", dtype=torch.float64)

@@ -18,7 +18,8 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_training.run import recipe_from, train_head
 
-from ..inputs import character_tokenizer, write_eagle_head
+from ..support.inputs import character_tokenizer
+from ..support.tiny_heads import write_eagle_head
 
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install 'hf-speculate[bitsandbytes]'")

@@ -184,8 +184,8 @@ model that generates. What passes without it passes with it. `HF_SPECULATE_WRITE
 page, and a stale page fails. None of their code is in this repository.
 
 The distribution of {version} has only the files at the top of transformers' `tests` folder. `tests/generation`, the
-generation tests proper, is not in it (`tests/core/GENERATION_TESTS.md` says where their behaviours are tested here),
-nor is `tests/models`. These call `generate`:
+generation tests proper, is not in it (`tests/generation/GENERATION_TESTS.md` says where their behaviours are tested
+here), nor is `tests/models`. These call `generate`:
 
 - `test_training_overfit` trains a model on a text until it writes it. It generates without a cache, where an attached
   speculator steps aside; so it also runs with `use_cache=True`, once with prompt lookup, and once with drafts that are

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 import pytest
 
+from ..support.paths import REPOSITORY, TESTS
+from ..support.tiers import QUICK, REST
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+
 PACKAGES = {
     "hf_speculate": REPOSITORY / "hf_speculate",
     "hf_speculate_plugins": REPOSITORY / "plugins" / "hf_speculate_plugins",
@@ -85,3 +89,39 @@ def test_no_module_is_longer_than_can_be_read_in_one_go():
     lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text().splitlines()) for path in sources}
     too_long = {path: length for path, length in lengths.items() if length > MAX_LINES}
     assert not too_long, f"over {MAX_LINES} lines: {too_long}"
+
+
+def imported_test_modules(source: str) -> Iterator[str]:
+    """Test modules that the import statements of a module name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.rpartition(".")[2].startswith("test_"))
+
+
+class TestTests:
+    def test_no_module_imports_a_test_module(self):
+        found = {
+            str(path.relative_to(TESTS)): list(imported_test_modules(path.read_text())) for path in TESTS.rglob("*.py")
+        }
+        assert not {path: names for path, names in found.items() if names}, "what is shared belongs in tests/support"
+
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "from .test_a import b",
+            "from ..room.test_a import b",
+            "from . import test_a",
+            "import tests.room.test_a",
+        ],
+    )
+    def test_this_check_can_fail(self, statement):
+        assert list(imported_test_modules(statement))
+
+    @pytest.mark.parametrize("pattern", [*REST, *QUICK])
+    def test_what_has_a_tier_is_there(self, pattern):
+        assert any(fnmatchcase(path.relative_to(TESTS).as_posix(), pattern) for path in TESTS.rglob("test_*.py"))

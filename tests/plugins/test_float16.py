@@ -15,7 +15,7 @@ from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.eagle import EagleSession
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
-from ..inputs import write_eagle_head
+from ..support.tiny_heads import write_eagle_head
 
 
 VOCAB_SIZE = 96

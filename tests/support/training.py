@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_speculate_training.data import NO_DOCUMENT, Batch
 
-from ..conftest import VOCAB_SIZE
-from ..conftest import build_tiny_model as build_tiny_model
+from .models import VOCAB_SIZE
+from .models import build_tiny_model as build_tiny_model
 
 
 CHATML = (

@@ -25,9 +25,9 @@ from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.checkpoint import write_heads
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
-from ..conftest import build_tiny_model
-from ..inputs import padded_batch
 from ..support.heads import SHAPES, VOCAB, random_heads, target, write_head
+from ..support.inputs import padded_batch
+from ..support.models import build_tiny_model
 from ..support.pretended_device import TYPE, PretendedDevice, PretendedTensor
 
 

@@ -19,7 +19,7 @@ from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaHeads
 from hf_speculate_plugins.medusa.checkpoint import write_heads
 
-from ...inputs import write_eagle_head
+from ...support.tiny_heads import write_eagle_head
 
 
 HIDDEN, VOCAB = 32, 96

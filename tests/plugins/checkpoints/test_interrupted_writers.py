@@ -15,7 +15,7 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
-from ...inputs import write_eagle_head
+from ...support.tiny_heads import write_eagle_head
 
 
 HIDDEN, VOCAB = 32, 96

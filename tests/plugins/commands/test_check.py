@@ -25,7 +25,7 @@ from hf_speculate_plugins.eagle.calibration import EagleReader, chain_logits
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaReader
 from hf_speculate_plugins.medusa.checkpoint import write_heads
 
-from ...conftest import SHARED
+from ...support.paths import SHARED
 
 
 HIDDEN, VOCAB, LAYERS, CHAIN = 32, 96, 7, 3

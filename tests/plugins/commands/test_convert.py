@@ -23,7 +23,7 @@ from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_plugins.medusa.checkpoint import read_heads, write_heads
 
-from ...conftest import SHARED
+from ...support.paths import SHARED
 
 
 GOLDEN = SHARED / "golden"

@@ -18,7 +18,7 @@ from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, StaticTree, l
 from hf_speculate_plugins.eagle.attention import CachedAttention
 from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
 
-from ...conftest import SHARED
+from ...support.paths import SHARED
 
 
 GOLDEN = SHARED / "golden"

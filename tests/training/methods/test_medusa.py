@@ -22,7 +22,7 @@ from hf_speculate_training.methods.medusa import (
     warm_medusa,
 )
 from hf_speculate_training.states import TargetReader, TargetStates
-from tests.conftest import VOCAB_SIZE, build_tiny_model
+from tests.support.models import VOCAB_SIZE, build_tiny_model
 from tests.support.training import packed
 
 

@@ -17,7 +17,7 @@ from hf_speculate_training.methods.eagle import (
     warm_eagle,
 )
 from hf_speculate_training.states import TargetReader
-from tests.conftest import build_tiny_model
+from tests.support.models import build_tiny_model
 
 
 KEPT = torch.arange(1, 96, 3)

@@ -1,0 +1,250 @@
+"""Sliding windows: the layer beside stock's, kept paths beside plain lists, requests beside plain `generate`."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, MistralConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from hf_speculate import Speculator
+from hf_speculate.cache.sliding import SlidingLayer
+from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.errors import CacheStateError
+from hf_speculate.target import masks
+from hf_speculate.target.masks import LayerType, layer_types
+from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+
+from ..support.inputs import padded_batch
+from ..support.models import build_tiny_model
+
+
+HEADS, HEAD_DIM, WINDOW, VOCAB_SIZE = 2, 4, 8, 96
+
+
+def states(batch_size, length, requires_grad=False):
+    """(keys, values), different from each other."""
+    shape = (batch_size, HEADS, length, HEAD_DIM)
+    return [torch.randn(shape, requires_grad=requires_grad) for _ in range(2)]
+
+
+def assert_layers_equal(ours, stock):
+    assert ours.get_seq_length() == stock.get_seq_length()
+    assert ours.cumulative_length == stock.cumulative_length
+    assert ours.get_mask_sizes(3) == stock.get_mask_sizes(3)
+    if stock.get_seq_length():
+        num_seen = min(stock.get_seq_length(), WINDOW - 1)  # with past recording, stock holds more
+        assert torch.equal(ours.keys, stock.keys[:, :, -num_seen:])
+        assert torch.equal(ours.values, stock.values[:, :, -num_seen:])
+
+
+class TestLayer:
+    OPERATIONS = ("append", "append", "append many", "reorder", "select", "repeat", "reset", "deepcopy")
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_any_sequence_of_operations_gives_the_stock_layers_states(self, seed):
+        choose = random.Random(seed)
+        ours, stock, batch_size = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW), 2
+        for _ in range(60):
+            operation = choose.choice(self.OPERATIONS)
+            if operation.startswith("append"):
+                # 150 is beyond the first capacity of 128: the buffer is made anew.
+                new = states(batch_size, 150 if operation == "append many" else choose.randint(1, 12))
+                returned, expected = ours.update(*new), stock.update(*new)
+                assert all(torch.equal(a, b) for a, b in zip(returned, expected, strict=True))
+            elif operation == "reset" and choose.random() < 0.3:
+                ours.reset(), stock.reset()
+                batch_size = 2
+            elif operation == "deepcopy":
+                ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
+            elif stock.get_seq_length():
+                rows = torch.tensor([choose.randrange(batch_size) for _ in range(batch_size)])
+                if operation == "reorder":
+                    ours.reorder_cache(rows), stock.reorder_cache(rows)
+                elif operation == "select" and batch_size > 1:
+                    ours.batch_select_indices(rows[1:]), stock.batch_select_indices(rows[1:])
+                    batch_size -= 1
+                elif operation == "repeat" and batch_size < 5:
+                    ours.batch_repeat_interleave(2), stock.batch_repeat_interleave(2)
+                    batch_size *= 2
+            assert_layers_equal(ours, stock)
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_past_recording_and_crop_are_stocks(self, seed):
+        choose = random.Random(seed)
+        ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
+        for layer in (ours, stock):
+            layer.activate_past_recording()
+        for _ in range(40):
+            count = choose.randint(1, 9)
+            new = states(1, count)
+            returned, expected = ours.update(*new), stock.update(*new)
+            assert all(torch.equal(a, b) for a, b in zip(returned, expected, strict=True))
+            removed = choose.randint(0, count)
+            ours.crop(-removed), stock.crop(-removed)
+            assert_layers_equal(ours, stock)
+
+    def test_what_is_gone_cannot_be_cropped_back(self):
+        layer = SlidingLayer(WINDOW)
+        for _ in range(300):
+            layer.update(*states(1, 1))
+        layer.crop(-1)  # still there
+        with pytest.raises(RuntimeError, match="cannot crop a sliding window of 8"):
+            layer.crop(-280)
+        assert layer.get_seq_length() == 299
+
+    def test_memory_does_not_grow_with_the_text(self):
+        layer = SlidingLayer(WINDOW)
+        for _ in range(1000):
+            layer.update(*states(1, 3))
+            layer.pinned_from = layer.window_start(layer.length)
+        assert layer._buffers["keys"].shape[-2] <= 128
+
+    def test_with_gradients_it_does_as_stock_does(self):
+        ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
+        prefix, new, later = states(1, 12), states(1, 3, requires_grad=True), states(1, 2)
+        gradients = []
+        for layer in (ours, stock):
+            layer.update(*prefix)
+            keys, values = layer.update(*new)
+            loss = (keys * values).square().sum()
+            layer.update(*later)
+            gradients.append(torch.autograd.grad(loss, new))
+        assert_layers_equal(ours, stock)
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def sliding_cache(num_layers=2):
+    config = MistralConfig(num_hidden_layers=num_layers, sliding_window=WINDOW)
+    return DynamicCache(config=config)
+
+
+def append(tree_cache, num_nodes):
+    blocks = [states(len(tree_cache.lengths), num_nodes) for _ in range(2)]
+    for index, block in enumerate(blocks):
+        tree_cache.cache.update(*block, index)
+    return blocks
+
+
+class TestTreeCache:
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_every_row_keeps_the_window_behind_its_own_end(self, batch_size, seed):
+        choose = random.Random(seed)
+        cache = TreeCache(sliding_cache(), batch_size)
+        texts = [[] for _ in range(batch_size)]  # of layer 0: one key a token
+        prompt = append(cache, 20)
+        cache.commit_appended()
+        for row, text in enumerate(texts):
+            text.extend(prompt[0][0][row].unbind(1))
+        for _ in range(120):
+            block = append(cache, 5)[0][0]
+            paths = [sorted(choose.sample(range(5), choose.randint(1, 5))) for _ in range(batch_size)]
+            cache.keep(paths)
+            for row, path in enumerate(paths):
+                texts[row] += [block[row, :, node] for node in path]
+            layer = cache.cache.layers[0]
+            for row, text in enumerate(texts):
+                assert cache.lengths[row] == len(text)
+                first = layer.visible_from
+                assert first <= max(len(text) - WINDOW + 1, 0)
+                held = layer.keys[row, :, : len(text) - first]
+                assert torch.equal(held, torch.stack(text[first:], dim=1))
+
+    def test_ended_rows_do_not_hold_windows_back(self):
+        cache = TreeCache(sliding_cache(), 2)
+        append(cache, 4)
+        cache.commit_appended()
+        for _ in range(200):
+            append(cache, 2)
+            cache.keep([[0, 1], []], ended=[1])
+        assert cache.cache.layers[0]._buffers["keys"].shape[-2] <= 256
+        cache.truncate([cache.lengths[0] - 3, 4])  # the ended row stays as it is
+
+    def test_an_interrupted_prompt_leaves_what_was_there(self):
+        stock = sliding_cache()
+        for index in range(2):
+            stock.update(*states(1, 30), index)
+        before = [layer.keys.clone() for layer in stock.layers]
+        cache = TreeCache(stock, 1)
+        append(cache, 200)
+        append(cache, 200)
+        cache.restore()
+        cache.release()
+        assert stock.get_seq_length() == 30
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(stock.layers, before, strict=True))
+
+    def test_truncating_behind_the_window_is_refused(self):
+        cache = TreeCache(sliding_cache(), 1)
+        append(cache, 4)
+        cache.commit_appended()
+        for _ in range(100):
+            append(cache, 3)
+            cache.keep([[0, 1, 2]])
+        with pytest.raises(CacheStateError, match="a sliding window has moved on"):
+            cache.truncate([20])
+        cache.truncate([cache.lengths[0] - 30])  # some are kept behind the window
+
+
+class TestLayerTypes:
+    def test_full_attention_is_one_type(self):
+        assert layer_types(LlamaConfig(num_hidden_layers=2)) == (LayerType("", 0),)
+
+    def test_windows_that_differ_within_a_type_are_refused(self, monkeypatch):
+        kinds = ["sliding_attention"] * 2, [{"sliding_window": 8}, {"sliding_window": 16}]
+        monkeypatch.setattr(masks, "get_layer_types_and_kwargs", lambda config: kinds)
+        with pytest.raises(CacheStateError, match="windows of 8 and 16"):
+            layer_types(LlamaConfig(num_hidden_layers=2))
+
+    def test_chunks_begin_behind_the_padding(self):
+        chunks = LayerType("chunked_attention", 0, 4, is_chunked=True)
+        too_far = chunks.too_far(torch.arange(8)[None], torch.tensor([[6]]), torch.tensor([[3]]))
+        assert too_far[0, 0].tolist() == [True, True, True, False, False, False, False, True]
+
+
+@pytest.fixture(params=["eager", "sdpa"])
+def model(request):
+    return build_tiny_model("mistral", attention=request.param, sliding_window=WINDOW)
+
+
+class TestRequests:
+    def test_a_second_turn_and_plain_generate_go_on_from_the_returned_cache(self, model, prompt):
+        texts = []
+        for speculator in (None, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))):
+            cache = DynamicCache(config=model.config)
+            text = model.generate(prompt(20), past_key_values=cache, max_new_tokens=30, speculator=speculator)
+            text = torch.cat([text, prompt(5, seed=1)], dim=1)
+            text = model.generate(text, past_key_values=cache, max_new_tokens=30, speculator=speculator)
+            text = torch.cat([text, prompt(5, seed=2)], dim=1)
+            texts.append(model.generate(text, past_key_values=cache, max_new_tokens=20))
+            assert cache.get_seq_length() == texts[-1].shape[1] - 1
+        assert torch.equal(*texts)
+
+    def test_windows_hold_on_a_cache_that_keeps_everything(self, model, prompt):
+        """`DynamicCache()` without a config has no sliding layers; the model masks the window all the same."""
+        plain = model.generate(prompt(20), past_key_values=DynamicCache(), max_new_tokens=30)
+        drafter = ScriptedDrafter(plain[:, 20:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
+        text = model.generate(
+            prompt(20), past_key_values=DynamicCache(), max_new_tokens=30, speculator=Speculator(drafter)
+        )
+        assert torch.equal(text, plain)
+
+    @pytest.mark.parametrize("options", [{"prefill_chunk_size": 6}, {"do_sample": True}], ids=["chunks", "sampling"])
+    def test_options_of_generate(self, model, prompt, options):
+        texts = []
+        for speculator in (None, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))):
+            torch.manual_seed(3)
+            texts.append(model.generate(prompt(23), max_new_tokens=24, speculator=speculator, **options))
+        assert torch.equal(*texts)
+
+    def test_rows_that_end_early_and_padding(self, model, prompt):
+        inputs = padded_batch(prompt, (19, 6, 12))
+        plain = model.generate(**inputs, max_new_tokens=60)
+        eos = int(plain[1, 19 + 7])
+        plain = model.generate(**inputs, max_new_tokens=60, eos_token_id=eos)
+        drafter = ScriptedDrafter(plain[:, 19:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
+        text = model.generate(**inputs, max_new_tokens=60, eos_token_id=eos, speculator=Speculator(drafter))
+        assert torch.equal(text, plain)

@@ -1,0 +1,373 @@
+"""The bridge: stock `generate` with one more argument, and nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import weakref
+
+import peft
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationMixin,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+import hf_speculate
+from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
+from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.generation import bridge
+from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+
+from ..support.inputs import character_tokenizer
+from ..support.models import VOCAB_SIZE
+
+
+def perfect(model, ids, branching=(2, 2, 2)):
+    script = model.generate(ids, max_new_tokens=48, speculator=None)[:, ids.shape[1] :]
+    return Speculator(ScriptedDrafter(script, branching, vocab_size=VOCAB_SIZE))
+
+
+class TestSignature:
+    def test_generate_keeps_its_signature_and_documentation(self):
+        hf_speculate.uninstall()
+        stock = GenerationMixin.generate
+        stock_parameters, stock_doc = inspect.signature(stock).parameters, stock.__doc__
+        hf_speculate.install()
+        ours = inspect.signature(GenerationMixin.generate).parameters
+        assert [name for name in ours if name != "speculator"] == list(stock_parameters)
+        assert all(ours[name] == stock_parameters[name] for name in stock_parameters)
+        assert ours["speculator"].default is None
+        assert GenerationMixin.generate.__doc__ == stock_doc
+
+    def test_install_twice_wraps_once_and_uninstall_restores_the_original(self, tiny_model, prompt):
+        ours = GenerationMixin.generate
+        hf_speculate.install()
+        assert GenerationMixin.generate is ours
+        hf_speculate.uninstall()
+        try:
+            assert GenerationMixin.generate is not ours
+            with pytest.raises(ValueError, match="speculator"):
+                tiny_model().generate(prompt(4), max_new_tokens=2, speculator="prompt_lookup")
+        finally:
+            hf_speculate.install()
+        tiny_model().generate(prompt(4), max_new_tokens=2, speculator="prompt_lookup")
+
+    def test_uninstall_leaves_a_method_that_somebody_wrapped_after_us(self, monkeypatch):
+        def outer(*args, **kwargs):
+            raise AssertionError
+
+        hf_speculate.uninstall()
+        stock = GenerationMixin.generate
+        hf_speculate.install()
+        monkeypatch.setattr(GenerationMixin, "generate", outer)
+        hf_speculate.uninstall()
+        assert GenerationMixin.generate is outer
+        monkeypatch.undo()  # brings our wrapper back, of an installation that no longer exists
+        GenerationMixin.generate = stock
+        hf_speculate.install()
+
+
+def test_without_a_speculator_the_original_runs_untouched(tiny_model, prompt, monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("our loop ran")
+
+    monkeypatch.setattr(bridge, "prepare", forbidden)
+    model, ids = tiny_model(), prompt(6)
+    model.generate(ids, max_new_tokens=3)
+    model.generate(ids, max_new_tokens=3, speculator=None)
+    model.generate(ids, max_new_tokens=3, num_beams=2)
+    with pytest.raises(AssertionError, match="our loop ran"):
+        model.generate(ids, max_new_tokens=3, speculator="prompt_lookup")
+
+
+def test_the_model_is_left_as_it_was(tiny_model, prompt):
+    model = copy.deepcopy(tiny_model())
+    model.generate(prompt(6), max_new_tokens=3)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
+    hf_speculate.attach(model, "prompt_lookup")
+    model.generate(prompt(6), max_new_tokens=9)
+    hf_speculate.detach(model)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()}.keys() == before.keys()
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys(), name
+        assert len(module._forward_hooks) == len(before[name]["_forward_hooks"])
+    assert model.config.to_dict() == config
+    assert model.generation_config.to_dict() == generation_config
+    assert not any("specul" in key for key in model.state_dict())
+
+
+class TestWrappedModels:
+    def test_peft_with_the_adapter_on_off_and_merged(self, tiny_model, prompt):
+        base = copy.deepcopy(tiny_model("qwen2"))
+        model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.3)
+        ids = prompt(8)
+        adapted = model.generate(input_ids=ids, max_new_tokens=20)
+        with model.disable_adapter():
+            plain = model.generate(input_ids=ids, max_new_tokens=20)
+        assert not torch.equal(adapted, plain), "the adapter does nothing: the test shows nothing"
+        for branching in ((1, 1, 1), (2, 2)):
+            drafter = ScriptedDrafter(adapted[:, 8:], branching, vocab_size=VOCAB_SIZE)
+            speculator = Speculator(drafter)
+            assert torch.equal(model.generate(input_ids=ids, max_new_tokens=20, speculator=speculator), adapted)
+            assert speculator.stats.accepted_tokens > 0
+            with model.disable_adapter():
+                assert torch.equal(model.generate(input_ids=ids, max_new_tokens=20, speculator=speculator), plain)
+        hf_speculate.attach(model, speculator)
+        assert torch.equal(model.generate(input_ids=ids, max_new_tokens=20), adapted)
+        hf_speculate.detach(model)
+        merged = model.merge_and_unload()
+        ours = merged.generate(ids, max_new_tokens=20, speculator=speculator)
+        assert torch.equal(ours, merged.generate(ids, max_new_tokens=20))
+
+    def test_a_compiled_model(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(8)
+        compiled = torch.compile(model, backend="eager")
+        speculator = perfect(model, ids)
+        assert torch.equal(
+            compiled.generate(ids, max_new_tokens=20, speculator=speculator), model.generate(ids, max_new_tokens=20)
+        )
+        assert speculator.stats.accepted_tokens > 0
+        assert hf_speculate.attach(compiled, "prompt_lookup") is hf_speculate.detach(model)
+
+    def test_a_pipeline_holding_the_model(self, real_llama, shared_root):
+        tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
+        pipe = pipeline("text-generation", model=real_llama, tokenizer=tokenizer, device="cpu")
+        request = {"max_new_tokens": 40, "do_sample": False}
+        plain = pipe("Once upon a time", **request)
+        speculator = AutoSpeculator.from_name("prompt_lookup", target=real_llama, min_ngram=1)
+        assert pipe("Once upon a time", **request, speculator=speculator) == plain
+        assert speculator.stats.calls == 1
+        held = pipeline(
+            "text-generation", model=real_llama, tokenizer=tokenizer, device="cpu", speculator=speculator, **request
+        )
+        assert held("Once upon a time") == plain
+        assert speculator.stats.calls == 2
+
+    def test_under_inference_mode_and_on_with_its_cache_outside(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(8)
+        text, cache = model.generate(ids, max_new_tokens=30), DynamicCache(config=model.config)
+        with torch.inference_mode():
+            first = model.generate(ids, max_new_tokens=10, past_key_values=cache, speculator=perfect(model, ids))
+        assert torch.equal(first, text[:, :18])
+        ours = model.generate(first, max_new_tokens=20, past_key_values=cache, speculator=perfect(model, first))
+        assert torch.equal(ours, text)
+
+
+class TestSpeculatorArgument:
+    def test_a_name_is_resolved_once_per_model(self, tiny_model, prompt):
+        for model in (copy.deepcopy(tiny_model()), copy.deepcopy(tiny_model("qwen2"))):
+            for calls in (1, 2):
+                output = model.generate(
+                    prompt(8), max_new_tokens=5, speculator="prompt_lookup", return_dict_in_generate=True
+                )
+                resolved = hf_speculate.attach(model, "prompt_lookup")
+                hf_speculate.detach(model)
+                assert resolved.stats.calls == calls
+                assert output.speculation.calls == 1
+
+    def test_an_installed_name_wins_over_a_folder_of_that_name(self, tiny_model, prompt, tmp_path, monkeypatch):
+        (tmp_path / "prompt_lookup").mkdir()
+        monkeypatch.chdir(tmp_path)
+        model = copy.deepcopy(tiny_model())
+        model.generate(prompt(8), max_new_tokens=5, speculator="prompt_lookup")
+
+    def test_the_folder_of_a_draft_model_is_recognised(self, tiny_model, prompt, tmp_path):
+        model, ids = copy.deepcopy(tiny_model()), prompt(8)
+        tiny_model(seed=0).save_pretrained(tmp_path / "draft")
+        output = model.generate(
+            ids, max_new_tokens=21, speculator=str(tmp_path / "draft"), return_dict_in_generate=True
+        )
+        assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=21))
+        assert output.speculation.acceptance_rate_by_depth[1] == 1.0
+
+    def test_attach_serves_code_that_calls_generate_itself(self, tiny_model, prompt):
+        model, ids = copy.deepcopy(tiny_model()), prompt(8)
+        plain = model.generate(ids, max_new_tokens=20)
+        speculator = perfect(model, ids)
+        assert hf_speculate.attach(model, speculator) is speculator
+        assert torch.equal(model.generate(ids, max_new_tokens=20), plain)
+        assert speculator.stats.calls == 1
+        model.generate(ids, max_new_tokens=20, speculator=None)
+        assert speculator.stats.calls == 1, "speculator=None must run plain"
+        hf_speculate.detach(model)
+        model.generate(ids, max_new_tokens=20)
+        assert speculator.stats.calls == 1
+
+    def test_an_attached_speculator_steps_aside_for_beams(self, tiny_model, prompt):
+        model, ids = copy.deepcopy(tiny_model()), prompt(8)
+        beams = model.generate(ids, max_new_tokens=10, num_beams=3)
+        speculator = hf_speculate.attach(model, perfect(model, ids))
+        assert torch.equal(model.generate(ids, max_new_tokens=10, num_beams=3), beams)
+        assert "beam_search" in next(iter(speculator.stats.fallbacks))
+
+    def test_nothing_keeps_a_model_alive(self, tiny_model, prompt):
+        model = copy.deepcopy(tiny_model())
+        hf_speculate.attach(model, "prompt_lookup")
+        model.generate(prompt(8), max_new_tokens=5)
+        reference = weakref.ref(model)
+        del model
+        gc.collect()
+        assert reference() is None
+
+
+class TestOutput:
+    def test_statistics_come_per_call_and_add_up(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(8)
+        speculator = perfect(model, ids)
+        outputs = [
+            model.generate(ids, max_new_tokens=n, speculator=speculator, return_dict_in_generate=True) for n in (10, 20)
+        ]
+        for output, n in zip(outputs, (10, 20), strict=True):
+            assert isinstance(output.speculation, SpeculationStats)
+            assert output.speculation.emitted_tokens + output.speculation.prefill_tokens == n
+        assert speculator.stats.emitted_tokens == 28
+        assert speculator.stats.calls == 2
+        speculator.stats.reset()
+        assert speculator.stats == SpeculationStats()
+
+    def test_the_users_cache_object_is_the_one_that_is_used_and_returned(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(8)
+        text = model.generate(ids, max_new_tokens=30)
+        for make in (lambda: DynamicCache(config=model.config), DynamicCache):
+            cache = make()
+            model.generate(ids, max_new_tokens=10, past_key_values=cache)
+            output = model.generate(
+                text[:, :18],
+                max_new_tokens=6,
+                past_key_values=cache,
+                speculator=perfect(model, text[:, :18]),
+                return_dict_in_generate=True,
+            )
+            assert output.past_key_values is cache
+            assert torch.equal(output.sequences, text[:, :24])
+            assert torch.equal(model.generate(text[:, :24], max_new_tokens=14, past_key_values=cache), text)
+
+    def test_only_the_new_tokens_with_the_mask_of_all(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(8)
+        text = model.generate(ids, max_new_tokens=30)
+        results = []
+        for speculator in (None, perfect(model, text[:, :18])):
+            cache = DynamicCache(config=model.config)
+            model.generate(ids, max_new_tokens=10, past_key_values=cache)
+            mask = torch.ones(1, 18, dtype=torch.long)
+            results.append(
+                model.generate(
+                    text[:, 17:18], attention_mask=mask, max_new_tokens=12, past_key_values=cache, speculator=speculator
+                )
+            )
+        assert torch.equal(*results)
+        assert torch.equal(results[0], text[:, 17:30])
+
+    def test_a_text_streamer_in_a_thread(self, real_llama, shared_root):
+        tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
+        inputs = tokenizer("Once upon a time", return_tensors="pt")
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+        output = real_llama.generate(**inputs, max_new_tokens=40, streamer=streamer, speculator="prompt_lookup")
+        assert "".join(streamer) == tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+
+    def test_chunked_prefill(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(23)
+        plain = model.generate(ids, max_new_tokens=20)
+        for size in (4, 22, 23, 40):
+            ours = model.generate(ids, max_new_tokens=20, prefill_chunk_size=size, speculator=perfect(model, ids))
+            assert torch.equal(ours, plain)
+
+
+class TestFallbacks:
+    def test_an_attention_that_takes_no_tree_gets_chains(self, tiny_model, prompt):
+        def no_tree_masks(module, query, key, value, attention_mask, **kwargs):
+            # Stands for flash attention: knows padding masks and causality, and was never given a custom mask.
+            assert module.config._attn_implementation == "causal_only"
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+        AttentionInterface.register("causal_only", no_tree_masks)
+        AttentionMaskInterface.register("causal_only", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        model, ids = copy.deepcopy(tiny_model()), prompt(8)
+        plain = model.generate(ids, max_new_tokens=30)
+        model.config._attn_implementation = "causal_only"
+        for branching in ((1, 1, 1), (2, 2, 2)):
+            speculator = perfect(model, ids, branching)
+            ours = model.generate(ids, max_new_tokens=30, speculator=speculator, return_dict_in_generate=True)
+            assert torch.equal(ours.sequences, plain)
+            assert ours.speculation.mean_acceptance_length > 3
+            assert "causal_only" in next(iter(ours.speculation.fallbacks))
+        speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
+        assert torch.equal(model.generate(ids, max_new_tokens=30, speculator=speculator), plain)
+
+    @pytest.mark.rest
+    def test_flex_attention_gets_chains(self, tiny_model, prompt):
+        model, ids = copy.deepcopy(tiny_model(num_layers=1)), prompt(8)
+        model.config._attn_implementation = "flex_attention"
+        plain = model.generate(ids, max_new_tokens=24)
+        ours = model.generate(ids, max_new_tokens=24, speculator=perfect(model, ids), return_dict_in_generate=True)
+        assert torch.equal(ours.sequences, plain)
+        assert ours.speculation.mean_acceptance_length > 3
+        assert "flex_attention" in next(iter(ours.speculation.fallbacks))
+
+    def test_layers_that_cannot_be_indexed_run_plain_and_say_so(self, tiny_model, prompt, strange_cache):
+        model, ids = tiny_model(), prompt(12)
+        speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
+        plain = model.generate(ids, max_new_tokens=20, pad_token_id=0)
+        request = {"max_new_tokens": 20, "pad_token_id": 0}
+        with pytest.raises(UnsupportedRequestError, match="StrangeLayer"):
+            model.generate(ids, **request, speculator=speculator, past_key_values=strange_cache(model))
+        hf_speculate.attach(model, speculator)
+        try:
+            ours = model.generate(ids, **request, past_key_values=strange_cache(model))
+        finally:
+            hf_speculate.detach(model)
+        assert torch.equal(ours, plain)
+        assert "StrangeLayer" in next(iter(speculator.stats.fallbacks))
+
+
+def test_features_are_the_targets_hidden_states_at_the_path(tiny_model, prompt):
+    model, ids, seen = tiny_model(dtype=torch.float64), prompt(9), []
+
+    class Recorder(ScriptedDrafter):
+        feature_layers = (0, 1, 2)
+
+        def start(self, request):
+            session = super().start(request)
+            session.observe = lambda tokens, features, lengths: seen.append((tokens, features, lengths))
+            return session
+
+    script = model.generate(ids, max_new_tokens=48)[:, 9:]
+    drafter = Recorder(script, (2, 2, 2), accuracy=0.8, vocab_size=VOCAB_SIZE)
+    text = model.generate(ids, max_new_tokens=30, speculator=Speculator(drafter))
+    hidden = model(text[:, :-1], output_hidden_states=True).hidden_states
+    position = 0
+    for tokens, features, lengths in seen:
+        length = lengths.item()
+        assert torch.equal(tokens[0, :length], text[0, position + 1 : position + 1 + length])
+        for layer in drafter.feature_layers:
+            torch.testing.assert_close(
+                features[layer][:, :length], hidden[layer][:, position : position + length], atol=1e-9, rtol=0
+            )
+        position += length
+    untold = text.shape[1] - 1 - position
+    assert 1 <= untold <= 4  # the last round only: no draft came after it
+
+
+def test_stop_strings_work_without_any_file(tiny_model, prompt):
+    model, ids, tokenizer = tiny_model(), prompt(8), character_tokenizer()
+    text = model.generate(ids, max_new_tokens=30)
+    speculator = perfect(model, ids)
+    for place in range(8, 20):
+        stop = tokenizer.decode(text[0, place : place + 2])
+        request = {"stop_strings": [stop], "tokenizer": tokenizer, "max_new_tokens": 30}
+        plain = model.generate(ids, **request)
+        assert torch.equal(model.generate(ids, **request, speculator=speculator), plain)

@@ -1,0 +1,278 @@
+"""Phi-3 and PhiMoE with longrope: where RoPE changes, stock drops the cache and runs the text anew; so do we, once."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
+
+import hf_speculate
+from hf_speculate import Speculator
+from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
+
+from ..support.inputs import padded_batch, random_prompt
+from ..support.models import INITIALIZER_RANGE, SPECIAL_TOKENS, VOCAB_SIZE, random_model
+
+
+BORDER = 32
+"""Positions with the short factors."""
+
+MODELS = {
+    "phi3": (Phi3ForCausalLM, Phi3Config, {}),
+    "phi3 windows": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 8}),
+    "phimoe": (PhimoeForCausalLM, PhimoeConfig, {"num_local_experts": 4}),
+}
+
+
+@cache
+def build(name="phi3", attention="sdpa"):
+    kind, config, options = MODELS[name]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": BORDER,
+        "partial_rotary_factor": 1.0,
+        "short_mscale": 1.0,
+        "long_mscale": 1.2,
+    }
+    return random_model(
+        kind,
+        config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            original_max_position_embeddings=BORDER,
+            initializer_range=INITIALIZER_RANGE,
+            rope_parameters=rope,
+            attn_implementation=attention,
+            **SPECIAL_TOKENS,
+            **options,
+        ),
+    )
+
+
+def run(model, inputs, speculator=None, **request):
+    torch.manual_seed(7)
+    return model.generate(**inputs, speculator=speculator, **request), torch.get_rng_state()
+
+
+def scripted(text, accuracy=0.8, branching=(2, 2, 1)):
+    return Speculator(ScriptedDrafter(text, branching, accuracy=accuracy, vocab_size=VOCAB_SIZE))
+
+
+def speculators(text):
+    return {
+        "none": Speculator(EmptyDrafter()),
+        "perfect": scripted(text, 1.0, (1, 1, 1, 1)),
+        "some": scripted(text),
+        "random": Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)),
+    }
+
+
+def single(length):
+    return {"input_ids": random_prompt(length)}
+
+
+@pytest.fixture
+def widths(monkeypatch):
+    """Of every forward of a model, its tokens and what its cache holds before it."""
+    seen = []
+
+    def watch(model):
+        original = model.forward
+
+        def forward(input_ids=None, past_key_values=None, **kwargs):
+            seen.append((input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0))
+            return original(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+
+        run(model, single(4), Speculator(EmptyDrafter()), max_new_tokens=1)  # the trial is over
+        forward.__signature__ = inspect.signature(original)
+        monkeypatch.setattr(model, "forward", forward)
+        return seen
+
+    return watch
+
+
+def states_of(cache):
+    return [state for layer in cache.layers for state in (layer.keys, layer.values)]
+
+
+def assert_same_cache(mine, theirs):
+    assert mine.get_seq_length() == theirs.get_seq_length()
+    for a, b in zip(states_of(mine), states_of(theirs), strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [("phi3", "sdpa"), ("phi3", "eager"), ("phi3 windows", "sdpa"), ("phimoe", "eager")]
+)
+class TestText:
+    @pytest.mark.parametrize(("length", "do_sample"), [(24, True), (31, False), (32, True), (33, False), (40, True)])
+    def test_of_one_row(self, name, attention, length, do_sample):
+        model, request = build(name, attention), {"max_new_tokens": 16, "do_sample": do_sample}
+        plain = run(model, single(length), **request)
+        for kind, speculator in speculators(plain[0][:, length:]).items():
+            ours = run(model, single(length), speculator, **request)
+            assert torch.equal(ours[0], plain[0]), kind
+            assert torch.equal(ours[1], plain[1]), kind
+
+    @pytest.mark.parametrize(
+        ("lengths", "request_"),
+        [
+            ((28, 23, 27), {"do_sample": True}),
+            ((28, 23, 27), {"eos_token_id": [*range(3, 9)]}),
+            ((32, 5), {}),
+            ((20, 36, 33), {}),
+        ],
+        ids=str,
+    )
+    def test_of_a_padded_batch(self, name, attention, lengths, request_):
+        model, inputs = build(name, attention), padded_batch(random_prompt, lengths)
+        request = {"max_new_tokens": 12, **request_}
+        plain = run(model, inputs, **request)
+        for kind, speculator in speculators(plain[0][:, max(lengths) :]).items():
+            ours = run(model, inputs, speculator, **request)
+            assert torch.equal(ours[0], plain[0]), kind
+            assert torch.equal(ours[1], plain[1]), kind
+
+
+class TestSpeed:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_drafts_are_accepted_on_both_sides_and_the_text_is_run_anew_once(self, name, widths):
+        model, length, count = build(name), 12, 48
+        text = run(model, single(length), max_new_tokens=count)[0][:, length:]
+        speculator, seen = scripted(text, 1.0, (1, 1, 1, 1)), widths(model)
+        ours = run(model, single(length), speculator, max_new_tokens=count)[0][:, length:]
+        assert torch.equal(ours, text)
+        rounds = seen[1:]
+        anew = [width for width, cached in rounds if cached == 0]
+        assert anew == [BORDER + 1]
+        assert max(width for width, cached in rounds if 0 < cached < BORDER) == 5
+        assert max(width for width, cached in rounds if cached > BORDER) == 5
+        assert len(rounds) < count / 3
+        assert speculator.stats.target_forwards == len(rounds)
+
+    @pytest.mark.parametrize("length", [33, 40])
+    def test_prompts_behind_the_border_run_nothing_anew(self, length, widths):
+        model = build()
+        seen = widths(model)
+        run(model, single(length), Speculator(PromptLookupDrafter.for_target(model)), max_new_tokens=20)
+        assert all(cached for _, cached in seen[1:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", [(28,), (30, 22, 26)])
+class TestOutputs:
+    REQUEST = {"max_new_tokens": 14, "return_dict_in_generate": True}  # noqa: RUF012
+
+    def test_records_of_every_step(self, name, lengths):
+        model, inputs = build(name, "eager"), padded_batch(random_prompt, lengths)
+        parts = ("hidden_states", "attentions", "scores", "logits")
+        request = {**self.REQUEST, **{f"output_{part}": True for part in parts}}
+        plain = run(model, inputs, **request)[0]
+        for kind, speculator in speculators(plain.sequences[:, max(lengths) :]).items():
+            ours = run(model, inputs, speculator, **request)[0]
+            for part in parts:
+                assert len(ours[part]) == len(plain[part]) == 14
+                for mine, theirs in zip(ours[part], plain[part], strict=True):
+                    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4, msg=f"{kind}: {part}")
+
+    @pytest.mark.parametrize("num_padding", [0, 5])
+    def test_the_caches(self, name, lengths, num_padding):
+        """Stock returns another object than the one it was given, which it leaves as it was at the border: by the
+        entries, padding counted."""
+        model, inputs, results = build(name), padded_batch(random_prompt, lengths), []
+        inputs["attention_mask"][:, :num_padding] = 0
+        text = run(model, inputs, **self.REQUEST)[0].sequences[:, max(lengths) :]
+        for speculator in (None, scripted(text, 1.0, (1, 1, 1, 1))):
+            given = DynamicCache(config=model.config)
+            output = run(model, inputs, speculator, past_key_values=given, **self.REQUEST)[0]
+            assert output.past_key_values is not given
+            results.append((given, output.past_key_values))
+        for mine, theirs in zip(*reversed(results), strict=True):
+            assert_same_cache(mine, theirs)
+
+    def test_a_second_turn(self, name, lengths):
+        model, inputs, results = build(name), padded_batch(random_prompt, lengths), []
+        first = run(model, inputs, **self.REQUEST)[0].sequences
+        question = random_prompt(6, seed=9).expand(len(lengths), -1)
+        for speculators_ in ((None, None), (scripted(first[:, max(lengths) :]), Speculator(EmptyDrafter()))):
+            output, mask = run(model, inputs, speculators_[0], **self.REQUEST)[0], inputs["attention_mask"]
+            text = torch.cat([output.sequences, question], dim=1)
+            mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
+            turn = {"input_ids": text, "attention_mask": mask, "past_key_values": output.past_key_values}
+            results.append(run(model, turn, speculators_[1], max_new_tokens=10)[0])
+        assert torch.equal(*results)
+
+
+class Boom(Exception):
+    pass
+
+
+class Raising(LogitsProcessor):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == self.length:
+            raise Boom
+        return scores
+
+
+class TestInterruptions:
+    @pytest.mark.parametrize("length", [29, 31, 32, 33, 34, 36])
+    @pytest.mark.parametrize("name", ["phi3", "phi3 windows"])
+    def test_the_callers_cache_stays_usable(self, name, length):
+        model, cache_ = build(name), DynamicCache(config=build(name).config)
+        text = run(model, single(20), max_new_tokens=30)[0]
+        with pytest.raises(Boom):
+            run(
+                model,
+                single(20),
+                scripted(text[:, 20:]),
+                max_new_tokens=30,
+                past_key_values=cache_,
+                logits_processor=[Raising(length)],
+            )
+        known = cache_.get_seq_length()
+        assert known == min(length - 1, BORDER)
+        for speculator in (scripted(text[:, known + 1 :]), None):
+            turn = {"input_ids": text[:, : known + 1], "past_key_values": cache_}
+            ours = run(model, turn, speculator, max_new_tokens=12)[0]
+            assert torch.equal(ours, text[:, : known + 13])
+            if cache_.get_seq_length() > known:
+                cache_.crop(known - cache_.get_seq_length())
+
+    @pytest.mark.parametrize("num_rounds", [1, 4, 5, 6, 7, 11])
+    def test_a_closed_stream(self, num_rounds):
+        model, cache_ = build(), DynamicCache(config=build().config)
+        text = run(model, single(24), max_new_tokens=30)[0]
+        stream = hf_speculate.stream(
+            model,
+            **single(24),
+            speculator=scripted(text[:, 24:], 0.5),
+            past_key_values=cache_,
+            max_new_tokens=30,
+        )
+        emitted = [token for _, (tokens,) in zip(range(num_rounds), stream, strict=False) for token in tokens]
+        stream.close()
+        assert emitted == text[0, 24 : 24 + len(emitted)].tolist()
+        assert cache_.get_seq_length() == min(24 + len(emitted) - 1, BORDER)

@@ -1,0 +1,163 @@
+"""`return_dict_in_generate`: every part as plain `generate` returns it, whatever was drafted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_speculate import Speculator
+from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.verification.records import LayerRecord
+from hf_speculate_plugins.draft_model import DraftModelDrafter
+
+from ..support.inputs import padded_batch
+from ..support.models import VOCAB_SIZE
+
+
+NEW_TOKENS = 16
+ALL_PARTS = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+    "output_attentions": True,
+}
+
+
+def drafters(model, script):
+    return {
+        "scripted": ScriptedDrafter(script, (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE),
+        "random": RandomDrafter(vocab_size=VOCAB_SIZE),
+        "draft_model": DraftModelDrafter.for_target(model, model=model, depth=3, top_k=2),
+    }
+
+
+def assert_same_parts(ours, plain, width):
+    """All of them, also what rows that have ended show for padding."""
+    assert type(ours) is type(plain) is GenerateDecoderOnlyOutput
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert set(ours) - {"speculation"} == set(plain)
+    for step in range(plain.sequences.shape[1] - width):
+        for name in ("scores", "logits"):
+            if name in plain:
+                torch.testing.assert_close(ours[name][step], plain[name][step], atol=2e-4, rtol=1e-4)
+        for name in ("hidden_states", "attentions"):
+            if name in plain:
+                assert len(ours[name]) == len(plain[name])
+                assert len(ours[name][step]) == len(plain[name][step])
+                for a, b in zip(ours[name][step], plain[name][step], strict=True):
+                    assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{name} of step {step}"
+                    torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("lengths", [(9,), (9, 4, 1)], ids=["one", "batch"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_every_part_equals_plain(tiny_model, prompt, attention, lengths, do_sample):
+    model, inputs = tiny_model("qwen2", attention=attention), padded_batch(prompt, lengths)
+    for eos in ([], list(range(3, 12))):
+        request = {**ALL_PARTS, "max_new_tokens": NEW_TOKENS, "do_sample": do_sample, "eos_token_id": eos or None}
+        torch.manual_seed(0)
+        plain = model.generate(**inputs, **request)
+        assert bool(plain.attentions[0]) == (attention == "eager")
+        for drafter in drafters(model, plain.sequences[:, max(lengths) :]).values():
+            torch.manual_seed(0)
+            ours = model.generate(**inputs, **request, speculator=Speculator(drafter))
+            assert_same_parts(ours, plain, max(lengths))
+
+
+@pytest.mark.parametrize("part", [name for name in ALL_PARTS if name != "return_dict_in_generate"])
+def test_only_what_was_asked_for(tiny_model, prompt, part):
+    model, ids = tiny_model(attention="eager"), prompt(9)
+    for asked in ({part: True}, {part: False}, {}):
+        request = {"max_new_tokens": 6, "return_dict_in_generate": True, **asked}
+        plain = model.generate(ids, **request)
+        ours = model.generate(ids, **request, speculator=Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
+        assert_same_parts(ours, plain, 9)
+    asked = {part: True, "max_new_tokens": 6}
+    assert isinstance(model.generate(ids, **asked, speculator="prompt_lookup"), torch.Tensor), "no dict was asked for"
+
+
+def test_with_a_drafter_that_taps_layers_of_its_own(tiny_model, prompt):
+    model, ids, seen = tiny_model(attention="eager"), prompt(9), []
+
+    class Tapping(ScriptedDrafter):
+        feature_layers = (1,)
+
+        def start(self, request):
+            session = super().start(request)
+            session.observe = lambda tokens, features, lengths: seen.append(features)
+            return session
+
+    plain = model.generate(ids, max_new_tokens=NEW_TOKENS, **ALL_PARTS)
+    drafter = Tapping(plain.sequences[:, 9:], (2, 2), vocab_size=VOCAB_SIZE)
+    ours = model.generate(ids, max_new_tokens=NEW_TOKENS, **ALL_PARTS, speculator=Speculator(drafter))
+    assert_same_parts(ours, plain, 9)
+    torch.testing.assert_close(seen[0][1], plain.hidden_states[0][1])
+
+
+def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
+    model, ids = tiny_model(attention="eager"), prompt(11)
+    script = model.generate(ids, max_new_tokens=60)[:, 11:]
+    speculator = Speculator(ScriptedDrafter(script, (2, 2), vocab_size=VOCAB_SIZE))
+    results = []
+    for chosen in (None, speculator):
+        request = {**ALL_PARTS, "max_new_tokens": NEW_TOKENS, "speculator": chosen}
+        chunked = model.generate(ids, prefill_chunk_size=4, **request)
+        first = model.generate(ids, **request)
+        second = model.generate(first.sequences, past_key_values=first.past_key_values, **request)
+        results.append((chunked, first, second))
+    for (ours, plain), width in zip(zip(*reversed(results), strict=True), (11, 11, 11 + NEW_TOKENS), strict=True):
+        assert_same_parts(ours, plain, width)
+
+
+def test_one_token_has_the_prompts_states_only(tiny_model, prompt):
+    model, ids = tiny_model(attention="eager"), prompt(5)
+    plain = model.generate(ids, max_new_tokens=1, **ALL_PARTS)
+    ours = model.generate(ids, max_new_tokens=1, **ALL_PARTS, speculator="prompt_lookup")
+    assert len(ours.hidden_states) == len(ours.attentions) == 1
+    assert_same_parts(ours, plain, 5)
+
+
+def test_transition_scores(tiny_model, prompt):
+    model, inputs = tiny_model(), padded_batch(prompt, (9, 4))
+    request = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True}
+    plain = model.generate(**inputs, **request)
+    ours = model.generate(**inputs, **request, speculator=Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
+    for normalize in (False, True):
+        torch.testing.assert_close(
+            model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=normalize),
+            model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=normalize),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 4, 1)], ids=["one", "batch"])
+def test_plain_generate_goes_on_from_the_returned_cache(tiny_model, prompt, lengths):
+    model, inputs = tiny_model("qwen2"), padded_batch(prompt, lengths)
+    whole = model.generate(**inputs, max_new_tokens=2 * NEW_TOKENS)
+    script = ScriptedDrafter(whole[:, max(lengths) :], (2, 2), accuracy=0.7, vocab_size=VOCAB_SIZE)
+    first = model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, speculator=Speculator(script)
+    )
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), NEW_TOKENS, dtype=torch.long)], dim=1)
+    second = model.generate(
+        first.sequences, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=NEW_TOKENS
+    )
+    assert torch.equal(second, whole)
+
+
+def test_records_hold_no_view_of_a_trees_states(tiny_model, prompt, monkeypatch):
+    added = []
+    add = LayerRecord.add
+    monkeypatch.setattr(
+        LayerRecord, "add", lambda self, step, row, layers: (added.append(layers), add(self, step, row, layers))
+    )
+    model, ids = tiny_model(attention="eager"), prompt(9)
+    request = {"max_new_tokens": 8, "speculator": Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=20))}
+    model.generate(ids, **ALL_PARTS, **request)
+    assert added
+    for value in (value for layers in added for value in layers):
+        assert value.untyped_storage().nbytes() == value.nbytes

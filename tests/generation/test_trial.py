@@ -1,0 +1,275 @@
+"""The trial of a model: it finds what is wrong, runs once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, LlamaForCausalLM
+
+from hf_speculate import Speculator
+from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.generation import trial
+from hf_speculate.generation.trial import needs_trial, request_shape, run_trial
+from hf_speculate.target.scoring import Scorer
+from hf_speculate.testing import ScriptedDrafter
+from hf_speculate.tree import TreePlan, additive
+
+from ..support.models import VOCAB_SIZE, build_tiny_model
+
+
+class Custom(LlamaForCausalLM):
+    """A user's class, whose forward draws if `draws`; after `num_good` of them it raises `failure`."""
+
+    draws = False
+    failure: BaseException | None = None
+    num_good = 0
+    num_forwards = 0
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        Custom.num_forwards += 1
+        if self.draws:
+            torch.rand(1)
+        if self.failure is not None and Custom.num_forwards > self.num_good:
+            raise self.failure
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+@pytest.fixture
+def model():
+    """A fresh one, untried."""
+    tiny = build_tiny_model()
+    model = Custom(copy.deepcopy(tiny.config)).eval().requires_grad_(False)
+    model.load_state_dict(tiny.state_dict())
+    model.generation_config.pad_token_id = 0
+    Custom.num_forwards = 0
+    return model
+
+
+def cache_of(model):
+    return DynamicCache(config=model.config)
+
+
+class TestFindsFaults:
+    """Each of these is an engine that is broken in one place."""
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_nothing_is_found_where_nothing_is_wrong(self, attention, dtype):
+        assert run_trial(build_tiny_model(attention=attention, dtype=dtype), "tree") == ("tree", "")
+
+    def test_a_tree_mask_that_hides_nothing_among_nodes(self, monkeypatch):
+        def bias(plan, dtype, device):
+            return torch.zeros(plan.ancestors.shape, dtype=dtype, device=device)
+
+        monkeypatch.setattr(TreePlan, "bias", bias)
+        assert run_trial(build_tiny_model(), "tree")[0] != "tree"
+
+    def test_siblings_that_see_one_another(self, monkeypatch):
+        """Chains have none."""
+
+        def bias(plan, dtype, device):
+            return additive(torch.ones_like(plan.ancestors).tril(), dtype)
+
+        monkeypatch.setattr(TreePlan, "bias", bias)
+        assert run_trial(build_tiny_model(), "tree")[0] == "chain"
+
+    @pytest.mark.parametrize("by", [-1, 1])
+    def test_positions_of_nodes_that_are_off_by_one(self, monkeypatch, by):
+        original = Scorer.__call__
+
+        def call(scorer, nodes, *args, **kwargs):
+            nodes = copy.copy(nodes)
+            depths = nodes.plan.depths
+            nodes._plan = dataclasses.replace(nodes.plan, depths=depths + by * (depths > 0))
+            return original(scorer, nodes, *args, **kwargs)
+
+        monkeypatch.setattr(Scorer, "__call__", call)
+        assert run_trial(build_tiny_model(), "tree")[0] == "single"
+
+    def test_positions_of_roots_that_are_off_by_one(self, monkeypatch):
+        original = Scorer.__call__
+
+        def call(scorer, nodes, root_positions, **kwargs):
+            return original(scorer, nodes, [1 + position for position in root_positions], **kwargs)
+
+        monkeypatch.setattr(Scorer, "__call__", call)
+        assert run_trial(build_tiny_model(), "tree")[0] == "single"
+
+    def test_left_padding_that_is_not_masked(self, monkeypatch):
+        monkeypatch.setattr(Scorer, "_prompt_mask", None)
+        assert run_trial(build_tiny_model(), "tree")[0] == "single"
+
+    def test_holes_behind_short_rows_that_are_not_masked(self, monkeypatch):
+        original = Scorer._visible_prefix
+
+        def visible(scorer, num_prefix):
+            found = original(scorer, num_prefix)
+            return found if found is None else found | (torch.arange(num_prefix) >= scorer._prompt_mask.shape[1])
+
+        monkeypatch.setattr(Scorer, "_visible_prefix", visible)
+        assert run_trial(build_tiny_model(), "tree")[0] == "single"
+
+    def test_entries_of_the_wrong_nodes_are_kept(self, monkeypatch):
+        monkeypatch.setattr(TreeCache, "_move", lambda *args: None)
+        assert run_trial(build_tiny_model(), "tree")[0] != "tree"
+
+    def test_one_entry_too_few_is_kept(self, monkeypatch):
+        original = TreeCache.keep
+
+        def keep(cache, paths, ended=()):
+            original(cache, [path[:1] * len(path) for path in paths], ended)
+
+        monkeypatch.setattr(TreeCache, "keep", keep)
+        assert run_trial(build_tiny_model(), "tree")[0] != "tree"
+
+    def test_rows_that_use_the_lengths_of_the_first(self, monkeypatch):
+        monkeypatch.setattr(TreeCache, "present_lengths", property(lambda cache: cache.lengths[:1] * len(cache.rows)))
+        assert run_trial(build_tiny_model(), "tree")[0] == "single"
+
+    def test_rows_that_get_the_logits_of_others(self, monkeypatch):
+        original = Scorer.__call__
+
+        def call(*args, **kwargs):
+            output = original(*args, **kwargs)
+            output.logits = output.logits[:1].expand_as(output.logits)
+            return output
+
+        monkeypatch.setattr(Scorer, "__call__", call)
+        assert run_trial(build_tiny_model(), "tree")[0] == "single"
+
+
+class TestRunsOnce:
+    def test_a_second_request_runs_no_trial(self, model, prompt):
+        counts = []
+        for _ in range(3):
+            before = Custom.num_forwards
+            model.generate(prompt(9), max_new_tokens=4, speculator="prompt_lookup")
+            counts.append(Custom.num_forwards - before)
+        assert counts[0] > counts[1] == counts[2]
+        assert counts[1] <= 4
+
+    def test_another_object_is_another_trial(self, model):
+        request_shape(model, cache_of(model))
+        before = Custom.num_forwards
+        request_shape(copy.deepcopy(model), cache_of(model))
+        assert Custom.num_forwards > before
+
+    def test_another_attention_is_another_trial(self, model):
+        for attention, runs in (("eager", True), ("sdpa", True), ("eager", False), ("sdpa", False)):
+            model.set_attn_implementation(attention)
+            before = Custom.num_forwards
+            assert request_shape(model, cache_of(model)) == ("tree", "")
+            assert (Custom.num_forwards > before) == runs
+
+    def test_what_is_known_is_not_tried(self, model, monkeypatch, prompt):
+        known = build_tiny_model()
+        monkeypatch.setattr(trial, "run_trial", lambda *args: pytest.fail("was tried"))
+        known.generate(prompt(5), max_new_tokens=3, speculator="prompt_lookup")
+        assert not needs_trial(known, cache_of(known))
+        assert needs_trial(model, cache_of(model))
+
+    @pytest.mark.parametrize(("version", "is_tried"), [("5.23.9", False), ("5.24.0", True), ("6.23.0", True)])
+    def test_another_version_of_transformers_is_another_model(self, monkeypatch, version, is_tried):
+        known, found = build_tiny_model(), trial.tried_classes()["transformers"]
+        monkeypatch.setattr(transformers, "__version__", version.replace("5.23", found))
+        assert needs_trial(known, cache_of(known)) == is_tried
+
+    def test_a_class_that_borrows_a_known_name(self):
+        borrowed = type("LlamaForCausalLM", (LlamaForCausalLM,), {})(build_tiny_model().config)
+        assert needs_trial(borrowed, cache_of(borrowed))
+
+    @pytest.mark.parametrize("name", trial.INPUT_PREPARATION)
+    def test_a_known_class_that_was_given_a_method_of_its_own(self, monkeypatch, name):
+        known = build_tiny_model()
+        with monkeypatch.context() as patch:
+            patch.setattr(known, name, getattr(known, name))
+            assert needs_trial(known, cache_of(known))
+        monkeypatch.setattr(LlamaForCausalLM, name, lambda *args, **kwargs: {})
+        assert needs_trial(known, cache_of(known))
+
+
+class TestLeavesNothing:
+    FAILURES = (None, ZeroDivisionError(), torch.OutOfMemoryError())
+
+    def hooked(self, model):
+        """Registers hooks of each kind in front of and behind one that is ours; returns what they were called with."""
+        called = []
+
+        def hook(*args, **kwargs):
+            called.append(args)
+
+        def ours(*args):
+            pass
+
+        ours.__module__ = "hf_speculate.somewhere"
+        for module in (model, model.model.layers[0], model.lm_head):
+            module.register_forward_hook(hook)
+            module.register_forward_hook(ours)
+            module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+            module.register_forward_pre_hook(hook, prepend=True)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        return called
+
+    def state(self, model):
+        hooks = [
+            (list(module._forward_hooks.items()), list(module._forward_pre_hooks.items())) for module in model.modules()
+        ]
+        attributes = [{**vars(module)} for module in model.modules()]
+        ids = [{name: id(value) for name, value in each.items()} for each in attributes]
+        config, generation = model.config.to_dict(), model.generation_config.to_dict()
+        weights = [(id(p), p.grad, p.requires_grad, p._version) for p in model.parameters()]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_rng_state().tolist()
+        return hooks, ids, config, generation, weights, modes
+
+    @pytest.mark.parametrize("num_good", [0, 3, 11])
+    @pytest.mark.parametrize("failure", FAILURES, ids=["fine", "error", "memory"])
+    @pytest.mark.parametrize("gradients", [True, False])
+    def test_on_the_model_and_the_random_numbers(self, model, failure, num_good, gradients):
+        called, model.draws, model.failure, model.num_good = self.hooked(model), True, failure, num_good
+        model.generation_config.eos_token_id, model.generation_config.temperature = [5, 6], 0.3
+        with torch.set_grad_enabled(gradients):
+            before = self.state(model)
+            shape, reason = request_shape(model, cache_of(model))
+            assert self.state(model) == before
+        assert (shape == "tree", reason == "") == (failure is None, failure is None)
+        assert not called
+        assert Custom.num_forwards > num_good
+
+    @pytest.mark.parametrize("num_good", [0, 3, 11])
+    def test_ctrl_c_leaves_hooks_and_finds_nothing(self, model, num_good):
+        called, model.draws, model.num_good = self.hooked(model), True, num_good
+        model.failure = KeyboardInterrupt()
+        before = self.state(model)
+        with pytest.raises(KeyboardInterrupt):
+            request_shape(model, cache_of(model))
+        assert self.state(model) == before
+        assert not called
+        model.failure = None
+        assert request_shape(model, cache_of(model)) == ("tree", "")
+
+    @pytest.mark.parametrize("do_sample", [False, True])
+    def test_on_a_warm_cache(self, model, do_sample, prompt):
+        ids, results = prompt(20), []
+        for speculator in (None, Speculator(ScriptedDrafter([5] * 30, (2, 1), vocab_size=VOCAB_SIZE))):
+            cache = cache_of(model)
+            model(ids[:, :12], past_key_values=cache)
+            torch.manual_seed(1)
+            text = model.generate(
+                ids, past_key_values=cache, max_new_tokens=9, do_sample=do_sample, speculator=speculator
+            )
+            results.append((text, torch.get_rng_state(), cache.layers[1].keys))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        torch.testing.assert_close(results[0][2], results[1][2], atol=1e-5, rtol=1e-4)
+
+    def test_a_request_within_a_trial_that_failed_does_not_go_on_as_one(self, model):
+        model.failure, model.num_good = KeyboardInterrupt(), 11
+        with pytest.raises(KeyboardInterrupt):
+            request_shape(model, cache_of(model))
+        eager = build_tiny_model(attention="eager")
+        assert trial._shape_on_trial.get() is None
+        assert request_shape(eager, cache_of(eager)) == ("tree", "")

@@ -1,0 +1,183 @@
+"""Broken and unfit files are refused with a clear message before their weights are read."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+import hf_speculate
+from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.gguf import load_model
+from hf_speculate.gguf.model import plan_model
+from hf_speculate.gguf.random_files import FileShape, find_recipe, one_type, write_random_file
+from hf_speculate.gguf.reading import read_header
+
+
+SHAPE = FileShape("llama", 40, 32, 64, 2, 4, 2, 128, is_tied=False)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a tiny model; returns its path."""
+
+    def _write(shape: FileShape = SHAPE, kind: str = "Q4_0", **kwargs):
+        path = tmp_path / "model.gguf"
+        write_random_file(path, shape, one_type(kind), **kwargs)
+        return path
+
+    return _write
+
+
+def test_header_is_what_was_written(write):
+    file = read_header(write())
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.metadata["llama.attention.head_count_kv"] == 2
+    entry = file.tensors["blk.1.ffn_down.weight"]
+    assert (entry.shape, entry.type, entry.row_bytes, entry.num_bytes) == ((32, 64), "Q4_0", 36, 32 * 36)
+    assert max(e.offset + e.num_bytes for e in file.tensors.values()) <= file.num_bytes
+
+
+def test_cut_anywhere_it_is_refused(write, tmp_path):
+    """Every cut within the header, and cuts within the weights."""
+    whole = write().read_bytes()
+    file, cut = read_header(tmp_path / "model.gguf"), tmp_path / "cut.gguf"
+    last = max(entry.offset + entry.num_bytes for entry in file.tensors.values())
+    start = min(entry.offset for entry in file.tensors.values())
+    for length in [*range(0, start, 7), start, (start + last) // 2, last - 1]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            read_header(cut)
+    cut.write_bytes(whole[:last])
+    assert read_header(cut).tensors
+
+
+def test_flipped_bytes_never_do_worse_than_an_error(write, tmp_path):
+    """Any byte of the header may be anything: a clear error or a file that is still read; nothing else is raised."""
+    whole, choose = write().read_bytes(), random.Random(0)
+    start = min(entry.offset for entry in read_header(tmp_path / "model.gguf").tensors.values())
+    broken, refused = tmp_path / "broken.gguf", 0
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(choose.choice((1, 1, 4))):
+            data[choose.randrange(start)] = choose.choice((0, 1, 0x7F, 0xFF, choose.randrange(256)))
+        broken.write_bytes(data)
+        try:
+            plan_model(read_header(broken))
+        except CheckpointError:
+            refused += 1
+    assert refused > 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot read"),
+        (b"GGML" + bytes(60), "is no GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "cut off"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "announced"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 2**50), "array of"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 13), "value type 13"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2) + b"\xff\xff" + bytes(8), "not UTF-8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_gguf_file_is_refused(content, message, tmp_path):
+    path = tmp_path / "file.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_header(path)
+
+
+def test_files_that_others_found_broken(shared_root):
+    for path in sorted((shared_root / "data" / "gguf" / "malformed").glob("*.gguf")):
+        with pytest.raises(CheckpointError, match=path.name):
+            hf_speculate.load_gguf(path)
+
+
+def test_unknown_types_are_named(write, no_weights, tmp_path):
+    path = write()
+    data = path.read_bytes()
+    name = b"blk.0.attn_k.weight"
+    at = data.index(name) + len(name) + 4 + 16  # behind the number of dimensions and two of them
+    assert struct.unpack_from("<I", data, at) == (2,)
+    for number, message in ((999, "ggml type 999"), (20, r"attn_k.weight' is of type IQ4_NL; supported here: F32")):
+        path.write_bytes(data[:at] + struct.pack("<I", number) + data[at + 4 :])
+        with pytest.raises(CheckpointError, match=message):
+            load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({".block_count": None}, "no 'llama.block_count'"),
+        ({".embedding_length": None}, "no 'llama.embedding_length'"),
+        ({".attention.layer_norm_rms_epsilon": None}, "no 'llama.attention.layer_norm_rms_epsilon'"),
+        ({".context_length": "long"}, "is 'long', which is no int"),
+        ({".attention.head_count": 0}, "'llama.attention.head_count' is 0"),
+        ({".block_count": 2**31}, "2147483648 layers are announced, but 21 tensors"),
+        ({".block_count": 3}, r"9 tensors of a llama model are missing: blk.2"),
+        ({".block_count": 1}, r"9 tensors of a llama model are not known: blk.1"),
+        ({".feed_forward_length": 96}, r"'blk.0.ffn_gate.weight' is \[64, 32\]; the metadata say \[96, 32\]"),
+        ({".expert_count": 8}, "mixture of experts"),
+        ({".rope.dimension_count": 4}, "rotating or keeping a part of a head"),
+        ({".rope.scaling.type": "longrope"}, "RoPE scaling 'longrope' is not supported"),
+    ],
+)
+def test_metadata_that_do_not_fit_are_refused(write, no_weights, metadata, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_model(write(metadata=metadata))
+
+
+def test_other_architectures_are_refused(write, no_weights):
+    with pytest.raises(CheckpointError, match="architecture 'mamba'; supported: llama, qwen2"):
+        load_model(write(FileShape("mamba", 40, 32, 64, 2, 4, 2)))
+
+
+def test_unknown_tensors_are_refused(write, no_weights):
+    norm = np.ones(8, np.float32)
+    with pytest.raises(CheckpointError, match=r"not known: blk.0.attn_q_norm.weight"):
+        load_model(write(extra_tensors={"blk.0.attn_q_norm.weight": norm}))
+
+
+def test_without_a_tokenizer_one_must_be_given(write, no_weights):
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        hf_speculate.load_gguf(write())
+
+
+def test_absent_files_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="is no file"):
+        hf_speculate.load_gguf(tmp_path / "absent.gguf")
+    with pytest.raises(CheckpointError, match="is a folder: name the file"):
+        hf_speculate.load_gguf(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be had"):
+        hf_speculate.load_gguf(tmp_path, gguf_file="absent.gguf")
+
+
+def test_weights_that_are_not_numbers_are_refused(write):
+    norm = np.full(32, np.nan, np.float32)
+    with pytest.raises(CheckpointError, match=r"'output_norm.weight' holds values that are not finite"):
+        load_model(write(extra_tensors={"output_norm.weight": norm}))
+
+
+def test_random_files_want_a_type_that_fits():
+    with pytest.raises(SpeculateError, match="unknown type 'Q9'"):
+        find_recipe("Q9", FileShape())
+    with pytest.raises(SpeculateError, match="Q4_K comes in blocks of 256"):
+        find_recipe("Q4_K", FileShape())
+    kinds = {find_recipe("Q4_K_M", FileShape())(f"blk.{i}.ffn_down.weight", 4864) for i in range(24)}
+    assert kinds == {"Q4_K", "Q6_K"}
+
+
+def test_the_header_of_a_large_vocabulary_is_read(write):
+    tokens = [f"token {i}" for i in range(20000)]
+    path = write(metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.5] * 20000})
+    metadata = read_header(path).metadata
+    assert metadata["tokenizer.ggml.tokens"] == tokens
+    assert metadata["tokenizer.ggml.scores"][-1] == 0.5
+    assert torch.isfinite(load_model(path)(torch.tensor([[1, 2]])).logits).all()

@@ -1,0 +1,163 @@
+"""Blocks mean what the `gguf` package says they mean; a row's products do not depend on how many rows there are."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from hf_speculate.errors import CheckpointError, UnsupportedRequestError
+from hf_speculate.gguf import backends, int4
+from hf_speculate.gguf.backends import BACKENDS, choose_backend
+from hf_speculate.gguf.formats import FORMATS
+from hf_speculate.gguf.matrices import Matrix, half_split_order
+from hf_speculate.gguf.modules import FusedLinear, Projection
+
+from ..support.gguf import CPU, make_matrix, pack, reference
+from ..support.tiers import quick
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_mean_what_gguf_says(kind):
+    block_format = FORMATS[kind]
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (block_format.block_size, block_format.block_bytes)
+    raw = np.random.default_rng(0).integers(0, 256, (64, 2 * block_format.block_bytes), dtype=np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    rows = torch.from_numpy(raw)
+    found = block_format.dequantize(rows)
+    finite = expected.isfinite()  # random bytes make some infinite scales
+    assert finite.float().mean() > 0.5
+    assert torch.equal(found[finite], expected[finite]), f"{kind}: weights differ from those of the gguf package"
+    integers, scales, _ = block_format.split(rows)
+    assert (integers.min(), integers.max()) == (block_format.low, block_format.high), f"{kind}: range of its integers"
+    assert integers.shape[1] == block_format.group * scales.shape[1]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_int4_codes_hold_the_integers_exactly(kind):
+    """(low digit - 8) + 16 (high digit - 8) is every integer of the type again, up to a constant."""
+    block_format, layout = FORMATS[kind], int4.LAYOUTS[kind]
+    every = torch.arange(block_format.low, block_format.high + 1, dtype=torch.int16)
+    integers = every.repeat_interleave(layout.span)[None]
+    codes = layout.codes(integers)
+    assert codes.min() >= 0
+    assert codes.max() <= 15
+    digits = codes.unflatten(1, (-1, layout.num_planes, layout.span)) - 8
+    values = digits[:, :, 0] + (16 * digits[:, :, 1] if layout.num_planes == 2 else 0)
+    assert torch.equal(values.flatten() - values.flatten()[0], integers[0].int() - integers[0, 0].int())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_are_those_of_the_dequantised_matrix(kind, backend, tmp_path):
+    """float32 keeps the scales: what is left is the order of sums. bfloat16 rounds scales, inputs and products."""
+    matrix = make_matrix(tmp_path, kind, rows=80, parts=2)
+    weights, inputs = reference(matrix), torch.randn(7, 512)
+    for dtype, allowed in ((torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 6e-3)):
+        cast = inputs.to(dtype)
+        expected = cast.double() @ weights.double().T
+        found = pack(matrix, backend, dtype)(cast)
+        assert found.dtype == dtype
+        error = ((found.double() - expected).norm() / expected.norm()).item()
+        assert error < allowed, f"{kind}, {backend}, {dtype}: relative error {error:.1e}"
+
+
+BACKEND_KINDS = [
+    ("native", ("Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K")),
+    ("int4", ("Q4_0", "Q8_0", "Q3_K")),
+    ("dequantize", ("Q4_0",)),
+]
+
+
+@pytest.mark.parametrize("threads", quick([1, 2]))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("backend", "kinds"), BACKEND_KINDS)
+def test_a_row_does_not_depend_on_the_number_of_rows(backend, kinds, dtype, threads, tmp_path):
+    """Decoding (one row), verification (many) and a prompt must give the same bits."""
+    torch.set_num_threads(threads)
+    try:
+        for kind in kinds:
+            layer = pack(make_matrix(tmp_path, kind, rows=208, columns=512), backend, dtype)
+            inputs = torch.randn(131, 512).to(dtype)
+            every = layer(inputs)
+            different = [m for m in (*range(1, 65), 128, 129) if not torch.equal(layer(inputs[:m]), every[:m])]
+            different += [-m for m in range(64) if not torch.equal(layer(inputs[m : m + 1]), every[m : m + 1])]
+            assert not different, f"{backend}, {kind}, {dtype}: other bits with these numbers of rows: {different}"
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+@pytest.mark.parametrize("rows", [16, 23, 64, 150])
+def test_matrices_packed_in_pieces_are_the_whole(kind, rows, tmp_path, monkeypatch):
+    """Rows are packed some tiles at a time, and made a multiple of 16."""
+    matrix = make_matrix(tmp_path, kind, rows)
+    whole = int4.pack(matrix, torch.float32)
+    monkeypatch.setattr(int4, "_CHUNK_WEIGHTS", 1)
+    pieces = int4.pack(matrix, torch.float32)
+    assert all(map(torch.equal, whole, pieces))
+    inputs = torch.randn(3, 512)
+    expected = inputs @ reference(matrix).T
+    torch.testing.assert_close(pack(matrix, "int4", torch.float32)(inputs), expected, rtol=0, atol=2e-4)
+
+
+def test_dequantising_keeps_to_its_buffer(tmp_path, monkeypatch):
+    matrix = make_matrix(tmp_path, "Q8_0", rows=96)
+    layer, inputs, seen = pack(matrix, "dequantize", torch.float32), torch.randn(5, 512), []
+    expected = layer(inputs)
+    monkeypatch.setattr(backends, "BUFFER_WEIGHTS", 10 * 512)
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(backends.functional, "linear", lambda x, w: seen.append(w.shape[0]) or linear(x, w))
+    torch.testing.assert_close(layer(inputs), expected, rtol=1e-5, atol=1e-4)
+    assert max(seen) == 10
+    assert sum(seen) == 96
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scales_that_are_not_finite_are_refused(backend, tmp_path):
+    def spoil(data):
+        data[36:38] = np.frombuffer(np.float16("inf").tobytes(), np.uint8)
+
+    matrix = make_matrix(tmp_path, "Q4_0", rows=16, change=spoil)
+    with pytest.raises(CheckpointError, match=r"t0 \(Q4_0\): some scales are not finite"):
+        pack(matrix, backend, torch.float32)
+
+
+def test_fused_projections_are_the_separate_ones(tmp_path):
+    """Bit for bit; and only the calls that belong together share a product."""
+    matrix = make_matrix(tmp_path, "Q4_0", rows=96, parts=3)
+    fused = FusedLinear(pack(matrix, "int4", torch.bfloat16), matrix.sizes)
+    projections = [Projection(fused, i) for i in range(3)]
+    alone = [pack(Matrix((part,)), "int4", torch.bfloat16) for part in matrix.parts]
+    first, second = torch.randn(2, 4, 512).bfloat16(), torch.randn(2, 4, 512).bfloat16()
+    calls = [0]
+    fused.linear.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    for inputs in (first, second):
+        for projection, other in zip(projections, alone, strict=True):
+            assert torch.equal(projection(inputs), other(inputs))
+    assert calls == [2]
+    assert torch.equal(projections[1](first), alone[1](first)), "a projection called alone"
+    projections[0](first)
+    assert torch.equal(projections[1](second), alone[1](second)), "another input than that of the first projection"
+    projections[0](first)
+    first += 1
+    assert torch.equal(projections[0](first), alone[0](first)), "an input that was changed in place"
+
+
+def test_backends_by_name():
+    fastest = "int4" if BACKENDS["native"].problem(CPU, torch.float32) else "native"
+    assert choose_backend("auto", CPU, torch.float32) is BACKENDS[fastest]
+    assert choose_backend("auto", CPU, torch.float64) is BACKENDS["dequantize"]
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) is BACKENDS["dequantize"]
+    assert choose_backend("dense", CPU, torch.bfloat16) is None
+    with pytest.raises(UnsupportedRequestError, match="possible: auto, native, int4, dequantize, dense"):
+        choose_backend("int3", CPU, torch.bfloat16)
+    with pytest.raises(UnsupportedRequestError, match="computes on the CPU, not on 'cuda'"):
+        choose_backend("int4", torch.device("cuda"), torch.bfloat16)
+
+
+def test_order_of_llama_rows_is_that_of_transformers():
+    """Neighbours 2i, 2i + 1 of a head of llama.cpp are i and i + d / 2 in transformers."""
+    assert half_split_order(12, 2).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]

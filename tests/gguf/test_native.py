@@ -1,0 +1,198 @@
+"""The kernel of our own: exact integers, every shape, one compilation, torch's threads; and doing without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.gguf import native
+from hf_speculate.gguf.backends import BACKENDS, choose_backend
+from hf_speculate.gguf.formats import FORMATS
+
+from ..support.gguf import CPU, make_matrix, pack, reference
+from ..support.paths import REPOSITORY
+
+
+pytestmark = pytest.mark.rest
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As in a new process of a user whose cache is empty."""
+
+    def forget():
+        native.library.cache_clear()
+        native.native_problem.cache_clear()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_SPECULATE_CACHE", raising=False)
+    forget()
+    yield tmp_path / "hf_speculate"
+    forget()
+
+
+def needs_some_compiler():
+    """Whether or not it can compile the kernel."""
+    try:
+        native.find_compiler()
+    except native.NativeError as error:
+        pytest.skip(str(error))
+
+
+def needs_compiler():
+    if problem := native.native_problem():
+        pytest.skip(f"native: {problem}")
+
+
+@pytest.mark.parametrize("flags", ["-DHFS_NO_AMX", "-DHFS_PORTABLE"])
+def test_instructions_that_this_cpu_has_not(flags, fresh, monkeypatch, tmp_path):
+    """What is compiled on other CPUs computes the same, to the rounding of sums, and does not look at other rows."""
+    needs_compiler()
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, flags))
+    other = native.build()
+    for kind in ("Q4_K", "Q5_0", "Q8_0", "Q3_K"):
+        matrix = make_matrix(tmp_path, kind, 40)
+        weight, inputs = pack(matrix, "native", torch.float32).packed, torch.randn(19, 512).bfloat16()
+        expected = inputs.double() @ reference(matrix).double().T
+        for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 3e-3)):
+            found = other.multiply(inputs.to(dtype), weight, kind, 40)
+            assert (found.double() - expected).norm() < allowed * expected.norm(), f"{kind}, {dtype}, {flags}"
+            alone = torch.cat([other.multiply(row[None], weight, kind, 40) for row in inputs.to(dtype)])
+            assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rows", [1, 15, 16, 49])
+def test_any_number_of_rows_and_columns(kind, rows, tmp_path):
+    """Weights are exactly those of the file: in bfloat16, only the products are rounded (by 2^-8 of them at most)."""
+    block_size = FORMATS[kind].block_size
+    for columns in (block_size, 3 * block_size, 1024):
+        matrix = make_matrix(tmp_path, kind, rows, columns)
+        weights = reference(matrix).double()
+        for dtype, rounding in ((torch.float32, 0), (torch.bfloat16, 2**-8)):
+            layer = pack(matrix, "native", dtype)
+            for num_inputs in (0, 1, 3, 17):
+                inputs = torch.randn(num_inputs, columns).to(dtype)
+                expected = inputs.double() @ weights.T
+                spread = inputs.double().abs() @ weights.abs().T
+                difference = (layer(inputs).double() - expected).abs()
+                assert (difference <= rounding * expected.abs() + 1e-6 * spread).all(), (
+                    f"{kind}, {dtype}, {rows} x {columns}, {num_inputs} inputs"
+                )
+
+
+def test_integers_of_every_value_and_subnormal_scales(tmp_path):
+    """All 256 bytes of Q8_0, with scales down to the smallest float16: columns come out exactly."""
+    needs_compiler()
+    matrix = make_matrix(tmp_path, "Q8_0", 16, 256)
+    blocks = matrix.read(0, 16).view(16, 8, 34)
+    blocks[:, :, 2:] = torch.arange(256, dtype=torch.uint8).view(8, 32)
+    scales = torch.tensor([2.0**-24, 3 * 2.0**-24, -(2.0**-15), 2.0**-14, 1.5, -65504.0, 0.1, 0.0], dtype=torch.float16)
+    blocks[:, :, :2] = scales.repeat(16, 1)[..., None].view(torch.uint8)
+    library, rows = native.library(), blocks.view(16, -1)
+    tiles = torch.zeros(1, library.tile_bytes("Q8_0", 256), dtype=torch.uint8)
+    assert library.pack("Q8_0", rows, 256, tiles)
+    expected = FORMATS["Q8_0"].dequantize(rows).T
+    torch.set_flush_denormal(True)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            found = library.multiply(torch.eye(256, dtype=dtype), tiles, "Q8_0", 16)
+            assert torch.equal(found, expected.to(dtype)), dtype
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_inputs_that_lie_apart(tmp_path):
+    layer = pack(make_matrix(tmp_path, "Q4_K", 32), "native", torch.bfloat16)
+    inputs = torch.randn(512, 2, 5).bfloat16().permute(1, 2, 0)
+    assert torch.equal(layer(inputs), layer(inputs.contiguous()))
+    every_other = torch.randn(6, 512).bfloat16()[::2]
+    assert torch.equal(layer(every_other), layer(every_other.contiguous()))
+
+
+def test_gradients_are_those_of_the_dequantised_matrix(tmp_path):
+    matrix = make_matrix(tmp_path, "Q6_K", 24)
+    inputs = torch.randn(3, 512, requires_grad=True)
+    pack(matrix, "native", torch.float32)(inputs).sin().sum().backward()
+    twin = inputs.detach().clone().requires_grad_()
+    (twin @ reference(matrix).T).sin().sum().backward()
+    torch.testing.assert_close(inputs.grad, twin.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_compile_whole(tmp_path):
+    layer = pack(make_matrix(tmp_path, "Q4_0", 40), "native", torch.bfloat16)
+    inputs = torch.randn(2, 3, 512).bfloat16()
+    with torch.inference_mode():
+        compiled = torch.compile(lambda x: layer(x) * 2, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(inputs), layer(inputs) * 2)
+
+
+def test_threads_are_those_of_torch(tmp_path):
+    """One OpenMP library in the process, and as many threads as torch was told."""
+    needs_compiler()
+    maps = "/proc/self/maps"
+    if not os.path.exists(maps):
+        pytest.skip("libraries of a process are read from /proc")
+    code = (
+        "import os, sys, torch\n"
+        "from pathlib import Path\n"
+        "from tests.support.gguf import pack, make_matrix\n"
+        "torch.set_num_threads(3)\n"
+        "layer = pack(make_matrix(Path(sys.argv[1]), 'Q4_0', 4096), 'native', torch.bfloat16)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "layer(torch.randn(1, 512).bfloat16())\n"
+        "a = torch.randn(1 << 20) + 1\n"
+        f"lines = open({maps!r}).read().splitlines()\n"
+        "print(len({line.split()[-1] for line in lines if 'omp.so' in line or 'omp5.so' in line}))\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
+    libraries, new_threads = map(int, done.stdout.split() or (f"failed: {done.stderr}",))
+    assert libraries == 1
+    assert new_threads in (0, 2), "packing started the two that were missing; nothing else does"
+
+
+def test_auto_wants_instructions_for_bfloat16(monkeypatch):
+    """float32 arithmetic is slower than torch's kernel there, and faster than its float32."""
+    needs_compiler()
+    for bf16, expected in ((0, "int4"), (1, "native"), (2, "native")):
+        monkeypatch.setattr(native.library(), "bf16", bf16)
+        assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS[expected]
+        assert choose_backend("auto", CPU, torch.float32) is BACKENDS["native"]
+
+
+def test_without_a_compiler(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    problem = BACKENDS["native"].problem(CPU, torch.bfloat16)
+    assert problem == "there is no C++ compiler 'no-such-compiler' (from $CXX)"
+    assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS["int4"]
+    with pytest.raises(UnsupportedRequestError, match="'native' cannot be used here: there is no C"):
+        choose_backend("native", CPU, torch.bfloat16)
+    monkeypatch.delenv("CXX")
+    native.native_problem.cache_clear()
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "($CXX, g++, clang++, c++)" in native.native_problem()
+
+
+def test_what_the_compiler_said_is_reported_once(fresh, monkeypatch):
+    needs_some_compiler()
+    broken = fresh.parent / "broken.cpp"
+    broken.write_text("int main() { return nonsense; }")
+    monkeypatch.setattr(native, "SOURCE", broken)
+    calls, run = [], native._run
+    monkeypatch.setattr(native, "_run", lambda command: calls.append(command) or run(command))
+    warnings = []
+    monkeypatch.setattr(native.logger, "warning", warnings.append)
+    for _ in range(2):
+        assert choose_backend("auto", CPU, torch.float32) is BACKENDS["int4"]
+    assert len(calls) == 2, "its version and one compilation"
+    assert "nonsense" in native.native_problem()
+    assert len(warnings) == 1
+    assert "nonsense" in warnings[0]
+    assert not list(fresh.glob("*"))

@@ -1,0 +1,247 @@
+"""Greedy text equals plain `generate` token for token (fp32, or a proven tie), whatever is drafted."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache, partial
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter, check_lossless
+from hf_speculate_plugins.draft_model import DraftModelDrafter
+
+from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick
+
+
+NEW_TOKENS = 40
+SHAPES = {"chain5": (1,) * 5, "tree": (3, 2, 2, 1), "wide": (8, 4)}
+
+
+def plain_continuation(model, prompt, num_tokens=NEW_TOKENS + 8):
+    return _continuation(model, tuple(prompt[0].tolist()), num_tokens)
+
+
+@cache
+def _continuation(model, prompt, num_tokens):
+    """The models are not changed by anybody."""
+    return model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, speculator=None)[:, len(prompt) :]
+
+
+def scripted(model, prompt, shape, accuracy, num_tokens=NEW_TOKENS + 8):
+    script = plain_continuation(model, prompt, num_tokens)
+    return ScriptedDrafter(script, SHAPES[shape], accuracy=accuracy, vocab_size=model.config.vocab_size)
+
+
+DRAFTERS = {
+    **{
+        f"{name}-{shape}": partial(scripted, shape=shape, accuracy=accuracy)
+        for (name, accuracy), shape in itertools.product(
+            {"perfect": 1.0, "mixed": 0.6, "adversarial": 0.0}.items(), SHAPES
+        )
+    },
+    "random": lambda model, prompt, **_: RandomDrafter(vocab_size=model.config.vocab_size),
+    "empty": lambda model, prompt, **_: EmptyDrafter(),
+    "prompt_lookup": lambda model, prompt, **_: AutoSpeculator.from_name("prompt_lookup", target=model).drafter,
+}
+
+
+MODELS = list(itertools.product(["llama", "qwen2"], ["untied", "tied"], ["eager", "sdpa"]))
+# Each value of each is in one of them.
+SOME_MODELS = (("llama", "untied", "sdpa"), ("qwen2", "tied", "eager"))
+
+
+@pytest.mark.parametrize("kind", quick(MODELS, *SOME_MODELS), ids="-".join)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
+    # 12 drafters x 2 x 2 x 2 models x 5 prompts = 480 (prompt, drafter, shape, length) combinations.
+    architecture, tied, attention = kind
+    model = tiny_model(architecture, tied=tied == "tied", attention=attention)
+    for length in (1, 2, 7, 16, 33):
+        ids = prompt(length)
+        speculator = Speculator(DRAFTERS[drafter](model, ids))
+        report = check_lossless(model, speculator, [ids], max_new_tokens=NEW_TOKENS)
+        assert report.num_identical == 1, report.ties
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["target-as-drafter", "stranger"])
+def test_draft_models_change_no_text(tiny_model, prompt, architecture, top_k, draft_seed):
+    model = tiny_model(architecture)
+    drafter = DraftModelDrafter.for_target(model, model=tiny_model(architecture, seed=draft_seed), top_k=top_k, depth=4)
+    report = check_lossless(model, Speculator(drafter), [prompt(n) for n in (1, 5, 20)], max_new_tokens=NEW_TOKENS)
+    assert report.num_identical == 3, report.ties
+
+
+def test_a_perfect_drafter_is_accepted_to_its_full_depth(tiny_model, prompt):
+    model, ids = tiny_model(), prompt(9)
+    for branching in ((1,) * 4, (3, 2, 2, 2)):
+        drafter = ScriptedDrafter(plain_continuation(model, ids), branching, vocab_size=VOCAB_SIZE)
+        output = model.generate(ids, max_new_tokens=41, speculator=Speculator(drafter), return_dict_in_generate=True)
+        stats = output.speculation
+        # One token from the prefill, then eight rounds of four drafts and a bonus token.
+        assert stats.target_forwards == 8
+        assert stats.mean_acceptance_length == 5
+        assert dict(stats.accepted_histogram) == {4: 8}
+
+
+def test_an_adversarial_drafter_costs_one_forward_a_token(tiny_model, prompt):
+    model, ids = tiny_model(), prompt(9)
+    drafter = ScriptedDrafter(plain_continuation(model, ids), (2, 2), accuracy=0.0, vocab_size=VOCAB_SIZE)
+    output = model.generate(ids, max_new_tokens=20, speculator=Speculator(drafter), return_dict_in_generate=True)
+    assert output.speculation.target_forwards == 19
+    assert output.speculation.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-tree", "random", "prompt_lookup", "draft_model"])
+def test_rows_of_a_left_padded_batch_go_their_own_pace(tiny_model, prompt, attention, drafter):
+    model = tiny_model("qwen2", attention=attention)
+    lengths = (3, 11, 1, 6)
+    batch = torch.stack([torch.nn.functional.pad(prompt(n)[0], (max(lengths) - n, 0)) for n in lengths])
+    mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - n for n in lengths]).long()
+    inputs = {"input_ids": batch, "attention_mask": mask}
+    plain = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
+    if drafter == "draft_model":
+        made = DraftModelDrafter.for_target(model, model=tiny_model("qwen2", seed=0), top_k=2, depth=3)
+    elif "tree" in drafter:
+        accuracy = 1.0 if drafter.startswith("perfect") else 0.6
+        script = model.generate(**inputs, max_new_tokens=NEW_TOKENS + 8)[:, max(lengths) :]
+        made = ScriptedDrafter(script, (3, 2, 2, 1), accuracy=accuracy, vocab_size=VOCAB_SIZE)
+    else:
+        made = DRAFTERS[drafter](model, batch)
+    output = model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, speculator=Speculator(made), return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain)
+    assert output.past_key_values.get_seq_length() == plain.shape[1] - 1
+    for row, n in enumerate(lengths):
+        alone = model.generate(prompt(n), max_new_tokens=NEW_TOKENS)
+        assert torch.equal(alone[0, n:], plain[row, max(lengths) :]), "the batch itself differs: choose another model"
+
+
+class TestEnds:
+    """Where generation stops: budget, context, EOS as root, inside the accepted path, as bonus token."""
+
+    @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 6, 7])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_a_small_budget_is_kept_to_the_token(self, tiny_model, prompt, num_tokens, shape):
+        model, ids = tiny_model(), prompt(8)
+        speculator = Speculator(scripted(model, ids, shape, 1.0))
+        output = model.generate(ids, max_new_tokens=num_tokens, speculator=speculator, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=num_tokens))
+        assert output.past_key_values.get_seq_length() == ids.shape[1] + num_tokens - 1
+
+    @pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-chain5", "random", "prompt_lookup"])
+    def test_the_context_is_filled_to_its_last_position(self, tiny_model, prompt, drafter):
+        model = tiny_model(max_positions=32)
+        for length in (20, 31):
+            ids = prompt(length)
+            speculator = Speculator(DRAFTERS[drafter](model, ids))
+            report = check_lossless(model, speculator, [ids], max_new_tokens=32 - length)
+            assert report.num_identical == 1
+            assert report.num_tokens == 32 - length
+
+    @pytest.mark.parametrize("place", range(12))
+    def test_eos_ends_the_text_wherever_it_falls_in_a_round(self, tiny_model, prompt, place):
+        # Drafts are four deep, so the 12 places are: root (the prefill's token), each depth, and bonus, twice over.
+        model, ids = tiny_model(), prompt(8)
+        script = plain_continuation(model, ids)
+        eos = script[0, place].item()
+        first = script[0].tolist().index(eos)
+        plain = model.generate(ids, max_new_tokens=NEW_TOKENS, eos_token_id=eos)
+        assert plain.shape[1] == ids.shape[1] + first + 1
+        for branching in ((1,) * 4, (2, 2, 2, 2)):
+            drafter = ScriptedDrafter(script, branching, vocab_size=VOCAB_SIZE)
+            output = model.generate(
+                ids,
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=eos,
+                speculator=Speculator(drafter),
+                return_dict_in_generate=True,
+            )
+            assert torch.equal(output.sequences, plain)
+            assert output.past_key_values.get_seq_length() == plain.shape[1] - 1
+
+    def test_a_stop_string_inside_an_accepted_block_ends_the_text_there(self, real_llama, shared_root):
+        tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
+        inputs = tokenizer("Once upon a time", return_tensors="pt")
+        script = plain_continuation(real_llama, inputs["input_ids"])
+        text = tokenizer.decode(script[0])
+        for start in range(2, 40, 7):
+            request = {"max_new_tokens": NEW_TOKENS, "stop_strings": [text[start : start + 3]], "tokenizer": tokenizer}
+            plain = real_llama.generate(**inputs, **request)
+            drafter = ScriptedDrafter(script, (1,) * 6, vocab_size=512)
+            ours = real_llama.generate(**inputs, **request, speculator=Speculator(drafter))
+            assert torch.equal(ours, plain)
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_types_across_their_boundary(tiny_model, prompt, rope, architecture):
+    model = tiny_model(architecture, max_positions=48, rope=tuple(ROPES[rope].items()))
+    for length in (20, 46):
+        ids = prompt(length)
+        for drafter in ("perfect-tree", "mixed-chain5", "random"):
+            speculator = Speculator(DRAFTERS[drafter](model, ids))
+            report = check_lossless(model, speculator, [ids], max_new_tokens=NEW_TOKENS)
+            assert report.num_identical == 1, report.ties
+
+
+def test_rope_that_looks_at_the_longest_position_in_a_batch(tiny_model, prompt):
+    model = tiny_model(max_positions=48, rope=tuple(ROPES["dynamic"].items()))
+    batch = torch.stack([torch.nn.functional.pad(prompt(n)[0], (44 - n, 0)) for n in (44, 12)])
+    inputs = {"input_ids": batch, "attention_mask": (batch != 0).long()}
+    plain = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
+    drafter = ScriptedDrafter(plain[:, 44:], (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=NEW_TOKENS, speculator=Speculator(drafter)), plain)
+
+
+@pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-tree", "random", "adversarial-wide"])
+def test_fp64_has_no_ties_at_all(tiny_model, prompt, drafter):
+    model = tiny_model("qwen2", dtype=torch.float64)
+    for length in (4, 15):
+        ids = prompt(length)
+        report = check_lossless(model, Speculator(DRAFTERS[drafter](model, ids)), [ids], max_new_tokens=100)
+        assert report.num_identical == 1
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_bf16_differences_are_proven_ties(tiny_model, prompt, attention):
+    model = tiny_model("llama", dtype=torch.bfloat16, attention=attention)
+    for length in (4, 9, 15, 22):
+        ids = prompt(length)
+        check_lossless(model, Speculator(scripted(model, ids, "tree", 0.8)), [ids], max_new_tokens=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-wide", "random", "prompt_lookup"])
+def test_a_real_model_long_text(real_llama, shared_root, drafter):
+    tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
+    for text in ("Once upon a time", "Lily and Tom", "The big dog"):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        speculator = Speculator(DRAFTERS[drafter](real_llama, ids, num_tokens=158))
+        check_lossless(real_llama, speculator, [ids], max_new_tokens=150)

@@ -1,0 +1,58 @@
+"""Packed matrices and what is computed with them, beside the `gguf` package."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from hf_speculate.gguf.backends import BACKENDS
+from hf_speculate.gguf.matrices import Matrix, TensorRows
+from hf_speculate.gguf.modules import PackedLinear
+from hf_speculate.gguf.random_files import random_blocks
+from hf_speculate.gguf.reading import GgufFile, TensorEntry, file_identity
+
+from .models import VOCAB_SIZE
+
+
+CPU = torch.device("cpu")
+
+
+def make_matrix(
+    folder, kind: str, rows: int, columns: int = 512, parts: int = 1, seed: int = 0, change=lambda data: None
+) -> Matrix:
+    """Random blocks in a file of nothing else, as `parts` tensors of equal size; `change` writes into their bytes."""
+    path = folder / f"{kind}-{rows}-{columns}.bin"
+    blocks = random_blocks(kind, rows, columns, 0.5, np.random.default_rng(seed))
+    change(blocks.reshape(-1))
+    blocks.tofile(path)
+    with open(path, "rb") as opened:
+        file, size = GgufFile(str(path), {}, {}, blocks.nbytes, file_identity(opened)), rows // parts
+    entries = [
+        TensorEntry(f"t{i}", (size, columns), kind, i * size * blocks.shape[1], blocks.shape[1]) for i in range(parts)
+    ]
+    return Matrix(tuple(TensorRows(file, entry) for entry in entries))
+
+
+def reference(matrix: Matrix) -> torch.Tensor:
+    """float32 [N, K], by the `gguf` package."""
+    blocks = matrix.read(0, matrix.num_rows).numpy()
+    return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[matrix.type]))
+
+
+def pack(matrix: Matrix, backend: str, dtype: torch.dtype) -> PackedLinear:
+    chosen = BACKENDS[backend]
+    if problem := chosen.problem(CPU, dtype):
+        pytest.skip(f"{backend}: {problem}")
+    tensors = chosen.pack(matrix, dtype, CPU)
+    return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, chosen, tensors)
+
+
+def token_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest logit."""
+    return ((found.float() - expected).abs().max() / expected.abs().max()).item()

@@ -1,0 +1,95 @@
+"""Tiny random models built on the spot, and an attention that takes no tree."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+VOCAB_SIZE = 96
+# Logits of a random model must differ clearly, or every step is a near tie: larger than the usual 0.02.
+INITIALIZER_RANGE = 0.3
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+CHAIN_ONLY = "rejects_4d_masks"
+
+
+def random_model(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Weights of `seed`, whatever was drawn before; the generator is left as it was. Padding is token 0."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = model_class(config).eval().requires_grad_(False)
+    torch.random.set_rng_state(state)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@cache
+def build_tiny_model(
+    architecture: str = "llama",
+    tied: bool = False,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    max_positions: int = 256,
+    num_layers: int = 2,
+    **config_kwargs,
+):
+    """4 heads over 2 KV heads. Cached: tests must not modify it."""
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
+    }[architecture]
+    rope = config_kwargs.pop("rope", None)
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        initializer_range=INITIALIZER_RANGE,
+        **SPECIAL_TOKENS,
+        **({"rope_parameters": dict(rope)} if rope else {}),
+        **config_kwargs,
+    )
+    config._attn_implementation = attention
+    return random_model(model_class, config, seed).to(dtype)
+
+
+@cache
+def build_tiny_gpt2(attention: str = "sdpa", num_positions: int = 64, num_layers: int = 2, seed: int = 0):
+    """A table of positions instead of RoPE, and token types. Cached: tests must not modify it."""
+    sizes = {"n_positions": num_positions, "n_embd": 32, "n_layer": num_layers, "n_head": 4}
+    config = GPT2Config(vocab_size=VOCAB_SIZE, **sizes, initializer_range=INITIALIZER_RANGE, **SPECIAL_TOKENS)
+    config._attn_implementation = attention
+    return random_model(GPT2LMHeadModel, config, seed)
+
+
+def chain_only_attention(module, query, key, value, attention_mask, **kwargs):
+    """Stands for flash attention: causal by itself, takes the 2-D padding mask, cannot take a tree's."""
+    assert attention_mask is None or attention_mask.dim() == 2, f"a {attention_mask.dim()}-D mask reached the kernel"
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)[None, None]
+    if attention_mask is not None:
+        mask = mask & attention_mask[:, None, None, :].bool()
+    # A padding query that sees nothing would be NaN; it may see itself.
+    mask = mask | torch.eye(num_keys, dtype=torch.bool)[-num_queries:]
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)

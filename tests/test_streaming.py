@@ -1,0 +1,461 @@
+"""Tokens as they come: stock's streamers, and `hf_speculate.stream`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from transformers import (
+    AsyncTextIteratorStreamer,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+
+import hf_speculate
+from hf_speculate import DraftTree, Speculator
+from hf_speculate.errors import DrafterError, UnsupportedRequestError
+from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
+from hf_speculate.verification.noise import Noise
+from hf_speculate_plugins.draft_model import DraftModelDrafter
+
+from .support.inputs import character_tokenizer
+from .support.models import VOCAB_SIZE
+
+
+NEW_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+def perfect(model, inputs, branching=(2, 2, 2), **request):
+    width = inputs["input_ids"].shape[1]
+    script = model.generate(**inputs, max_new_tokens=NEW_TOKENS + 8, speculator=None, **request)[:, width:]
+    return Speculator(ScriptedDrafter(script, branching, accuracy=0.8, vocab_size=VOCAB_SIZE), adaptive=False)
+
+
+@pytest.fixture
+def setting(tiny_model, prompt):
+    """(model, inputs, text) of one sequence, fp64."""
+    model, inputs = tiny_model(dtype=torch.float64), {"input_ids": prompt(9)}
+    return model, inputs, model.generate(**inputs, max_new_tokens=NEW_TOKENS)
+
+
+class TestStockStreamers:
+    def test_printed_text(self, setting, tokenizer, capsys):
+        model, inputs, text = setting
+        for speculator in (None, perfect(model, inputs)):
+            streamer = TextStreamer(tokenizer)
+            model.generate(**inputs, max_new_tokens=NEW_TOKENS, streamer=streamer, speculator=speculator)
+        printed = capsys.readouterr().out
+        assert printed == 2 * (tokenizer.decode(text[0]) + "\n")
+
+    @pytest.mark.parametrize("skip_prompt", [False, True])
+    def test_an_iterator_read_in_another_thread(self, setting, tokenizer, skip_prompt):
+        model, inputs, text = setting
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=60)
+        kwargs = {**inputs, "streamer": streamer, "max_new_tokens": NEW_TOKENS, "speculator": perfect(model, inputs)}
+        thread = threading.Thread(target=model.generate, kwargs=kwargs)
+        thread.start()
+        streamed = "".join(streamer)
+        thread.join()
+        assert streamed == tokenizer.decode(text[0, 9 if skip_prompt else 0 :])
+
+    def test_an_asynchronous_iterator(self, setting, tokenizer):
+        model, inputs, text = setting
+        speculator = perfect(model, inputs)
+
+        async def collect():
+            streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
+            kwargs = {**inputs, "streamer": streamer, "max_new_tokens": NEW_TOKENS, "speculator": speculator}
+            thread = threading.Thread(target=model.generate, kwargs=kwargs)
+            thread.start()
+            pieces = [piece async for piece in streamer]
+            thread.join()
+            return "".join(pieces)
+
+        assert asyncio.run(collect()) == tokenizer.decode(text[0, 9:])
+
+    @pytest.mark.parametrize("stop", ["eos", "criterion"])
+    def test_a_batch_is_put_step_by_step_as_in_stock(self, tiny_model, prompt, stop):
+        model, inputs = tiny_model(), {"input_ids": torch.cat([prompt(9, seed=1), prompt(9, seed=2)])}
+        text = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
+        request = {"max_new_tokens": NEW_TOKENS, "eos_token_id": [int(text[0, 20]), int(text[1, 30])]}
+        if stop == "criterion":
+            request = {"stopping_criteria": StoppingCriteriaList([EndsAtLength(27)]), "max_new_tokens": NEW_TOKENS}
+        seen = []
+        for speculator in (None, perfect(model, inputs)):
+            streamer = Collector()
+            model.generate(**inputs, **request, streamer=streamer, speculator=speculator)
+            assert streamer.ended == 1
+            seen.append(streamer.values)
+        assert len(seen[0]) == len(seen[1])
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+class Collector:
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values.append(value.clone())
+
+    def end(self):
+        self.ended += 1
+
+
+class EndsAtLength(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+class TestStream:
+    def test_tokens_come_round_by_round_once_in_order(self, setting):
+        model, inputs, text = setting
+        speculator = perfect(model, inputs)
+        rounds = list(hf_speculate.stream(model, **inputs, speculator=speculator, max_new_tokens=NEW_TOKENS))
+        assert [token for (row,) in rounds for token in row] == text[0, 9:].tolist()
+        assert max(len(row) for (row,) in rounds) > 2, "nothing was accepted: the test shows little"
+        assert len(rounds) == 1 + speculator.stats.target_forwards
+        assert speculator.stats.calls == 1
+
+    def test_text_is_what_a_text_streamer_prints(self, setting, tokenizer):
+        model, inputs, text = setting
+        pieces = list(
+            hf_speculate.stream(
+                model, inputs["input_ids"], speculator="prompt_lookup", tokenizer=tokenizer, max_new_tokens=NEW_TOKENS
+            )
+        )
+        assert "".join(pieces) == tokenizer.decode(text[0, 9:])
+        assert all(pieces)
+
+    def test_characters_of_several_tokens_come_whole(self, real_llama, shared_root):
+        class Bytes(LogitsProcessor):
+            """Forces U+20AC, whose three bytes are three tokens of the byte fall-back."""
+
+            def __call__(self, input_ids, scores):
+                byte = [0xE2, 0x82, 0xAC][(input_ids.shape[1] - 1) % 3]
+                return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([3 + byte]), 0)
+
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
+        request = {"max_new_tokens": 9, "logits_processor": LogitsProcessorList([Bytes()])}
+        ids = torch.tensor([[1]])
+        plain = real_llama.generate(ids, **request, speculator=None)
+        assert tokenizer.decode(plain[0, 1:]) == 3 * "\u20ac", "the tokenizer has no such byte tokens"
+        pieces = list(hf_speculate.stream(real_llama, ids, speculator="prompt_lookup", tokenizer=tokenizer, **request))
+        assert "".join(pieces) == 3 * "\u20ac"
+
+    def test_the_generators_return_value_is_what_generate_returns(self, setting, tokenizer):
+        model, inputs, text = setting
+        request = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True}
+
+        def consume(**kwargs):
+            output = yield from hf_speculate.stream(
+                model, **inputs, speculator=perfect(model, inputs), **request, **kwargs
+            )
+            outputs.append(output)
+
+        outputs = []
+        for kwargs in ({}, {"tokenizer": tokenizer}):
+            assert list(consume(**kwargs))
+        for output in outputs:
+            assert torch.equal(output.sequences, text)
+            assert len(output.scores) == NEW_TOKENS
+            assert output.past_key_values.get_seq_length() == text.shape[1] - 1
+            assert output.speculation.accepted_tokens > 0
+
+    def test_rows_of_a_batch_at_their_own_pace(self, tiny_model, prompt):
+        model = tiny_model()
+        inputs = {"input_ids": torch.cat([prompt(9, seed=1), prompt(9, seed=2), prompt(9, seed=3)])}
+        text = model.generate(**inputs, max_new_tokens=NEW_TOKENS)[:, 9:]
+        eos = int(text[1, 7])
+        rows = [[], [], []]
+        for new_tokens in hf_speculate.stream(
+            model, **inputs, speculator=perfect(model, inputs), max_new_tokens=NEW_TOKENS, eos_token_id=eos
+        ):
+            for row, tokens in zip(rows, new_tokens, strict=True):
+                row.extend(tokens)
+        for row, plain in zip(rows, text.tolist(), strict=True):
+            assert row == (plain[: plain.index(eos) + 1] if eos in plain else plain)
+
+    def test_the_attached_speculator_is_used(self, setting):
+        model, inputs, text = setting
+        model = copy.deepcopy(model)
+        speculator = hf_speculate.attach(model, perfect(model, inputs))
+        rounds = list(hf_speculate.stream(model, **inputs, max_new_tokens=NEW_TOKENS))
+        assert [token for (row,) in rounds for token in row] == text[0, 9:].tolist()
+        assert speculator.stats.accepted_tokens > 0
+
+    def test_stop_strings_and_a_generation_config(self, setting, tokenizer):
+        model, inputs, text = setting
+        stop = tokenizer.decode(text[0, 30:33])
+        config = GenerationConfig(max_new_tokens=NEW_TOKENS, stop_strings=[stop], pad_token_id=0)
+        plain = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
+        pieces = hf_speculate.stream(
+            model, **inputs, speculator=perfect(model, inputs), generation_config=config, tokenizer=tokenizer
+        )
+        assert "".join(pieces) == tokenizer.decode(plain[0, 9:])
+
+    def test_gradients_are_off_inside_and_as_they_were_outside(self, setting):
+        model, inputs, _ = setting
+        modes = []
+        hook = model.model.layers[0].register_forward_hook(lambda *args: modes.append(torch.is_grad_enabled()))
+        for _ in hf_speculate.stream(model, **inputs, speculator="prompt_lookup", max_new_tokens=6):
+            assert torch.is_grad_enabled()
+        hook.remove()
+        assert modes
+        assert not any(modes)
+
+    def test_two_streams_of_one_model_take_turns(self, tiny_model, prompt):
+        model = tiny_model()
+        streams, texts = [], []
+        for seed in (1, 2):
+            inputs = {"input_ids": prompt(9, seed=seed)}
+            texts.append(model.generate(**inputs, max_new_tokens=NEW_TOKENS)[0, 9:].tolist())
+            streams.append(
+                hf_speculate.stream(model, **inputs, speculator=perfect(model, inputs), max_new_tokens=NEW_TOKENS)
+            )
+        found = [[], []]
+        while any(len(row) < NEW_TOKENS for row in found):
+            for row, rounds in zip(found, streams, strict=True):
+                row.extend(next(rounds, [[]])[0])
+        assert found == texts
+
+
+def collect(rounds, tokens):
+    for (row,) in rounds:
+        tokens.extend(row)
+
+
+class TestStreamEndsEarly:
+    @pytest.mark.parametrize("how", ["close", "break", "exception", "forgotten", "unstarted"])
+    def test_everything_stays_usable(self, setting, how):
+        model, inputs, text = setting
+        cache, speculator = DynamicCache(config=model.config), perfect(model, inputs)
+        rounds = hf_speculate.stream(
+            model, **inputs, past_key_values=cache, speculator=speculator, max_new_tokens=NEW_TOKENS
+        )
+        yielded = []
+        if how == "unstarted":
+            rounds.close()
+            yielded = text[0, 9:10].tolist()  # the prompt has run
+        else:
+            with pytest.raises(ZeroDivisionError) if how == "exception" else _nothing():
+                for (tokens,) in rounds:
+                    yielded += tokens
+                    if len(yielded) > 12:
+                        if how == "exception":
+                            rounds.throw(ZeroDivisionError())
+                        break
+        if how == "close":
+            rounds.close()
+        del rounds
+        gc.collect()
+        assert yielded == text[0, 9 : 9 + len(yielded)].tolist()
+        assert cache.get_seq_length() == 9 + len(yielded) - 1
+        assert len({layer.get_seq_length() for layer in cache.layers}) == 1
+        go_on = text[:, : 9 + len(yielded)]
+        assert torch.equal(
+            model.generate(go_on, past_key_values=cache, max_new_tokens=text.shape[1] - go_on.shape[1]), text
+        )
+        if how != "unstarted":
+            assert speculator.stats.calls == 1
+
+    def test_a_processor_or_criterion_that_raises(self, setting):
+        model, inputs, text = setting
+
+        class Raises(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                if input_ids.shape[1] == 20:
+                    raise ZeroDivisionError
+                return torch.zeros(1, dtype=torch.bool)
+
+        cache, yielded = DynamicCache(config=model.config), []
+        rounds = hf_speculate.stream(
+            model,
+            **inputs,
+            past_key_values=cache,
+            speculator=perfect(model, inputs),
+            stopping_criteria=StoppingCriteriaList([Raises()]),
+            max_new_tokens=NEW_TOKENS,
+        )
+        with pytest.raises(ZeroDivisionError):
+            collect(rounds, yielded)
+        assert yielded == text[0, 9 : 9 + len(yielded)].tolist()
+        assert cache.get_seq_length() < 20
+        length = cache.get_seq_length()
+        ours = model.generate(text[:, : length + 1], past_key_values=cache, max_new_tokens=5)
+        assert torch.equal(ours, text[:, : length + 6])
+
+    def test_a_drafter_that_raises(self, setting):
+        model, inputs, text = setting
+        speculator, yielded = Speculator(RaisingDrafter(after=3), adaptive=False), []
+        rounds = hf_speculate.stream(model, **inputs, speculator=speculator, max_new_tokens=NEW_TOKENS)
+        with pytest.raises(DrafterError, match="raising"):
+            collect(rounds, yielded)
+        assert yielded == text[0, 9:13].tolist()
+
+
+class _nothing:
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *args):
+        return False
+
+
+class TestStreamedSampling:
+    """The RNG between items is where stock has it after the tokens so far."""
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("num_taken", [1, 3, 5, 1000])
+    def test_the_seeds_text_and_the_rng_wherever_it_ends(self, tiny_model, prompt, num_taken, batch_size):
+        model = tiny_model()
+        inputs = {"input_ids": torch.cat([prompt(9, seed=seed) for seed in range(batch_size)])}
+        torch.manual_seed(3)
+        text = model.generate(**inputs, do_sample=True, max_new_tokens=NEW_TOKENS)
+        # A draft model looks at the noise of the coming steps.
+        script = DraftModelDrafter.for_target(model, model=tiny_model(seed=3), depth=3, top_k=2)
+        torch.manual_seed(3)
+        rounds = hf_speculate.stream(
+            model, **inputs, do_sample=True, max_new_tokens=NEW_TOKENS, speculator=Speculator(script, adaptive=False)
+        )
+        rows = [[] for _ in range(batch_size)]
+        for _ in range(num_taken):
+            for row, tokens in zip(rows, next(rounds, [[]] * batch_size), strict=True):
+                row.extend(tokens)
+            at_item = torch.get_rng_state()
+        rounds.close()
+        assert torch.equal(torch.get_rng_state(), at_item), "closing moved the RNG"
+        for row, plain in zip(rows, text[:, 9:].tolist(), strict=True):
+            assert row == plain[: len(row)]
+        num_steps = max(map(len, rows))
+        torch.manual_seed(3)
+        model.generate(**inputs, do_sample=True, max_new_tokens=num_steps)
+        assert torch.equal(torch.get_rng_state(), at_item)
+
+    def test_a_consumer_that_draws_gets_what_it_gets_beside_a_stock_streamer(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(9)
+
+        class Draws(Collector):
+            def put(self, value):
+                super().put(value)
+                if value.dim() == 1:
+                    draws.append(torch.rand(1).item())
+
+        outcomes = []
+        for speculator in (None, Speculator(DrawsAhead(), adaptive=False)):
+            draws, streamer = [], Draws()
+            torch.manual_seed(3)
+            if speculator is None:
+                model.generate(ids, do_sample=True, max_new_tokens=20, streamer=streamer)
+                tokens = [int(value) for value in streamer.values[1:]]
+            else:
+                tokens = []
+                rounds = hf_speculate.stream(
+                    model, ids, do_sample=True, max_new_tokens=20, speculator=speculator, tokenizer=None
+                )
+                for (new_tokens,) in rounds:
+                    tokens += new_tokens
+                    draws.append(torch.rand(1).item())
+            outcomes.append((tokens, draws, torch.get_rng_state().tolist()))
+        assert outcomes[0] == outcomes[1]
+
+    def test_noise_that_was_drawn_ahead_survives_a_pause(self):
+        torch.manual_seed(0)
+        noise = Noise(2, 5, torch.device("cpu"))
+        ahead = noise.row(3).clone()
+        torch.manual_seed(0)
+        torch.empty(2, 5).exponential_()
+        after_one = torch.get_rng_state()
+        torch.manual_seed(1)
+        noise.pause(1)
+        assert torch.equal(torch.get_rng_state(), after_one)
+        assert not noise.resume()
+        assert torch.equal(noise.row(3), ahead)
+        noise.pause(1)
+        torch.rand(1)
+        assert noise.resume()
+        assert not torch.equal(noise.row(3), ahead), "somebody has drawn: stock would not draw this noise any more"
+
+
+class DrawsAhead(EmptyDrafter):
+    """Looks at the noise of coming steps, as drafters with logits do, and drafts nothing."""
+
+    def start(self, request):
+        session = super().start(request)
+
+        def draft(state):
+            state.child_scores(torch.zeros(1, 1, VOCAB_SIZE), depth=3)
+            return DraftTree.root_only(state.root_ids)
+
+        session.draft = draft
+        return session
+
+
+class TestBadInput:
+    def test_no_speculator(self, setting):
+        model, inputs, _ = setting
+        with pytest.raises(UnsupportedRequestError, match=r"needs speculator="):
+            hf_speculate.stream(model, **inputs)
+
+    @pytest.mark.parametrize("kwargs", [{"streamer": Collector()}, {"adapter_names": ["a"]}])
+    def test_arguments_that_need_generate(self, setting, kwargs):
+        model, inputs, _ = setting
+        with pytest.raises(UnsupportedRequestError, match=f"does not take {next(iter(kwargs))}="):
+            hf_speculate.stream(model, **inputs, speculator="prompt_lookup", **kwargs)
+
+    def test_text_of_several_rows(self, tiny_model, prompt, tokenizer):
+        model = copy.deepcopy(tiny_model())
+        model.register_forward_pre_hook(lambda *args: pytest.fail("the model was run"))
+        with pytest.raises(UnsupportedRequestError, match="text of one sequence, the request has 2"):
+            hf_speculate.stream(
+                model,
+                prompt(6),
+                speculator="prompt_lookup",
+                tokenizer=tokenizer,
+                do_sample=True,
+                num_return_sequences=2,
+            )
+
+    def test_beams_even_where_the_speculator_is_only_attached(self, setting):
+        model, inputs, _ = setting
+        model = copy.deepcopy(model)
+        hf_speculate.attach(model, "prompt_lookup")
+        with pytest.raises(UnsupportedRequestError, match="beam_search"):
+            hf_speculate.stream(model, **inputs, num_beams=2, max_new_tokens=3)
+
+    def test_caches_without_an_index(self, tiny_model, prompt, strange_cache):
+        model = tiny_model()
+        with pytest.raises(UnsupportedRequestError, match="cannot be indexed: no drafts"):
+            hf_speculate.stream(
+                model,
+                prompt(6),
+                speculator="prompt_lookup",
+                max_new_tokens=3,
+                past_key_values=strange_cache(model),
+            )
+
+    def test_generate_works_after_an_error(self, setting):
+        model, inputs, text = setting
+        with pytest.raises(UnsupportedRequestError):
+            hf_speculate.stream(model, **inputs, speculator="prompt_lookup", num_beams=2)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=NEW_TOKENS, speculator="prompt_lookup"), text)

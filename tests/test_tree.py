@@ -1,0 +1,193 @@
+"""Draft trees and their plans: structure properties that need no model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_speculate.errors import DrafterError
+from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, TreePlan
+
+
+deterministic = settings(derandomize=True, deadline=None, max_examples=80, database=None)
+
+
+@st.composite
+def structures(draw, max_nodes: int = 20):
+    """Parents of one row. Half of the nodes hang on their predecessor, so deep trees are common; some are padding."""
+    parents, real = [ROOT_PARENT], [0]
+    for node in range(1, draw(st.integers(1, max_nodes))):
+        kind = draw(st.sampled_from(("deep", "deep", "any", "padding")))
+        if kind == "padding":
+            parents.append(PADDING_PARENT)
+            continue
+        parents.append(real[-1] if kind == "deep" else draw(st.sampled_from(real)))
+        real.append(node)
+    return tuple(parents)
+
+
+@st.composite
+def batches(draw):
+    """1 to 3 rows of equal width."""
+    rows = draw(st.lists(structures(), min_size=1, max_size=3))
+    width = max(map(len, rows))
+    return tuple(row + (PADDING_PARENT,) * (width - len(row)) for row in rows)
+
+
+def lineage(parents, node):
+    """A node and its ancestors, by following parents: the plain definition."""
+    line = [node]
+    while parents[line[-1]] >= 0:
+        line.append(parents[line[-1]])
+    return set(line)
+
+
+class TestPlan:
+    @deterministic
+    @given(batches())
+    def test_the_mask_is_the_ancestor_relation_and_depth_its_size(self, rows):
+        plan = TreePlan.from_parents(rows)
+        for row, parents in enumerate(rows):
+            for node in range(len(parents)):
+                attended = set(plan.ancestors[row, node].nonzero().flatten().tolist())
+                assert attended == lineage(parents, node)
+                assert plan.depths[row, node] == len(attended) - 1
+        assert plan.max_depth == plan.depths.max()
+        assert plan.num_nodes == len(rows[0])
+
+    @deterministic
+    @given(batches(), st.integers(0, 5))
+    def test_a_plan_made_on_the_device_equals_the_one_made_on_the_host(self, rows, slack):
+        host = TreePlan.from_parents(rows)
+        device = TreePlan.from_tensor(torch.tensor(rows), max_depth=host.max_depth + slack)
+        assert torch.equal(device.ancestors, host.ancestors)
+        assert torch.equal(device.depths, host.depths)
+
+    @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17])
+    def test_pointer_doubling_reaches_every_depth(self, depth):
+        parents = torch.arange(-1, depth)[None]
+        plan = TreePlan.from_tensor(parents, max_depth=depth)
+        assert torch.equal(plan.ancestors[0], torch.ones(depth + 1, depth + 1).tril().bool())
+        assert plan.depths.tolist() == [list(range(depth + 1))]
+
+    def test_plans_of_equal_structure_are_one_object(self):
+        first = DraftTree(torch.tensor([[5, 6, 7]]), [-1, 0, 0])
+        second = DraftTree(torch.tensor([[1, 2, 3]]), ([-1, 0, 0],))
+        other = DraftTree(torch.tensor([[5, 6, 7]]), [-1, 0, 1])
+        assert first.plan is second.plan
+        assert first.plan is not other.plan
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+    def test_the_bias_is_zero_for_ancestors_and_the_lowest_number_elsewhere(self, dtype):
+        plan = TreePlan.from_parents(((-1, 0, 0, 1),))
+        bias = plan.bias(dtype, torch.device("cpu"))
+        assert bias.dtype == dtype
+        assert torch.equal(bias == 0, plan.ancestors)
+        assert set(bias[~plan.ancestors].tolist()) == {torch.finfo(dtype).min}
+        assert plan.bias(dtype, torch.device("cpu")) is bias
+
+
+class TestShapes:
+    def test_a_root_alone_has_no_draft(self):
+        tree = DraftTree.root_only(torch.tensor([4, 9]))
+        assert tree.token_ids.tolist() == [[4], [9]]
+        assert (tree.batch_size, tree.num_nodes, tree.max_depth) == (2, 1, 0)
+        assert [tree.host.num_drafted(row) for row in range(2)] == [0, 0]
+
+    def test_a_chain_is_a_tree_with_one_branch(self):
+        tree = DraftTree.chain(torch.tensor([[4, 5, 6, 7]]))
+        assert tree.host.parents == [[-1, 0, 1, 2]]
+        assert tree.plan.depths.tolist() == [[0, 1, 2, 3]]
+        assert tree.max_depth == 3
+
+    def test_rows_of_different_width_are_padded(self):
+        tree = DraftTree.from_rows([([4, 5, 6], [-1, 0, 0]), ([7], [-1])])
+        assert tree.token_ids.tolist() == [[4, 5, 6], [7, 7, 7]]
+        assert tree.host.parents == [[-1, 0, 0], [-1, -2, -2]]
+        assert [tree.host.num_drafted(row) for row in range(2)] == [2, 0]
+        assert [tree.host.depth(row) for row in range(2)] == [1, 0]
+
+    def test_one_structure_serves_all_rows(self):
+        tree = DraftTree(torch.tensor([[1, 2, 3], [4, 5, 6]]), [-1, 0, 1])
+        assert tree.plan.ancestors.shape == (1, 3, 3)
+        assert tree.host.parents == [[-1, 0, 1], [-1, 0, 1]]
+
+    @pytest.mark.parametrize("num_rows", [1, 2], ids=["shared", "a row each"])
+    def test_a_device_tree_reads_back_as_the_same_host_tree(self, num_rows):
+        tokens, parents = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 2], [-1, 0, 1, 2]])
+        tree = DraftTree(tokens, parents[:num_rows], max_depth=3)
+        assert tree.host.token_ids == tokens.tolist()
+        assert tree.host.parents == parents[:num_rows].expand(2, -1).tolist()
+
+    def test_a_device_tree_needs_its_depth(self):
+        with pytest.raises(DrafterError, match="max_depth"):
+            DraftTree(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]]))
+
+
+class TestHostTree:
+    @deterministic
+    @given(structures(), st.randoms(use_true_random=False))
+    def test_child_finds_exactly_the_child_with_that_token(self, parents, random):
+        tokens = [random.randrange(4) for _ in parents]
+        host = DraftTree(torch.tensor([tokens]), parents).host
+        for node in range(len(parents)):
+            for token in range(4):
+                children = [i for i, p in enumerate(parents) if p == node and tokens[i] == token]
+                assert host.child(0, node, token) == (children[0] if children else None)
+
+    @deterministic
+    @given(structures())
+    def test_depth_and_number_of_drafts_agree_with_the_plan(self, parents):
+        tree = DraftTree(torch.zeros(1, len(parents), dtype=torch.long), parents)
+        assert tree.host.depth(0) == tree.plan.max_depth
+        assert tree.host.num_drafted(0) == sum(parent >= 0 for parent in parents)
+
+
+class TestPruned:
+    @deterministic
+    @given(batches(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
+    def test_exactly_the_nodes_within_the_limit_stay_in_order(self, rows, limits):
+        tokens = torch.arange(len(rows) * len(rows[0])).view(len(rows), -1)  # all different: tokens name nodes
+        tree = DraftTree(tokens, rows)
+        pruned = tree.pruned(limits[: len(rows)])
+        for row, parents in enumerate(rows):
+            depths = tree.plan.depths[row].tolist()
+            stays = [n for n, p in enumerate(parents) if p != PADDING_PARENT and depths[n] <= limits[row]]
+            kept = pruned.host.parents[row]
+            real = [n for n, p in enumerate(kept) if p != PADDING_PARENT]
+            assert [pruned.host.token_ids[row][n] for n in real] == tokens[row, stays].tolist()
+            for new, old in zip(real[1:], stays[1:], strict=True):
+                assert pruned.host.token_ids[row][kept[new]] == tokens[row, parents[old]]
+
+
+def test_a_plan_extended_level_by_level_is_the_plan_of_the_whole():
+    parents = [[-1, -1, -1], [2, 0, 2], [3, 5, 4], [7, 7, 6]]
+    plan = TreePlan.of_siblings(2, 3, torch.device("cpu"))
+    for level in parents[1:]:
+        plan = plan.extended(torch.tensor([level, level[::-1]]))
+    rows = [[each for level in parents for each in level], [each for level in parents for each in level[::-1]]]
+    expected = TreePlan.from_tensor(torch.tensor(rows), max_depth=3)
+    assert torch.equal(plan.ancestors, expected.ancestors)
+    assert torch.equal(plan.depths, expected.depths)
+    assert plan.max_depth == 3
+
+
+class TestSelections:
+    def test_a_selection_is_as_wide_as_its_rows_need(self):
+        rows = [([5], [-1]), ([6, 7, 8, 9], [-1, 0, 0, 2]), ([1, 2], [-1, 0])]
+        tree = DraftTree.from_rows(rows)
+        assert tree.select([0, 1, 2]) is tree
+        assert (list(tree.rows), tree.slot(2)) == ([0, 1, 2], 2)
+        selected = tree.select([0, 2])
+        assert selected.token_ids.tolist() == [[5, 5], [1, 2]]
+        assert (list(selected.rows), selected.slot(2), selected.max_depth) == ([0, 2], 1, 1)
+        assert selected.host.child(selected.slot(2), 0, 2) == 1
+
+    def test_shared_structures_and_those_on_the_device_stay(self):
+        tokens, parents = torch.arange(9).view(3, 3), [-1, 0, 0]
+        for structure in (parents, torch.tensor([parents]), torch.tensor([parents] * 3)):
+            tree = DraftTree(tokens, structure, max_depth=1).select([1, 2])
+            assert tree.token_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
+            assert tree.host.parents == [parents, parents]
