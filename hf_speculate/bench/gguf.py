@@ -152,7 +152,7 @@ def _of_one(times: dict[int, float], nodes: int) -> str:
 @contextmanager
 def _file(path: Path | None, kind: str) -> Iterator[str]:
     """The file at `path`, or one with random weights for the time of the measurement."""
-    from ..gguf.random_files import FileShape, find_recipe, write_random_file
+    from ..gguf import FileShape, find_recipe, write_random_file
 
     if path is not None:
         yield str(path)

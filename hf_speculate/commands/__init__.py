@@ -5,10 +5,10 @@ each declared once; tables, clocks, a progress bar, and the one line of JSON tha
 measures anything.
 """
 
-from .environment import drafter_list as drafter_list
-from .environment import environment as environment
-from .environment import find_device as find_device
-from .environment import find_dtype as find_dtype
+from .machine import drafter_list as drafter_list
+from .machine import environment as environment
+from .machine import find_device as find_device
+from .machine import find_dtype as find_dtype
 from .options import BatchSizes as BatchSizes
 from .options import Category as Category
 from .options import Device as Device

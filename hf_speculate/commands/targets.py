@@ -17,7 +17,7 @@ from transformers import (
 
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from .environment import find_dtype
+from .machine import find_dtype
 
 
 BUNDLED = "pycoder"

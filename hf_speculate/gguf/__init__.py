@@ -11,10 +11,17 @@ backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
 loading    all of it together
 report     what a loaded model keeps where
+random_files  files with random weights, for benchmarks and tests
 """
 
 from .backends import BACKENDS as BACKENDS
+from .loading import find_file as find_file
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
+from .loading import read_tokenizer as read_tokenizer
+from .random_files import FileShape as FileShape
+from .random_files import find_recipe as find_recipe
+from .random_files import write_random_file as write_random_file
+from .reading import read_header as read_header
 from .report import PackingReport as PackingReport
 from .report import packing_report as packing_report

@@ -32,7 +32,7 @@ from ..errors import SpeculateError
 Form = Literal["stock", "folded"]
 Mask = Tensor | dict[str, Tensor] | None
 
-# Where a form was measured to win at every context and tree (`hf-speculate bench attention`); elsewhere stock.
+# Where a form was measured to win at every context and tree (`hf-speculate bench costs`); elsewhere stock.
 _MEASURED: dict[str, Form] = {"cpu": "folded"}
 
 

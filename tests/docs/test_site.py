@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import socket
 import warnings
@@ -25,9 +24,6 @@ def loaded_from_elsewhere(page: str) -> list[str]:
     return [url for pair in _LOADED.findall(page) for url in pair if _ELSEWHERE.match(url)]
 
 
-@pytest.mark.xfail(
-    importlib.util.find_spec("hf_speculate.policy") is None, reason="no hf_speculate.policy to refer to", strict=True
-)
 def test_the_site_is_whole_and_stands_alone(tmp_path, monkeypatch):
     def no_network(*_arguments, **_options):
         raise OSError("no network in this test")

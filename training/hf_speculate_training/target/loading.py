@@ -9,8 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.gguf.loading import find_file, load_model, read_tokenizer
-from hf_speculate.gguf.reading import read_header
+from hf_speculate.gguf import find_file, load_model, read_header, read_tokenizer
 
 from ..sections import RecipeError
 from .options import TargetSection
