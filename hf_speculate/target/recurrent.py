@@ -227,7 +227,7 @@ class RecurrentScorer(Scorer):
     def _run(self, token_ids: Tensor, forward_kwargs: Mapping[str, Any] | None) -> Any:
         """One forward over tokens [B, n], the first of them behind the states."""
         count, device, start = token_ids.shape[1], self.device, self.cache.state_length
-        shifts = to_device(self._shifts, device)
+        shifts = to_device(torch.tensor(self._shifts), device)
         positions = shifts[:, None] + torch.arange(start, start + count, device=device)
         mask = None
         if self._prompt_mask is not None:
