@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TYPE = "privateuseone"
 _REPOSITORY = str(Path(__file__).resolve().parents[2])
+_PASSED_THROUGH = "hf_speculate/transfers.py"  # who calls that is of interest
 _ATEN = torch.ops.aten
 _INDEXING = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._unsafe_index, _ATEN._index_put_impl_}
 # Element-wise, in part: a scalar that is filled in may be the CPU's.
@@ -308,7 +309,7 @@ def _caller() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file != __file__ and "/torch/" not in file:
-            if file.startswith(_REPOSITORY) and "/.venv/" not in file:
+            if file.startswith(_REPOSITORY) and "/.venv/" not in file and not file.endswith(_PASSED_THROUGH):
                 return f"{file[len(_REPOSITORY) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
             fallback = fallback if fallback != "?" else f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back

@@ -316,16 +316,16 @@ def test_typical_acceptance_waits_once(device, prompt, tmp_path):
 
 
 class OnDevice(EmptyDrafter):
-    """Drafts trees that are on the device, as `make` makes them of the roots."""
+    """Drafts trees that are on the device, as `make` makes them of the roots and the number of new tokens."""
 
     name = "sloppy"
 
-    def __init__(self, make: Callable[[torch.Tensor], DraftTree]):
+    def __init__(self, make: Callable[[torch.Tensor, int], DraftTree]):
         self.make = make
 
     def start(self, request):
         session = super().start(request)
-        session.draft = lambda state: self.make(state.root_ids.to(request.input_ids.device))
+        session.draft = lambda state: self.make(state.root_ids.to(request.input_ids.device), state.num_emitted[0])
         return session
 
 
@@ -334,7 +334,7 @@ def test_a_tree_on_the_device_is_checked_before_anything_of_it_is_emitted(device
     tokens = {"a token that is none": [5, 6, VOCAB], "a token twice": [5, 5, 7], "a cycle": [5, 6, 7]}[kind]
     parents = [-1, 0, 3, 2] if kind == "a cycle" else [-1, 0, 0, 2]
 
-    def make(roots):
+    def make(roots, _):
         return DraftTree(torch.cat([roots[:, None], on(device, tokens)], dim=1), on(device, parents), max_depth=2)
 
     model, emitted = device.place(target()), []
@@ -344,3 +344,15 @@ def test_a_tree_on_the_device_is_checked_before_anything_of_it_is_emitted(device
     with pytest.raises(DrafterError, match="drafter 'sloppy'"):
         emitted.extend(round.tokens[0] for round in rounds)
     assert [len(tokens) for tokens in emitted] == [1], "the prompt's"
+
+
+def test_a_tree_that_was_written_after_it_was_made_from_another_is_read_as_it_is(device, prompt):
+    request = {**PLAIN, **GREEDY}
+    (text,) = plain_text(target(), {"input_ids": prompt(9)}, request)
+
+    def make(roots, num_emitted):
+        tree = DraftTree(torch.cat([roots[:, None], on(device, [text[num_emitted]])], dim=1), [-1, 0]).gather([0])
+        tree.token_ids[:, 1] = (tree.token_ids[:, 1] + 1) % VOCAB  # not what the target will say
+        return tree
+
+    assert run(device, device.place(target()), OnDevice(make), {"input_ids": prompt(9)}, request)[0] == [text]
