@@ -16,6 +16,7 @@ from ..plugins.test_eagle import target
 from .test_pauses import DRAFTERS
 
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 REMEMBERING = ("draft_model", "eagle1", "eagle3")
 
 

@@ -30,7 +30,7 @@ from hf_speculate_plugins.medusa.heads import MedusaHeads
 
 from ..support.gguf import relative_error, token_ids
 from ..support.inputs import character_tokenizer
-from ..support.tiers import quick_quarter
+from ..support.tiers import quick, quick_quarter
 from ..support.tiny_heads import write_eagle_head
 
 
@@ -344,7 +344,7 @@ def test_importing_the_package_does_not_need_gguf():
         hf_speculate.no_such_name  # noqa: B018
 
 
-@pytest.fixture(params=["native", "int4", "dequantize"])
+@pytest.fixture(params=quick(["native", "int4", "dequantize"], "int4"))
 def target(request, write):
     if request.param not in available(request.param):
         pytest.skip(f"native: {native_problem()}")
