@@ -39,7 +39,7 @@ class Watching:
         return run
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @pytest.fixture

@@ -96,6 +96,7 @@ def test_requests_replay_the_graphs_of_the_first(model, prompt, monkeypatch):
         found = model.generate(prompt(length), speculator=speculator, **REQUEST)
         assert found.tolist() == expected.tolist()
         recorded.append(Recorder.num_recorded - before)
+        gc.collect()  # if others have compiled before, dynamo's frames may hold the request's cache in a cycle
     assert 1 <= recorded[0] <= recorded[-1] <= counters["stats"]["unique_graphs"] <= 2
     assert not speculator.stats.fallbacks
 

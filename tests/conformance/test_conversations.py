@@ -15,6 +15,7 @@ from hf_speculate.tree import PADDING_PARENT
 from ..support.heads import DRAFTERS, target
 
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 REMEMBERING = ("draft_model", "eagle1", "eagle3")
 
 

@@ -49,6 +49,7 @@ def trees_by_length(model, inputs, drafter, every):
     return text, seen
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("ragged", quick([False, True], True), ids=["one row", "ragged batch"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_pause_costs_no_acceptance(tmp_path, prompt, name, ragged):

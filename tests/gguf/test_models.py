@@ -29,7 +29,7 @@ from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 from ..support.gguf import relative_error, token_ids
 from ..support.inputs import character_tokenizer
-from ..support.tiers import quick_quarter
+from ..support.tiers import quick, quick_quarter
 from ..support.tiny_heads import write_eagle_head
 
 
@@ -343,7 +343,7 @@ def test_importing_the_package_does_not_need_gguf():
         hf_speculate.no_such_name  # noqa: B018
 
 
-@pytest.fixture(params=["native", "int4", "dequantize"])
+@pytest.fixture(params=quick(["native", "int4", "dequantize"], "int4"))
 def target(request, write):
     if request.param not in available(request.param):
         pytest.skip(f"native: {native_problem()}")

@@ -30,6 +30,7 @@ from ..support.tiny_heads import write_eagle_head
 
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 NEW_TOKENS = 20
 ALL = ("eagle", "scripted", "random", "prompt lookup", "itself")

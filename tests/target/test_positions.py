@@ -128,6 +128,7 @@ class TestTarget:
         assert seen[0] == seen[1]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("kind", "top_k"), [("gpt2", 1), ("opt", 2)])
 class TestDraftModel:
     def speculator(self, target, kind, top_k, size=32, depth=3):

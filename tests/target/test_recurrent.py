@@ -84,7 +84,7 @@ def compare(model, prompts, max_new_tokens):
 
 class TestText:
     def test_it_is_that_of_plain_generate(self, model, prompt):
-        compare(model, [prompt(length, seed=length) for length in (2, 13, 30)], 48)
+        compare(model, [prompt(length, seed=length) for length in (2, 13, 30)], 32)
 
     @pytest.mark.slow
     def test_it_is_that_of_plain_generate_for_a_hundred_prompts(self, model, prompt):

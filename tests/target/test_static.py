@@ -24,6 +24,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.inputs import character_tokenizer
 from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick
 
 
 class FeatureDrafter(RandomDrafter):
@@ -55,8 +56,8 @@ def num_graphs():
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
+@pytest.mark.parametrize("sampled", quick([False, True]))
 def test_text_is_that_of_plain_generate(tiny_model, prompt, architecture, sampled):
     model = model_of(tiny_model, architecture)
     drafter = FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6)
@@ -91,6 +92,7 @@ def test_ragged_and_padded_batches(tiny_model):
     assert num_graphs() <= 2
 
 
+@pytest.mark.rest
 def test_other_prompts_and_grad_modes_need_no_other_graph(tiny_model, prompt):
     model = model_of(tiny_model)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
@@ -104,6 +106,7 @@ def test_other_prompts_and_grad_modes_need_no_other_graph(tiny_model, prompt):
     assert not speculator.stats.fallbacks
 
 
+@pytest.mark.rest
 def test_a_cache_that_outgrows_its_capacity_costs_one_more_graph(tiny_model, prompt):
     model = model_of(tiny_model)
     text = prompt(500)

@@ -20,6 +20,8 @@ from hf_speculate.verification.records import Records, StepRecord
 from hf_speculate.verification.sequences import Sequences
 from hf_speculate.verification.stopping import Stopping
 
+from ..support.tiers import quick
+
 
 VOCAB_SIZE = 7
 EOS = 1
@@ -190,7 +192,7 @@ def test_every_processor_that_is_batched_is_tested():
 
 class TestTiers:
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("batch_size", quick([1, 3], 3))
     @pytest.mark.parametrize("name", COMBINATIONS)
     def test_wider_tiers_give_the_walks_result(self, random_tree, name, batch_size, do_sample):
         combination = COMBINATIONS[name]
