@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from ..errors import CheckpointError
 from ..transfers import to_device
+from ..tree import DraftTree
 from ..verification import Noise
 from .ranking import rank_children
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..compilation import Compiler
-    from ..tree import DraftTree
 
 
 # Key in `Drafter.feature_layers`: the last layer's own output. The last entry of `hidden_states` comes after the final
@@ -116,8 +116,9 @@ class DraftState:
             return tree
         slots = {row: slot for slot, row in enumerate(rows)}
         whole = tree.gather([slots.get(row, 0) for row in range(len(self.active))])
-        whole.token_ids[:, 0] = to_device(self.root_ids, whole.token_ids.device)
-        return whole
+        roots, parents = to_device(self.root_ids, whole.token_ids.device)[:, None], whole.parents_as_given
+        max_depth = whole.max_depth if isinstance(parents, Tensor) else None
+        return DraftTree(torch.cat([roots, whole.token_ids[:, 1:]], dim=1), parents, max_depth)
 
     def child_scores(
         self, draft_logits: Float[Tensor, "B N W"], depth: int, token_ids: Int[Tensor, " W"] | None = None

@@ -73,7 +73,8 @@ class ScriptedDrafter(_ScriptDrafter):
         self.seed = seed
         self.ranked = ranked
         self.paid = paid
-        self.feature_layers = () if paid is None else paid.feature_layers
+        if paid is not None:
+            self.feature_layers = paid.feature_layers
         if ranked and vocab_size <= sum(self.branching):
             raise SpeculateError(f"{sum(self.branching)} nodes need a vocabulary larger than {vocab_size} tokens.")
 

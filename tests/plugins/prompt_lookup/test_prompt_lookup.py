@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_speculate import AutoSpeculator, DraftRequest, DraftState, Speculator
+from hf_speculate.drafting import DraftChecks
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 from hf_speculate_plugins.prompt_lookup.index import SuffixIndex
 
@@ -37,8 +38,7 @@ def draft(session, *texts, max_depth=100, chains_only=False, active=None):
         num_emitted=(1,) * len(texts),
     )
     tree = session.draft(state)
-    tree.check(vocab_size=100)
-    return tree
+    return DraftChecks("prompt_lookup", vocab_size=100).admit(tree, state.root_ids.tolist())
 
 
 def branches(tree, row=0):
