@@ -23,6 +23,7 @@ import typer
 
 from hf_speculate.cli import app
 
+from ..support.tiers import quick
 from .pages import PAGES, REPOSITORY, Block, blocks, name_of, spans
 
 
@@ -66,7 +67,10 @@ def write_outputs(page: Path, shown: list[tuple[Block, str]]) -> None:
     page.write_text("".join(lines), encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=name_of)
+QUICK = [page for page in PYTHON if page.name in ("README.md", "how-a-round-works.md", "writing-a-drafter.md")]
+
+
+@pytest.mark.parametrize("page", quick(PYTHON, *QUICK), ids=name_of)
 def test_snippets_run_and_print_what_the_page_says(page, checkout):
     shown = run_page(page)
     if os.environ.get("HF_SPECULATE_WRITE_DOCS"):
