@@ -165,7 +165,7 @@ class Decoding:
         if budget.max_depth is not None:
             max_depth = min(max_depth, budget.max_depth)
         self._drafted_depth = 0
-        if budget.max_nodes == 0 or max_depth == 0:
+        if budget.max_nodes == 0 or max_depth <= 0:
             return DraftTree.root_only(self.sequences.last_tokens)
         chains_only = self.scorer.shape == "chain"
         state = self.drafting.state(self.sampler, self.sequences, active, max_depth, chains_only=chains_only)
@@ -211,8 +211,10 @@ class Decoding:
         try:
             self._settle()
         finally:
-            self.policy.close()
-            self.drafting.close()
+            try:
+                self.drafting.close()
+            finally:
+                self.policy.close()
 
     def _settle(self) -> None:
         if self._unfinished is not None:  # what was emitted of a round that was broken off

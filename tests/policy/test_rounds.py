@@ -1,0 +1,174 @@
+"""`rounds`, `Round.draw` and the policies that look at no clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_speculate
+from hf_speculate import DraftTree, Round, Speculator
+from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.policy import NOTHING, Adaptive, Budget, DraftPolicy, Fixed, PolicySession, Replay
+from hf_speculate.testing import ScriptedDrafter
+
+from ..support.models import VOCAB_SIZE
+
+
+REQUEST = {"max_new_tokens": 24, "do_sample": False}
+SAMPLED = {**REQUEST, "do_sample": True, "temperature": 0.8}
+
+
+def scripted(model, ids, branching=(3, 2, 1), accuracy=0.8):
+    plain = model.generate(ids, max_new_tokens=48)[:, ids.shape[1] :]
+    return ScriptedDrafter(plain, branching, accuracy=accuracy, vocab_size=VOCAB_SIZE)
+
+
+class TestRounds:
+    @pytest.mark.parametrize("request_", [REQUEST, SAMPLED], ids=["greedy", "sampled"])
+    def test_their_tokens_are_the_text_and_their_statistics_those_of_the_call(self, tiny_model, prompt, request_):
+        model, ids = tiny_model(), torch.cat([prompt(9), prompt(9, seed=1)])
+        torch.manual_seed(3)
+        expected = model.generate(ids, **request_)
+        speculator = Speculator(scripted(model, ids))
+        torch.manual_seed(3)
+        rounds = hf_speculate.rounds(model, ids, speculator=speculator, **request_)
+        texts, emitted = [[], []], 0
+        for index, round in enumerate(rounds):
+            assert round.is_prefill == (index == 0)
+            assert round.seconds.total >= round.seconds.drafting >= 0
+            for row, tokens in enumerate(round.tokens):
+                texts[row] += tokens
+                path = round.paths[row][: len(tokens)]
+                slot = round.tree.slot(row) if tokens else 0
+                accepted = [round.tree.host.token_ids[slot][node] for node in path[1:]]
+                assert list(tokens[: len(accepted)]) == accepted, "tokens go along the path"
+                emitted += 0 if round.is_prefill else len(tokens)
+        assert texts == expected[:, 9:].tolist()
+        assert speculator.stats.emitted_tokens == emitted
+        assert speculator.stats.calls == 1
+
+    def test_the_output_is_what_generate_returns(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(9)
+        speculator, outputs = Speculator(scripted(model, ids)), []
+
+        def all_rounds():
+            outputs.append((yield from hf_speculate.rounds(model, ids, speculator=speculator, **REQUEST)))
+
+        assert len(list(all_rounds())) > 2
+        assert torch.equal(outputs[0], model.generate(ids, **REQUEST))
+
+    def test_lengths_and_context_are_those_before_the_round(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(9)
+        length = 9
+        for round in hf_speculate.rounds(model, ids, speculator=Speculator(scripted(model, ids)), **REQUEST):
+            assert (tuple(round.lengths), round.context) == ((length,), length)
+            length += 0 if round.is_prefill else len(round.tokens[0])
+
+    def test_without_a_speculator_it_says_so(self, tiny_model, prompt):
+        with pytest.raises(UnsupportedRequestError, match="speculator="):
+            hf_speculate.rounds(tiny_model(), prompt(9))
+
+
+def test_a_round_is_drawn_with_what_was_accepted_and_what_the_target_chose():
+    tree = DraftTree.from_rows([([5, 6, 7, 8, 9], [-1, 0, 0, 1, 1]), ([5, 6], [-1, 0])])
+    round = Round(
+        tree=tree, paths=[[0, 1, 4], []], tokens=[[6, 9, 3], []], num_accepted=[2, 0], lengths=[4, 4], context=4
+    )
+    assert round.draw() == (
+        "row 0: 2 of 4 drafted tokens accepted, 3 emitted\n5\n├─● 6\n│ ├─○ 8\n│ └─● 9\n│   └─★ 3\n└─○ 7"
+    )
+
+
+class TestPolicies:
+    def test_a_fixed_budget_is_kept(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(9)
+        speculator = Speculator(scripted(model, ids), policy=Fixed(max_nodes=4, max_depth=2))
+        _, *rounds = hf_speculate.rounds(model, ids, speculator=speculator, **REQUEST)
+        assert max(round.num_nodes for round in rounds) == 4
+        assert max(round.tree.max_depth for round in rounds) == 2
+
+    def test_a_replay_repeats_its_list_and_then_drafts_nothing(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(9)
+        budgets = [Budget(1, 1), NOTHING, Budget(3, 2)]
+        speculator = Speculator(scripted(model, ids), policy=Replay(budgets))
+        for _ in range(2):
+            _, *rounds = hf_speculate.rounds(model, ids, speculator=speculator, **REQUEST)
+            assert [round.num_nodes for round in rounds[:3]] == [1, 0, 3]
+            assert not any(round.num_nodes for round in rounds[3:])
+
+    def test_one_of_ones_own_is_asked_told_and_closed(self, tiny_model, prompt):
+        calls = []
+
+        class Own(DraftPolicy, PolicySession):
+            def start(self, request):
+                calls.append(("start", request.batch_size, request.chooses_depth))
+                return self
+
+            def choose(self, situation):
+                calls.append(("choose", tuple(situation.rows), situation.context))
+                return Budget(2, 1)
+
+            def learn(self, round):
+                calls.append(("learn", round.num_nodes, round.context))
+
+            def close(self):
+                calls.append(("close",))
+
+        model, ids = tiny_model(), prompt(9)
+        out = model.generate(ids, speculator=Speculator(scripted(model, ids), policy=Own()), **REQUEST)
+        assert torch.equal(out, model.generate(ids, **REQUEST))
+        assert calls[:3] == [("start", 1, True), ("choose", (0,), 9), ("learn", 2, 9)]
+        assert calls[-1] == ("close",)
+        assert [call[0] for call in calls[1:-1]] == ["choose", "learn"] * (len(calls[1:-1]) // 2)
+
+    def test_what_a_policy_raises_leaves_the_session_closed(self, tiny_model, prompt):
+        class Failing(DraftPolicy, PolicySession):
+            def start(self, request):
+                return self
+
+            def choose(self, situation):
+                raise KeyError("no budget")
+
+            def close(self):
+                raise KeyError("nor an end")
+
+        model, ids = tiny_model(), prompt(9)
+        drafter, closed = scripted(model, ids), []
+        start = drafter.start
+
+        def watched(request):
+            session = start(request)
+            session.close = lambda: closed.append(True)
+            return session
+
+        drafter.start = watched
+        with pytest.raises(KeyError):
+            model.generate(ids, speculator=Speculator(drafter, policy=Failing()), **REQUEST)
+        assert closed == [True]
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"policy": Fixed(), "adaptive": True}, ValueError, "policy= and adaptive="),
+            ({"policy": "fixed"}, TypeError, "DraftPolicy"),
+            ({"acceptance": "maybe"}, ValueError, "'match' or 'typical'"),
+            ({"posterior_alpha": 0.3}, ValueError, "thresholds"),
+            ({"compile": "no such backend"}, ValueError, "no backend"),
+            ({"speed": 3}, TypeError, "speed"),
+        ],
+    )
+    def test_options_that_say_nothing_are_refused(self, tiny_model, prompt, options, error, message):
+        with pytest.raises(error, match=message):
+            Speculator(ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE), **options)
+
+    def test_budgets_below_nothing_are_refused(self):
+        with pytest.raises(ValueError, match="max_nodes"):
+            Fixed(max_nodes=-1)
+
+    def test_adaptive_is_what_nobody_has_to_ask_for(self, monkeypatch):
+        drafter = ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE)
+        for value, kind in (("1", Adaptive), ("0", Fixed)):
+            monkeypatch.setenv("HF_SPECULATE_ADAPTIVE", value)
+            assert isinstance(Speculator(drafter).policy, kind)
+        assert isinstance(Speculator(drafter, adaptive=True).policy, Adaptive)
+        assert isinstance(Speculator(drafter, adaptive=False).policy, Fixed)
