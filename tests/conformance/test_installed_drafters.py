@@ -12,6 +12,7 @@ from hf_speculate.errors import DrafterError, SpeculateError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_drafter
 
 from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick
 
 
 # Variants of every installed drafter: options for `AutoSpeculator.from_name`.
@@ -39,7 +40,7 @@ def test_no_installed_drafter_is_forgotten():
     assert not unknown, f"add {sorted(unknown)} to VARIANTS, so that the conformance suite runs for them"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
 @pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in VARIANTS for variant in VARIANTS[name]])
 def test_installed_drafters_keep_the_contract(tiny_model, prompt, architecture, name, variant):
     target = tiny_model(architecture)

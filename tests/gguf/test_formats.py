@@ -72,7 +72,7 @@ BACKEND_KINDS = [
 
 
 @pytest.mark.parametrize("threads", quick([1, 2]))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float32, torch.float16]), ids=str)
 @pytest.mark.parametrize(("backend", "kinds"), BACKEND_KINDS)
 def test_a_row_does_not_depend_on_the_number_of_rows(backend, kinds, dtype, threads, tmp_path):
     """Decoding (one row), verification (many) and a prompt must give the same bits."""

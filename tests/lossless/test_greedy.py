@@ -68,7 +68,7 @@ def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["target-as-drafter", "stranger"])
 def test_draft_models_change_no_text(tiny_model, prompt, architecture, top_k, draft_seed):
     model = tiny_model(architecture)
@@ -200,7 +200,7 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_types_across_their_boundary(tiny_model, prompt, rope, architecture):
     model = tiny_model(architecture, max_positions=48, rope=tuple(ROPES[rope].items()))
