@@ -37,6 +37,10 @@ from ..support.heads import (
 )
 
 
+# Shape checks are decorators that dynamo cannot trace.
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+
 REQUEST = {**PLAIN, "max_new_tokens": 16}
 
 

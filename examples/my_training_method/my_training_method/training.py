@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_speculate.models import unwrap
+from hf_speculate.target import last_device
 from hf_speculate_training import Batch, StepOutput, TargetStates, TrainingMethod
 from hf_speculate_training.methods import (
     Entries,
     SoftTargets,
     Teacher,
     detached_copy,
-    last_device,
     plain_cross_entropy,
     tokens_ahead,
     trainable,

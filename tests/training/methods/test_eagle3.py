@@ -274,14 +274,13 @@ class TestDecodingComputesTheSame:
             if RAW_LAST in drafter.feature_layers:
                 features[RAW_LAST] = states.features[RAW_LAST][:, : i + 1]
             session.observe(tokens[:, 1 : i + 2], features, torch.tensor([i + 1]))
-            hidden = session._root_hidden[:, None]
+            logits, fed_back = drafter.head.read(session._root_hidden[:, None])
             for step in range(STEPS):
-                logits, fed_back = drafter.head.read(hidden)
                 expected = made.head.output(trained[step][:, i : i + 1]).detach()
                 worst = float((logits - expected).abs().max() / expected.abs().max())
                 assert worst <= tolerance, (i, step)
                 plan = TreePlan.from_parents([range(-1, step)])
-                hidden = session._reading.expand(tokens[:, i + 2 + step, None], fed_back, plan)
+                logits, fed_back = session._steps.level(tokens[:, i + 2 + step, None], fed_back, plan)
 
     def test_features_are_what_decoding_observes(self, monkeypatch):
         """Through `generate` itself: what a session is handed is what the method trained on."""
