@@ -14,7 +14,6 @@ from transformers.masking_utils import flash_attention_mask
 
 from .support.inputs import random_prompt
 from .support.models import CHAIN_ONLY, build_tiny_model, chain_only_attention
-from .support.models import VOCAB_SIZE as VOCAB_SIZE
 from .support.paths import SHARED, TESTS
 from .support.tiers import is_rest
 from .support.trees import random_tree
