@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-
 import pytest
 
-from hf_speculate import registry
 from hf_speculate.errors import DrafterNotFoundError, SpeculateError
 from hf_speculate.registry import GROUP, installed_drafters, load_drafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
+
+from .support.entry_points import replaced_entry_points
 
 
 LOOKUP = "hf_speculate_plugins.prompt_lookup:PromptLookupDrafter"
 
 
 @pytest.fixture
-def install(monkeypatch):
+def install():
     """Replaces the installed entry points, (name, value) pairs."""
-
-    def replace(*points):
-        found = [EntryPoint(name=name, value=value, group=GROUP) for name, value in points]
-        monkeypatch.setattr(registry, "entry_points", lambda group: found if group == GROUP else [])
-        installed_drafters.cache_clear()
-
-    yield replace
-    monkeypatch.undo()
-    installed_drafters.cache_clear()
+    with replaced_entry_points(GROUP, installed_drafters) as replace:
+        yield replace
 
 
 def test_built_in_drafters_enter_by_the_same_door():

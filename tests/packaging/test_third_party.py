@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from hf_speculate import installed_drafters
 
+from ..support.entry_points import assert_comes_and_goes, install_example
+from ..support.paths import REPOSITORY
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_drafter"
+
+EXAMPLE = REPOSITORY / "examples" / "my_drafter"
 
 USE_IT = """
 import torch
@@ -50,13 +51,7 @@ print("conforming")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder as `pip install` leaves it; the source is copied, so that no build output lands in the checkout."""
-    folder = tmp_path_factory.mktemp("third_party")
-    source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    command += ["--disable-pip-version-check", "--target", str(folder / "site"), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    return folder / "site"
+    return install_example("my_drafter", tmp_path_factory.mktemp("third_party"))
 
 
 def test_it_is_found_and_conforms_where_it_is_installed(site):
@@ -68,17 +63,8 @@ def test_it_is_found_and_conforms_where_it_is_installed(site):
     assert result.stdout.strip() == "conforming"
 
 
-def test_it_comes_and_goes_with_its_metadata(site, monkeypatch):
-    try:
-        assert "bigram" not in installed_drafters()
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(str(site))
-            installed_drafters.cache_clear()
-            assert installed_drafters()["bigram"].dist.name == "my-drafter"
-        installed_drafters.cache_clear()
-        assert "bigram" not in installed_drafters()
-    finally:
-        installed_drafters.cache_clear()
+def test_it_comes_and_goes_with_its_metadata(site):
+    assert_comes_and_goes(site, installed_drafters, "bigram", "my-drafter")
 
 
 def test_the_wheel_brings_one_module_only(site):

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.metadata import EntryPoint
 
 import pytest
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.methods import GROUP, check_method, installed_methods, load_method, registry
+from hf_speculate_training.methods import GROUP, check_method, installed_methods, load_method
 from hf_speculate_training.methods.eagle import Eagle3Method
 from hf_speculate_training.sections import RecipeError
+
+from ...support.entry_points import replaced_entry_points
 
 
 EAGLE3 = "hf_speculate_training.methods.eagle:Eagle3Method"
 
 
 @pytest.fixture
-def install(monkeypatch):
+def install():
     """Replaces the installed entry points, (name, value) pairs."""
-
-    def replace(*points):
-        found = [EntryPoint(name=name, value=value, group=GROUP) for name, value in points]
-        monkeypatch.setattr(registry, "entry_points", lambda group: found if group == GROUP else [])
-        installed_methods.cache_clear()
-
-    yield replace
-    monkeypatch.undo()
-    installed_methods.cache_clear()
+    with replaced_entry_points(GROUP, installed_methods) as replace:
+        yield replace
 
 
 def test_built_in_methods_enter_by_the_same_door():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,21 +16,17 @@ from hf_speculate.cli import app
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_training import RecipeError, installed_methods
 from hf_speculate_training.run import read_recipe, recipe_from, train_head
+from tests.support.entry_points import assert_comes_and_goes, install_example
+from tests.support.paths import REPOSITORY
 from tests.support.training import recipe_file
 
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "my_training_method"
+EXAMPLE = REPOSITORY / "examples" / "my_training_method"
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder as `pip install` leaves it; the source is copied, so that no build output lands in the checkout."""
-    folder = tmp_path_factory.mktemp("third_party")
-    source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    command += ["--disable-pip-version-check", "--target", str(folder / "site"), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    return folder / "site"
+    return install_example("my_training_method", tmp_path_factory.mktemp("third_party"))
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +65,8 @@ def target(saved_target):
     return AutoModelForCausalLM.from_pretrained(saved_target).eval()
 
 
-def test_it_comes_and_goes_with_its_metadata(site, monkeypatch):
-    try:
-        assert "recurrent" not in installed_methods()
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(str(site))
-            installed_methods.cache_clear()
-            assert installed_methods()["recurrent"].dist.name == "my-training-method"
-        installed_methods.cache_clear()
-        assert "recurrent" not in installed_methods()
-    finally:
-        installed_methods.cache_clear()
+def test_it_comes_and_goes_with_its_metadata(site):
+    assert_comes_and_goes(site, installed_methods, "recurrent", "my-training-method")
 
 
 def test_it_learns(trained):

@@ -6,47 +6,30 @@ asks for it, so a broken dependency of one does not hide the others.
 
 from __future__ import annotations
 
-import difflib
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
-from hf_speculate.errors import SpeculateError
+from hf_speculate.registry import find_installed, load_installed, unknown_name_message
 
 from ..sections import RecipeError
 from .contract import TrainingMethod
 
 
 GROUP = "hf_speculate.training_methods"
+_WHAT = "training method"
 
 
 @lru_cache(maxsize=1)
 def installed_methods() -> dict[str, EntryPoint]:
     """Name -> entry point of every installed method. Raises `SpeculateError` if two distributions claim a name."""
-    found: dict[str, EntryPoint] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        other = found.get(point.name)
-        if other is not None and other.value != point.value:
-            raise SpeculateError(
-                f"two installed training methods are called {point.name!r}: {_origin(other)} and {_origin(point)}. "
-                "Uninstall one of them."
-            )
-        found[point.name] = point
-    return found
+    return find_installed(GROUP, _WHAT)
 
 
 def check_method(name: str) -> None:
     """Raises `RecipeError`, with a suggestion, unless a method of that name is installed."""
-    names = list(installed_methods())
-    if name in names:
-        return
-    if not names:
-        raise RecipeError(
-            f"unknown training method {name!r}: no method is installed. Entry points are read from installed metadata: "
-            "`pip install -e .` (again, after adding one)."
-        )
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise RecipeError(f"unknown training method {name!r} in method.name.{hint} Installed: {', '.join(names)}.")
+    names = installed_methods()
+    if name not in names:
+        raise RecipeError(unknown_name_message(name, names, _WHAT, " in method.name"))
 
 
 def load_method(name: str) -> type[TrainingMethod]:
@@ -57,12 +40,4 @@ def load_method(name: str) -> type[TrainingMethod]:
         SpeculateError: what is installed under that name is no `TrainingMethod`.
     """
     check_method(name)
-    point = installed_methods()[name]
-    method = point.load()
-    if not (isinstance(method, type) and issubclass(method, TrainingMethod)):
-        raise SpeculateError(f"entry point {name!r} ({_origin(point)}) is {method!r}, not a TrainingMethod class.")
-    return method
-
-
-def _origin(point: EntryPoint) -> str:
-    return f"{point.value} of {point.dist.name if point.dist else 'an unknown distribution'}"
+    return load_installed(installed_methods()[name], TrainingMethod)
