@@ -82,9 +82,9 @@ def stream(model, inputs=None, *, speculator=None, tokenizer=None, **generate_kw
             of several rows) or cannot run with a speculator at all.
     """
     if tokenizer is None:
-        return _tokens(_prepared("rounds", model, inputs, speculator, generate_kwargs))
+        return _tokens(_prepared("stream", "rounds", model, inputs, speculator, generate_kwargs))
     generate_kwargs["tokenizer"] = tokenizer
-    return _text(_prepared("text", model, inputs, speculator, generate_kwargs), tokenizer)
+    return _text(_prepared("stream", "text", model, inputs, speculator, generate_kwargs), tokenizer)
 
 
 def rounds(
@@ -108,23 +108,29 @@ def rounds(
     Raises:
         UnsupportedRequestError: as `stream`.
     """
-    return _rounds_and_output(_prepared("rounds", model, inputs, speculator, generate_kwargs))
+    return _rounds_and_output(_prepared("rounds", "rounds", model, inputs, speculator, generate_kwargs))
 
 
 def _prepared(
+    caller: str,
     what: Literal["rounds", "text"],
     model: nn.Module,
     inputs: Tensor | None,
     speculator: Speculator | str | None,
     generate_kwargs: dict[str, Any],
 ) -> PreparedCall:
-    """The call of `generate`, its prompt run."""
+    """The call of `generate`, its prompt run.
+
+    Args:
+        caller: the function that users called, for errors.
+        what: will be yielded.
+    """
     chosen = speculator if speculator is not None else attached(unwrap(model))
     if chosen is None:
-        raise UnsupportedRequestError("stream needs speculator=, or a speculator that was attached to the model.")
+        raise UnsupportedRequestError(f"{caller} needs speculator=, or a speculator that was attached to the model.")
     for name, reason in (("streamer", "both consume the tokens"), ("adapter_names", "PEFT sets them up for one call")):
         if generate_kwargs.get(name) is not None:
-            raise UnsupportedRequestError(f"stream does not take {name}= ({reason}): use generate.")
+            raise UnsupportedRequestError(f"{caller} does not take {name}= ({reason}): use generate.")
     token = streamed.set(what)
     try:
         call = model.generate(inputs, speculator=chosen, **generate_kwargs)  # type: ignore[operator]

@@ -93,7 +93,7 @@ class Decoding:
     _clock: RoundClock = field(default_factory=RoundClock, init=False)
     _num_compiled_before: int = field(default=0, init=False)
     _drafted_depth: int = field(default=0, init=False)
-    _unfinished: tuple[DraftTree, Verdict, Any] | None = field(default=None, init=False)
+    _broken_off: tuple[DraftTree, Verdict, Any] | None = field(default=None, init=False)
 
     @property
     def cache(self) -> TreeCache:
@@ -161,7 +161,8 @@ class Decoding:
     def _drafted(self, budget: Budget) -> DraftTree:
         """What the drafter gives within the budget, as far as it can be emitted."""
         active, limits = self._active, self.limits(self.scorer, self._root_positions)
-        max_depth = max((limit for limit, takes_part in zip(limits, active, strict=True) if takes_part), default=0)
+        taking_part = [limit for limit, takes_part in zip(limits, active, strict=True) if takes_part]
+        max_depth = max(taking_part, default=0)
         if budget.max_depth is not None:
             max_depth = min(max_depth, budget.max_depth)
         self._drafted_depth = 0
@@ -173,8 +174,7 @@ class Decoding:
         self._drafted_depth = tree.max_depth
         if budget.max_nodes is not None:
             tree = tree.first(budget.max_nodes)
-        shallowest = min(limit for limit, takes_part in zip(limits, active, strict=True) if takes_part)
-        return tree.pruned(limits) if tree.max_depth > shallowest else tree
+        return tree.pruned(limits) if tree.max_depth > min(taking_part) else tree
 
     def score(self, tree: DraftTree) -> Any:
         """The output of the target's forward over a tree."""
@@ -188,14 +188,14 @@ class Decoding:
         """Walks the tree, emitting what the request's sampler chooses."""
         with self.stats.timed("target_seconds"):
             verdict = Verdict.empty(self.sequences.batch_size)
-            self._unfinished = tree, verdict, output
+            self._broken_off = tree, verdict, output
             self._verify(output.logits, tree, verdict)
         self._leave_to_streamer("target_seconds")
         return verdict
 
     def keep(self, tree: DraftTree, verdict: Verdict) -> Round:
         """Keeps the entries of the accepted paths; the round that this makes."""
-        self._unfinished = None
+        self._broken_off = None
         place = self.cache.lengths, self.cache.append_index
         self.cache.keep(self.ended.paths(verdict, self.cache), ended=self.ended.done(self.cache))
         return self._round(tree, verdict, *place)
@@ -217,8 +217,8 @@ class Decoding:
                 self.policy.close()
 
     def _settle(self) -> None:
-        if self._unfinished is not None:  # what was emitted of a round that was broken off
-            tree, verdict, output = self._unfinished
+        if self._broken_off is not None:  # what was emitted of a round that was broken off
+            tree, verdict, output = self._broken_off
             self.drafting.observe(self.keep(tree, verdict), output.hidden_states)
         self.cache.bring_back()
         delivered = self.sequences.num_emitted

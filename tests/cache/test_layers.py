@@ -14,14 +14,7 @@ from hf_speculate.cache.layers import PreallocatedLayer
 from hf_speculate.cache.tree_cache import TreeCache, is_indexable
 from hf_speculate.errors import CacheStateError
 
-
-HEADS, HEAD_DIM = 2, 4
-
-
-def states(batch_size, length, requires_grad=False):
-    """(keys, values), different from each other."""
-    shape = (batch_size, HEADS, length, HEAD_DIM)
-    return [torch.randn(shape, requires_grad=requires_grad) for _ in range(2)]
+from ..support.layers import HEAD_DIM, HEADS, assert_updates_equal, change_rows, states
 
 
 def assert_layers_equal(ours, stock):
@@ -50,9 +43,8 @@ class TestLayer:
             operation = choose.choice(self.OPERATIONS)
             if operation.startswith("append"):
                 # 150 is beyond the first capacity of 128: the buffer grows.
-                new = states(batch_size, 150 if operation == "append many" else choose.randint(1, 4))
-                returned, expected = ours.update(*new), stock.update(*new)
-                assert all(torch.equal(a, b) for a, b in zip(returned, expected, strict=True))
+                length = 150 if operation == "append many" else choose.randint(1, 4)
+                assert_updates_equal(ours, stock, batch_size, length)
             elif operation == "crop":
                 count = choose.choice([0, 1, 2, 5, 10_000])
                 ours.crop(-count), stock.crop(-count)
@@ -61,15 +53,7 @@ class TestLayer:
             elif operation == "deepcopy":
                 ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
             elif stock.get_seq_length():
-                rows = torch.tensor([choose.randrange(batch_size) for _ in range(batch_size)])
-                if operation == "reorder":
-                    ours.reorder_cache(rows), stock.reorder_cache(rows)
-                elif operation == "select" and batch_size > 1:
-                    ours.batch_select_indices(rows[1:]), stock.batch_select_indices(rows[1:])
-                    batch_size -= 1
-                elif operation == "repeat" and batch_size < 5:
-                    ours.batch_repeat_interleave(2), stock.batch_repeat_interleave(2)
-                    batch_size *= 2
+                batch_size = change_rows(operation, ours, stock, batch_size, choose)
             if stock.get_seq_length() == 0:
                 batch_size = 2
                 ours.reset(), stock.reset()  # stock cannot change the batch size of an emptied layer
@@ -161,9 +145,9 @@ class Reference:
             assert layer.get_seq_length() == tree_cache.append_index
             for row, entries in enumerate(rows):
                 assert tree_cache.lengths[row] == len(entries)
-                for kind, states in enumerate((layer.keys, layer.values)):
+                for kind, found in enumerate((layer.keys, layer.values)):
                     expected = torch.stack([entry[kind] for entry in entries], dim=1)
-                    assert torch.equal(states[row, :, : len(entries)], expected)
+                    assert torch.equal(found[row, :, : len(entries)], expected)
 
 
 def append(tree_cache, num_nodes):

@@ -19,16 +19,11 @@ from hf_speculate.target.masks import LayerType, layer_types
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.inputs import padded_batch
+from ..support.layers import assert_updates_equal, change_rows, states
 from ..support.models import build_tiny_model
 
 
-HEADS, HEAD_DIM, WINDOW, VOCAB_SIZE = 2, 4, 8, 96
-
-
-def states(batch_size, length, requires_grad=False):
-    """(keys, values), different from each other."""
-    shape = (batch_size, HEADS, length, HEAD_DIM)
-    return [torch.randn(shape, requires_grad=requires_grad) for _ in range(2)]
+WINDOW, VOCAB_SIZE = 8, 96
 
 
 def assert_layers_equal(ours, stock):
@@ -52,24 +47,15 @@ class TestLayer:
             operation = choose.choice(self.OPERATIONS)
             if operation.startswith("append"):
                 # 150 is beyond the first capacity of 128: the buffer is made anew.
-                new = states(batch_size, 150 if operation == "append many" else choose.randint(1, 12))
-                returned, expected = ours.update(*new), stock.update(*new)
-                assert all(torch.equal(a, b) for a, b in zip(returned, expected, strict=True))
+                length = 150 if operation == "append many" else choose.randint(1, 12)
+                assert_updates_equal(ours, stock, batch_size, length)
             elif operation == "reset" and choose.random() < 0.3:
                 ours.reset(), stock.reset()
                 batch_size = 2
             elif operation == "deepcopy":
                 ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
             elif stock.get_seq_length():
-                rows = torch.tensor([choose.randrange(batch_size) for _ in range(batch_size)])
-                if operation == "reorder":
-                    ours.reorder_cache(rows), stock.reorder_cache(rows)
-                elif operation == "select" and batch_size > 1:
-                    ours.batch_select_indices(rows[1:]), stock.batch_select_indices(rows[1:])
-                    batch_size -= 1
-                elif operation == "repeat" and batch_size < 5:
-                    ours.batch_repeat_interleave(2), stock.batch_repeat_interleave(2)
-                    batch_size *= 2
+                batch_size = change_rows(operation, ours, stock, batch_size, choose)
             assert_layers_equal(ours, stock)
 
     @pytest.mark.parametrize("seed", range(6))

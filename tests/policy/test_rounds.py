@@ -65,7 +65,7 @@ class TestRounds:
             length += 0 if round.is_prefill else len(round.tokens[0])
 
     def test_without_a_speculator_it_says_so(self, tiny_model, prompt):
-        with pytest.raises(UnsupportedRequestError, match="speculator="):
+        with pytest.raises(UnsupportedRequestError, match="rounds needs speculator="):
             hf_speculate.rounds(tiny_model(), prompt(9))
 
 

@@ -28,7 +28,13 @@ SHAPES = {
 
 
 @cache
-def target(architecture: str = "llama", tied: bool = False, dtype: torch.dtype = torch.float32, depth: int = DEPTH):
+def target(
+    architecture: str = "llama",
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    depth: int = DEPTH,
+    initializer_range: float = 0.3,
+):
     """A random causal LM of `DEPTH` layers, which is what EAGLE-3 heads need at least. Cached: do not modify it."""
     config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
         architecture
@@ -42,7 +48,7 @@ def target(architecture: str = "llama", tied: bool = False, dtype: torch.dtype =
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
-        initializer_range=0.3,
+        initializer_range=initializer_range,
         bos_token_id=1,
         eos_token_id=None,
         pad_token_id=0,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_speculate import Speculator
 from hf_speculate.drafting.contract import RAW_LAST, DraftRequest
@@ -17,10 +15,11 @@ from hf_speculate_training.data import NO_DOCUMENT, Batch
 from hf_speculate_training.methods import Entries, counted_entries
 from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
 from hf_speculate_training.states import TargetReader
+from tests.support import heads
 from tests.support.training import packed
 
 
-VOCAB, DEPTH, STEPS = 96, 7, 4
+VOCAB, DEPTH, STEPS = heads.VOCAB, heads.DEPTH, 4
 KEPT = torch.arange(0, VOCAB, 2)
 # What published heads differ in, as far as training can make them.
 SHAPES = {
@@ -32,29 +31,8 @@ SHAPES = {
 }
 
 
-@cache
 def target(architecture: str = "llama", dtype: torch.dtype = torch.float64):
-    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
-        architecture
-    ]
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.15,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(3)
-    model = model_class(config).eval().to(dtype).requires_grad_(False)
-    model.generation_config.pad_token_id = 0
-    return model
+    return heads.target(architecture, dtype=dtype, initializer_range=0.15)
 
 
 def method(shape: str = "plain", dtype: torch.dtype = torch.float64, truncated: bool = True, **options) -> Eagle3Method:
