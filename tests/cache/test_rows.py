@@ -11,12 +11,10 @@ from transformers import DynamicCache, MistralConfig
 
 from hf_speculate.cache import TreeCache
 
+from ..support.layers import HEAD_DIM, HEADS, states
 
-HEADS, HEAD_DIM, WINDOW = 2, 4, 8
 
-
-def states(batch_size, length):
-    return [torch.randn(batch_size, HEADS, length, HEAD_DIM) for _ in range(2)]
+WINDOW = 8
 
 
 class TestCache:
