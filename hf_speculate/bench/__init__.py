@@ -21,10 +21,6 @@ What the figures mean:
   and `assistant_model=` with their default settings (batch 1 only). `best_stock_speculative` is the one of them that is
   fastest at that temperature and batch size.
 - rounds, mean acceptance length, acceptance rate by depth, engine efficiency: see `hf_speculate.stats`.
-- time to first token: from the call to the first token that is handed on, in calls of their own that end there.
-- memory: the most that one call (the longest prompt) takes beyond what is there before it: allocated on an accelerator;
-  on Linux the growth of the process's resident set, after what the allocator kept is handed back. `drafter_mb` are the
-  drafter's own weights.
 - identical: share of rows whose text is eager's token for token. The first divergence of a row is run again with the
   same trees through `hf_speculate.testing.check_lossless`, which proves that it is a numerical tie and gives the margin
   of that decision, or says that it is not (batches: not looked at).

@@ -32,5 +32,5 @@ def bench_batch(settings: BatchSettings) -> dict[str, Any]:
     texts = [spec.text for spec in settings.specs()]
     both = [f"{text}{',' if ':' in text else ':'}adaptive={how}" for text in texts for how in ("true", "false")]
     given: dict[str, Any] = vars(settings) | {"speculators": both}
-    only = GenerateSettings(**given, compile_baseline=False, stock_speculative=False, max_proofs=0, apart=False)
+    only = GenerateSettings(**given, compile_baseline=False, stock_speculative=False, max_proofs=0)
     return bench_generate(only) | {"bench": "batch"}

@@ -18,12 +18,10 @@ from ..commands import (
     Temperatures,
     check_counts,
     progress,
-    spread,
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from .identity import compare_texts
-from .memory import drafter_mb, peak_memory
 from .methods import (
     Method,
     compiled_method,
@@ -36,20 +34,14 @@ from .methods import (
 from .profiles import DEFAULT_RATES, read_profile
 from .replay import record_budgets
 from .runs import (
-    Request,
     batches,
     fixed_length,
-    generate_once,
     measure_in_turn,
     num_steps,
     plain_texts,
-    seconds_to_first_token,
 )
 from .summary import headline, summarize
 from .workload import Workload, WorkloadSettings, check_temperatures, load_workload, shape_workload
-
-
-_MAX_FIRST_TOKENS = 8  # requests whose time to the first token is measured
 
 
 @dataclass(kw_only=True)
@@ -58,7 +50,7 @@ class GenerateSettings(WorkloadSettings):
 
     Every pair of batch size and temperature is measured (default: greedy and 1; a shape: greedy). Stock's speculative
     modes run at batch 1, and not at a shape: a random target repeats itself. `max_proofs` divergences of a speculator
-    are looked at again; `apart` measures memory and the time to the first token in calls of their own.
+    are looked at again.
     """
 
     QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
@@ -86,7 +78,6 @@ class GenerateSettings(WorkloadSettings):
     ] = 10
     stock_speculative: bool = True
     max_proofs: int = 8
-    apart: bool = True
 
     def __post_init__(self) -> None:
         self.temperatures = self.temperatures or ([0.0, 1.0] if self.shape is None else [0.0])
@@ -129,14 +120,12 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
 
             arguments = fixed_length(settings.max_new_tokens, temperature)
             runs = measure_in_turn(model, active[size], requests[size], arguments, settings.repeats, step)
-            apart = {}
+            identical = {}
             for method in active[size]:
                 found = compare_texts(model, method, runs, requests[size], arguments, settings.max_proofs)
-                apart[method.name] = {"identical": found}
-                if settings.apart:
-                    apart[method.name] |= _apart(model, method, requests[size], arguments)
-                step(f"{method.name} apart")
-            rows += summarize(size, temperature, runs, active[size], apart)
+                identical[method.name] = found
+                step(f"{method.name} compared")
+            rows += summarize(size, temperature, runs, active[size], identical)
     first_size = settings.batch_sizes[0]
     headlines = {
         f"{t:g}": headline([r for r in rows if r["temperature"] == t and r["batch_size"] == first_size])
@@ -176,15 +165,3 @@ def _methods(settings: GenerateSettings, ours: Sequence[Method], model: Generati
     if settings.stock_speculative and settings.shape is None:
         baselines += stock_speculative_methods(draft_model_of(ours), settings.prompt_lookup_num_tokens)
     return [*baselines, *ours]
-
-
-def _apart(
-    model: GenerativeModel, method: Method, requests: Sequence[Request], arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """What would disturb the timed runs: time to the first token, and memory on the longest request."""
-    longest = max(requests, key=lambda request: request.length)
-    first = [seconds_to_first_token(model, method, request, arguments) for request in requests[:_MAX_FIRST_TOKENS]]
-    memory = peak_memory(lambda: generate_once(model, method, longest, arguments), model.device)
-    if memory is not None and method.kind == "speculator":
-        memory["drafter_mb"] = drafter_mb(method.arguments["speculator"].drafter, model)
-    return {"time_to_first_token": spread(first), "memory": memory}

@@ -19,8 +19,6 @@ _COLUMNS = {
     "x best stock\nspeculative": "{speedup[best_stock_speculative]:.2f}x",
     "mean acceptance\nlength": "{speculation[mean_acceptance_length]:.2f}",
     "engine\nefficiency": "{speculation[engine_efficiency]:.3f}",
-    "first token\nms": lambda row: f"{1e3 * row['time_to_first_token']['median']:.0f}",
-    "memory\nMB": lambda row: _memory(row["memory"]),
     "identical\nto eager": "{identical[share]:.0%}",
 }
 
@@ -61,9 +59,3 @@ def _verdict(found: dict[str, Any]) -> str:
 def _category(figures: dict[str, Any]) -> str:
     length = figures.get("mean_acceptance_length")
     return f"{figures['speedup']['eager']:.2f}x" + (f" ({length:.2f})" if length else "")
-
-
-def _memory(memory: dict[str, Any]) -> str:
-    """What a call takes, and the drafter's weights."""
-    weights = memory.get("drafter_mb", 0.0)
-    return f"{memory['above_start_mb']:.0f}" + (f" + {weights:.0f}" if weights else "")

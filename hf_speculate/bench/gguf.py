@@ -35,7 +35,6 @@ from ..models import GenerativeModel
 from ..speculator import Speculator
 from .forwards import prefilled_cache, verify_ms
 from .llamacpp import optional_llama_cpp
-from .memory import peak_memory
 from .methods import Method, speculator_method
 from .profiles import DEFAULT_RATES, read_profile
 from .runs import Request, batches, fixed_length, measure_in_turn, num_steps, plain_texts
@@ -85,7 +84,7 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
     Returns:
         JSON-serialisable. `rows`, as those of `bench_generate`: the whole call, `speedup` against every plain one.
         `forward`: milliseconds of a bare forward over N nodes behind the prompt, and of the prompt. `memory`: of the
-        file, of the packed weights, and what loading took at most.
+        file and of the packed weights.
     """
     settings.check()
     room = settings.context + settings.max_new_tokens + max(_VERIFIED)
@@ -111,7 +110,7 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
         "repeats": settings.repeats,
         "memory": memory,
         "forward": forward,
-        "rows": summarize(1, 0.0, runs, methods, {method.name: {} for method in methods}),
+        "rows": summarize(1, 0.0, runs, methods, {}),
         "environment": environment(_CPU),
     }
 
@@ -136,13 +135,8 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     columns: dict[str, Any] = {"weights": "{weights}", **sizes, "prompt": "{prompt_ms:.0f}"}
     forward = Grid.of("One forward over N nodes: milliseconds (of one node's)", rows, columns)
     memory = result["memory"]
-    line = (
-        f"file {memory['file_mb']:.0f} MB, packed weights {memory['packed_mb']:.0f} MB "
-        f"({', '.join(memory['backends'])})"
-    )
-    if memory["peak_of_loading_mb"] is not None:
-        line += f", at most {memory['peak_of_loading_mb']:.0f} MB while loading"
-    return [speed, forward, line]
+    packed = f"packed weights {memory['packed_mb']:.0f} MB ({', '.join(memory['backends'])})"
+    return [speed, forward, f"file {memory['file_mb']:.0f} MB, {packed}"]
 
 
 def _of_one(times: dict[int, float], nodes: int) -> str:
@@ -167,15 +161,10 @@ def _file(path: Path | None, kind: str) -> Iterator[str]:
 
 
 def _load(path: str, dtype: torch.dtype, backend: str) -> tuple[dict[str, Any], dict[str, GenerativeModel]]:
-    """What loading took, and the two models."""
+    """Sizes, and the two models."""
     from ..gguf import load_model, packing_report
 
-    models: dict[str, Any] = {}
-
-    def load() -> None:
-        models[PACKED] = load_model(path, dtype=dtype, backend=backend)
-
-    peak = peak_memory(load, torch.device("cpu"))
+    models: dict[str, Any] = {PACKED: load_model(path, dtype=dtype, backend=backend)}
     packing = packing_report(models[PACKED])
     folder, name = os.path.split(os.path.abspath(path))
     models[DENSE] = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype).eval()
@@ -184,7 +173,6 @@ def _load(path: str, dtype: torch.dtype, backend: str) -> tuple[dict[str, Any], 
     memory = {
         "file_mb": os.path.getsize(path) / 2**20,
         "packed_mb": packing.resident / 2**20,
-        "peak_of_loading_mb": peak["above_start_mb"] if peak else None,
         "backends": list(packing.backends),
     }
     return memory, models

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 from ..drafting import Drafter
 from ..errors import SpeculateError
@@ -81,45 +78,9 @@ class AcceptanceProfile:
 
 
 def read_profile(text: str, nodes: int) -> AcceptanceProfile:
-    """`0.8,0.6,0.4`, or what was measured: `FILE.json` with `rounds` and `accepted_to_depth`.
-
-    The file is `SpeculationStats.to_dict()`, or the result of `bench acceptance`: then its greedy row for trees of that
-    many nodes is used; `FILE.json@NAME` says of which speculator.
-
-    Raises:
-        SpeculateError: neither; no such file or row; rising rates.
-    """
-    path, _, name = text.partition("@")
-    if path.endswith(".json"):
-        return AcceptanceProfile.of_nodes(_measured_rates(Path(path), name, nodes), nodes)
+    """Rates by depth, as `0.8,0.6,0.4`; raises `SpeculateError` for other text and for rising rates."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise SpeculateError(
-            f"acceptance must be rates by depth as 0.8,0.6,0.4 or a .json file; got {text!r}."
-        ) from error
+        raise SpeculateError(f"acceptance must be rates by depth as 0.8,0.6,0.4; got {text!r}.") from error
     return AcceptanceProfile.of_nodes(rates, nodes)
-
-
-def _measured_rates(path: Path, name: str, nodes: int) -> tuple[float, ...]:
-    """Share of all rounds; `acceptance_rate_by_depth` counts those that had a node there, which may rise with depth."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if "rows" in found:
-            found = _row(found["rows"], name, nodes, path)
-        counts = {int(depth): count for depth, count in found["accepted_to_depth"].items()}
-        return tuple(counts[depth] / found["rounds"] for depth in sorted(counts))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise SpeculateError(
-            f"cannot read acceptance from {path}: it must be a JSON object with rounds and accepted_to_depth, or the "
-            f"result of `bench acceptance` ({type(error).__name__}: {error})."
-        ) from error
-
-
-def _row(rows: Sequence[dict[str, Any]], name: str, nodes: int, path: Path) -> dict[str, Any]:
-    fitting = [row for row in rows if row["nodes"] == nodes and row["temperature"] == 0]
-    chosen = [row for row in fitting if name in ("", row["speculator"])]
-    if len(chosen) != 1:
-        names = ", ".join(row["speculator"] for row in fitting) or "none"
-        raise SpeculateError(f"{path} has greedy rows of {nodes} nodes for: {names}. Say {path}@NAME for one of them.")
-    return chosen[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from ..commands import spread, synchronize, timed
+from ..commands import spread, timed
 from ..compilation import Recorder
 from ..errors import SpeculateError
 from ..models import GenerativeModel
@@ -237,30 +235,3 @@ def merged(stats: Iterable[SpeculationStats]) -> SpeculationStats:
     for one in stats:
         whole.merge(one)
     return whole
-
-
-class _FirstToken(StoppingCriteria):
-    """Notes the time of the first token and ends the call there."""
-
-    def __init__(self) -> None:
-        self.time: float | None = None
-
-    def __call__(self, input_ids, scores, **kwargs) -> Any:
-        synchronize(input_ids.device)
-        self.time = self.time or time.perf_counter()
-        return torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def seconds_to_first_token(
-    model: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any]
-) -> float:
-    """Seconds from the call to the first token that is handed on, in a call that could have emitted all of them.
-
-    Stock's speculative modes hand on nothing before their first round of candidates is verified.
-    """
-    first = _FirstToken()
-    synchronize(model.device)
-    start = time.perf_counter()
-    generate_once(model, method, request, arguments | {"stopping_criteria": StoppingCriteriaList([first])})
-    assert first.time is not None
-    return first.time - start

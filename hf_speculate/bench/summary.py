@@ -19,12 +19,12 @@ def summarize(
     temperature: float,
     runs: Sequence[Run],
     methods: Sequence[Method],
-    apart: Mapping[str, dict[str, Any]],
+    identical: Mapping[str, dict[str, Any] | None],
 ) -> list[dict[str, Any]]:
     """One row for each method; with several categories each row has `categories`, the main figures of each.
 
     Args:
-        apart: method -> what was measured apart from the timed runs (identity, memory, time to first token).
+        identical: method -> what comparing its texts with eager's found; empty where they were not compared.
     """
     categories = list(dict.fromkeys(run.category for run in runs))
     kinds = {method.name: method for method in methods}
@@ -40,7 +40,7 @@ def summarize(
             "batch_size": batch_size,
             "temperature": temperature,
             **figures,
-            **apart[name],
+            "identical": identical.get(name),
         }
         if len(categories) > 1:
             row["categories"] = {category: _brief(found[name]) for category, found in by_category.items()}

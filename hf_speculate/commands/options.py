@@ -35,8 +35,7 @@ Rates = Annotated[
     str | None,
     typer.Option(
         "--acceptance",
-        help="Share of the rounds accepted to depth 1, 2, ...: 0.8,0.6,0.4; or FILE.json or FILE.json@SPECULATOR, "
-        "statistics or the result of `bench acceptance`.",
+        help="Share of the rounds accepted to depth 1, 2, ...: 0.8,0.6,0.4",
     ),
 ]
 BatchSizes = Annotated[list[int], typer.Option("--batch-size", min=1, help="Repeatable.")]

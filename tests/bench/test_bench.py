@@ -44,7 +44,6 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
     for row in found["rows"]:
         assert row["tokens_per_second"]["min"] <= row["tokens_per_second"]["median"] <= row["tokens_per_second"]["max"]
         assert set(row["speedup"]) == {"eager", "stock prompt lookup", "stock assisted", "best_stock_speculative"}
-        assert row["time_to_first_token"]["median"] > 0
         if row["kind"] == "speculator":
             assert row["identical"]["share"] == 1.0  # fp32
             assert row["speculation"]["calls"] == 4
@@ -72,7 +71,6 @@ def test_batches_leave_out_what_stock_cannot_do(bench_folders):
         temperatures=[0.0],
         max_new_tokens=8,
         repeats=1,
-        apart=False,
     )
     found = bench_generate(settings)
     assert [row["method"] for row in found["rows"]] == ["eager", "prompt_lookup"]
@@ -96,7 +94,6 @@ def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
         temperatures=[0.0],
         max_new_tokens=6,
         repeats=1,
-        apart=False,
     )
     found = bench_generate(settings)
     assert (found["num_prompts"], found["num_skipped_prompts"]) == (2, 1)
@@ -116,7 +113,7 @@ def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
 
     monkeypatch.setattr(decoding, "verify", wrong)
     settings = GenerateSettings(
-        target=str(bench_folders / "target"), limit=1, temperatures=[0.0], max_new_tokens=6, repeats=1, apart=False
+        target=str(bench_folders / "target"), limit=1, temperatures=[0.0], max_new_tokens=6, repeats=1
     )
     identical = bench_generate(settings)["rows"][-1]["identical"]
     assert identical["share"] == 0.0

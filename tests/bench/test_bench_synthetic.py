@@ -1,4 +1,4 @@
-"""Benchmarks at shapes with random weights, set acceptance, plots, what is measured apart; no assertion on times."""
+"""Benchmarks at shapes with random weights, set acceptance, plots, replays; no assertion on times."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from hf_speculate.bench import (
 from hf_speculate.bench.costs import figures as cost_figures
 from hf_speculate.bench.costs import tables as cost_tables
 from hf_speculate.bench.forwards import bytes_read, cache_ms, count_waits, filled_cache, host_waits, verify_ms
-from hf_speculate.bench.memory import drafter_mb, peak_memory
 from hf_speculate.bench.methods import (
     compiled_method,
     eager_method,
     speculator_method,
-    stock_speculative_methods,
 )
 from hf_speculate.bench.plots import draw_generate
 from hf_speculate.bench.replay import record_budgets, recorded_budgets, replayed
-from hf_speculate.bench.runs import batches, generate_once, plain_texts, seconds_to_first_token
+from hf_speculate.bench.runs import batches, generate_once, plain_texts
 from hf_speculate.cli import app
 from hf_speculate.commands import SHAPES, ModelShape, find_shape, random_prompt, shapes
 from hf_speculate.drafting.contract import DraftRequest, DraftState
@@ -83,7 +81,6 @@ def test_generate_at_a_shape(tiny_shape):
         batch_sizes=[1, 2],
         max_new_tokens=13,
         repeats=1,
-        apart=False,
     )
     found = bench_generate(settings)
     assert [row["method"] for row in found["rows"]] == ["eager", "automatic", "fixed 4"] * 2
@@ -220,43 +217,14 @@ def test_waits_are_counted():
     assert host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
 
 
-def test_rates_of_a_measured_file(bench_folders, tmp_path):
-    """What `bench acceptance` writes is what a synthetic drafter reads."""
-    path = tmp_path / "measured.json"
-    bench(
-        "acceptance",
-        "--target",
-        bench_folders / "target",
-        "--nodes",
-        8,
-        "--limit",
-        2,
-        "--max-new-tokens",
-        40,
-        "--out",
-        path,
-    )
-    row = next(r for r in json.loads(path.read_text())["rows"] if (r["nodes"], r["temperature"]) == (8, 0.0))
-    profile = read_profile(f"{path}@prompt_lookup", 8)
-    # A round that ends the text has no bonus token.
-    assert 1 + sum(profile.rates) == pytest.approx(row["mean_acceptance_length"], abs=0.2)
-    assert read_profile(str(path), 8) == profile
-    with pytest.raises(SpeculateError, match="greedy rows of 16 nodes for: none"):
-        read_profile(str(path), 16)
-
-
-def test_profile_from_text_and_file(tmp_path):
+def test_profile_from_text():
     assert read_profile("0.8,0.4", 3).rates == (0.8, 0.4)
-    path = tmp_path / "stats.json"
-    path.write_text(json.dumps({"rounds": 10, "accepted_to_depth": {"1": 9, "2": 5}}))
-    assert read_profile(str(path), 5).rates == (0.9, 0.5)
     assert read_profile("0.8,0.4", 3).conditional == pytest.approx((0.8, 0.5))
     assert read_profile("0.8,0.4", 3).mean_length == pytest.approx(2.2)
     for wrong, message in (
         ("0.4,0.8", "never rising"),
         ("1.2", "between 0 and 1"),
         ("high", "rates by depth"),
-        (str(tmp_path / "absent.json"), "cannot read acceptance"),
     ):
         with pytest.raises(SpeculateError, match=message):
             read_profile(wrong, 4)
@@ -326,7 +294,6 @@ def plotted_result(bench_folders, tmp_path_factory):
         prompts=[prompts],
         max_new_tokens=6,
         repeats=2,
-        apart=False,
     )
     return bench_generate(settings)
 
@@ -349,62 +316,14 @@ class TestPlots:
         assert "pip install 'hf-speculate[plots]'" in result.stderr
 
 
-class TestApart:
-    def request_of(self, prompt, *lengths):
-        return batches([("a", prompt(n, seed=n)[0]) for n in lengths], len(lengths), CPU)[0]
-
-    @pytest.mark.parametrize("kind", ["eager", "speculator", "stock"])
-    def test_time_to_first_token_ends_there(self, kind, tiny_model, prompt, monkeypatch):
-        model = tiny_model()
-        methods = {
-            "eager": eager_method(),
-            "stock": stock_speculative_methods(None, 4)[0],
-            "speculator": speculator_method("s", AutoSpeculator.from_name("prompt_lookup", model)),
-        }
-        emitted = []
-        once = generate_once
-
-        def spied(*args, **kwargs):
-            emitted.append(once(*args, **kwargs))
-            return emitted[-1]
-
-        monkeypatch.setattr("hf_speculate.bench.runs.generate_once", spied)
-        seconds = seconds_to_first_token(model, methods[kind], self.request_of(prompt, 20), fixed_length(30))
-        assert seconds > 0
-        # Stock's prompt lookup hands on its first round; the others one token.
-        assert emitted[0].num_tokens < (8 if kind == "stock" else 2)
-
-    def test_first_tokens_of_a_batch(self, tiny_model, prompt):
-        request = self.request_of(prompt, 9, 14)
-        assert seconds_to_first_token(tiny_model(), eager_method(), request, fixed_length(5)) > 0
-
-    def test_memory_sees_what_a_call_takes(self):
-        held = []
-        found = peak_memory(lambda: held.append(torch.ones(64 * 1024 * 1024 // 4)), CPU)
-        if found is None:
-            pytest.skip("this platform does not tell the peak of the resident set")
-        assert found["kind"] == "resident"
-        assert 56 < found["above_start_mb"] < 96
-        assert found["peak_mb"] > found["above_start_mb"]
-        held.clear()
-        assert peak_memory(lambda: None, CPU)["above_start_mb"] < 16
-
-    def test_weights_of_a_drafter(self, tiny_model):
-        model, draft = tiny_model(), tiny_model(seed=1)
-        drafter = AutoSpeculator.from_name("draft_model", model, model=draft).drafter
-        weights = sum(p.numel() * 4 for p in draft.parameters()) / 2**20
-        assert drafter_mb(drafter, model) == pytest.approx(weights)
-        assert drafter_mb(AutoSpeculator.from_name("draft_model", model, model=model).drafter, model) == 0
-        assert drafter_mb(AutoSpeculator.from_name("prompt_lookup", model).drafter, model) == 0
-
-    def test_the_compiled_baseline_is_stock_with_a_static_cache(self, tiny_model, prompt):
-        method = compiled_method()
-        method.arguments["compile_config"].backend = "eager"  # no compiler in tests
-        model, request = tiny_model(), self.request_of(prompt, 11)
-        plain = generate_once(model, eager_method(), request, fixed_length(6))
-        compiled = generate_once(model, method, request, fixed_length(6))
-        assert compiled.rows == plain.rows
-        assert (method.kind, method.compiles, eager_method().compiles) == ("stock_compiled", True, False)
+def test_the_compiled_baseline_is_stock_with_a_static_cache(tiny_model, prompt):
+    method = compiled_method()
+    method.arguments["compile_config"].backend = "eager"  # no compiler in tests
+    model, (request,) = tiny_model(), batches([("a", prompt(11)[0])], 1, CPU)
+    plain = generate_once(model, eager_method(), request, fixed_length(6))
+    compiled = generate_once(model, method, request, fixed_length(6))
+    assert compiled.rows == plain.rows
+    assert (method.kind, method.compiles, eager_method().compiles) == ("stock_compiled", True, False)
 
 
 class TestReplay:
