@@ -280,6 +280,15 @@ def test_command(target, byte_tokenizer, tmp_path, write_lines):
     assert "cannot read --column 'prompt'" in str(result.exception)
 
 
+def test_the_command_takes_one_source_of_prompts(tmp_path):
+    app = typer.Typer()
+    app.command()(regenerate_command)
+    common = ["--target", "absent", "--output", str(tmp_path / "out.jsonl")]
+    for given in ([], ["--data", "questions.jsonl", "--self-prompts", "3"]):
+        result = CliRunner().invoke(app, [*common, *given])
+        assert "either --data or --self-prompts" in str(result.exception)
+
+
 def test_seed_decides_samples(target, byte_tokenizer, tmp_path):
     outputs = []
     for number, seed in enumerate([0, 0, 1]):
@@ -336,7 +345,7 @@ def test_one_writer_at_a_time(tmp_path):
 def test_full_disk_keeps_what_was_written(tmp_path):
     resource = pytest.importorskip("resource")
     path = tmp_path / "out.jsonl"
-    line = {"id": "0", "part": 0, "input_ids": [1, 2], "loss_mask": [0, 1]}
+    line = {"id": "0", "part": 0, "num_prompt_tokens": 1, "input_ids": [1, 2], "loss_mask": [0, 1]}
     with Journal(path, {}) as journal:
         journal.append([[line]])
         before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)

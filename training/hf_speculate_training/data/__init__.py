@@ -7,6 +7,7 @@ says of every token its document, its position in it, and whether it counts.
 
 from .batches import NO_DOCUMENT, Batch
 from .encoding import Encoder
+from .held_out import HeldOut
 from .loading import Records, Source, load_records
 from .options import DataOptions, context_length
 from .packing import Collator, Row, RowDataset, StreamedRows, best_fit_decreasing, make_row
@@ -24,6 +25,7 @@ __all__ = [
     "DataOptions",
     "Encoder",
     "Example",
+    "HeldOut",
     "Message",
     "Plain",
     "PreparedData",

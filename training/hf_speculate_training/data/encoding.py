@@ -14,6 +14,10 @@ from hf_speculate.errors import SpeculateError
 from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens
 
 
+# Stands for a user's message where only what is around it matters.
+_MESSAGE = "a message"
+
+
 @dataclass(frozen=True)
 class Encoded:
     """One document: token ids and, for each, whether the target is to emit it."""
@@ -66,6 +70,23 @@ class Encoder:
     def chat_prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """What `generate` is given for the assistant's next turn."""
         return self._tokenized(self._rendered(messages, True))["input_ids"]
+
+    def user_turn(self) -> tuple[list[int], int]:
+        """What `generate` is given for the user's first message, and the token that ends such a message.
+
+        Raises:
+            SpeculateError: no chat template, or one that ends a user's message in another way than by a token of its
+                own.
+        """
+        text = self._rendered([{"role": "user", "content": _MESSAGE}], False)
+        before, _, after = text.partition(_MESSAGE)
+        ids = self._tokenized(after.lstrip())["input_ids"]
+        if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
+            raise SpeculateError(
+                f"the chat template ends a user's message with {after[:40]!r}, which is not a special token: it cannot "
+                "be told where a message that the target writes ends. Possible: prompts from data."
+            )
+        return self._tokenized(before)["input_ids"], ids[0]
 
     def _ended(self, encoded: Encoded) -> Encoded:
         eos = self.tokenizer.eos_token_id

@@ -1,10 +1,12 @@
 """Answers written anew by the target, so that a head learns what the target says and not what the data say.
 
-`regenerate` plans batches over the records and has the target answer them, speculatively. What is written only grows:
-a run that was killed goes on where it stopped, with what it would have written.
+`regenerate` plans batches over the records and has the target answer them, speculatively; `write_self_prompts` draws
+the questions from the target too. What is written only grows: a run that was killed goes on where it stopped, with what
+it would have written.
 """
 
+from .self_prompts import SelfPromptOptions, write_self_prompts
 from .writing import RegenerateOptions, RegenerateReport, regenerate
 
 
-__all__ = ["RegenerateOptions", "RegenerateReport", "regenerate"]
+__all__ = ["RegenerateOptions", "RegenerateReport", "SelfPromptOptions", "regenerate", "write_self_prompts"]

@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..data import Chat, Completion, Encoder, Example, Message, Plain, RecordError, Tokens, read_record
+from ..data import Chat, Completion, Encoder, Example, HeldOut, Message, Plain, RecordError, Tokens, read_record
+
+
+# Tokens. Shorter texts are not called endless: lists and refrains repeat themselves too.
+_SHORTEST_LOOP = 64
 
 
 @dataclass
@@ -34,8 +38,9 @@ class Job:
         questions: of a conversation, what is said before each later answer.
         messages: of a conversation, what was said; None for texts.
         documents: prompts and answers as tokens; one, unless the chat template rewrites what was said.
-        finish: "stop": the last answer came to its end; "length": it did not; "context": the conversation would have
-            grown beyond the target's context. Empty while there is more to answer.
+        finish: "stop": the last answer came to its end; "length": it did not; "endless": nor would it ever have, since
+            it repeats itself; "context": the conversation would have grown beyond the target's context. Empty while
+            there is more to answer.
     """
 
     id: str
@@ -59,12 +64,14 @@ class Job:
 
     def take(self, answer: list[int], ended: bool, encoder: Encoder) -> None:
         """Notes an answer, end token included if it `ended`."""
-        self.documents[-1].extend(answer, written=True)
+        is_endless = not ended and repeats_itself(answer)
+        # What repeats itself is noted, but nobody is to learn it.
+        self.documents[-1].extend(answer, written=not is_endless)
         if self.messages is not None:
             text = encoder.tokenizer.decode(answer, skip_special_tokens=True)
             self.messages.append({"role": "assistant", "content": text})
         if not ended:
-            self.finish = "length"
+            self.finish = "endless" if is_endless else "length"
         elif not self.questions:
             self.finish = "stop"
 
@@ -90,7 +97,8 @@ class Job:
         text = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
         return [
             {"id": self.id, "part": part, **text, "finish": self.finish}
-            | {"input_ids": document.input_ids, "loss_mask": [int(written) for written in document.loss_mask]}
+            | {"num_prompt_tokens": len(self.prompt_ids), "input_ids": document.input_ids}
+            | {"loss_mask": [int(written) for written in document.loss_mask]}
             for part, document in enumerate(self.documents)
         ]
 
@@ -102,7 +110,16 @@ class Job:
 
 def line_digest(line: Mapping[str, Any]) -> str:
     """`Job.digest` of the job that a line came from (its part 0)."""
-    return prompt_digest(line["input_ids"][: line["loss_mask"].index(1)])
+    return prompt_digest(line["input_ids"][: line["num_prompt_tokens"]])
+
+
+def repeats_itself(tokens: Sequence[int]) -> bool:
+    """Whether the end of a text is one passage, of at most a quarter of it, again and again: three times at least."""
+    longest = len(tokens) // 4
+    return len(tokens) >= _SHORTEST_LOOP and any(
+        list(tokens[-2 * period :]) == list(tokens[-3 * period : -period]) and 3 * period >= _SHORTEST_LOOP // 2
+        for period in range(1, longest + 1)
+    )
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
@@ -119,6 +136,7 @@ class Asker:
         piece_tokens: cut plain texts into pieces of this many tokens; None: each has one prompt, its beginning.
         chat: a `prompt` that is a mere text is what the user says.
         max_prompt: longer prompts are refused.
+        held_out: prompts like these are refused.
     """
 
     encoder: Encoder
@@ -126,6 +144,7 @@ class Asker:
     piece_tokens: int | None
     chat: bool
     max_prompt: int
+    held_out: HeldOut | None = None
 
     def __call__(self, index: int, record: Mapping[str, Any]) -> list[Job]:
         """The jobs of record `index`.
@@ -133,7 +152,10 @@ class Asker:
         Raises:
             RecordError: it cannot be answered, and why.
         """
-        jobs = list(self._jobs(str(index), read_record(record, self.chat)))
+        example = read_record(record, self.chat)
+        if self.held_out is not None and self.held_out.is_like(example):
+            raise RecordError("like a prompt that is held out")
+        jobs = list(self._jobs(str(index), example))
         if any(len(job.prompt_ids) > self.max_prompt for job in jobs):
             raise RecordError("the prompt and max_new_tokens do not fit into the target's context")
         return jobs

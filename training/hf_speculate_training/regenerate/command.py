@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,20 +13,31 @@ import typer
 from torch import nn
 from transformers.utils import logging
 
-from hf_speculate.commands import SpeculatorSpec
+from hf_speculate.commands import SpeculatorSpec, read_prompts
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
 
-from ..data import load_records
+from ..data import HeldOut, load_records
 from ..target import DtypeName, QuantizationName, TargetSection, load_target, load_tokenizer
+from .self_prompts import SelfPromptOptions, write_self_prompts
 from .writing import RegenerateOptions, regenerate
 
 
 def regenerate_command(
     target: Annotated[str, typer.Option(help="Path or Hub id of the model that writes.")],
-    data: Annotated[str, typer.Option(help="json, jsonl, parquet, csv or text file, folder, pattern, or Hub id.")],
     output: Annotated[Path, typer.Option(help="JSON-lines file; a run that was stopped goes on with it.")],
+    data: Annotated[
+        str | None, typer.Option(help="json, jsonl, parquet, csv or text file, folder, pattern, or Hub id.")
+    ] = None,
+    self_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Instead of data: so many prompts drawn from the target itself (a chat model)."),
+    ] = None,
+    exclude: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON-lines file of prompts kept for measuring: none like them is answered (repeatable)."),
+    ] = None,
     speculator: Annotated[
         str, typer.Option("--speculator", "-s", help="auto, none, or NAME_OR_PATH:option=value,... ")
     ] = "auto",
@@ -54,7 +65,9 @@ def regenerate_command(
     device: Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
 ) -> None:
-    """Have the target write the answers of a dataset anew: what its draft head should learn from."""
+    """Have the target write the answers of a dataset anew (and the questions): what its head should learn from."""
+    if (data is None) == (self_prompts is None):
+        raise SpeculateError("give the prompts to answer: either --data or --self-prompts.")
     options = RegenerateOptions(
         temperature=temperature,
         top_p=top_p,
@@ -66,9 +79,9 @@ def regenerate_command(
         pieces=pieces,
         chat=chat,
     )
-    records = load_records(
-        data, split=split, config=config, streaming=streaming, columns=column_names(column or ()), limit=limit
-    )
+    columns = column_names(column or ())
+    records = data and load_records(data, split=split, config=config, streaming=streaming, columns=columns, limit=limit)
+    held_out = HeldOut(_texts(exclude)) if exclude else None
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # of transformers: "Loading weights"
@@ -83,8 +96,15 @@ def regenerate_command(
     tokenizer = load_tokenizer(section)
     model = load_target(section, _device(device))
     drafting = _speculator(speculator, model)
-    report = regenerate(model, tokenizer, records, output, options, speculator=drafting)
-    figures = asdict(report) | {"output": str(output)}
+    dropped: Mapping[str, int] = {}
+    if self_prompts is not None:
+        drawing = SelfPromptOptions(count=self_prompts, batch_size=batch_size, seed=seed)
+        drawn = output.with_name(output.stem + ".prompts.jsonl")
+        records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
+        options = replace(options, chat=True)
+    assert records
+    report = regenerate(model, tokenizer, records, output, options, speculator=drafting, held_out=held_out)
+    figures = asdict(report) | {"dropped_prompts": dict(dropped), "output": str(output)}
     if drafting is not None:
         figures["mean_acceptance_length"] = drafting.stats.mean_acceptance_length
     typer.echo(json.dumps(figures))
@@ -99,6 +119,13 @@ def column_names(pairs: Iterable[str]) -> dict[str, str]:
             raise SpeculateError(f"cannot read --column {pair!r}: it must be OURS=THEIRS, e.g. prompt=question.")
         columns[ours] = theirs
     return columns
+
+
+def _texts(paths: Iterable[Path]) -> Iterator[str]:
+    """What users say in prompt files."""
+    for prompt in (prompt for path in paths for prompt in read_prompts(path)):
+        yield from (message["content"] for message in prompt.messages if message["role"] == "user")
+        yield from prompt.later_turns
 
 
 def _device(name: str | None) -> torch.device:

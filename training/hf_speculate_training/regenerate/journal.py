@@ -54,9 +54,7 @@ class Journal:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """What the file holds."""
-        with self.path.open("rb") as file:
-            for line in file:
-                yield json.loads(line)
+        return read_lines(self.path)
 
     def append(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Writes groups of lines; when it returns they are on the disk.
@@ -122,3 +120,10 @@ class Journal:
             raise SpeculateError(
                 f"{self.path} holds a line that was not written by this command: {line[:80]!r}"
             ) from error
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """What a journal's file holds."""
+    with path.open("rb") as file:
+        for line in file:
+            yield json.loads(line)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
 
-from ..data import Encoder, RecordError, Records, context_length
+from ..data import Encoder, HeldOut, RecordError, Records, context_length
 from ..fingerprints import target_fingerprint
 from .answers import Asker, Job, line_digest
 from .journal import Journal
@@ -80,6 +80,7 @@ class RegenerateReport:
         num_written, num_found: examples written now, and found from earlier runs.
         num_new_tokens: tokens written now.
         num_cut: examples written now that reached `max_new_tokens`, so that they have no end.
+        num_endless: those written now that repeat themselves to no end; no token of theirs will be learnt.
         skipped: records that cannot be answered, by reason.
     """
 
@@ -87,6 +88,7 @@ class RegenerateReport:
     num_found: int = 0
     num_new_tokens: int = 0
     num_cut: int = 0
+    num_endless: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
 
@@ -98,13 +100,15 @@ def regenerate(
     options: RegenerateOptions | None = None,
     *,
     speculator: Speculator | None = None,
+    held_out: HeldOut | None = None,
+    end_ids: Collection[int] = (),
     show_progress: bool | None = None,
 ) -> RegenerateReport:
     """Writes answers to all prompts of `records` to a JSON-lines file; goes on where an earlier run was stopped.
 
     A line holds `id` (the record's number), `messages` or `prompt` and `completion`, and `input_ids` with `loss_mask`,
     which `prepare_data` prefers. An answer that reached `max_new_tokens` has `finish` "length" and no end-of-turn
-    token, and ends its conversation.
+    token, and ends its conversation; one that repeats itself has `finish` "endless", and its loss mask is empty.
 
     Args:
         target: the model; a PEFT-wrapped one writes with its adapter.
@@ -113,12 +117,14 @@ def regenerate(
         output: the file; its folder is made if it is absent.
         options: see `RegenerateOptions`.
         speculator: speeds it up; what is written is the same without.
+        held_out: prompts kept for measuring; records like them are skipped.
+        end_ids: tokens at which a text ends, beside the model's own.
         show_progress: a bar on stderr (None: if that is a terminal).
     Raises:
         SpeculateError: nothing to answer; an output made from other data, by another target or with other options.
     """
     options = options or RegenerateOptions()
-    writer = Writer(target, tokenizer, options, speculator)
+    writer = Writer(target, tokenizer, options, speculator, held_out, end_ids)
     num_records = len(records) if hasattr(records, "__len__") else None  # type: ignore[arg-type]
     settings = {"target": target_fingerprint(target), "num_records": num_records, **asdict(options)}
     report = RegenerateReport()
@@ -145,11 +151,20 @@ def regenerate(
 class Writer:
     """Plans batches and has the target answer them."""
 
-    def __init__(self, target: nn.Module, tokenizer: Any, options: RegenerateOptions, speculator: Speculator | None):
+    def __init__(
+        self,
+        target: nn.Module,
+        tokenizer: Any,
+        options: RegenerateOptions,
+        speculator: Speculator | None,
+        held_out: HeldOut | None,
+        end_ids: Collection[int],
+    ):
         self.target, self.tokenizer, self.options = unwrap(target), tokenizer, options
         self.arguments: dict[str, Any] = {"speculator": speculator}
         self.config = _generation_config(self.target.generation_config, tokenizer, options)
-        self.end_ids = _end_ids(self.config)
+        self.end_ids = _end_ids(self.config) | set(end_ids)
+        self.config.eos_token_id = sorted(self.end_ids) or None
         context = context_length(tokenizer, self.target.config)
         self.max_prompt = 10**9 if context is None else context - options.max_new_tokens
         if self.max_prompt < 1:
@@ -164,6 +179,7 @@ class Writer:
             piece_tokens=options.prompt_tokens + options.max_new_tokens if options.pieces else None,
             chat=options.chat,
             max_prompt=self.max_prompt,
+            held_out=held_out,
         )
 
     def batches(self, records: Records, skipped: Counter[str], bar: tqdm) -> Iterator[list[Job]]:
@@ -253,6 +269,7 @@ def _is_done(job: Job, done: dict[str, str], journal: Journal) -> bool:
 def _count(report: RegenerateReport, jobs: list[Job]) -> None:
     report.num_written += len(jobs)
     report.num_cut += sum(job.finish == "length" for job in jobs)
+    report.num_endless += sum(job.finish == "endless" for job in jobs)
     report.num_new_tokens += sum(sum(document.loss_mask) for job in jobs for document in job.documents)
 
 

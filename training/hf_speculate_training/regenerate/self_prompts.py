@@ -1,0 +1,118 @@
+"""Prompts without a dataset: the target writes what a user might say.
+
+A chat model that is given its template up to where the user speaks, and nothing more, goes on with a user's message: it
+was trained on whole conversations (Magpie, arXiv 2406.08464).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+from transformers.utils import logging
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.speculator import Speculator
+
+from ..data import Encoder
+from .journal import read_lines
+from .writing import RegenerateOptions, regenerate
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfPromptOptions:
+    """How the user's messages are drawn.
+
+    Attributes:
+        count: how many are drawn; fewer are kept.
+        temperature, top_p: of the sampling.
+        max_new_tokens: of one message; longer ones are dropped.
+        batch_size: rows at a time.
+        seed: of the sampling.
+    """
+
+    count: int
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_new_tokens: int = 128
+    batch_size: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise SpeculateError(f"the number of self-written prompts must be at least 1, got {self.count}.")
+        if self.temperature <= 0:
+            raise SpeculateError("self-written prompts are sampled: greedily all would be the same one.")
+
+
+def write_self_prompts(
+    target: nn.Module,
+    tokenizer: Any,
+    output: str | Path,
+    options: SelfPromptOptions,
+    *,
+    speculator: Speculator | None = None,
+    show_progress: bool | None = None,
+) -> tuple[Dataset, Counter[str]]:
+    """Has the target write what users say to it; goes on where an earlier run was stopped.
+
+    Args:
+        output: JSON lines of what was drawn, dropped ones included.
+        others: as those of `regenerate`.
+    Returns:
+        Records with one column, `prompt`, in the order of drawing; and what was dropped, by reason.
+    Raises:
+        SpeculateError: no chat template, or one whose user's turn ends in text; nothing was kept; as `regenerate`.
+    """
+    prefix, end_id = Encoder(tokenizer=tokenizer).user_turn()
+    # The end token stands for the message that is to be written.
+    record = {"input_ids": [*prefix, end_id], "loss_mask": [0] * len(prefix) + [1]}
+    writing = RegenerateOptions(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        seed=options.seed,
+    )
+    records = Dataset.from_list([record] * options.count)
+    regenerate(
+        target,
+        tokenizer,
+        records,
+        output,
+        writing,
+        speculator=speculator,
+        end_ids=(end_id,),
+        show_progress=show_progress,
+    )
+    lines = sorted(read_lines(Path(output)), key=lambda line: int(line["id"]))
+    kept, dropped = _kept(lines)
+    if not kept:
+        raise SpeculateError(f"none of the {options.count} self-written prompts can be used: {dict(dropped)}.")
+    logger.info(f"{len(kept)} self-written prompts; dropped: {dict(dropped)}")
+    return Dataset.from_dict({"prompt": kept}), dropped
+
+
+def _kept(lines: list[dict[str, Any]]) -> tuple[list[str], Counter[str]]:
+    """The messages that came to their end, each once, whatever its case and blanks."""
+    kept: dict[str, str] = {}
+    dropped: Counter[str] = Counter()
+    for line in lines:
+        text = line["completion"].strip()
+        key = " ".join(text.casefold().split())
+        if line["finish"] != "stop":
+            dropped["no end"] += 1
+        elif not key:
+            dropped["empty"] += 1
+        elif key in kept:
+            dropped["a duplicate"] += 1
+        else:
+            kept[key] = text
+    return list(kept.values()), dropped
