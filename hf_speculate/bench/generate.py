@@ -18,10 +18,12 @@ from ..commands import (
     Temperatures,
     check_counts,
     progress,
+    target_path,
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from .identity import compare_texts
+from .llamacpp import llama_cpp_methods
 from .methods import (
     Method,
     compiled_method,
@@ -76,6 +78,10 @@ class GenerateSettings(WorkloadSettings):
     prompt_lookup_num_tokens: Annotated[
         int, typer.Option("--lookup-tokens", min=1, help="prompt_lookup_num_tokens of stock.")
     ] = 10
+    llama_cpp: Annotated[
+        str | None,
+        typer.Option("--llama-cpp", metavar="PYTHON", help="An interpreter with xllamacpp, beside a GGUF target."),
+    ] = None
     stock_speculative: bool = True
     max_proofs: int = 8
 
@@ -102,8 +108,28 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
     """
     settings.check()
     workload, ours = _subject(settings)
+    longest = max(len(ids) for _, ids in workload.prompts) + settings.max_new_tokens
+    with llama_cpp_methods(settings.llama_cpp, target_path(workload.name), longest) as others:
+        rows = _rows(settings, workload, [*_methods(settings, ours, workload.model), *others])
+    first_size = settings.batch_sizes[0]
+    headlines = {
+        f"{t:g}": headline([r for r in rows if r["temperature"] == t and r["batch_size"] == first_size])
+        for t in settings.temperatures
+    }
+    return {
+        "bench": "generate",
+        **workload.describe(),
+        "max_new_tokens": settings.max_new_tokens,
+        "repeats": settings.repeats,
+        "rows": rows,
+        "temperatures": headlines,
+        "speedup": next(iter(headlines.values()))["speedup"],
+    }
+
+
+def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """All methods at every batch size and temperature."""
     model = workload.model
-    methods = _methods(settings, ours, model)
     requests = {size: batches(workload.prompts, size, model.device) for size in settings.batch_sizes}
     cells = [(size, temperature) for size in settings.batch_sizes for temperature in settings.temperatures]
     active = {size: [method for method in methods if method.runs_at(size)] for size in settings.batch_sizes}
@@ -126,20 +152,7 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
                 identical[method.name] = found
                 step(f"{method.name} compared")
             rows += summarize(size, temperature, runs, active[size], identical)
-    first_size = settings.batch_sizes[0]
-    headlines = {
-        f"{t:g}": headline([r for r in rows if r["temperature"] == t and r["batch_size"] == first_size])
-        for t in settings.temperatures
-    }
-    return {
-        "bench": "generate",
-        **workload.describe(),
-        "max_new_tokens": settings.max_new_tokens,
-        "repeats": settings.repeats,
-        "rows": rows,
-        "temperatures": headlines,
-        "speedup": next(iter(headlines.values()))["speedup"],
-    }
+    return rows
 
 
 def _subject(settings: GenerateSettings) -> tuple[Workload, list[Method]]:

@@ -34,14 +34,13 @@ from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from .forwards import prefilled_cache, verify_ms
-from .llamacpp import optional_llama_cpp
 from .methods import Method, speculator_method
 from .profiles import DEFAULT_RATES, read_profile
 from .runs import Request, batches, fixed_length, measure_in_turn, num_steps, plain_texts
 from .summary import summarize
 
 
-PACKED, DENSE, LLAMA_CPP = "packed", "dequantised", "llama.cpp"
+PACKED, DENSE = "packed", "dequantised"
 
 _VERIFIED = (1, 4, 8, 16, 32)
 _CPU = torch.device("cpu")
@@ -64,10 +63,6 @@ class GgufSettings:
     context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 64
     max_new_tokens: NewTokens = 64
     repeats: Repeats = 3
-    llama_cpp: Annotated[
-        str | None,
-        typer.Option("--llama-cpp", metavar="PYTHON", help="An interpreter with llama-cpp-python, to compare with it."),
-    ] = None
 
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
@@ -87,23 +82,18 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
         file and of the packed weights.
     """
     settings.check()
-    room = settings.context + settings.max_new_tokens + max(_VERIFIED)
-    with _file(settings.file, settings.kind) as path, optional_llama_cpp(settings.llama_cpp, path, room) as other:
+    with _file(settings.file, settings.kind) as path:
         memory, models = _load(path, find_dtype(settings.dtype), settings.backend)
         prompt = random_prompt(settings.context, models[PACKED].config.vocab_size)
         requests, arguments = batches([("random", prompt[0])], 1, _CPU), fixed_length(settings.max_new_tokens)
         forward = {name: _forward(model, prompt) for name, model in models.items()}
         methods = [m for name in (DENSE, PACKED) for m in _methods(name, models[name], requests, arguments, settings)]
-        if other is not None:
-            forward[LLAMA_CPP] = other.forward_costs(prompt[0].tolist(), _VERIFIED)
-            methods.append(Method(name=f"{LLAMA_CPP}, plain", kind="eager", model=other))
         with progress("gguf", total=num_steps(len(methods), 1, settings.repeats)) as advance:
             runs = measure_in_turn(models[PACKED], methods, requests, arguments, settings.repeats, advance)
     return {
         "bench": "gguf",
         "file": settings.file.name if settings.file else f"random {settings.kind}, Qwen2-0.5B shape",
         "dtype": settings.dtype,
-        "llama_cpp": None if other is None else other.version,
         "acceptance": settings.acceptance,
         "prompt_length": settings.context,
         "max_new_tokens": settings.max_new_tokens,

@@ -1,97 +1,51 @@
-"""Run by another interpreter, which has llama-cpp-python: answers each line of JSON on its input with one.
+"""Run by another interpreter, which has xllamacpp: answers each line of JSON on its input with one.
 
-Arguments: a GGUF file, threads, tokens of context. Knows nothing of hf_speculate.
+Arguments: a GGUF file, threads, tokens of context, kind of speculation ("none", "ngram_simple"). Knows nothing of
+hf_speculate.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-import time
 
-import llama_cpp  # pyright: ignore[reportMissingImports]
-import numpy as np
+import xllamacpp  # pyright: ignore[reportMissingImports]
 
 
-class Model:
-    """A model with an empty context."""
-
-    def __init__(self, path: str, threads: int, context: int):
-        llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
-        if not self.model:
-            raise SystemExit(f"llama.cpp cannot load {path}")
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx = options.n_batch = context
-        options.n_threads = options.n_threads_batch = threads
-        self.context = llama_cpp.llama_init_from_model(self.model, options)
-        self.batch = llama_cpp.llama_batch_init(context, 0, 1)
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.length = 0
-
-    def cut(self, length: int) -> None:
-        """Forgets what is behind the first `length` tokens."""
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.context), 0, length, -1)
-        self.length = length
-
-    def forward(self, tokens: list[int], num_logits: int = 1) -> float:
-        """Seconds of a forward that gives logits for the last `num_logits` tokens."""
-        batch = self.batch
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, self.length + i, 1, 0
-            batch.logits[i] = i >= len(tokens) - num_logits
-        start = time.perf_counter()
-        status = llama_cpp.llama_decode(self.context, batch)
-        llama_cpp.llama_get_logits_ith(self.context, -1)  # waits for them
-        seconds = time.perf_counter() - start
-        if status:
-            raise SystemExit(f"llama_decode failed with status {status}")
-        self.length += len(tokens)
-        return seconds
-
-    def best(self) -> int:
-        """The most likely next token."""
-        logits = llama_cpp.llama_get_logits_ith(self.context, -1)
-        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+def load(path: str, threads: int, context: int, speculation: str):
+    """llama.cpp's own server, without its port: one slot, nothing kept from request to request."""
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx, params.n_parallel = context, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.verbosity = 0
+    kind = getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{speculation.upper()}")
+    params.speculative.types = [kind]
+    return xllamacpp.Server(params)
 
 
-def generate(model: Model, prompt: list[int], max_new_tokens: int) -> dict:
-    """Greedy decoding from an empty context: seconds of the whole and of the prompt, and the tokens."""
-    model.cut(0)
-    start = time.perf_counter()
-    prompt_seconds = model.forward(prompt)
-    tokens = [model.best()]
-    while len(tokens) < max_new_tokens:
-        model.forward(tokens[-1:])
-        tokens.append(model.best())
-    return {"seconds": time.perf_counter() - start, "prompt_seconds": prompt_seconds, "tokens": tokens}
-
-
-def verify(model: Model, prompt: list[int], nodes: list[int], repeats: int) -> dict:
-    """Seconds of forwards over N tokens behind the prompt, with logits for all of them: a list for each N."""
-    model.cut(0)
-    model.forward(prompt)
-    seconds: dict[int, list[float]] = {n: [] for n in nodes}
-    for repeat in range(repeats + 1):
-        for n in nodes:
-            taken = model.forward(list(range(3, 3 + n)), num_logits=n)
-            model.cut(len(prompt))
-            if repeat:  # the first is warm-up
-                seconds[n].append(taken)
-    return {"seconds": list(seconds.values())}
+def generate(server, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
+    """Counts: tokens written and drafted, and what llama.cpp measured of itself."""
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
+    request = {"prompt": prompt, "n_predict": max_new_tokens, "ignore_eos": True, "cache_prompt": False}
+    answer = server.handle_completions(request | sampling)
+    answer = answer if isinstance(answer, dict) else json.loads(answer)
+    if "timings" not in answer:
+        raise SystemExit(f"llama.cpp answered: {answer}")
+    timings = answer["timings"]
+    return {"num_tokens": timings["predicted_n"], "num_drafted": timings.get("draft_n", 0)}
 
 
 def main() -> None:
-    path, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    quiet = llama_cpp.llama_log_callback(lambda *_: None)  # kept alive by its name
-    llama_cpp.llama_log_set(quiet, None)
-    model = Model(path, threads, context)
-    commands = {"generate": generate, "verify": verify}
-    print(json.dumps({"version": llama_cpp.__version__}), flush=True)  # noqa: T201
+    path, threads, context, speculation = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    # llama.cpp may print: what is answered goes where stdout was.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    server = load(path, threads, context, speculation)
+    print(json.dumps({"version": xllamacpp.__version__}), file=answers, flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(commands[request.pop("command")](model, **request)), flush=True)  # noqa: T201
+        print(json.dumps(generate(server, **json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ..speculator import Speculator
 from .profiles import AcceptanceProfile, Texts
 
 
-Kind = Literal["eager", "stock_compiled", "stock_speculative", "speculator"]
+Kind = Literal["eager", "stock_compiled", "stock_speculative", "llama_cpp", "speculator"]
 
 COMPILED = "stock compiled"
 
@@ -42,7 +42,7 @@ class Method:
     model: Any = None
 
     def runs_at(self, batch_size: int) -> bool:
-        return self.kind != "stock_speculative" or batch_size == 1
+        return self.kind not in ("stock_speculative", "llama_cpp") or batch_size == 1
 
 
 def eager_method() -> Method:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..commands import (
     Category,
     Device,
+    GgufBackend,
     Limit,
     Prompt,
     PromptFiles,
@@ -58,6 +59,7 @@ class WorkloadSettings:
     limit: Limit = None
     raw: Raw = False
     dtype: TargetDtype = "auto"
+    gguf_backend: GgufBackend = "auto"
     max_new_tokens: int = 128
     device: Device = None
 
@@ -104,7 +106,7 @@ class Workload:
             "target": self.name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "attention": model.config._attn_implementation,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": _num_parameters(model),
             "prompt_sets": list(self.prompt_sets),
             "num_prompts": len(self.prompts),
             "num_skipped_prompts": self.num_skipped,
@@ -112,6 +114,12 @@ class Workload:
             "chat_template": self.uses_chat_template,
             "environment": environment(model.device),
         }
+
+
+def _num_parameters(model: GenerativeModel) -> int:
+    """Of the architecture: quantised weights have other shapes."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model.config).num_parameters()
 
 
 def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None) -> Workload:
@@ -122,11 +130,11 @@ def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None
     """
     device, files = find_device(settings.device), settings.prompts or []
     groups = [read_prompts(path, settings.limit, settings.categories) for path in files]
-    if not groups:
-        groups = [builtin_prompts(settings.limit)]
-    chosen = [prompt for group in groups for prompt in group]
-    model, tokenizer = load_target(settings.target_name, settings.dtype, device)
+    model, tokenizer = load_target(settings.target_name, settings.dtype, device, settings.gguf_backend)
     uses_chat_template = bool(tokenizer.chat_template) and not settings.raw and prompt_tokens is None
+    if not groups:
+        groups = [builtin_prompts(settings.limit, chat=uses_chat_template)]
+    chosen = [prompt for group in groups for prompt in group]
     prompts = tokenize(chosen, tokenizer, use_chat_template=uses_chat_template)
     if prompt_tokens is not None:
         prompts = _cut(prompts, prompt_tokens)

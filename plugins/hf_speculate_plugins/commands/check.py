@@ -62,7 +62,7 @@ def check_checkpoint(
 
 def check(
     head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE or Medusa head.")],
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the model that it was trained for.")],
+    target: Annotated[str, typer.Option(help="Folder, GGUF file or Hub id of the model that it was trained for.")],
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines (prompt, text, question, turns or messages) or plain text, one prompt a line."),
@@ -84,10 +84,11 @@ def check(
     logging.disable_progress_bar()
     if threads is not None:
         torch.set_num_threads(threads)
-    chosen = _prompts(prompts, limit)
+    given = None if prompts is None else _prompts(prompts, limit)
     model, tokenizer = load_target(target, dtype, find_device(device))
     _stop_at_the_end(model, tokenizer)
     use_template = not raw and bool(tokenizer.chat_template)
+    chosen = builtin_prompts(limit, chat=use_template) if given is None else given
     tokens = [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=use_template)]
     found = check_checkpoint(
         head, model, tokens, depth=depth, max_new_tokens=max_new_tokens, try_alternatives=alternatives
@@ -143,9 +144,7 @@ def _cells(acceptance: AcceptanceRates) -> list[str]:
     return [*cells, f"{acceptance.mean_length:.2f}"]
 
 
-def _prompts(path: Path | None, limit: int) -> list[Prompt]:
-    if path is None:
-        return builtin_prompts(limit)
+def _prompts(path: Path, limit: int) -> list[Prompt]:
     if path.suffix == ".txt":
         return _lines_of(path)[:limit]
     return read_prompts(path, limit)

@@ -189,9 +189,10 @@ def test_prompts_of_other_forms(target, byte_tokenizer, tmp_path, write_lines):
 
 def test_what_is_written_can_be_trained_on(target, byte_tokenizer, tmp_path):
     """The loader takes the token ids, not the text: these bytes are no valid text, so re-tokenising would differ."""
-    output = tmp_path / "out.jsonl"
+    output = tmp_path / "data" / "out.jsonl"
     run(target, byte_tokenizer, chats(5, turns=2), output)
-    data = prepare_data(output, byte_tokenizer, DataOptions(max_length=256))
+    # The folder: what lies beside the output is no data.
+    data = prepare_data(output.parent, byte_tokenizer, DataOptions(max_length=256))
     assert [list(ids) for ids in data.train["input_ids"]] == [line["input_ids"] for line in lines_of(output)]
     assert [sum(mask) for mask in data.train["loss_mask"]] == [sum(line["loss_mask"]) for line in lines_of(output)]
 
@@ -207,9 +208,7 @@ def test_cut_anywhere_and_resumed_it_is_the_same_file(target, byte_tokenizer, tm
     for number, size in enumerate([0, 1, ends[0], ends[0] + 5, ends[2] - 1, ends[3], ends[-1] - 1, ends[-1]]):
         path = tmp_path / f"cut{number}.jsonl"
         path.write_bytes(content[:size])
-        path.with_name(path.name + ".settings.json").write_bytes(
-            whole.with_name(whole.name + ".settings.json").read_bytes()
-        )
+        path.with_name(path.name + ".settings").write_bytes(whole.with_name(whole.name + ".settings").read_bytes())
         report = run(target, byte_tokenizer, chats(6, turns=2), path, options)
         assert path.read_bytes() == content, f"cut at byte {size}"
         assert report.num_found + report.num_written == 6

@@ -111,7 +111,7 @@ class TestSelfPrompts:
         lines = list(read_lines(output))
         assert written == [len(lines), 0]
         asked = {line["messages"][0]["content"] for line in lines}
-        found = {line["completion"].strip() for line in read_lines(tmp_path / "own.prompts.jsonl")}
+        found = {line["completion"].strip() for line in read_lines(tmp_path / "own.jsonl.prompts")}
         assert asked
         assert asked <= found
 

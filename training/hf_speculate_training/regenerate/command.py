@@ -99,7 +99,7 @@ def regenerate_command(
     dropped: Mapping[str, int] = {}
     if self_prompts is not None:
         drawing = SelfPromptOptions(count=self_prompts, batch_size=batch_size, seed=seed)
-        drawn = output.with_name(output.stem + ".prompts.jsonl")
+        drawn = output.with_name(output.name + ".prompts")  # no data to train on
         records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
         options = replace(options, chat=True)
     assert records

@@ -17,7 +17,7 @@ class Journal:
     """An output file of groups of lines; a group is all lines of one example.
 
     Every line holds `id`, the example's, and `is_last`, whether the group ends with it. What was torn by a kill (an
-    unfinished line, an unfinished group) is cut off when the file is opened again. A file beside it (`.settings.json`)
+    unfinished line, an unfinished group) is cut off when the file is opened again. A file beside it (`.settings`)
     holds what it was made with.
 
     Args:
@@ -31,7 +31,7 @@ class Journal:
     def __init__(self, path: str | os.PathLike, settings: Mapping[str, Any]):
         self.path = Path(path)
         self._settings = json.loads(json.dumps(dict(settings)))
-        self._settings_path = self.path.with_name(self.path.name + ".settings.json")
+        self._settings_path = self.path.with_name(self.path.name + ".settings")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.path.with_name(self.path.name + ".lock"))
         try:

