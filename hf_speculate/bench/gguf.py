@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -28,12 +29,13 @@ from ..commands import (
     neutralize,
     progress,
     random_prompt,
+    target_path,
     timed,
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
-from .forwards import prefilled_cache, verify_ms
+from .forwards import medians_in_turn, prefilled_cache, verify_ms
 from .methods import Method, speculator_method
 from .profiles import DEFAULT_RATES, read_profile
 from .runs import Request, batches, fixed_length, measure_in_turn, num_steps, plain_texts
@@ -52,7 +54,7 @@ class GgufSettings:
 
     QUICK: ClassVar = {"max_new_tokens": 24, "repeats": 1}
 
-    file: Annotated[Path | None, typer.Argument(help="A GGUF file (default: random weights).")] = None
+    file: Annotated[Path | None, typer.Argument(help="A GGUF file, or smollm2 (default: random weights).")] = None
     kind: Annotated[str, typer.Option("--type", help="Of the random weights: Q4_0, Q8_0, Q4_K_M ...")] = "Q4_0"
     backend: Annotated[str, typer.Option(help="auto, native, int4, dequantize.")] = "auto"
     dtype: Dtype = "bfloat16"
@@ -78,8 +80,8 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
 
     Returns:
         JSON-serialisable. `rows`, as those of `bench_generate`: the whole call, `speedup` against every plain one.
-        `forward`: milliseconds of a bare forward over N nodes behind the prompt, and of the prompt. `memory`: of the
-        file and of the packed weights.
+        `forward`: milliseconds of a bare forward over N nodes behind the prompt, of its matrix products alone, and of
+        the prompt. `memory`: of the file and of the packed weights.
     """
     settings.check()
     with _file(settings.file, settings.kind) as path:
@@ -122,7 +124,10 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     )
     rows = [{"weights": name, **found} for name, found in result["forward"].items()]
     sizes = {f"N={n}": lambda row, n=n: _of_one(row["verify_ms"], n) for n in _VERIFIED}
-    columns: dict[str, Any] = {"weights": "{weights}", **sizes, "prompt": "{prompt_ms:.0f}"}
+    products: dict[str, Any] = {
+        f"products\nof N={n}": lambda row, n=n: f"{row['products_ms'][n]:.1f}" for n in _VERIFIED[::2]
+    }
+    columns: dict[str, Any] = {"weights": "{weights}", **sizes, **products, "prompt": "{prompt_ms:.0f}"}
     forward = Grid.of("One forward over N nodes: milliseconds (of one node's)", rows, columns)
     memory = result["memory"]
     packed = f"packed weights {memory['packed_mb']:.0f} MB ({', '.join(memory['backends'])})"
@@ -139,7 +144,7 @@ def _file(path: Path | None, kind: str) -> Iterator[str]:
     from ..gguf import FileShape, find_recipe, write_random_file
 
     if path is not None:
-        yield str(path)
+        yield target_path(str(path))
         return
     shape = FileShape()
     recipe = find_recipe(kind, shape)
@@ -172,7 +177,27 @@ def _forward(model: GenerativeModel, prompt: Tensor) -> dict[str, Any]:
     verify = verify_ms(model, prefilled_cache(model, prompt), _VERIFIED)
     with torch.inference_mode():
         seconds = [timed(lambda: model(prompt, logits_to_keep=1), model.device)[0] for _ in range(3)]
-    return {"verify_ms": {n: ms for (n, _), ms in verify.items()}, "prompt_ms": 1e3 * statistics.median(seconds)}
+    return {
+        "verify_ms": {n: ms for (n, _), ms in verify.items()},
+        "products_ms": _products_ms(model, _VERIFIED),
+        "prompt_ms": 1e3 * statistics.median(seconds),
+    }
+
+
+def _products_ms(model: GenerativeModel, sizes: Sequence[int], repeats: int = 5) -> dict[int, float]:
+    """All matrix products of a forward over N tokens, one after the other without anything between them."""
+    from ..gguf import PackedMatrix
+
+    modules = [m for m in model.modules() if isinstance(m, PackedMatrix) or type(m) is torch.nn.Linear]
+
+    def products(inputs: dict[int, Tensor]) -> None:
+        for module in modules:
+            module(inputs[module.in_features])
+
+    widths = {module.in_features for module in modules}
+    inputs = {n: {width: torch.randn(1, n, width, dtype=model.dtype) for width in widths} for n in sizes}
+    with torch.inference_mode():
+        return medians_in_turn({n: partial(products, inputs[n]) for n in sizes}, model.device, repeats)
 
 
 def _methods(

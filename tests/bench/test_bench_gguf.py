@@ -92,6 +92,8 @@ def test_packed_beside_dequantised(tiny_file):
     speed, forward, memory = tables(result)
     assert [row[0] for row in speed.rows] == list(rows)
     assert [row[0] for row in forward.rows] == ["packed", "dequantised"]
+    for found in result["forward"].values():
+        assert all(0 < found["products_ms"][n] < found["verify_ms"][n] * 10 for n in (1, 4, 8, 16, 32))
     assert "dequantize, rows" in memory
 
 
