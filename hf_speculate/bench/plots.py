@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_MAX_WIDTH = 18.0  # inches
+
+
 def draw_generate(result: dict[str, Any], folder: Path) -> list[Path]:
     """Speed-up by category and acceptance by depth at the first batch size, a panel a temperature; see `_write`."""
     size = result["rows"][0]["batch_size"]
@@ -45,30 +48,34 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _panels(rows: Sequence[dict[str, Any]], width: float) -> tuple[Figure, dict[float, Axes]]:
-    """One panel a temperature, with a common scale."""
+    """One panel a temperature, with a common scale; side by side while that can be read."""
     from matplotlib.figure import Figure
 
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-    figure = Figure(figsize=(width * len(temperatures), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    shape = (1, len(temperatures)) if width * len(temperatures) <= _MAX_WIDTH else (len(temperatures), 1)
+    size = (min(width, _MAX_WIDTH) * shape[1], 4.2 * shape[0])
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
     for axis, temperature in zip(axes, temperatures, strict=True):
         axis.set_title(f"temperature {temperature:g}" if temperature else "greedy", fontsize=11)
     return figure, dict(zip(temperatures, axes, strict=True))
 
 
 def _speedup(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Bars over eager, a group a category, stock's in grey; the whiskers are the range over the repeats."""
+    """Bars over eager, a group a category, what is not ours in grey; the whiskers are the range over the repeats."""
     shown = [row for row in rows if row["kind"] != "eager"]
     groups = ["all", *shown[0].get("categories", {})]
     names = list(dict.fromkeys(row["method"] for row in shown))
     width = 0.8 / len(names)
+    stock = list(dict.fromkeys(row["method"] for row in shown if row["kind"] != "speculator"))
+    greys = {name: str(0.3 + 0.45 * index / len(stock)) for index, name in enumerate(stock)}
     figure, axes = _panels(shown, max(4.0, 1.0 + 0.32 * len(groups) * len(names)))
     for row in shown:
         index, axis = names.index(row["method"]), axes[row["temperature"]]
         heights = [part["speedup"]["eager"] for part in (row, *row.get("categories", {}).values())]
         low, high = row["speedup_range"]["eager"]
         rest = [0.0] * (len(heights) - 1)
-        color = f"C{index}" if row["kind"] == "speculator" else str(0.3 + 0.15 * index)
+        color = greys.get(row["method"], f"C{index}")
         places = [group + (index - (len(names) - 1) / 2) * width for group in range(len(groups))]
         whiskers = [[heights[0] - low, *rest], [high - heights[0], *rest]]
         bars = axis.bar(places, heights, 0.92 * width, yerr=whiskers, color=color, label=row["method"])

@@ -48,9 +48,12 @@ def add_command(
         if how["quick"]:
             given |= {key: value for key, value in quick_values.items() if not _was_given(_context, key)}
         result = measure(settings(**given))
-        written = draw(result, how["plot"]) if draw is not None and how["plot"] is not None else ()
-        parts = [*tables(result), *(f"wrote {path}" for path in written)]
-        report(result, parts, json_only=how["json_only"], markdown=how["markdown"], out=how["out"])
+        parts = list(tables(result))
+        try:
+            if draw is not None and how["plot"] is not None:
+                parts += [f"wrote {path}" for path in draw(result, how["plot"])]
+        finally:  # what took minutes to measure is not lost for a picture
+            report(result, parts, json_only=how["json_only"], markdown=how["markdown"], out=how["out"])
 
     hints = get_type_hints(settings, include_extras=True)
     options = [_parameter(field.name, hints[field.name], _default(field)) for field in _option_fields(settings, hints)]

@@ -131,7 +131,7 @@ def build_model(
     # Embeddings and output layer are packed apart: nothing must ever make them one again.
     model._tied_weights_keys = {}
     model.all_tied_weights_keys = {}
-    model.name_or_path = plan.file.path
+    model.name_or_path = model.config._name_or_path = plan.file.path
     model.generation_config = GenerationConfig(
         bos_token_id=plan.bos_token_id,
         eos_token_id=list(plan.eos_token_ids) or None,

@@ -304,6 +304,20 @@ class TestPlots:
         assert [path.name for path in written] == ["speedup.png", "acceptance.png"]
         assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
 
+    def test_many_baselines_have_a_grey_each(self, result, tmp_path):
+        rows = [row | {"method": f"other {i}", "kind": "llama_cpp"} for row in result["rows"][1:2] for i in range(9)]
+        (written, *_) = draw_generate(result | {"rows": [*result["rows"], *rows]}, tmp_path)
+        assert written.stat().st_size > 5000
+
+    def test_figures_outlive_a_picture_that_fails(self, bench_folders, tmp_path):
+        (tmp_path / "file").write_text("")
+        out, target = tmp_path / "out.json", str(bench_folders / "target")
+        arguments = ["--target", target, "--limit", "1", "--max-new-tokens", "4", "--repeats", "1", "--out", str(out)]
+        ran = CliRunner().invoke(app, ["bench", "generate", *arguments, "--plot", str(tmp_path / "file" / "plots")])
+        assert ran.exit_code == 1
+        assert "cannot write plots" in ran.stderr
+        assert json.loads(ran.stdout.splitlines()[-1]) == json.loads(out.read_text())
+
     def test_a_folder_that_cannot_be(self, result, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(SpeculateError, match="cannot write plots"):

@@ -76,6 +76,13 @@ def test_logits_are_those_of_the_dequantised_model(architecture, kind, write):
             assert model.dtype == dtype
 
 
+def test_models_know_their_file(write):
+    """Cards of heads name what they were made for by the config."""
+    path = write(shape_of("llama"))
+    model = load_model(path)
+    assert model.name_or_path == model.config._name_or_path == path
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_mixed_files_fuse_what_they_can(architecture, write):
     path, ids = write(shape_of(architecture, layers=4), q4_k_m(4)), token_ids(1, 7)

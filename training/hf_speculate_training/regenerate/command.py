@@ -79,8 +79,10 @@ def regenerate_command(
         pieces=pieces,
         chat=chat,
     )
-    columns = column_names(column or ())
-    records = data and load_records(data, split=split, config=config, streaming=streaming, columns=columns, limit=limit)
+    records = None
+    if data is not None:
+        columns = column_names(column or ())
+        records = load_records(data, split=split, config=config, streaming=streaming, columns=columns, limit=limit)
     held_out = HeldOut(_texts(exclude)) if exclude else None
     if threads is not None:
         torch.set_num_threads(threads)
@@ -102,7 +104,7 @@ def regenerate_command(
         drawn = output.with_name(output.name + ".prompts")  # no data to train on
         records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
         options = replace(options, chat=True)
-    assert records
+    assert records is not None
     report = regenerate(model, tokenizer, records, output, options, speculator=drafting, held_out=held_out)
     figures = asdict(report) | {"dropped_prompts": dict(dropped), "output": str(output)}
     if drafting is not None:
