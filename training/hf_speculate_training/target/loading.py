@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from hf_speculate.commands import target_path
+from hf_speculate.commands import first_line, target_path
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import find_file, load_model, read_header, read_tokenizer
 
@@ -31,7 +31,7 @@ def load_target(section: TargetSection, device: torch.device) -> nn.Module:
     except SpeculateError:
         raise
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise SpeculateError(f"cannot load the target {section.path!r}: {_first_line(error)}") from error
+        raise SpeculateError(f"cannot load the target {section.path!r}: {first_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 
@@ -49,7 +49,7 @@ def load_tokenizer(section: TargetSection) -> Any:
     except SpeculateError:
         raise
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise SpeculateError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
+        raise SpeculateError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
 
 
 def _is_packed(section: TargetSection) -> bool:
@@ -97,8 +97,3 @@ def _adapted(model: Any, adapter: str) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, adapter)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
