@@ -24,17 +24,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.commands import SMOLLM2_INSTALL, find_smollm2
+from hf_speculate.commands import SMOLLM2_INSTALL, find_smollm2, side_by_side
 from hf_speculate.gguf import read_header, read_tokenizer
 from hf_speculate.testing import check_lossless
 
@@ -101,51 +98,15 @@ def pycoder(max_new_tokens: int) -> Subject:
     return Subject("pycoder", CODE, AutoTokenizer.from_pretrained(HERE / "pycoder"), load, request)
 
 
-class Typing(BaseStreamer):
-    """Shows a text while it is written, with its speed."""
-
-    def __init__(self, title: str, style: str, tokenizer, show: Callable[[], None]):
-        self.title, self.style, self.tokenizer, self.show = title, style, tokenizer, show
-        self.tokens: list[int] | None = None
-        self.start = self.seconds = 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.tokens is None:  # the prompt comes first
-            self.tokens, self.start = [], time.perf_counter()
-            return
-        self.tokens += value.flatten().tolist()
-        self.seconds = time.perf_counter() - self.start
-        self.show()
-
-    def end(self) -> None:
-        self.show()
-
-    def panel(self) -> Panel:
-        count = len(self.tokens or ())
-        speed = f"{count} tokens, {count / self.seconds:.0f} tokens/s" if self.seconds else "…"
-        text = self.tokenizer.decode(self.tokens or [], skip_special_tokens=True)
-        return Panel(Text(text, style=self.style), title=self.title, subtitle=speed)
-
-
 def show_stream(console, subject, model, speculator, ids) -> None:
     """One answer, streamed plain and then speculatively, side by side."""
 
-    def screen() -> Table:
-        grid = Table.grid(padding=(0, 1), expand=True)
-        for _ in both:
-            grid.add_column(ratio=1)
-        grid.add_row(*(typing.panel() for typing in both))
-        return grid
+    def run(choice):
+        return lambda streamer: model.generate(
+            ids, do_sample=False, **subject.request, streamer=streamer, speculator=choice
+        )
 
-    both: list[Typing] = []
-    with Live(console=console, auto_refresh=False) as live:
-        show = lambda: live.update(screen(), refresh=live.console.is_terminal)  # noqa: E731
-        both += [
-            Typing("plain", "white", subject.tokenizer, show),
-            Typing("speculative", "green", subject.tokenizer, show),
-        ]
-        for typing, choice in zip(both, (None, speculator), strict=True):
-            model.generate(ids, do_sample=False, **subject.request, streamer=typing, speculator=choice)
+    side_by_side(console, subject.tokenizer, [("plain", "white", run(None)), ("speculative", "green", run(speculator))])
 
 
 def timed(model, ids, request, speculator) -> tuple[torch.Tensor, float]:

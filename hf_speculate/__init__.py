@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from .attaching import attach as attach
+from .attaching import attached as attached
 from .attaching import detach as detach
+from .attaching import speculators as speculators
 from .drafting import Drafter as Drafter
 from .drafting import DraftRequest as DraftRequest
 from .drafting import DraftSession as DraftSession

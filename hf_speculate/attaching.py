@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import cast
+from typing import Any, cast
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from .drafting import Drafter
 from .errors import SpeculateError
-from .models import GenerativeModel, unwrap
+from .models import GenerativeModel, held_model
 from .registry import installed_drafters
 from .speculator import Speculator, make_speculator
 
@@ -30,7 +29,7 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
     if not isinstance(speculator, str | os.PathLike):
         raise TypeError(
             f"speculator= takes a Speculator, the name of a drafter ({', '.join(installed_drafters())}) or the path / "
-            f"Hub id of a head; got {type(speculator).__name__}."
+            f"Hub id of a head, with options behind a colon (name:key=value); got {type(speculator).__name__}."
         )
     key = os.fspath(speculator)
     known = _resolved.setdefault(model, {})
@@ -39,20 +38,23 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
     return known[key]
 
 
-def attach(model: nn.Module, speculator: Speculator | str | os.PathLike) -> Speculator:
+def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator:
     """Makes every later `model.generate(...)` use `speculator`, for code that calls `generate` itself.
 
     Requests that cannot run with a speculator (beams, …) warn once and run plain; `generate(..., speculator=None)`
     runs plain too. Nothing is stored on the model. Undo with `detach`.
 
     Args:
-        model: also one that has a model inside generate for it (image and speech models): then that one is sped up.
+        model: also one that has a model inside generate for it (image and speech models): then that one is sped up; or
+            what holds a model as `.model` (a pipeline, an evaluation harness).
+        speculator: as for `generate`.
     Returns:
         The resolved speculator.
     Raises:
         SpeculateError: a model that generates nothing.
+        TypeError: no model, nor anything that holds one.
     """
-    model = unwrap(model)
+    model = held_model(model)
     generating = _generating(model)
     resolved = resolve(speculator, generating[-1])
     for part in generating:
@@ -78,16 +80,28 @@ def _generates_as_stock(model: PreTrainedModel) -> bool:
     return getattr(getattr(type(model), "generate", None), "__hf_speculate__", False)
 
 
-def detach(model: nn.Module) -> Speculator:
+def detach(model: Any) -> Speculator:
     """Undoes `attach`; returns what was attached. Raises `SpeculateError` if nothing was."""
     found = None
-    for part in _generating(unwrap(model)):
+    for part in _generating(held_model(model)):
         found = _attached.pop(part, None) or found
     if found is None:
         raise SpeculateError(f"no speculator is attached to this {type(model).__name__}.")
     return found
 
 
-def attached(model: GenerativeModel) -> Speculator | None:
-    """The speculator attached to `model`, if any."""
+def attached(model: Any) -> Speculator | None:
+    """The speculator attached to `model` (to one inside it, where that one generates for it), if any."""
+    found = (_attached.get(part) for part in _generating(held_model(model)))
+    return next(filter(None, found), None)
+
+
+def attached_to(model: GenerativeModel) -> Speculator | None:
+    """The speculator that a call of this very model's `generate` runs with, if any."""
     return _attached.get(model)
+
+
+def speculators(model: Any) -> dict[str, Speculator]:
+    """The speculators that were made for `model` from a text (`speculator="prompt_lookup"`), by that text: their
+    statistics, cumulative over calls, are `.stats`."""
+    return dict(_resolved.get(held_model(model), {}))

@@ -38,6 +38,14 @@ def num_embeddings(model: PreTrainedModel) -> int:
     return next((n for n in found if isinstance(n, int)), model.config.get_text_config(decoder=True).vocab_size)
 
 
+def held_model(holder: Any) -> GenerativeModel:
+    """The transformers model of what holds one as `.model` (a pipeline, an evaluation harness, a trainer); of a model
+    itself what `unwrap` finds. Raises `TypeError` if there is none."""
+    if not isinstance(holder, nn.Module) and isinstance(inner := getattr(holder, "model", None), nn.Module):
+        return unwrap(inner)
+    return unwrap(holder)
+
+
 def unwrap(model: nn.Module) -> GenerativeModel:
     """The transformers model inside `torch.compile` and PEFT wrappers; raises `TypeError` if there is none."""
     seen: Any = model

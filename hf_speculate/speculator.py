@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
+from transformers.utils import logging
 
 from .drafting import Drafter
 from .hub import (
@@ -25,7 +26,11 @@ from .hub import (
 from .models import unwrap
 from .options import EngineOptions
 from .registry import installed_drafters, load_drafter
+from .specs import SpeculatorSpec
 from .stats import SpeculationStats
+
+
+logger = logging.get_logger(__name__)
 
 
 class Speculator:
@@ -56,12 +61,29 @@ class Speculator:
         self.typical = self.options.typical_acceptance()
         self.policy = self.options.draft_policy()
         self.backend = self.options.backend()
-        self.stats = SpeculationStats()
+        self.stats = self.new_stats()
         self.adapter_stats: dict[str, SpeculationStats] = {}
+        self._has_warned = False
 
     @property
     def lossless(self) -> bool:
         return self.typical is None
+
+    def new_stats(self) -> SpeculationStats:
+        """Statistics of this drafter, all zero."""
+        return SpeculationStats(drafter=self.drafter.name, advice=self.drafter.advice)
+
+    def count(self, stats: SpeculationStats, adapters: str = "") -> None:
+        """Adds a call's statistics to the cumulative ones; warns, once, where drafts have turned out not to pay.
+
+        Args:
+            adapters: of the target that were in effect, "" for none.
+        """
+        self.stats.merge(stats)
+        self.adapter_stats.setdefault(adapters, self.new_stats()).merge(stats)
+        if not self._has_warned and (problem := self.stats.shortfall):
+            self._has_warned = True
+            logger.warning(f"{self.drafter!r}: {problem}")
 
     def save_pretrained(
         self,
@@ -204,8 +226,15 @@ def _parts(name_or_path: str | os.PathLike) -> list[str]:
     return name.split("+") if "+" in name and not os.path.exists(name) else []
 
 
-def make_speculator(name_or_path: str, target: nn.Module, **options: Any) -> Speculator:
-    """`AutoSpeculator.from_name` or `from_pretrained`: the name of a drafter wins over a path."""
-    if name_or_path in installed_drafters():
-        return AutoSpeculator.from_name(name_or_path, target, **options)
-    return AutoSpeculator.from_pretrained(name_or_path, target, **options)
+def make_speculator(text: str, target: nn.Module, **options: Any) -> Speculator:
+    """`AutoSpeculator.from_name` or `from_pretrained`: the name of a drafter wins over a path.
+
+    Args:
+        text: `NAME_OR_PATH[:option=value,...]`; options in it win over `options`.
+    """
+    if text in installed_drafters():
+        return AutoSpeculator.from_name(text, target, **options)
+    spec = SpeculatorSpec.parse(text)
+    if spec.source in installed_drafters():
+        return AutoSpeculator.from_name(spec.source, target, **(options | spec.options))
+    return AutoSpeculator.from_pretrained(spec.source, target, **(options | spec.options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TextStreamer
 
-from .attaching import attached
+from .attaching import attached_to
 from .errors import UnsupportedRequestError
 from .generation import PreparedCall, streamed
 from .models import unwrap
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class _Pieces(TextStreamer):
     """Text as `TextStreamer` finds it, collected instead of printed."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, decode_kwargs: Mapping[str, Any]):
+        super().__init__(tokenizer, **decode_kwargs)
         self._pieces: list[str] = []
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -54,9 +54,10 @@ def stream(
     *,
     speculator: Speculator | str | None = None,
     tokenizer: PreTrainedTokenizerBase,
+    decode_kwargs: Mapping[str, Any] | None = None,
     **generate_kwargs: Any,
 ) -> Generator[str, None, Any]: ...
-def stream(model, inputs=None, *, speculator=None, tokenizer=None, **generate_kwargs):
+def stream(model, inputs=None, *, speculator=None, tokenizer=None, decode_kwargs=None, **generate_kwargs):
     """Generates and yields what every round emits: several tokens at once, as soon as they are known.
 
         for text in hf_speculate.stream(model, **inputs, speculator=speculator, tokenizer=tokenizer):
@@ -71,6 +72,8 @@ def stream(model, inputs=None, *, speculator=None, tokenizer=None, **generate_kw
         inputs: prompt, as for `generate`; or `input_ids=...` in `generate_kwargs`.
         speculator: as for `generate`; None: the attached one.
         tokenizer: to get text. It is handed on to `generate`, for `stop_strings`.
+        decode_kwargs: of `tokenizer.decode`, as `TextStreamer` takes them; special tokens are left out unless it says
+            `{"skip_special_tokens": False}`.
         generate_kwargs: the rest of the request.
     Returns:
         A generator. Without a tokenizer it yields a list of new token ids for each row (rows that emitted nothing in
@@ -80,11 +83,15 @@ def stream(model, inputs=None, *, speculator=None, tokenizer=None, **generate_kw
     Raises:
         UnsupportedRequestError: no speculator; a request that cannot be streamed (`streamer=`, per-row adapters, text
             of several rows) or cannot run with a speculator at all.
+        TypeError: `decode_kwargs` without a tokenizer.
     """
+    if tokenizer is None and decode_kwargs is not None:
+        raise TypeError("decode_kwargs= says how the tokenizer decodes: give tokenizer= too.")
     if tokenizer is None:
         return _tokens(_prepared("stream", "rounds", model, inputs, speculator, generate_kwargs))
     generate_kwargs["tokenizer"] = tokenizer
-    return _text(_prepared("stream", "text", model, inputs, speculator, generate_kwargs), tokenizer)
+    pieces = _Pieces(tokenizer, {"skip_special_tokens": True} | dict(decode_kwargs or {}))
+    return _text(_prepared("stream", "text", model, inputs, speculator, generate_kwargs), pieces)
 
 
 def rounds(
@@ -125,7 +132,7 @@ def _prepared(
         caller: the function that users called, for errors.
         what: will be yielded.
     """
-    chosen = speculator if speculator is not None else attached(unwrap(model))
+    chosen = speculator if speculator is not None else attached_to(unwrap(model))
     if chosen is None:
         raise UnsupportedRequestError(f"{caller} needs speculator=, or a speculator that was attached to the model.")
     for name, reason in (("streamer", "both consume the tokens"), ("adapter_names", "PEFT sets them up for one call")):
@@ -166,8 +173,7 @@ def _tokens(call: PreparedCall) -> Generator[list[list[int]], None, Any]:
     return call.output()
 
 
-def _text(call: PreparedCall, tokenizer: PreTrainedTokenizerBase) -> Generator[str, None, Any]:
-    pieces = _Pieces(tokenizer)
+def _text(call: PreparedCall, pieces: _Pieces) -> Generator[str, None, Any]:
     with closing(_rounds(call)) as rounds:
         for round in rounds:
             for token in round.tokens[0]:

@@ -145,6 +145,18 @@ class TestStream:
         assert "".join(pieces) == tokenizer.decode(text[0, 9:])
         assert all(pieces)
 
+    def test_special_tokens_are_left_out_unless_asked_for(self, setting):
+        model, inputs, text = setting
+        special = character_tokenizer().convert_ids_to_tokens(text[0, 12].item())
+        tokenizer = character_tokenizer(pad_token=special)
+        request = {"speculator": "prompt_lookup", "tokenizer": tokenizer, "max_new_tokens": NEW_TOKENS}
+        shown = "".join(hf_speculate.stream(model, **inputs, **request))
+        assert shown == tokenizer.decode(text[0, 9:], skip_special_tokens=True) != tokenizer.decode(text[0, 9:])
+        kept = hf_speculate.stream(model, **inputs, **request, decode_kwargs={"skip_special_tokens": False})
+        assert "".join(kept) == tokenizer.decode(text[0, 9:])
+        with pytest.raises(TypeError, match="give tokenizer="):
+            hf_speculate.stream(model, **inputs, speculator="prompt_lookup", decode_kwargs={})
+
     def test_characters_of_several_tokens_come_whole(self, real_llama, shared_root):
         class Bytes(LogitsProcessor):
             """Forces U+20AC, whose three bytes are three tokens of the byte fall-back."""

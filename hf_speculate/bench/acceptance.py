@@ -12,13 +12,13 @@ import typer
 from ..commands import (
     Grid,
     NewTokens,
-    SpeculatorSpec,
     Temperatures,
     by_depth,
     check_counts,
     default_specs,
     progress,
 )
+from ..specs import SpeculatorSpec
 from ..stats import SpeculationStats
 from .methods import speculator_methods
 from .runs import batches, fixed_length, generate_once, merged

@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from ..commands import Grid, Limit, NewTokens, Repeats, SpeculatorSpec, check_counts, progress, spread
+from ..commands import Grid, Limit, NewTokens, Repeats, check_counts, make_spec, progress, spread
 from ..drafting import Drafter
 from ..errors import SpeculateError
+from ..specs import SpeculatorSpec
 from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
 from .methods import Method, eager_method, speculator_method
@@ -81,7 +82,7 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
     arguments = fixed_length(settings.max_new_tokens)
     texts = plain_texts(model, requests, arguments)
     drafters = {name: _drafter(name, texts, workload.vocab_size) for name in settings.drafters}
-    drafters |= {spec.label: spec.make(model).drafter for spec in specs}
+    drafters |= {spec.label: make_spec(spec, model).drafter for spec in specs}
     methods = [eager_method(), *(_method(name, drafter, settings) for name, drafter in drafters.items())]
     with progress("loss", total=num_steps(len(methods), len(requests), settings.repeats)) as advance:
         runs = measure_in_turn(model, methods, requests, arguments, settings.repeats, advance)

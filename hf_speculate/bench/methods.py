@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from transformers import CompileConfig, PreTrainedModel
 
-from ..commands import SpeculatorSpec, neutralize
+from ..commands import make_spec, neutralize
 from ..models import GenerativeModel
+from ..specs import SpeculatorSpec
 from ..speculator import Speculator
 from .profiles import AcceptanceProfile, Texts
 
@@ -79,7 +80,7 @@ def speculator_method(name: str, speculator: Speculator, **more: Any) -> Method:
 
 def speculator_methods(specs: Sequence[SpeculatorSpec], target: GenerativeModel, **defaults: Any) -> list[Method]:
     """A method for every spec, each with a speculator of its own; `defaults` are options that specs may overrule."""
-    return [speculator_method(spec.label, spec.make(target, **defaults), spec=spec.text) for spec in specs]
+    return [speculator_method(spec.label, make_spec(spec, target, **defaults), spec=spec.text) for spec in specs]
 
 
 def scripted_methods(texts: Texts, profile: AcceptanceProfile, vocab_size: int) -> list[Method]:

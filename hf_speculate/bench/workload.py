@@ -19,7 +19,6 @@ from ..commands import (
     PromptFiles,
     Raw,
     Specs,
-    SpeculatorSpec,
     Target,
     TargetDtype,
     builtin_prompts,
@@ -38,6 +37,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
+from ..specs import SpeculatorSpec
 from .runs import fitting
 
 

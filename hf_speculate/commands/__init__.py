@@ -47,13 +47,15 @@ from .shapes import SHAPES as SHAPES
 from .shapes import ModelShape as ModelShape
 from .shapes import find_shape as find_shape
 from .shapes import random_prompt as random_prompt
-from .speculators import SpeculatorSpec as SpeculatorSpec
 from .speculators import default_specs as default_specs
+from .speculators import make_spec as make_spec
+from .speculators import parse_spec as parse_spec
 from .speculators import parse_specs as parse_specs
 from .speculators import table_specs as table_specs
 from .tables import Grid as Grid
 from .tables import by_depth as by_depth
 from .tables import ratio as ratio
+from .targets import SMOLLM2 as SMOLLM2
 from .targets import SMOLLM2_INSTALL as SMOLLM2_INSTALL
 from .targets import bundled as bundled
 from .targets import default_target as default_target
@@ -66,3 +68,5 @@ from .timing import progress as progress
 from .timing import spread as spread
 from .timing import synchronize as synchronize
 from .timing import timed as timed
+from .typing import Typist as Typist
+from .typing import side_by_side as side_by_side

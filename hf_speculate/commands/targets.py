@@ -48,14 +48,15 @@ def target_path(name_or_path: str) -> str:
 
 
 def load_target(
-    name_or_path: str, dtype: str, device: torch.device, gguf_backend: str = "auto"
+    name_or_path: str, dtype: str, device: torch.device, gguf_backend: str = "auto", *, neutral: bool = True
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer, ready to be measured; raises `SpeculateError` in one line.
+    """Model and tokenizer; raises `SpeculateError` in one line.
 
     Args:
         name_or_path: a folder or Hub id, a GGUF file, or "smollm2".
         dtype: "auto" is the checkpoint's; of a GGUF file bfloat16, its weights stay packed.
         gguf_backend: of `hf_speculate.load_gguf`; "dense" dequantises them.
+        neutral: ready to be measured: the checkpoint's generation config is replaced, see `neutralize`.
     """
     if dtype != "auto":
         find_dtype(dtype)
@@ -65,7 +66,8 @@ def load_target(
 
         torch_dtype = find_dtype("bfloat16" if dtype == "auto" else dtype)
         packed, tokenizer = load_gguf(name_or_path, dtype=torch_dtype, device=device, backend=gguf_backend)
-        neutralize(packed)
+        if neutral:
+            neutralize(packed)
         return packed, tokenizer
     if name_or_path.startswith((".", "/", "~")) and not os.path.isdir(name_or_path):
         raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
@@ -74,7 +76,8 @@ def load_target(
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
     except (OSError, ValueError) as error:
         raise SpeculateError(f"cannot load target {name_or_path!r}: {first_line(error)}") from error
-    neutralize(model)
+    if neutral:
+        neutralize(model)
     return model.eval().to(device), tokenizer
 
 

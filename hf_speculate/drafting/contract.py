@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..errors import CheckpointError
+from ..stats import OF_HEADS, Advice
 from ..transfers import to_device
 from ..tree import DraftTree
 from ..verification import Noise
@@ -235,11 +236,19 @@ class Drafter(ABC):
             after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
         chooses_depth: whether a session finds out itself how deep a draft pays, if the request is `adaptive`: the loop
             then chooses the number of nodes only.
+        options_classes: dataclasses whose fields are the drafter's options, for those who list them.
     """
 
     name: ClassVar[str]
     chooses_depth: ClassVar[bool] = False
+    options_classes: ClassVar[tuple[type[Any], ...]] = ()
     feature_layers: tuple[int, ...] = ()
+
+    @property
+    def advice(self) -> Advice:
+        """What statistics say of the drafter's acceptance; by default what concerns heads, for drafters that read the
+        target's states."""
+        return OF_HEADS if self.feature_layers else Advice()
 
     @classmethod
     @abstractmethod

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from transformers import GenerationMixin
 from transformers.utils import logging
 
-from ..attaching import attached, resolve
+from ..attaching import attached_to, resolve
 from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..models import GenerativeModel
@@ -92,7 +92,7 @@ def _wrap_generate(original: Callable) -> Callable:
     @functools.wraps(original)
     def generate(self, *args, speculator=_NOT_GIVEN, **kwargs):
         explicit = speculator is not _NOT_GIVEN
-        chosen = speculator if explicit else attached(self)
+        chosen = speculator if explicit else attached_to(self)
         note = None
         if chosen is not None:
             has_cache = kwargs.get("past_key_values") is not None

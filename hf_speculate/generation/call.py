@@ -17,7 +17,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..drafting import remember_text
 from ..round import Round
 from ..speculator import Speculator
-from ..stats import SpeculationStats
 from .loop import Decoding, decode
 
 
@@ -68,9 +67,7 @@ class PreparedCall:
             if text is not None:
                 remember_text(self.run.cache.cache, text + self.run.sequences.new_tokens[0])
             stats.calls += 1
-            adapters = self.run.drafting.request.adapters
-            self.speculator.stats.merge(stats)
-            self.speculator.adapter_stats.setdefault(adapters, SpeculationStats()).merge(stats)
+            self.speculator.count(stats, self.run.drafting.request.adapters)
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """What stock `generate` returns, with `speculation` (this call's statistics) in the dict form."""

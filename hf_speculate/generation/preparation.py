@@ -111,7 +111,7 @@ class SampleCall:
 
 def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     """The loop's state for a call of `_sample`."""
-    model, stats = call.model, SpeculationStats()
+    model, stats = call.model, speculator.new_stats()
     if call.reason:
         stats.fallbacks[call.reason] += 1
     compiler = None if speculator.backend is None else Compiler(speculator.backend, stats.fallbacks)

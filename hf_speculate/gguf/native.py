@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, UInt8
+from rich.console import Console
 from torch import Tensor
 from transformers.utils import logging
 
@@ -185,7 +186,8 @@ def compile_source(compiler: Sequence[str]) -> bytes:
     logger.info(f"compiling {SOURCE}")
     with tempfile.TemporaryDirectory(prefix="hf_speculate-") as folder:
         written = Path(folder) / "native.so"
-        done = _run([*command, str(SOURCE), "-o", str(written)])
+        with Console(stderr=True).status("compiling the kernel for GGUF weights: once on this machine, some seconds"):
+            done = _run([*command, str(SOURCE), "-o", str(written)])
         if done.returncode:
             raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
         content = written.read_bytes() if written.exists() else b""

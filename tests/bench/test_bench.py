@@ -13,14 +13,15 @@ from hf_speculate.bench import GenerateSettings, bench_generate
 from hf_speculate.bench.workload import WorkloadSettings, load_workload
 from hf_speculate.commands import (
     Prompt,
-    SpeculatorSpec,
     builtin_prompts,
     default_target,
+    make_spec,
     parse_specs,
     read_prompts,
     table_specs,
     tokenize,
 )
+from hf_speculate.specs import SpeculatorSpec
 
 from ..support.bench import bench, last_line
 from ..support.inputs import character_tokenizer
@@ -242,7 +243,7 @@ def test_names_of_speculators_must_differ():
 
 
 def test_own_options_beat_defaults(tiny_model):
-    speculator = SpeculatorSpec.parse("prompt_lookup:depth=3").make(tiny_model(), depth=7, branches=1)
+    speculator = make_spec(SpeculatorSpec.parse("prompt_lookup:depth=3"), tiny_model(), depth=7, branches=1)
     assert (speculator.drafter.options.depth, speculator.drafter.options.branches) == (3, 1)
 
 

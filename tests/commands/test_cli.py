@@ -96,7 +96,7 @@ def test_commands_of_other_packages(monkeypatch):
             return {"greet": greet, "group": GROUP}[self.name]
 
     points = {name: Point(name, f"other:{name}", cli.COMMANDS_GROUP) for name in ("greet", "group", "broken", "env")}
-    monkeypatch.setattr(cli, "_installed_commands", lambda: points)
+    monkeypatch.setattr("hf_speculate.cli.groups.PluginGroup.installed", lambda self: points)
     assert run("greet", "you").stdout == "hello you\n"
     assert run("group", "second").stdout == "two\n"
     shown = run("--help").stdout

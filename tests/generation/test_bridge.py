@@ -207,6 +207,22 @@ class TestSpeculatorArgument:
         model.generate(ids, max_new_tokens=20)
         assert speculator.stats.calls == 1
 
+    def test_what_holds_a_model_can_be_attached_to(self, tiny_model, prompt):
+        class Harness:
+            model = copy.deepcopy(tiny_model())
+
+        harness = Harness()
+        speculator = hf_speculate.attach(harness, "prompt_lookup:max_ngram=3")
+        assert speculator.drafter.options.max_ngram == 3
+        assert hf_speculate.attached(harness) is hf_speculate.attached(harness.model) is speculator
+        assert hf_speculate.speculators(harness) == {"prompt_lookup:max_ngram=3": speculator}
+        harness.model.generate(prompt(9), max_new_tokens=8)
+        assert speculator.stats.calls == 1
+        assert hf_speculate.detach(harness) is speculator
+        assert hf_speculate.attached(harness) is None
+        with pytest.raises(TypeError, match="expected a transformers model"):
+            hf_speculate.attach(object(), "prompt_lookup")
+
     def test_an_attached_speculator_steps_aside_for_beams(self, tiny_model, prompt):
         model, ids = copy.deepcopy(tiny_model()), prompt(8)
         beams = model.generate(ids, max_new_tokens=10, num_beams=3)

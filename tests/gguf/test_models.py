@@ -418,3 +418,15 @@ def test_plans_are_made_without_weights(write, monkeypatch):
     assert plan.config.num_hidden_layers == 2
     assert plan.config.model_type == "qwen2"
     assert not plan.is_tied
+
+
+def test_a_gguf_file_is_a_draft_model(write):
+    path = write(shape_of("llama"))
+    target = load_model(path, dtype=torch.float32)
+    speculator = AutoSpeculator.from_name("draft_model", target=target, model=path, depth=3, adaptive=False)
+    assert type(speculator.drafter.model) is type(target)
+    assert speculator.drafter.model.dtype == torch.float32
+    request = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = token_ids(1, 8)
+    assert torch.equal(target.generate(ids, speculator=speculator, **request), target.generate(ids, **request))
+    assert speculator.stats.mean_acceptance_length > 3, "the same weights"

@@ -28,6 +28,16 @@ def holds_model(folder: str) -> bool:
     return not any(name.startswith(_HEAD_TENSORS) for name in tensor_shapes(folder))
 
 
+def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
+    """The causal LM of a folder, Hub id or GGUF file (its weights stay packed): same dtype, same device."""
+    if place.endswith(".gguf"):
+        from hf_speculate.gguf import load_model as load_packed  # nothing else needs what it imports
+
+        return load_packed(place, dtype=target.dtype, device=target.device)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(place, dtype=target.dtype)
+    return loaded.to(target.device)
+
+
 def load_model(folder: str, target: PreTrainedModel) -> PreTrainedModel:
     """The causal LM in `folder` beside the target: same dtype, same device.
 

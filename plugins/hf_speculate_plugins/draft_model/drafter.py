@@ -6,14 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.stats import Advice
 from hf_speculate.target import supported_shape
 
-from .checkpoint import holds_model, load_model
+from .checkpoint import holds_model, load_beside, load_model
 from .options import DraftModelOptions
 from .session import DraftModelSession
 
@@ -31,6 +32,7 @@ class DraftModelDrafter(Drafter):
     """
 
     name = "draft_model"
+    options_classes = (DraftModelOptions,)
 
     def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):
         shape, reason = supported_shape(model, DynamicCache(config=model.config))
@@ -43,15 +45,23 @@ class DraftModelDrafter(Drafter):
     def __repr__(self) -> str:
         return f"DraftModelDrafter({type(self.model).__name__}, {self.options})"
 
+    @property
+    def advice(self) -> Advice:
+        name = self.model.config.name_or_path or type(self.model).__name__
+        return Advice(
+            good=f"the draft model {name} brings more than it costs",
+            poor=f"The draft model {name} is too slow beside this target, or writes another text: try a smaller one of "
+            "the target's family, fewer tokens a draft (depth=), or prompt_lookup.",
+        )
+
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        """`model=` is the draft model or its path / Hub id; the other options are `DraftModelOptions`."""
+        """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`."""
         model = options.pop("model", None)
         if model is None:
             raise TypeError("draft_model needs the draft model: from_name('draft_model', target=..., model=...).")
         if isinstance(model, str | os.PathLike):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype)
-            model = loaded.to(target.device)
+            model = load_beside(os.fspath(model), target)
         return cls(model, DraftModelOptions(**options))
 
     @classmethod

@@ -37,6 +37,7 @@ class EagleDrafter(Drafter):
     """
 
     name = "eagle"
+    options_classes = (EagleOptions, Conventions)
 
     def __init__(self, loaded: LoadedHead, target: PreTrainedModel, options: EagleOptions | None = None):
         self._loaded = loaded

@@ -50,6 +50,7 @@ class MedusaDrafter(Drafter):
     """
 
     name = "medusa"
+    options_classes = (MedusaOptions,)
 
     def __init__(
         self,

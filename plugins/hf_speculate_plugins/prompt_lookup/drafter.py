@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest
+from hf_speculate.stats import Advice
 
 from .options import PromptLookupOptions
 from .session import PromptLookupSession
@@ -20,9 +21,17 @@ class PromptLookupDrafter(Drafter):
     """Drafts from the text itself; fits every target."""
 
     name = "prompt_lookup"
+    options_classes = (PromptLookupOptions,)
 
     def __init__(self, options: PromptLookupOptions | None = None):
         self.options = options or PromptLookupOptions()
+
+    @property
+    def advice(self) -> Advice:
+        return Advice(
+            good="the text repeats itself or its prompt often enough",
+            poor="The text repeats little of itself or of its prompt; a head or a draft model would draft more.",
+        )
 
     def __repr__(self) -> str:
         return f"PromptLookupDrafter({self.options})"

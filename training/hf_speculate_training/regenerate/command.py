@@ -13,7 +13,7 @@ import typer
 from torch import nn
 from transformers.utils import logging
 
-from hf_speculate.commands import SpeculatorSpec, read_prompts
+from hf_speculate.commands import make_spec, parse_spec, read_prompts
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
@@ -139,4 +139,4 @@ def _device(name: str | None) -> torch.device:
 def _speculator(text: str, model: nn.Module) -> Speculator | None:
     if text == "none":
         return None
-    return SpeculatorSpec.parse("prompt_lookup" if text == "auto" else text).make(unwrap(model))
+    return make_spec(parse_spec("prompt_lookup" if text == "auto" else text), unwrap(model))

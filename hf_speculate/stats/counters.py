@@ -1,25 +1,25 @@
-"""What speculation did: counts, acceptance, times.
-
-Definitions (vLLM's wording): mean acceptance length = tokens emitted by rounds / rounds that had a draft, the bonus
-token included; the token from the prefill and rounds without a draft (N = 1) are counted apart. Acceptance rate at
-depth d = rounds accepted to depth >= d / rounds that had a node there (unconditional). A "round" here is one row's
-share of a round, so a batch of 4 rows makes 4.
-"""
+"""Counting what rounds did, and the figures that follow from the counts."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from statistics import median
 from typing import Any
 
-from .round import Round
+from ..round import Round
+
+
+_KEPT = 64  # last rounds of which the seconds are kept
+_FEW = 4  # rounds, of which one may have held a warm-up: the shortest tells more than the median
 
 
 class _Stopwatch:
     """Adds the time between entering and leaving to a counter, however it is left."""
 
-    def __init__(self, stats: SpeculationStats, counter: str):
+    def __init__(self, stats: Counters, counter: str):
         self._stats, self._counter, self._start = stats, counter, 0.0
 
     def __enter__(self) -> None:
@@ -31,11 +31,17 @@ class _Stopwatch:
 
 
 @dataclass
-class SpeculationStats:
+class Counters:
     """Counters of one call or, cumulative, of a speculator. Times are seconds of wall clock on the host.
 
     On an accelerator the host waits once a round, in the target's share; a drafter's device time that overlaps it is
     counted there.
+
+    Attributes:
+        plain_steps: how many steps plain decoding would have taken for what rounds emitted: a step emits a token for
+            every row that a round emitted something for.
+        round_seconds_with_draft, round_seconds_without_draft: of the last rounds of whole batches, those left out in
+            which something was compiled.
     """
 
     calls: int = 0
@@ -56,11 +62,10 @@ class SpeculationStats:
     prefill_seconds: float = 0.0
     drafter_prefill_seconds: float = 0.0
     total_seconds: float = 0.0
+    plain_steps: float = 0.0
+    round_seconds_with_draft: list[float] = field(default_factory=list)
+    round_seconds_without_draft: list[float] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
-
-    def reset(self) -> None:
-        """Sets every counter to zero."""
-        self.__init__()
 
     def timed(self, counter: str) -> _Stopwatch:
         """A context manager that adds the time spent in it to one of the counters of seconds."""
@@ -76,6 +81,12 @@ class SpeculationStats:
         if round.is_prefill:
             self.prefill_tokens += sum(map(len, round.tokens))
             return
+        if emitting := sum(map(bool, round.tokens)):
+            self.plain_steps += sum(map(len, round.tokens)) / emitting
+        if not round.is_warm_up:
+            seconds = self.round_seconds_with_draft if round.num_nodes else self.round_seconds_without_draft
+            seconds.append(round.seconds.total)
+            del seconds[:-_KEPT]
         host = round.tree.host
         for row, tokens in enumerate(round.tokens):
             if tokens:
@@ -103,13 +114,16 @@ class SpeculationStats:
         self.drafted_to_depth.update(range(1, depth + 1))
         self.accepted_to_depth.update(range(1, num_accepted + 1))
 
-    def merge(self, other: SpeculationStats) -> None:
+    def merge(self, other: Counters) -> None:
         """Adds the counters of `other` to these."""
-        for name, value in vars(other).items():
-            if isinstance(value, Counter):
-                getattr(self, name).update(value)
+        for each in fields(Counters):
+            mine, its = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, Counter):
+                mine.update(its)
+            elif isinstance(mine, list):
+                mine[:] = [*mine, *its][-_KEPT:]
             else:
-                setattr(self, name, getattr(self, name) + value)
+                setattr(self, each.name, mine + its)
 
     @property
     def rejected_tokens(self) -> int:
@@ -126,6 +140,26 @@ class SpeculationStats:
         return {d: self.accepted_to_depth[d] / n for d, n in sorted(self.drafted_to_depth.items())}
 
     @property
+    def plain_round_seconds(self) -> float | None:
+        """What a round without a draft takes: nearly a step of plain `generate`. None before the first one."""
+        return _typical(self.round_seconds_without_draft)
+
+    @property
+    def break_even_length(self) -> float | None:
+        """Mean acceptance length at which rounds with a draft are as fast as rounds without; None where either is not
+        known."""
+        with_draft, without = _typical(self.round_seconds_with_draft), self.plain_round_seconds
+        return with_draft / without if with_draft and without else None
+
+    @property
+    def estimated_speedup(self) -> float | None:
+        """Over plain decoding, prefill left out: the steps that this would have taken, each as long as a round without
+        a draft, over the time that was taken. None where there was no such round."""
+        prefill = self.prefill_seconds + self.drafter_prefill_seconds
+        seconds, plain = self.total_seconds - prefill, self.plain_round_seconds
+        return self.plain_steps * plain / seconds if plain and seconds > 0 else None
+
+    @property
     def rest_seconds(self) -> float:
         """Time of the calls outside prefill (target's and drafter's), target and drafter."""
         counted = self.prefill_seconds + self.drafter_prefill_seconds + self.target_seconds + self.drafter_seconds
@@ -139,11 +173,25 @@ class SpeculationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-serialisable values, derived figures included."""
-        raw = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in vars(self).items()}
+        raw = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
         return raw | {
             "rejected_tokens": self.rejected_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_rate_by_depth": self.acceptance_rate_by_depth,
+            "break_even_length": self.break_even_length,
+            "estimated_speedup": self.estimated_speedup,
             "rest_seconds": self.rest_seconds,
             "engine_efficiency": self.engine_efficiency,
         }
+
+
+def _typical(seconds: Sequence[float]) -> float | None:
+    if not seconds:
+        return None
+    return min(seconds) if len(seconds) < _FEW else median(seconds)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Counter):
+        return dict(sorted(value.items()))
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,156 @@
+"""`hf-speculate chat`: a conversation on the terminal; its cache goes from turn to turn."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..commands import Device, GgufBackend, TargetDtype, Threads, Typist, chat_ids
+from ..errors import SpeculateError
+from .session import (
+    ChatTarget,
+    MaxTokens,
+    OneSpec,
+    Seed,
+    Session,
+    Stats,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    sampling,
+)
+
+
+CHAT_EXAMPLES = """
+While chatting: /reset begins anew, /stats says what speculation did, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer.
+
+Examples:
+
+  hf-speculate chat
+
+  hf-speculate chat -t ./model -s ./eagle3-head --system "Answer in one sentence." --stats
+"""
+
+
+class Conversation:
+    """Messages and the cache of what was said.
+
+    Attributes:
+        messages: of the chat so far.
+    """
+
+    def __init__(self, session: Session, system: str | None):
+        self._session = session
+        self._system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system's message."""
+        self.messages = [{"role": "system", "content": self._system}] if self._system is not None else []
+        self._forget_cache()
+
+    def answer(self, text: str, write: Any) -> Typist:
+        """The answer to what the user says. An interrupted one stays in the chat as far as it came."""
+        self.messages.append({"role": "user", "content": text})
+        session, ids = self._session, chat_ids(self.messages, self._session.tokenizer)
+        self._keep_common(ids)
+        typist = Typist(session.tokenizer, write)
+        try:
+            session.run(ids[None], typist, session.speculator, past_key_values=self._cache)
+        except KeyboardInterrupt:
+            write(" …")
+        except Exception:
+            self.messages.pop()
+            self._forget_cache()
+            raise
+        self._known = [*ids.tolist(), *typist.tokens][: self._cache.get_seq_length()]
+        self.messages.append({"role": "assistant", "content": typist.text})
+        return typist
+
+    def _keep_common(self, ids: Tensor) -> None:
+        """Cuts the cache to what it has in common with the text; at least the last token has to run."""
+        length = len(ids) - 1
+        common = next((i for i, (a, b) in enumerate(zip(self._known, ids.tolist(), strict=False)) if a != b), length)
+        surplus = self._cache.get_seq_length() - min(common, length, len(self._known))
+        if surplus <= 0:
+            return
+        try:
+            self._cache.crop(-surplus)
+        except Exception:  # layers that keep a window or a state cannot all go back: the text runs again
+            self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        self._cache = DynamicCache(config=self._session.model.config)
+        self._known: list[int] = []
+
+
+def chat(
+    target: ChatTarget = None,
+    speculator: OneSpec = None,
+    max_new_tokens: MaxTokens = 1024,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    system: System = None,
+    stats: Stats = False,
+    dtype: TargetDtype = "auto",
+    device: Device = None,
+    gguf_backend: GgufBackend = "auto",
+    threads: Threads = None,
+) -> None:
+    """Chat with a model that has a chat template; each line of stdin is a turn where that is no terminal."""
+    request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
+    session = Session.load(
+        target, speculator, request, dtype=dtype, device=device, gguf_backend=gguf_backend, threads=threads
+    )
+    if not session.tokenizer.chat_template:
+        raise SpeculateError(
+            "this target's tokenizer has no chat template, so it is no chat model: `hf-speculate generate --raw` "
+            "completes texts with it."
+        )
+    if seed is not None:
+        torch.manual_seed(seed)
+    conversation = Conversation(session, system)
+    try:
+        while _turn(conversation, session, stats):
+            pass
+    except (EOFError, KeyboardInterrupt):
+        pass
+    if stats:
+        _show_stats(session)
+
+
+def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bool:
+    """One line of the user's and what comes of it; False to leave."""
+    line = input("> " if sys.stdin.isatty() else "").strip()
+    if line == "/exit":
+        return False
+    if line == "/reset":
+        conversation.reset()
+    elif line == "/stats":
+        _show_stats(session)
+    elif line.startswith("/"):
+        typer.echo(f"unknown command {line}; possible: /reset, /stats, /exit.", err=True)
+    elif line:
+        typist = conversation.answer(line, _print)
+        _print("\n")
+        if shows_speed or sys.stdin.isatty():
+            typer.echo(session.speed_line(typist), err=True)
+    return True
+
+
+def _show_stats(session: Session) -> None:
+    shown = "plain generation: no speculator." if session.speculator is None else session.speculator.stats.summary()
+    typer.echo(shown, err=True)
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,196 @@
+"""`hf-speculate generate`: a text, as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+from torch import Tensor
+
+from ..commands import (
+    Device,
+    GgufBackend,
+    JsonOnly,
+    Raw,
+    TargetDtype,
+    Threads,
+    Typist,
+    chat_ids,
+    console,
+    first_line,
+    side_by_side,
+)
+from ..errors import SpeculateError
+from ..streaming import rounds
+from .session import (
+    PLAIN,
+    ChatTarget,
+    MaxTokens,
+    OneSpec,
+    Seed,
+    Session,
+    Stats,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    sampling,
+)
+
+
+GENERATE_EXAMPLES = """
+Examples:
+
+  hf-speculate generate "Why is the sky blue?"
+
+  hf-speculate generate "Write a haiku." -t ./model -s ./eagle3-head --temperature 0.8 --seed 1 --stats
+
+  hf-speculate generate --compare -t model.gguf -s prompt_lookup:max_ngram=4 < question.txt
+
+  hf-speculate generate "def fibonacci(" --raw --draw -t examples/pycoder -s examples/pycoder-eagle3
+"""
+
+_WARM_UP_TOKENS = 8
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Default, or -: what comes from stdin.")] = None,
+    target: ChatTarget = None,
+    speculator: OneSpec = None,
+    max_new_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    system: System = None,
+    raw: Raw = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Plain beside it: how fast, and is it equal?")] = False,
+    draw: Annotated[bool, typer.Option("--draw", help="Draw the draft tree of every round instead.")] = False,
+    stats: Stats = False,
+    dtype: TargetDtype = "auto",
+    device: Device = None,
+    gguf_backend: GgufBackend = "auto",
+    threads: Threads = None,
+    json_only: JsonOnly = False,
+) -> None:
+    """Generate a text with a speculator, and print it as it comes."""
+    if (compare or draw or stats) and speculator == PLAIN:
+        raise SpeculateError(
+            f"--compare, --draw and --stats show what a speculator does: --speculator {PLAIN} has none."
+        )
+    text = _prompt(prompt)
+    request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
+    session = Session.load(
+        target, speculator, request, dtype=dtype, device=device, gguf_backend=gguf_backend, threads=threads
+    )
+    ids = _ids(text, system, raw, session.tokenizer)
+    restart = _seeding(seed)
+    if draw:
+        _draw(session, ids)
+    else:
+        found = _compared(session, ids, restart, json_only) if compare else _single(session, ids, json_only)
+        if json_only:
+            typer.echo(json.dumps(found))
+    if stats and session.speculator is not None:
+        typer.echo(session.speculator.stats.summary(), err=True)
+
+
+def _prompt(given: str | None) -> str:
+    if given not in (None, "-"):
+        return given
+    if sys.stdin.isatty():
+        raise SpeculateError("no prompt: give it as an argument, or on stdin.")
+    text = sys.stdin.read()
+    if not text.strip():
+        raise SpeculateError("the prompt that came from stdin is empty.")
+    return text
+
+
+def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
+    """int64 [1, S]: through the chat template, where there is one and nobody wants it raw."""
+    if raw or not tokenizer.chat_template:
+        if system is not None:
+            raise SpeculateError("--system needs a chat template: the target's tokenizer has none, or --raw was given.")
+        return tokenizer(text, return_tensors="pt").input_ids
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    try:
+        return chat_ids([*messages, {"role": "user", "content": text}], tokenizer)[None]
+    except Exception as error:  # templates raise what they like, of roles that they do not know for one
+        raise SpeculateError(f"the target's chat template refuses this chat: {first_line(error)}") from error
+
+
+def _seeding(seed: int | None) -> Callable[[], Any]:
+    """What sets the seed, now and before every run that is compared."""
+    state = torch.get_rng_state()
+    restart = (lambda: torch.manual_seed(seed)) if seed is not None else lambda: torch.set_rng_state(state)
+    restart()
+    return restart
+
+
+def _single(session: Session, ids: Tensor, quiet: bool) -> dict[str, Any]:
+    typist = session.generate(ids, _silent if quiet else _print)
+    if not quiet:
+        _print("\n")
+        typer.echo(session.speed_line(typist), err=True)
+    return _figures(typist) | _speculation(session)
+
+
+def _compared(session: Session, ids: Tensor, restart: Callable[[], Any], quiet: bool) -> dict[str, Any]:
+    """Plain first, then with the speculator, from the same seed, both warmed up."""
+    choices = {"plain": None, "speculative": session.speculator}
+    for choice in choices.values():
+        session.run(ids, Typist(session.tokenizer, _silent), choice, max_new_tokens=_WARM_UP_TOKENS)
+    if session.speculator is not None:
+        session.speculator.stats.reset()
+
+    def started(choice):
+        def run(streamer) -> None:
+            restart()
+            session.run(ids, streamer, choice)
+
+        return run
+
+    runs = [(title, "green" if choice else "white", started(choice)) for title, choice in choices.items()]
+    shown = console()
+    shown.quiet = quiet
+    plain, ours = side_by_side(shown, session.tokenizer, runs)
+    speedup = (len(ours.tokens) / ours.seconds) / (len(plain.tokens) / plain.seconds)
+    is_equal = plain.tokens == ours.tokens
+    if not quiet:
+        equal = "the same text" if is_equal else "another text (16 bit: near ties may fall otherwise; float32 is exact)"
+        typer.echo(f"{speedup:.2f}x, {equal}; {session.speed_line(ours)}", err=True)
+    compared = {"plain": _figures(plain), "speedup": speedup, "same_text": is_equal}
+    return _figures(ours) | _speculation(session) | compared
+
+
+def _draw(session: Session, ids: Tensor) -> None:
+    for round in rounds(session.model, ids.to(session.model.device), speculator=session.speculator, **session.request):
+        if round.num_nodes:
+            console().print(Text(round.draw(session.tokenizer) + "\n"))
+
+
+def _figures(typist: Typist) -> dict[str, Any]:
+    return {
+        "text": typist.text,
+        "new_tokens": len(typist.tokens),
+        "seconds": typist.seconds,
+        "tokens_per_second": len(typist.tokens) / typist.seconds if typist.seconds else None,
+    }
+
+
+def _speculation(session: Session) -> dict[str, Any]:
+    return {"speculation": None if session.speculator is None else session.speculator.stats.to_dict()}
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _silent(_text: str) -> None:
+    pass

@@ -1,0 +1,101 @@
+"""A text while it is written: streamed as it comes, or two of them side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+
+class Typist(TextStreamer):
+    """Hands a text on as it comes, and keeps it with its tokens and its time.
+
+    Attributes:
+        tokens: so far, without the prompt.
+        seconds: from the call to the last token; set `start` right before it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self._write = write
+        self.tokens: list[int] = []
+        self.start = time.perf_counter()
+        self.seconds = 0.0
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._is_prompt:
+            self.tokens += value.flatten().tolist()
+            self.seconds = time.perf_counter() - self.start
+        self._is_prompt = False
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
+
+    @property
+    def text(self) -> str:
+        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+    @property
+    def speed(self) -> str:
+        """Tokens and tokens per second, the prompt's time included."""
+        count = len(self.tokens)
+        return f"{count} tokens, {count / self.seconds:.1f} tokens/s" if self.seconds else "no tokens"
+
+
+class _Panel(BaseStreamer):
+    """One of the texts that are shown side by side."""
+
+    def __init__(self, title: str, style: str, typist: Typist, show: Callable[[], None]):
+        self.title, self.style, self.typist, self._show = title, style, typist, show
+
+    def put(self, value: torch.Tensor) -> None:
+        self.typist.put(value)
+        self._show()
+
+    def end(self) -> None:
+        self.typist.end()
+        self._show()
+
+    def panel(self) -> Panel:
+        return Panel(Text(self.typist.text, style=self.style), title=self.title, subtitle=self.typist.speed)
+
+
+def side_by_side(
+    console: Console, tokenizer: PreTrainedTokenizerBase, runs: Sequence[tuple[str, str, Callable[[BaseStreamer], Any]]]
+) -> list[Typist]:
+    """Runs texts one after the other and shows them beside each other while they are written.
+
+    Args:
+        runs: title, style and the call that generates, given a streamer.
+    Returns:
+        The texts with their times.
+    """
+
+    def screen() -> Table:
+        grid = Table.grid(padding=(0, 1), expand=True)
+        for _ in panels:
+            grid.add_column(ratio=1)
+        grid.add_row(*(panel.panel() for panel in panels))
+        return grid
+
+    def show() -> None:
+        live.update(screen(), refresh=live.console.is_terminal)
+
+    panels: list[_Panel] = []
+    with Live(console=console, auto_refresh=False) as live:
+        panels += [_Panel(title, style, Typist(tokenizer, lambda _: None), show) for title, style, _ in runs]
+        for panel, (_, _, run) in zip(panels, runs, strict=True):
+            panel.typist.start = time.perf_counter()
+            run(panel)
+    return [panel.typist for panel in panels]

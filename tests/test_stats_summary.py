@@ -1,0 +1,147 @@
+"""What statistics tell their user: the summary, the speed-up and its source, the verdict, the one warning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_speculate
+from hf_speculate import AutoSpeculator, SpeculationStats
+from hf_speculate.stats import OF_HEADS, Advice
+from tests.support.inputs import random_prompt
+from tests.support.models import build_tiny_model
+
+
+def counted(accepted: int, drafted: int, with_draft: float, without: float, rounds: int = 60) -> SpeculationStats:
+    """`rounds` rounds that accept so much of a chain, after ten without a draft; seconds of each kind."""
+    stats = SpeculationStats(calls=1, prefill_tokens=1, drafter="eagle", advice=OF_HEADS)
+    for _ in range(rounds):
+        stats.record_round(drafted, drafted, accepted + 1, accepted)
+    for _ in range(10):
+        stats.record_round(0, 0, 1, 0)
+    stats.plain_steps = float(stats.emitted_tokens)
+    stats.round_seconds_with_draft = [with_draft] * rounds
+    stats.round_seconds_without_draft = [without] * 10
+    stats.target_seconds = 0.75 * rounds * with_draft + 10 * without
+    stats.drafter_seconds = 0.25 * rounds * with_draft
+    stats.total_seconds = stats.target_seconds + stats.drafter_seconds
+    return stats
+
+
+def test_the_summary_says_what_was_accepted_where_time_went_and_how_the_speedup_was_got():
+    stats = counted(accepted=2, drafted=4, with_draft=0.02, without=0.01)
+    stats.fallbacks["beams"] += 3
+    lines = stats.summary().splitlines()
+    assert lines[0] == "eagle: 1 call, 191 tokens, 146.9 tokens/s"
+    assert "2.71 over all 70; 3.00 in the 60 with a draft" in lines[1]
+    bars = [line.count("█") for line in lines[2:6]]
+    assert bars == [24, 24, 0, 0], "two of four depths are always accepted"
+    assert "target 77%, drafter 23%, prompt 0%, rest 0%" in lines[6]
+    # 190 steps of 10 ms in 1.3 s
+    assert "about 1.46x" in lines[7]
+    assert "10.0 ms (10 seen)" in lines[7]
+    assert "beams (3x)" in lines[8]
+    assert "this head fits the target." in lines[9]
+    assert str(stats) == stats.summary()
+
+
+def test_the_html_shows_the_same_lines():
+    stats = counted(accepted=2, drafted=4, with_draft=0.02, without=0.01)
+    stats.fallbacks["<beams>"] += 1
+    html = stats._repr_html_()
+    assert "about 1.46x" in html
+    assert "this head fits the target." in html
+    assert "&lt;beams&gt;" in html
+    assert html.count("inline-block") == 4
+
+
+def test_without_a_plain_round_no_speedup_is_claimed():
+    stats = counted(accepted=2, drafted=4, with_draft=0.02, without=0.01)
+    stats.round_seconds_without_draft.clear()
+    assert stats.estimated_speedup is None
+    assert stats.break_even_length is None
+    assert "not known: no round ran without a draft" in stats.summary()
+
+
+@pytest.mark.parametrize(
+    ("stats", "said"),
+    [
+        (SpeculationStats(), "nothing was generated yet."),
+        (counted(1, 4, 0.03, 0.01), "2.00 tokens a round where 3.00 would make up for their cost"),
+        (counted(0, 4, 0.01, 0.01), "1.00 tokens a round"),
+        (counted(2, 4, 0.02, 0.01), "this head fits the target."),
+        (counted(0, 0, 0.01, 0.01), "no round had a draft."),
+    ],
+    ids=["nothing", "too dear", "nothing accepted", "fits", "no drafts"],
+)
+def test_the_verdict(stats, said):
+    assert said in stats.verdict
+
+
+def test_nothing_is_warned_of_before_enough_was_seen():
+    assert counted(1, 4, 0.03, 0.01, rounds=39).shortfall is None
+    assert "hf-speculate check" in counted(1, 4, 0.03, 0.01, rounds=40).shortfall
+    near = counted(2, 4, 0.03, 0.0097, rounds=60)
+    assert "do not pay" in near.verdict
+    assert near.shortfall is None, "times are not as sure as that"
+    assert counted(2, 4, 0.02, 0.01, rounds=60).shortfall is None
+
+
+def test_reset_keeps_whose_they_are():
+    stats = counted(2, 4, 0.02, 0.01)
+    stats.reset()
+    assert stats == SpeculationStats()
+    assert (stats.drafter, stats.advice) == ("eagle", OF_HEADS)
+
+
+def test_a_draft_model_that_costs_more_than_it_brings_is_named_once(monkeypatch):
+    target, draft = build_tiny_model(), build_tiny_model(seed=7)
+    draft.config.name_or_path = "org/other-small"
+    speculator = AutoSpeculator.from_name("draft_model", target=target, model=draft, adaptive=False)
+    warned = []
+    monkeypatch.setattr("hf_speculate.speculator.logger.warning", warned.append)
+    for _ in range(3):
+        target.generate(random_prompt(12), speculator=speculator, max_new_tokens=60, do_sample=False, eos_token_id=None)
+    assert speculator.stats.mean_acceptance_length < 1.05, "random weights agree on nothing"
+    assert len(warned) == 1
+    assert "The draft model org/other-small is too slow beside this target" in warned[0]
+
+
+def test_rounds_of_a_request_are_timed_with_and_without_a_draft():
+    target = build_tiny_model()
+    speculator = AutoSpeculator.from_name("prompt_lookup", target=target, adaptive=False)
+    output = target.generate(
+        random_prompt(12),
+        speculator=speculator,
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+    )
+    stats = output.speculation
+    assert stats.drafter == "prompt_lookup"
+    assert stats.advice == speculator.drafter.advice != Advice()
+    assert len(stats.round_seconds_with_draft) == stats.rounds
+    assert len(stats.round_seconds_without_draft) == stats.rounds_without_draft
+    assert stats.plain_steps == stats.emitted_tokens == 39
+
+
+def test_a_batch_counts_steps_not_tokens():
+    target = build_tiny_model()
+    speculator = AutoSpeculator.from_name("prompt_lookup", target=target, adaptive=False)
+    prompts = random_prompt(6).repeat(3, 1)
+    torch.manual_seed(0)
+    target.generate(prompts, speculator=speculator, max_new_tokens=21, do_sample=True, eos_token_id=None)
+    assert speculator.stats.emitted_tokens == 60
+    assert 20 <= speculator.stats.plain_steps < 60
+
+
+def test_statistics_of_a_named_speculator_can_be_reached():
+    target = build_tiny_model()
+    assert hf_speculate.speculators(target) == {}
+    target.generate(random_prompt(12), speculator="prompt_lookup:max_ngram=2", max_new_tokens=8)
+    (name, speculator), *others = hf_speculate.speculators(target).items()
+    assert name == "prompt_lookup:max_ngram=2"
+    assert not others
+    assert speculator.stats.calls == 1
+    assert hf_speculate.attached(target) is None
