@@ -14,12 +14,12 @@ from torch import nn
 from .drafting import Drafter
 from .hub import (
     Metric,
+    check_origin,
     clean_folder,
     drafter_class_for,
     local_folder,
     make_repository,
     upload_head,
-    warn_of_other_adapters,
     write_card,
 )
 from .models import unwrap
@@ -177,7 +177,8 @@ class AutoSpeculator:
         Raises:
             DrafterNotFoundError: neither a folder nor a repository that can be had.
             CheckpointError: no installed drafter recognises it, or it is broken.
-            TargetMismatchError: it belongs to another target.
+            TargetMismatchError: it belongs to another target. (One that differs in weights, quantisation or adapters is
+                drafted for with a warning.)
         """
         if parts := _parts(name_or_path):
             return AutoSpeculator.from_name("combined", target, parts=parts, **options)
@@ -194,7 +195,7 @@ class AutoSpeculator:
         drafter = drafter_class_for(folder).from_folder(folder, target, **own)
         drafter.check_target(target)
         if drafter.feature_layers:  # it was trained on the target's states
-            warn_of_other_adapters(folder, target)
+            check_origin(folder, target)
         return Speculator(drafter, **vars(engine))
 
 

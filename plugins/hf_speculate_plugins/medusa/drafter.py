@@ -17,7 +17,7 @@ from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.target import device_beside
 
-from ..checkpoints import LoadReport, TargetFiles
+from ..checkpoints import LoadReport, TargetFiles, check_stated_target
 from ..trees import StaticTree
 from .checkpoint import LayoutName, check_backbone, convert_heads, holds_heads, read_heads, write_heads
 from .choices import DEFAULT_ACCURACIES, computed_choices
@@ -96,6 +96,7 @@ class MedusaDrafter(Drafter):
             check_backbone(target, checkpoint.backbone, folder)
         heads = _share_output(checkpoint.heads, target)
         _check_sizes(heads, target)  # before memory is spent on them
+        check_stated_target(folder, checkpoint.config, target)
         return cls(
             heads.to(device=device_beside(target.get_output_embeddings(), target), dtype=target.dtype),
             target,

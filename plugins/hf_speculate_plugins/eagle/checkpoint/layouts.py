@@ -18,6 +18,7 @@ from hf_speculate.errors import CheckpointError
 
 from ...checkpoints import Checkpoint, ConfigValues, listed, num_indexed
 from ..spec import Dialect, EagleSpec
+from .contradictions import check_stated_sizes
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -99,7 +100,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     layer_config = _layer_config(config)
     num_layers = _num_layers(checkpoint.folder, shapes)
     try:
-        return EagleSpec(
+        spec = EagleSpec(
             dialect=dialect,
             version=version,
             num_layers=num_layers,
@@ -114,6 +115,8 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
         )
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
+    check_stated_sizes(config, layer_config, spec)
+    return spec
 
 
 def _check_dimensions(folder: str, shapes: Shapes) -> None:
