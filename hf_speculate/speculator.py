@@ -52,7 +52,7 @@ class Speculator:
                 "Use AutoSpeculator.from_name / from_pretrained to make one from a name or a checkpoint."
             )
         self.drafter = drafter
-        self.options = EngineOptions(**options)
+        self.options = EngineOptions.read(options)
         self.typical = self.options.typical_acceptance()
         self.policy = self.options.draft_policy()
         self.backend = self.options.backend()
@@ -144,7 +144,7 @@ class AutoSpeculator:
             name: an installed drafter, see `hf-speculate drafters`.
             target: the model that it will draft for (PEFT-wrapped and compiled models are looked through).
             options: the engine's (`EngineOptions`: acceptance, policy, adaptive, compile, …), and the drafter's;
-                unknown ones raise `TypeError`.
+                unknown ones raise `OptionError` (a `TypeError`) with the nearest name.
         Raises:
             DrafterNotFoundError: no such drafter (with a suggestion).
             TargetMismatchError: it does not fit the target.

@@ -13,6 +13,7 @@ from hf_speculate.drafting import Conversations, Drafter, DraftRequest
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import local_folder
 from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.options import read_options
 from hf_speculate.target import compare_weights, sample_weights, supported_shape
 
 from .checkpoint import holds_model, load_model
@@ -51,9 +52,10 @@ class DraftModelDrafter(Drafter):
         model = options.pop("model", None)
         if model is None:
             raise TypeError("draft_model needs the draft model: from_name('draft_model', target=..., model=...).")
+        parsed = read_options(DraftModelOptions, options, cls.name, also=["model"])
         if isinstance(model, str | os.PathLike):
             model = load_model(local_folder(model), target)
-        drafter = cls(model, DraftModelOptions(**options))
+        drafter = cls(model, parsed)
         drafter._check_smaller(target)
         return drafter
 
@@ -64,7 +66,7 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Loads the draft model beside the target: same dtype, same device."""
-        parsed = DraftModelOptions(**options)
+        parsed = read_options(DraftModelOptions, options, cls.name)
         drafter = cls(load_model(folder, target), parsed)
         drafter._check_smaller(target)
         return drafter

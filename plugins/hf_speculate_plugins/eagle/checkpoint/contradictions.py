@@ -1,11 +1,33 @@
-"""Sizes that the config of an EAGLE head states and its weights do not have: two files that do not belong together."""
+"""What an EAGLE head cannot be: weights of other dimensions, and a config that states other sizes than they have."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from hf_speculate.errors import CheckpointError
 
 from ...checkpoints import ConfigValues
 from ..spec import EagleSpec
+
+
+_DIMENSIONS = {
+    "fc.weight": 2,
+    "embed_tokens.weight": 2,
+    "lm_head.weight": 2,
+    "layers.0.self_attn.k_proj.weight": 2,
+    "layers.0.self_attn.q_norm.weight": 1,
+    "layers.0.mlp.gate_proj.weight": 2,
+    "d2t": 1,
+    "t2d": 1,
+}
+
+
+def check_dimensions(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `CheckpointError` where the sizes of tensors say what the head is; others are compared with these."""
+    for name, shape in shapes.items():
+        wanted = _DIMENSIONS.get(name, len(shape))
+        if len(shape) != wanted:
+            raise CheckpointError(f"{folder}: {name} has shape {shape}, expected {wanted} dimensions.")
 
 
 def check_stated_sizes(config: ConfigValues, layer_config: ConfigValues, spec: EagleSpec) -> None:
