@@ -21,6 +21,10 @@ class DrafterNotFoundError(SpeculateError, LookupError):
     """A name that is neither an installed drafter nor a loadable head."""
 
 
+class OptionError(SpeculateError, TypeError):
+    """An option that neither the drafter nor the engine has."""
+
+
 class DrafterError(SpeculateError, RuntimeError):
     """A drafter that raised, or returned a malformed draft tree; the text emitted so far stays valid."""
 

@@ -23,6 +23,9 @@ MAX_JSON_DEPTH = 64
 # As wide as an integer of a config may be before anybody asks whether it fits what it is for.
 _MAX_DIGITS = 40
 
+# How a file begins that Git holds in the place of a large one.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
 # Writes one file at the path that it is given, which nobody else knows.
 Writer = Callable[[str], Any]
 
@@ -31,7 +34,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a file for reading.
 
     Raises:
-        CheckpointError: it is absent, not readable, or no regular file: a pipe would wait for its writer for ever.
+        CheckpointError: it is absent, not readable, no regular file (a pipe would wait for its writer for ever), or the
+            pointer that Git-LFS leaves where a file was not fetched.
     """
     try:
         # Without O_NONBLOCK the very opening of a pipe waits.
@@ -41,6 +45,13 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"cannot read {_shown(path)}: it is a folder, a pipe or a device, not a regular file.")
+    if os.read(descriptor, len(_POINTER)) == _POINTER:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{_shown(path)} is a pointer of Git-LFS, not the file: run `git lfs install` and `git lfs pull` in its "
+            "repository, or fetch it with `hf download`."
+        )
+    os.lseek(descriptor, 0, os.SEEK_SET)
     return open(descriptor, "rb")
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .compilation import find_backend
+from .errors import OptionError
 from .policy import Adaptive, DraftPolicy, Fixed
 from .verification import TypicalAcceptance
+
+
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,14 @@ class EngineOptions:
         own = {name: value for name, value in options.items() if name in names}
         return cls(**own), {name: value for name, value in options.items() if name not in names}
 
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> EngineOptions:
+        """From keyword arguments; raises `OptionError` for one that there is not."""
+        engine, others = cls.split(options)
+        for name in others:
+            raise OptionError(_unknown_option(name, "a Speculator", ()))
+        return engine
+
     def typical_acceptance(self) -> TypicalAcceptance | None:
         """The rule of `acceptance="typical"`, None for "match"."""
         given = {"posterior_threshold": self.posterior_threshold, "posterior_alpha": self.posterior_alpha}
@@ -82,3 +95,30 @@ class EngineOptions:
     def backend(self) -> str | None:
         """Of `torch.compile`, None if nothing is compiled."""
         return find_backend(self.compile)
+
+
+def read_options(
+    options_class: type[Options], given: Mapping[str, Any], drafter: str, also: Iterable[str] = ()
+) -> Options:
+    """A drafter's options from keyword arguments.
+
+    Args:
+        options_class: a dataclass of all options.
+        drafter: its name, for messages.
+        also: what it takes beside these (a folder, another dataclass' fields), taken out of `given` already.
+    Raises:
+        OptionError: one that neither the drafter nor the engine has, with the nearest name and all there are.
+    """
+    own = [each.name for each in fields(options_class)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in own:
+            raise OptionError(_unknown_option(name, f"the drafter {drafter!r}", [*also, *own]))
+    return options_class(**given)
+
+
+def _unknown_option(name: str, owner: str, own: Iterable[str]) -> str:
+    own, engine = list(own), [each.name for each in fields(EngineOptions)]
+    close = difflib.get_close_matches(name, [*own, *engine], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    possible = f"{owner} takes {', '.join(own)}; " if own else ""
+    return f"unknown option {name!r} of {owner}.{hint} Possible: {possible}the engine takes {', '.join(engine)}."

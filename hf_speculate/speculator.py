@@ -15,12 +15,12 @@ from transformers.utils import logging
 from .drafting import Drafter
 from .hub import (
     Metric,
+    check_origin,
     clean_folder,
     drafter_class_for,
     local_folder,
     make_repository,
     upload_head,
-    warn_of_other_adapters,
     write_card,
 )
 from .models import unwrap
@@ -57,7 +57,7 @@ class Speculator:
                 "Use AutoSpeculator.from_name / from_pretrained to make one from a name or a checkpoint."
             )
         self.drafter = drafter
-        self.options = EngineOptions(**options)
+        self.options = EngineOptions.read(options)
         self.typical = self.options.typical_acceptance()
         self.policy = self.options.draft_policy()
         self.backend = self.options.backend()
@@ -166,7 +166,7 @@ class AutoSpeculator:
             name: an installed drafter, see `hf-speculate drafters`.
             target: the model that it will draft for (PEFT-wrapped and compiled models are looked through).
             options: the engine's (`EngineOptions`: acceptance, policy, adaptive, compile, …), and the drafter's;
-                unknown ones raise `TypeError`.
+                unknown ones raise `OptionError` (a `TypeError`) with the nearest name.
         Raises:
             DrafterNotFoundError: no such drafter (with a suggestion).
             TargetMismatchError: it does not fit the target.
@@ -199,7 +199,8 @@ class AutoSpeculator:
         Raises:
             DrafterNotFoundError: neither a folder nor a repository that can be had.
             CheckpointError: no installed drafter recognises it, or it is broken.
-            TargetMismatchError: it belongs to another target.
+            TargetMismatchError: it belongs to another target. (One that differs in weights, quantisation or adapters is
+                drafted for with a warning.)
         """
         if parts := _parts(name_or_path):
             return AutoSpeculator.from_name("combined", target, parts=parts, **options)
@@ -216,7 +217,7 @@ class AutoSpeculator:
         drafter = drafter_class_for(folder).from_folder(folder, target, **own)
         drafter.check_target(target)
         if drafter.feature_layers:  # it was trained on the target's states
-            warn_of_other_adapters(folder, target)
+            check_origin(folder, target)
         return Speculator(drafter, **vars(engine))
 
 

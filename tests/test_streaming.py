@@ -27,7 +27,7 @@ from hf_speculate import DraftTree, Speculator
 from hf_speculate.errors import DrafterError, UnsupportedRequestError
 from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
 from hf_speculate.verification.noise import Noise
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from .support.inputs import character_tokenizer
 from .support.models import VOCAB_SIZE
@@ -345,7 +345,7 @@ class TestStreamedSampling:
         torch.manual_seed(3)
         text = model.generate(**inputs, do_sample=True, max_new_tokens=NEW_TOKENS)
         # A draft model looks at the noise of the coming steps.
-        script = DraftModelDrafter.for_target(model, model=tiny_model(seed=3), depth=3, top_k=2)
+        script = DraftModelDrafter(tiny_model(seed=3), DraftModelOptions(depth=3, top_k=2))
         torch.manual_seed(3)
         rounds = hf_speculate.stream(
             model, **inputs, do_sample=True, max_new_tokens=NEW_TOKENS, speculator=Speculator(script, adaptive=False)

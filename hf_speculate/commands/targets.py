@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,6 +19,7 @@ from transformers import (
 )
 
 from ..errors import SpeculateError
+from ..files import check_regular, file_names
 from ..models import GenerativeModel
 from .machine import find_dtype
 
@@ -71,14 +74,28 @@ def load_target(
         return packed, tokenizer
     if name_or_path.startswith((".", "/", "~")) and not os.path.isdir(name_or_path):
         raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
+    for name in file_names(name_or_path):
+        if name.endswith((".json", ".safetensors", ".bin")):
+            check_regular(Path(name_or_path, name))  # what transformers would say of a pointer of Git-LFS helps nobody
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise SpeculateError(f"cannot load target {name_or_path!r}: {first_line(error)}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SpeculateError(
+            f"cannot load target {name_or_path!r}: {first_line(error)}{_way_out(name_or_path)}"
+        ) from error
     if neutral:
         neutralize(model)
     return model.eval().to(device), tokenizer
+
+
+def _way_out(name_or_path: str) -> str:
+    if os.path.isdir(name_or_path):
+        lacks_config = not Path(name_or_path, "config.json").is_file()
+        return " It has no config.json: a target is a folder with config, weights, tokenizer." if lacks_config else ""
+    if is_offline_mode():
+        return f" HF_HUB_OFFLINE is set: unset it, or run `hf download {name_or_path}` before, or give a folder."
+    return " Give a folder, a GGUF file, or the id of a repository on the Hub (owner/name)."
 
 
 def neutralize(model: PreTrainedModel) -> None:

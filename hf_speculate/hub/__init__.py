@@ -7,7 +7,6 @@ searched for secrets first.
 from .card import Metric as Metric
 from .card import write_card as write_card
 from .origins import PROVENANCE_FILE as PROVENANCE_FILE
-from .origins import warn_of_other_adapters as warn_of_other_adapters
 from .privacy import clean_folder as clean_folder
 from .privacy import find_secret as find_secret
 from .privacy import masked as masked
@@ -17,3 +16,6 @@ from .repositories import drafter_class_for as drafter_class_for
 from .repositories import local_folder as local_folder
 from .repositories import make_repository as make_repository
 from .repositories import upload_head as upload_head
+from .targets import check_origin as check_origin
+from .targets import check_stated_name as check_stated_name
+from .targets import describe_identity as describe_identity

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi, snapshot_download
+from huggingface_hub import CommitInfo, HfApi, is_offline_mode, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from ..errors import CheckpointError, DrafterNotFoundError
+from ..files import file_names, read_json
 from ..registry import installed_drafters, load_drafter, unknown_drafter_message
 from .card import CARD_FILE, is_generated
 
@@ -49,9 +52,7 @@ def local_folder(
                 allow_patterns=_FILES,
             )
         except (RepositoryNotFoundError, HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-            raise DrafterNotFoundError(
-                f"{unknown_drafter_message(path)} Nor could a Hub repository of that name be had: {error}"
-            ) from error
+            raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
     if subfolder:
         path = os.path.join(path, subfolder)
     return path
@@ -65,8 +66,45 @@ def drafter_class_for(folder: str):
         if drafter.recognizes(folder):
             return drafter
         names.append(name)
-    files: list[Any] = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    raise CheckpointError(f"no installed drafter ({', '.join(names)}) recognises the checkpoint in {folder}: {files}.")
+    raise CheckpointError(_not_recognised(folder, names))
+
+
+def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
+    """What to say of a name that is no folder and could not be had from the Hub."""
+    if "/" not in name:
+        return f"{unknown_drafter_message(name)} Nor is it a folder; a head is a folder or a Hub id 'owner/name'."
+    message = f"{name!r} is no folder here, and its repository on the Hub"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{message} does not exist, or is private: `hf auth login`, or pass token=."
+    if isinstance(error, LocalEntryNotFoundError) and (local_files_only or is_offline_mode()):
+        reason = "local_files_only=True" if local_files_only else "HF_HUB_OFFLINE is set"
+        return (
+            f"{message} is neither in the cache nor asked for ({reason}): allow that, or run `hf download {name}` "
+            "where there is a network, or give a folder."
+        )
+    why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"{message} could not be had: {why}"
+
+
+def _not_recognised(folder: str, names: Sequence[str]) -> str:
+    """What to say of a folder that no drafter takes: what is missing, or what kind it says that it is."""
+    files = file_names(folder)
+    message = f"no installed drafter ({', '.join(names)}) recognises the checkpoint in {folder}"
+    if not any(name.endswith(_WEIGHTS) for name in files):
+        return f"{message}: it has no weights (*.safetensors, *.bin, *.pt); files: {', '.join(files) or 'none'}."
+    if "config.json" not in files:
+        return f"{message}: it has no config.json (it has {', '.join(files)}). Copy it from where the weights are from."
+    config = read_json(os.path.join(folder, "config.json"))
+    stated = [config.get("speculators_model_type"), *_list(config.get("architectures")), config.get("model_type")]
+    kinds = [kind for kind in stated if isinstance(kind, str)]
+    close = [name for kind in kinds for name in difflib.get_close_matches(kind.lower(), names, n=1)]
+    hint = f" The nearest is {close[0]!r}, whose tensors it does not have." if close else ""
+    said = f"config.json says {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not say what it is"
+    return f"{message}: {said}, and its tensors are of none that they know.{hint} Files: {', '.join(files)}."
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def make_repository(repo_id: str, *, private: bool | None = None, token: str | bool | None = None) -> str:

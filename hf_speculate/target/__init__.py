@@ -25,6 +25,11 @@ from .embeddings import output_rows as output_rows
 from .hooks import has_foreign_hooks as has_foreign_hooks
 from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
+from .identity import Likeness as Likeness
+from .identity import WeightSample as WeightSample
+from .identity import compare_weights as compare_weights
+from .identity import quantization_label as quantization_label
+from .identity import sample_weights as sample_weights
 from .masks import LayerType as LayerType
 from .masks import layer_windows as layer_windows
 from .masks import visible_prefix as visible_prefix

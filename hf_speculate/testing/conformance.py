@@ -7,18 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafting import DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
 from ..models import unwrap
 from ..speculator import Speculator
 from ..tree import DraftTree
-from .lossless import check_lossless
+from .lossless import check_lossless, prompt_ids
 
 
 def check_drafter(
-    drafter: Drafter, target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int = 24
+    drafter: Drafter | Speculator,
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor | str],
+    max_new_tokens: int = 24,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Checks that `drafter` keeps the contract of `hf_speculate.drafting.contract` on a small target.
 
@@ -28,19 +33,25 @@ def check_drafter(
     open at once; and that the text stays the target's own.
 
     Args:
-        drafter: the drafter; it must fit `target`.
+        drafter: the drafter, or a speculator, whose drafter is checked; it must fit `target`.
         target: a small model (this generates a few hundred tokens).
-        prompts: at least two prompts, int64 [S] each, of different lengths.
+        prompts: at least two prompts, int64 [S] each, of different lengths; or texts.
+        tokenizer: makes token ids of texts.
     Raises:
         DrafterError: a broken contract, naming the call that broke it.
         LosslessnessError: text that is not the target's.
+        TypeError: neither a drafter nor a speculator, or texts without a tokenizer.
     """
+    drafter = drafter.drafter if isinstance(drafter, Speculator) else drafter
+    if not isinstance(drafter, Drafter):
+        raise TypeError(f"check_drafter takes a Drafter or a Speculator, got {type(drafter).__name__}.")
+    prompts = prompt_ids(prompts, tokenizer)
     if len(prompts) < 2:
         raise ValueError("check_drafter needs at least two prompts, to make a batch of them.")
     target = unwrap(target)
     watched = _Watched(drafter, target.config.get_text_config(decoder=True).vocab_size)
     speculator = Speculator(watched, adaptive=False)
-    prompts = [prompt.view(-1).to(target.device) for prompt in prompts]
+    prompts = [prompt.to(target.device) for prompt in prompts]
     budget = {"eos_token_id": None, "pad_token_id": 0}
     check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, **budget)
     check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, do_sample=True, seeds=(0, 1), **budget)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import LosslessnessError
 from ..models import GenerativeModel
@@ -68,8 +69,9 @@ class LosslessReport:
 def check_lossless(
     model: GenerativeModel,
     speculator: Speculator,
-    prompts: Sequence[Tensor],
+    prompts: Sequence[Tensor | str],
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 64,
     seeds: Sequence[int | None] = (None,),
     tolerance: float | None = None,
@@ -79,7 +81,8 @@ def check_lossless(
 
     Args:
         model: the target (PEFT-wrapped and compiled ones too).
-        prompts: token ids, int64 [S] or [1, S] each.
+        prompts: token ids, int64 [S] or [1, S] each; or texts.
+        tokenizer: makes token ids of texts.
         seeds: for sampled requests (`do_sample=True`) the seeds to try; the RNG state afterwards is compared too.
         tolerance: logit error that counts as rounding, relative to the largest logit; by default by dtype,
             see `TOLERANCE`.
@@ -88,7 +91,11 @@ def check_lossless(
         The report; every difference in it is a proven tie.
     Raises:
         LosslessnessError: a difference that is not a tie, or another RNG state after equal text.
+        TypeError: texts without a tokenizer, no list of prompts, or no speculator.
     """
+    if not isinstance(speculator, Speculator):
+        raise TypeError(f"check_lossless takes a Speculator, got {type(speculator).__name__}: Speculator(drafter).")
+    prompts = prompt_ids(prompts, tokenizer)
     if tolerance is None:
         tolerance = TOLERANCE[unwrap(model).dtype]
     report = LosslessReport()
@@ -97,6 +104,19 @@ def check_lossless(
             case = f"prompt {index}" if seed is None else f"prompt {index}, seed {seed}"
             _check_case(model, speculator, prompt, case, seed, tolerance, max_new_tokens, generate_kwargs, report)
     return report
+
+
+def prompt_ids(prompts: Sequence[Tensor | str], tokenizer: PreTrainedTokenizerBase | None) -> list[Tensor]:
+    """Token ids of prompts, int64 [S] each; raises `TypeError` for texts without a tokenizer and for no list."""
+    if isinstance(prompts, str | Tensor):
+        raise TypeError(f"prompts must be a list of texts or token ids, got one {type(prompts).__name__}: [prompt].")
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError("prompts are texts, and no tokenizer was given: tokenizer=AutoTokenizer.from_pretrained(...).")
+    tokenize: Any = tokenizer
+    return [
+        tokenize(prompt, return_tensors="pt")["input_ids"][0] if isinstance(prompt, str) else prompt.view(-1)
+        for prompt in prompts
+    ]
 
 
 def _check_case(

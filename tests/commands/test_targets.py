@@ -82,3 +82,25 @@ def test_builtin_questions_are_several_of_each_kind():
     assert len(set(kinds)) >= 4
     assert all(kinds.count(kind) >= 2 for kind in kinds)
     assert all(prompt.messages[0]["role"] == "user" for prompt in chats)
+
+
+class TestWhatCannotBeLoaded:
+    POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
+
+    def test_pointers_of_git_lfs(self, tmp_path):
+        (tmp_path / "model.gguf").write_text(self.POINTER)
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "model.safetensors").write_text(self.POINTER)
+        for target in ("model.gguf", "folder"):
+            with pytest.raises(SpeculateError, match="is a pointer of Git-LFS, not the file: run `git lfs install`"):
+                load_target(str(tmp_path / target), "auto", CPU)
+
+    def test_a_folder_without_config(self, tmp_path):
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        with pytest.raises(SpeculateError, match=r"cannot load target .* It has no config\.json: a target is a folder"):
+            load_target(str(tmp_path), "auto", CPU)
+
+    def test_a_hub_id_offline(self, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(SpeculateError, match=r"HF_HUB_OFFLINE is set: unset it, or run `hf download owner/none`"):
+            load_target("owner/none", "auto", CPU)

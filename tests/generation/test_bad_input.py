@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -26,6 +27,8 @@ from hf_speculate.errors import (
 )
 from hf_speculate.testing import EmptyDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
+
+from ..support.tiny_heads import write_eagle_head
 
 
 UNSUPPORTED = {
@@ -132,6 +135,52 @@ def test_a_folder_that_no_drafter_recognises(tiny_model, tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(CheckpointError, match=r"recognises the checkpoint .*notes\.txt"):
         AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pointer_of_git_lfs(tiny_model, tmp_path, name):
+    folder = write_eagle_head(tmp_path / "head", 32, 96)
+    (tmp_path / "head" / name).write_text(POINTER)
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git-LFS, .* `git lfs pull`"):
+        AutoSpeculator.from_pretrained(folder, target=tiny_model())
+
+
+def test_a_head_without_config_or_weights(tiny_model, tmp_path):
+    folder = write_eagle_head(tmp_path / "head", 32, 96)
+    (tmp_path / "head" / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(
+        CheckpointError, match=r"head has no config\.json, which says num_attention_heads and RoPE: copy it"
+    ):
+        AutoSpeculator.from_pretrained(folder, target=tiny_model())
+    tiny_model(seed=1).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"recognises .* it has no config\.json \(it has .*Copy it"):
+        AutoSpeculator.from_pretrained(tmp_path / "model", target=tiny_model())
+    (tmp_path / "head" / "model.safetensors").rename(tmp_path / "head" / "model.zip")
+    with pytest.raises(CheckpointError, match=r"it has no weights \(\*\.safetensors, .*\); files: model\.zip"):
+        AutoSpeculator.from_pretrained(folder, target=tiny_model())
+
+
+def test_a_head_of_a_kind_that_nobody_reads(tiny_model, tmp_path):
+    save_file({"hidden_norm.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architectures": ["DFlashDraftModel"], "speculators_model_type": "peagle"}')
+    message = r"config\.json says peagle / DFlashDraftModel, .* The nearest is 'eagle', whose tensors it does not have"
+    with pytest.raises(CheckpointError, match=message):
+        AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
+
+
+def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = r"'owner/head' is no folder here, .*neither in the cache nor asked for \({}\): .*`hf download owner/head`"
+    with pytest.raises(DrafterNotFoundError, match=message.format("HF_HUB_OFFLINE is set")):
+        AutoSpeculator.from_pretrained("owner/head", target=tiny_model(), cache_dir=tmp_path)
+    with pytest.raises(DrafterNotFoundError, match=message.format("local_files_only=True")):
+        AutoSpeculator.from_pretrained("owner/head", target=tiny_model(), cache_dir=tmp_path, local_files_only=True)
+    with pytest.raises(DrafterNotFoundError, match=r"'eagle3'\. Did you mean 'eagle'\? .*Nor is it a folder"):
+        AutoSpeculator.from_pretrained("eagle3", target=tiny_model(), cache_dir=tmp_path)
 
 
 def test_unknown_and_impossible_options(tiny_model):

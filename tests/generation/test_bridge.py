@@ -187,12 +187,12 @@ class TestSpeculatorArgument:
 
     def test_the_folder_of_a_draft_model_is_recognised(self, tiny_model, prompt, tmp_path):
         model, ids = copy.deepcopy(tiny_model()), prompt(8)
-        tiny_model(seed=0).save_pretrained(tmp_path / "draft")
+        tiny_model(num_layers=1, seed=1).save_pretrained(tmp_path / "draft")
         output = model.generate(
             ids, max_new_tokens=21, speculator=str(tmp_path / "draft"), return_dict_in_generate=True
         )
         assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=21))
-        assert output.speculation.acceptance_rate_by_depth[1] == 1.0
+        assert output.speculation.drafted_tokens > 0
 
     def test_attach_serves_code_that_calls_generate_itself(self, tiny_model, prompt):
         model, ids = copy.deepcopy(tiny_model()), prompt(8)

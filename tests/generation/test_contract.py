@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.inputs import padded_batch
@@ -27,7 +27,7 @@ def drafters(model, script):
         "perfect chain": ScriptedDrafter(script, (1,) * 6, vocab_size=VOCAB_SIZE),
         "random": RandomDrafter(vocab_size=VOCAB_SIZE),
         "prompt lookup": PromptLookupDrafter.for_target(model, min_ngram=1),
-        "draft model": DraftModelDrafter.for_target(model, model=model, depth=3, top_k=2),
+        "draft model": DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2)),
     }
 
 

@@ -14,7 +14,7 @@ from transformers import (
 
 from hf_speculate import Speculator, stream
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.criteria import EndsWithToken
 from ..support.inputs import character_tokenizer, padded_batch, random_prompt
@@ -32,7 +32,7 @@ def drafters(model, script):
     yield "scripted", ScriptedDrafter(script, (2, 2, 1, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
     yield "random", RandomDrafter(vocab_size=VOCAB_SIZE)
     yield "empty", EmptyDrafter()
-    yield "draft model", DraftModelDrafter.for_target(model, model=model, depth=3)
+    yield "draft model", DraftModelDrafter(model, DraftModelOptions(depth=3))
 
 
 REQUESTS = {

@@ -25,7 +25,7 @@ from hf_speculate.target.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.sampler import Sampler
 from hf_speculate_plugins.combined import CombinedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.criteria import EndsRows
@@ -49,8 +49,8 @@ def drafters(model, script):
         "scripted": ScriptedDrafter(script, (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE),
         "random": RandomDrafter(vocab_size=VOCAB_SIZE),
         "prompt_lookup": PromptLookupDrafter.for_target(model, min_ngram=1),
-        "draft_model chain": DraftModelDrafter.for_target(model, model=build_tiny_model(dtype=model.dtype), depth=3),
-        "draft_model tree": DraftModelDrafter.for_target(model, model=model, depth=3, top_k=2),
+        "draft_model chain": DraftModelDrafter(build_tiny_model(dtype=model.dtype), DraftModelOptions(depth=3)),
+        "draft_model tree": DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2)),
         "eagle": random_eagle(3, 2, 6, build_tiny_model()),
         "eagle chain": random_eagle(3, 1, 6, build_tiny_model()),
         "medusa": random_medusa(MEDUSA_CHOICES, build_tiny_model()),

@@ -9,7 +9,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.records import LayerRecord
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
@@ -29,7 +29,7 @@ def drafters(model, script):
     return {
         "scripted": ScriptedDrafter(script, (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE),
         "random": RandomDrafter(vocab_size=VOCAB_SIZE),
-        "draft_model": DraftModelDrafter.for_target(model, model=model, depth=3, top_k=2),
+        "draft_model": DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2)),
     }
 
 

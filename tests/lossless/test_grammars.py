@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokeniz
 
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.models import VOCAB_SIZE
 
@@ -121,7 +121,7 @@ def test_json_stays_valid_and_equals_plain(tiny_model, prompt, tokenizer, librar
     for drafter in (
         ScriptedDrafter(plain.sequences[:, 9:], (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE),
         RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=20),
-        DraftModelDrafter.for_target(model, model=tiny_model(seed=1), depth=3, top_k=2),
+        DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3, top_k=2)),
     ):
         ours, our_rng = generate(Speculator(drafter))
         assert torch.equal(ours.sequences, plain.sequences), drafter.name

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick
@@ -72,7 +72,7 @@ def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["target-as-drafter", "stranger"])
 def test_draft_models_change_no_text(tiny_model, prompt, architecture, top_k, draft_seed):
     model = tiny_model(architecture)
-    drafter = DraftModelDrafter.for_target(model, model=tiny_model(architecture, seed=draft_seed), top_k=top_k, depth=4)
+    drafter = DraftModelDrafter(tiny_model(architecture, seed=draft_seed), DraftModelOptions(top_k=top_k, depth=4))
     report = check_lossless(model, Speculator(drafter), [prompt(n) for n in (1, 5, 20)], max_new_tokens=NEW_TOKENS)
     assert report.num_identical == 3, report.ties
 
@@ -107,7 +107,7 @@ def test_rows_of_a_left_padded_batch_go_their_own_pace(tiny_model, prompt, atten
     inputs = {"input_ids": batch, "attention_mask": mask}
     plain = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
     if drafter == "draft_model":
-        made = DraftModelDrafter.for_target(model, model=tiny_model("qwen2", seed=0), top_k=2, depth=3)
+        made = DraftModelDrafter(tiny_model("qwen2", seed=0), DraftModelOptions(top_k=2, depth=3))
     elif "tree" in drafter:
         accuracy = 1.0 if drafter.startswith("perfect") else 0.6
         script = model.generate(**inputs, max_new_tokens=NEW_TOKENS + 8)[:, max(lengths) :]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import character_tokenizer
 from ..support.models import VOCAB_SIZE
@@ -49,7 +49,7 @@ class TestPipeline:
             return pipe(texts, **request, **kwargs)
 
         plain = run()
-        speculator = Speculator(DraftModelDrafter.for_target(model, model=model, depth=3))
+        speculator = Speculator(DraftModelDrafter(model, DraftModelOptions(depth=3)))
         assert run(speculator=speculator) == plain
         assert speculator.stats.calls == (3 if batch_size == 1 else 1)
         hf_speculate.attach(model, speculator)
@@ -139,7 +139,7 @@ class TestPlacement:
         for speculator in (
             scripted(plain, 9),
             Speculator(Tapping(plain[:, 9:], (2, 2), vocab_size=VOCAB_SIZE)),
-            Speculator(DraftModelDrafter.for_target(offloaded, model=tiny_model(), depth=3)),
+            Speculator(DraftModelDrafter(tiny_model(), DraftModelOptions(depth=3))),
         ):
             assert torch.equal(offloaded.generate(ids, max_new_tokens=NEW_TOKENS, speculator=speculator), plain)
             assert speculator.stats.accepted_tokens > 0
@@ -285,7 +285,7 @@ class TestLmEval:
         model = harness.model
         for drafter in (
             RandomDrafter(vocab_size=512),
-            DraftModelDrafter.for_target(model, model=model, depth=4),
+            DraftModelDrafter(model, DraftModelOptions(depth=4)),
         ):
             speculator = hf_speculate.attach(model, Speculator(drafter))
             assert run() == plain

@@ -30,7 +30,7 @@ from hf_speculate import Speculator
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate.testing.lossless import TOLERANCE
 from hf_speculate.verification.noise import Noise
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.criteria import EndsRow
@@ -232,7 +232,7 @@ def make_drafter(case, model, tiny_model, script):
     if kind == "draft_model":
         seed, depth, top_k = options
         draft = tiny_model(case.architecture, seed=seed)
-        return DraftModelDrafter.for_target(model, model=draft, depth=depth, top_k=top_k)
+        return DraftModelDrafter(draft, DraftModelOptions(depth=depth, top_k=top_k))
     if kind == "eagle":
         return random_eagle(*options, model)
     return random_medusa(options[0], model) if kind == "medusa" else EmptyDrafter()

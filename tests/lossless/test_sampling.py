@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick
@@ -97,7 +97,7 @@ def test_the_seed_gives_the_tokens_and_the_rng_state_of_plain_generate(tiny_mode
 @pytest.mark.parametrize("name", ["plain", "everything", "stateful", "min_new_tokens"])
 def test_drafting_with_the_shared_noise_changes_no_token(tiny_model, prompt, name, top_k):
     model, draft = tiny_model(), tiny_model(seed=3)
-    drafter = DraftModelDrafter.for_target(model, model=draft, top_k=top_k, depth=3)
+    drafter = DraftModelDrafter(draft, DraftModelOptions(top_k=top_k, depth=3))
     for length, seed in ((5, 0), (12, 1)):
         inputs = {"input_ids": prompt(length)}
         plain, rng = sample(model, inputs, seed, **request_of(name, length))
@@ -109,7 +109,7 @@ def test_drafting_with_the_shared_noise_changes_no_token(tiny_model, prompt, nam
 def test_shared_noise_makes_the_target_its_own_perfect_drafter(tiny_model, prompt):
     # Without the shared noise a drafter with the target's own distribution would be accepted only now and then.
     model = tiny_model()
-    drafter = DraftModelDrafter.for_target(model, model=model, depth=4)
+    drafter = DraftModelDrafter(model, DraftModelOptions(depth=4))
     output, _ = sample(
         model,
         {"input_ids": prompt(6)},
@@ -250,7 +250,7 @@ class TestDistribution:
             made = ScriptedDrafter([[worst] * self.STEPS], (1,) * 2, vocab_size=self.VOCAB)
         else:
             draft = tiny_model(vocab_size=self.VOCAB, seed=0 if drafter == "target" else 9)
-            made = DraftModelDrafter.for_target(model, model=draft, depth=2, top_k=1 if drafter == "target" else 2)
+            made = DraftModelDrafter(draft, DraftModelOptions(depth=2, top_k=1 if drafter == "target" else 2))
         self.assert_same_law(law, self.observed(model, prompt, temperature, Speculator(made)))
 
     def test_the_test_notices_a_wrong_law(self, tiny_model):

@@ -19,7 +19,7 @@ from hf_speculate import Speculator
 from hf_speculate.drafting.contract import RAW_LAST
 from hf_speculate.errors import SpeculateError
 from hf_speculate.testing import EmptyDrafter, RaisingDrafter, RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.models import VOCAB_SIZE
@@ -117,7 +117,7 @@ def run(num_calls: int, tiny_model, prompt) -> None:
         Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)),
         Speculator(ScriptedDrafter(stock[0].sequences[:, 9:], (2, 2), vocab_size=VOCAB_SIZE)),
         Speculator(PromptLookupDrafter.for_target(model, min_ngram=1)),
-        Speculator(DraftModelDrafter.for_target(model, model=tiny_model(seed=1), depth=3, top_k=2)),
+        Speculator(DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3, top_k=2))),
         Speculator(Tapping(vocab_size=VOCAB_SIZE)),
         Speculator(EmptyDrafter()),
     ]

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
@@ -84,7 +84,7 @@ def generate(model, ids, seed, speculator, **request):
 
 def drafters(model, script, tiny_model):
     yield ScriptedDrafter(script, (2, 2, 1), accuracy=0.9, vocab_size=VOCAB_SIZE)
-    yield DraftModelDrafter.for_target(model, model=tiny_model(), depth=4, top_k=2)  # drafts along the noise
+    yield DraftModelDrafter(tiny_model(), DraftModelOptions(depth=4, top_k=2))  # drafts along the noise
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

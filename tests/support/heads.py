@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_speculate import AutoSpeculator
+from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
@@ -215,7 +216,7 @@ def _prompt_lookup(model, folder):
 
 
 def _draft_model(model, folder):
-    return AutoSpeculator.from_name("draft_model", target=model, model=target("qwen2", dtype=torch.float64)).drafter
+    return DraftModelDrafter(target("qwen2", dtype=torch.float64))
 
 
 def _eagle(layout):

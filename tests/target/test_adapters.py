@@ -20,7 +20,7 @@ from hf_speculate.policy import Adaptive, PolicyRequest
 from hf_speculate.target.adapters import active_adapters, adapter_fingerprints
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.combined import CombinedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.adapters import perturbed
@@ -57,7 +57,7 @@ def speculators(model, text, width, folder):
     yield "scripted", Speculator(drafter)
     yield "random", Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=20))
     yield "prompt lookup", AutoSpeculator.from_name("prompt_lookup", target=model, min_ngram=1)
-    yield "itself", Speculator(DraftModelDrafter.for_target(unwrap(model), model=unwrap(model), depth=3, top_k=2))
+    yield "itself", Speculator(DraftModelDrafter(unwrap(model), DraftModelOptions(depth=3, top_k=2)))
 
 
 def check(model, prompt, folder, kinds=("eagle", "scripted")):

@@ -18,7 +18,7 @@ from transformers import (
 from hf_speculate import Speculator
 from hf_speculate.target.positions import longrope_switch, num_positions
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.criteria import EndsRows
 from ..support.hooks import all_rows_stay
@@ -132,7 +132,7 @@ class TestTarget:
 @pytest.mark.parametrize(("kind", "top_k"), [("gpt2", 1), ("opt", 2)])
 class TestDraftModel:
     def speculator(self, target, kind, top_k, size=32, depth=3):
-        drafter = DraftModelDrafter.for_target(target, model=build(kind, size, 1), depth=depth, top_k=top_k)
+        drafter = DraftModelDrafter(build(kind, size, 1), DraftModelOptions(depth=depth, top_k=top_k))
         return Speculator(drafter)
 
     @pytest.mark.parametrize("do_sample", [False, True])
@@ -202,7 +202,7 @@ class TestNoPositionIds:
         )
         if lengths == "all padded":
             inputs["attention_mask"][:, :12] = 0
-        speculator = Speculator(DraftModelDrafter.for_target(target, model=build(kind, 32, 1), depth=3))
+        speculator = Speculator(DraftModelDrafter(build(kind, 32, 1), DraftModelOptions(depth=3)))
         assert_same(target, inputs, speculator, max_new_tokens=30)
         assert speculator.stats.drafted_tokens > 0
 

@@ -7,6 +7,7 @@ none is dropped or left at its initial value in silence. Nothing here knows a me
 from .accounting import KeyAccount, LoadReport, num_indexed
 from .config import ConfigValues
 from .reading import Checkpoint, read_checkpoint, read_config, tensor_shapes
+from .stated_target import check_stated_target
 from .target_files import TargetFiles
 from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
 
@@ -18,6 +19,7 @@ __all__ = [
     "KeyAccount",
     "LoadReport",
     "TargetFiles",
+    "check_stated_target",
     "listed",
     "num_indexed",
     "read_checkpoint",

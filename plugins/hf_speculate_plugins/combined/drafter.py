@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest
+from hf_speculate.options import read_options
 from hf_speculate.speculator import make_speculator
 
 from .options import CombinedOptions
@@ -47,7 +48,7 @@ class CombinedDrafter(Drafter):
         """`parts=` are drafters, names of drafters, or folders and Hub ids of heads; a pair adds options to a name:
         `parts=["prompt_lookup", ("examples/pycoder-eagle3", {"depth": 8})]`."""
         parts: Iterable[Any] = options.pop("parts", None) or ()
-        chosen = CombinedOptions(**options)
+        chosen = read_options(CombinedOptions, options, cls.name, also=["parts"])
         return cls([_part(part, target) for part in parts], chosen)
 
     def check_target(self, target: PreTrainedModel) -> None:

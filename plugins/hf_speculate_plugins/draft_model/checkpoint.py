@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.hub import local_folder
 
-from ..checkpoints import ConfigValues, read_config, tensor_shapes
+from ..checkpoints import ConfigValues, listed, read_config, tensor_shapes
 
 
 _SIZES = ("num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size")
@@ -29,13 +31,12 @@ def holds_model(folder: str) -> bool:
 
 
 def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
-    """The causal LM of a folder, Hub id or GGUF file (its weights stay packed): same dtype, same device."""
+    """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) beside the target, see `load_model`."""
     if place.endswith(".gguf"):
         from hf_speculate.gguf import load_model as load_packed  # nothing else needs what it imports
 
         return load_packed(place, dtype=target.dtype, device=target.device)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(place, dtype=target.dtype)
-    return loaded.to(target.device)
+    return load_model(local_folder(place), target)
 
 
 def load_model(folder: str, target: PreTrainedModel) -> PreTrainedModel:
@@ -46,10 +47,33 @@ def load_model(folder: str, target: PreTrainedModel) -> PreTrainedModel:
     """
     _check_sizes(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, trust_remote_code=False)
+        _check_shapes(folder)
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=target.dtype, trust_remote_code=False, output_loading_info=True
+        )
+        loaded, found = loading
+    except CheckpointError:
+        raise
     except Exception as error:  # configs and files of models are wrong in more ways than transformers has errors
         raise CheckpointError(f"cannot load a draft model from {folder}: {error}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would draft with random ones
+        raise CheckpointError(f"{folder}: config.json announces weights that the files lack: {listed(missing, 4)}.")
     return loaded.to(target.device)
+
+
+def _check_shapes(folder: str) -> None:
+    """Raises `CheckpointError` where weights have other shapes than the config gives them; packed ones aside."""
+    if "quantization_config" in read_config(folder):
+        return
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        announced = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
+    for name, shape in tensor_shapes(folder, strip=()).items():
+        if name in announced and (wanted := tuple(announced[name].shape)) != shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {shape}, by config.json it has {wanted}: they do not belong together, or "
+                "one of them was changed."
+            )
 
 
 def _check_sizes(folder: str) -> None:

@@ -11,8 +11,10 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.options import read_options
 from hf_speculate.stats import Advice
-from hf_speculate.target import supported_shape
+from hf_speculate.target import compare_weights, sample_weights, supported_shape
 
 from .checkpoint import holds_model, load_beside, load_model
 from .options import DraftModelOptions
@@ -60,9 +62,12 @@ class DraftModelDrafter(Drafter):
         model = options.pop("model", None)
         if model is None:
             raise TypeError("draft_model needs the draft model: from_name('draft_model', target=..., model=...).")
+        parsed = read_options(DraftModelOptions, options, cls.name, also=["model"])
         if isinstance(model, str | os.PathLike):
             model = load_beside(os.fspath(model), target)
-        return cls(model, DraftModelOptions(**options))
+        drafter = cls(model, parsed)
+        drafter._check_smaller(target)
+        return drafter
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
@@ -71,8 +76,10 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Loads the draft model beside the target: same dtype, same device."""
-        parsed = DraftModelOptions(**options)
-        return cls(load_model(folder, target), parsed)
+        parsed = read_options(DraftModelOptions, options, cls.name)
+        drafter = cls(load_model(folder, target), parsed)
+        drafter._check_smaller(target)
+        return drafter
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares vocabularies: sizes (padding rows aside) and special token ids."""
@@ -91,8 +98,27 @@ class DraftModelDrafter(Drafter):
                     "different tokenizers; a draft model must share the target's."
                 )
 
+    def _check_smaller(self, target: PreTrainedModel) -> None:
+        """Raises `TargetMismatchError` for the target itself, or the same weights in no fewer bytes: it cannot pay."""
+        ours, theirs = unwrap(self.model), unwrap(target)
+        sizes = [model.get_memory_footprint(return_buffers=False) for model in (ours, theirs)]
+        if ours is not theirs and (sizes[0] < sizes[1] or not _has_same_weights(ours, theirs)):
+            return
+        counts = [f"{model.num_parameters() / 1e6:.1f}M" for model in (ours, theirs)]
+        raise TargetMismatchError(
+            f"the draft model is the target itself ({counts[0]} parameters of {counts[1]}): drafting with it costs "
+            "what it saves. Give a smaller model of the same tokenizer, or draft with 'prompt_lookup' or a head."
+        )
+
     def start(self, request: DraftRequest) -> DraftModelSession:
         return DraftModelSession(self.model, self.options, self.conversations, request)
+
+
+def _has_same_weights(first: GenerativeModel, second: GenerativeModel) -> bool:
+    if first.num_parameters() != second.num_parameters():
+        return False
+    likeness = compare_weights(sample_weights(first), sample_weights(second))
+    return bool(likeness.compared) and not likeness.changed
 
 
 def _as_set(ids: int | Sequence[int] | None) -> set[int]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, SavedHead
 from hf_speculate.hub import local_folder
+from hf_speculate.options import read_options
 
 from ..checkpoints import LoadReport, TargetFiles, tensor_shapes
 from .checkpoint import LayoutName, LoadedHead, check_fits, convert_head, eagle_version, load_head, write_head
@@ -90,7 +91,7 @@ class EagleDrafter(Drafter):
         """Options are the fields of `EagleOptions` (how to draft) and `Conventions` (how to read the head)."""
         names = {field.name for field in dataclasses.fields(Conventions)}
         conventions = Conventions(**{name: options.pop(name) for name in list(options) if name in names})
-        chosen = EagleOptions(**options)
+        chosen = read_options(EagleOptions, options, cls.name, also=sorted(names))
         return cls(load_head(folder, target, conventions), target, chosen)
 
     def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.options import read_options
 from hf_speculate.target import device_beside
 
-from ..checkpoints import LoadReport, TargetFiles
+from ..checkpoints import LoadReport, TargetFiles, check_stated_target
 from ..trees import StaticTree
 from .checkpoint import LayoutName, check_backbone, convert_heads, holds_heads, read_heads, write_heads
 from .choices import DEFAULT_ACCURACIES, computed_choices
@@ -82,7 +83,7 @@ class MedusaDrafter(Drafter):
             return cls.from_folder(os.fspath(heads), target, **options)
         if not isinstance(heads, MedusaHeads):
             raise TypeError("medusa needs its heads: AutoSpeculator.from_pretrained(<folder or Hub id>, target=...).")
-        return cls(heads, target, MedusaOptions(**options))
+        return cls(heads, target, read_options(MedusaOptions, options, cls.name, also=["heads"]))
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
@@ -91,12 +92,13 @@ class MedusaDrafter(Drafter):
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Reads heads of any layout; dtype and device are the target's."""
-        parsed = MedusaOptions(**options)
+        parsed = read_options(MedusaOptions, options, cls.name)
         checkpoint = read_heads(folder)
         if parsed.check_backbone:
             check_backbone(target, checkpoint.backbone, folder)
         heads = _share_output(checkpoint.heads, target)
         _check_sizes(heads, target)  # before memory is spent on them
+        check_stated_target(folder, checkpoint.config, target)
         return cls(
             heads.to(device=device_beside(target.get_output_embeddings(), target), dtype=target.dtype),
             target,

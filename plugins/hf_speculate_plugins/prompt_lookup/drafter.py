@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest
+from hf_speculate.options import read_options
 from hf_speculate.stats import Advice
 
 from .options import PromptLookupOptions
@@ -38,7 +39,7 @@ class PromptLookupDrafter(Drafter):
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        return cls(PromptLookupOptions(**options))
+        return cls(read_options(PromptLookupOptions, options, cls.name))
 
     def start(self, request: DraftRequest) -> PromptLookupSession:
         return PromptLookupSession(self.options, request)

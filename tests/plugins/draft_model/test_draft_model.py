@@ -11,7 +11,7 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_speculate import AutoSpeculator, DraftRequest, DraftState, Speculator
-from hf_speculate.errors import TargetMismatchError
+from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.trees import grow_tree
 
@@ -20,7 +20,7 @@ NEW_TOKENS = 25
 
 
 def drafter_for(target, model, **options):
-    return DraftModelDrafter.for_target(target, model=model, **options)
+    return DraftModelDrafter(model, DraftModelOptions(**options))
 
 
 def generate(model, drafter, inputs, **request):
@@ -177,6 +177,31 @@ def test_a_batch_whose_rows_end_at_different_steps_is_plain_text(tiny_model, pro
 
 
 class TestRefusals:
+    def test_the_target_itself(self, tiny_model, tmp_path):
+        target = tiny_model()
+        tiny_model().save_pretrained(tmp_path / "same")
+        for same in (target, copy.deepcopy(target), str(tmp_path / "same")):
+            with pytest.raises(TargetMismatchError, match=r"is the target itself \(0\.0M parameters of 0\.0M\)"):
+                AutoSpeculator.from_name("draft_model", target=target, model=same)
+        with pytest.raises(TargetMismatchError, match="is the target itself"):
+            AutoSpeculator.from_pretrained(tmp_path / "same", target=target)
+
+    def test_not_a_smaller_copy_of_it(self, tiny_model):
+        target, smaller = tiny_model(), tiny_model(dtype=torch.bfloat16)
+        assert AutoSpeculator.from_name("draft_model", target=target, model=smaller).drafter.model is smaller
+
+    def test_weights_that_contradict_the_config(self, tiny_model, tmp_path):
+        tiny_model(seed=1).save_pretrained(tmp_path)
+        stated = json.loads((tmp_path / "config.json").read_text())
+        for change, message in (
+            ({"vocab_size": 90}, r"has shape \(96, 32\), by config.json it has \(90, 32\)"),
+            ({"intermediate_size": 40}, r"shape \(32, 48\), by config.json it has \(32, 40\)"),
+            ({"num_hidden_layers": 3}, r"announces weights that the files lack: model\.layers\.2\."),
+        ):
+            (tmp_path / "config.json").write_text(json.dumps(stated | change))
+            with pytest.raises(CheckpointError, match=message):
+                AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
+
     @pytest.mark.parametrize("size", [24, 1000])
     def test_another_vocabulary(self, tiny_model, size):
         target, model = tiny_model(vocab_size=500), tiny_model(vocab_size=size)

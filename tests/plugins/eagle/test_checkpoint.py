@@ -249,6 +249,22 @@ class TestBadInput:
         with pytest.raises(TargetMismatchError, match="has 64"):
             wide.generate(torch.tensor([[5, 6]]), speculator=Speculator(drafter), **PLAIN)
 
+    @pytest.mark.parametrize("layout", ["specforge", "speculators", "eagle1"])
+    @pytest.mark.parametrize(("key", "found"), [("hidden_size", 32), ("intermediate_size", 48), ("vocab_size", 96)])
+    def test_a_config_that_contradicts_the_weights(self, head, layout, key, found):
+        def change(config, tensors):
+            tensors.setdefault("embed_tokens.weight", torch.zeros(96, 32))
+            config.get("transformer_layer_config", config)[key] = 1000
+
+        message = f"{key} in config.json is 1000, that of the weights {found}"
+        self.refused(head(layout, change=change), message)
+
+    def test_a_config_with_another_draft_vocabulary(self, head):
+        def change(config, tensors):
+            config["draft_vocab_size"] = 1000
+
+        self.refused(head(change=change), "draft_vocab_size in config.json is 1000, that of the weights 48")
+
     def test_contradicting_vocabulary_maps(self, head):
         def absolute(config, tensors):
             tensors["d2t"] = tensors["d2t"] + torch.arange(48)

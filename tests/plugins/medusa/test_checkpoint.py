@@ -170,6 +170,24 @@ def test_another_target_is_refused_with_both_numbers(tmp_path, tiny_model):
         drafter.check_target(tiny_model())
 
 
+def test_half_of_the_vocabulary_is_refused_with_both_numbers(tmp_path, tiny_model):
+    """Rows without a `token_map` are those of a whole vocabulary."""
+    folder = write_medusa_heads(tmp_path)
+    with pytest.raises(TargetMismatchError, match=r"vocabulary of 96 tokens, the target of 192"):
+        AutoSpeculator.from_pretrained(folder, target=tiny_model(vocab_size=192))
+
+
+@pytest.mark.parametrize(
+    ("key", "found"), [("hidden_size", 32), ("num_heads", 3), ("num_hidden_layers", 2), ("truncated_vocab_size", 96)]
+)
+def test_a_config_that_contradicts_the_weights(tmp_path, tiny_model, key, found):
+    folder = write_medusa_heads(tmp_path, "vllm")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: 7}))
+    with pytest.raises(CheckpointError, match=f"{key} in config.json is 7, that of the weights {found}"):
+        MedusaDrafter.from_folder(str(folder), tiny_model())
+
+
 def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
     cases = [
         (lambda t: t.pop("1.0.linear.weight"), r"missing: 1\.0\.linear\.weight"),

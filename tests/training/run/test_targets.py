@@ -19,6 +19,7 @@ from hf_speculate.gguf import load_model
 from hf_speculate.gguf.backends import choose_backend
 from hf_speculate.gguf.modules import PackedLinear
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
+from hf_speculate.hub import describe_identity
 from hf_speculate.hub.origins import adapter_mismatch
 from hf_speculate.models import unwrap
 from hf_speculate.target.adapters import adapter_fingerprints
@@ -135,6 +136,7 @@ class TestLora:
         base = Path(saved_target).name
         assert found["target"]["adapters"] == {"default": {"type": "PeftType.LORA", "base": base}}
         assert found["adapters"] == adapter_fingerprints(unwrap(model))
+        assert found["identity"] == describe_identity(unwrap(model))  # of the base
         assert adapter_mismatch(str(folder), unwrap(model)) == ""
         with model.disable_adapter():
             assert "with the PEFT adapter 'default', and none is" in adapter_mismatch(str(folder), unwrap(model))

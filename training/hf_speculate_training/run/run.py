@@ -17,7 +17,15 @@ from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import clean_folder, make_repository, masked_arguments, publishable, upload_head, write_card
+from hf_speculate.hub import (
+    clean_folder,
+    describe_identity,
+    make_repository,
+    masked_arguments,
+    publishable,
+    upload_head,
+    write_card,
+)
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import AutoSpeculator
 from hf_speculate.target import adapter_fingerprints
@@ -210,6 +218,7 @@ def _known(run: Run) -> dict[str, Any]:
         "recipe": run.recipe.to_dict(),
         "command": masked_arguments(sys.argv),
         "target": describe_target(run.target),
+        "identity": describe_identity(unwrap(run.target)),
         "data": run.data.report,
         "head": {
             "method": run.method.name,

@@ -18,6 +18,7 @@ from hf_speculate.errors import CheckpointError
 
 from ...checkpoints import Checkpoint, ConfigValues, listed, num_indexed
 from ..spec import Dialect, EagleSpec
+from .contradictions import check_dimensions, check_stated_sizes
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -34,16 +35,6 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 # No published head has more than a handful of either. A layer is built before its tensors are asked for.
 _MAX_LAYERS, _MAX_FEATURES = 64, 256
 _Q_PROJ, _K_PROJ = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
-_DIMENSIONS = {
-    "fc.weight": 2,
-    "embed_tokens.weight": 2,
-    "lm_head.weight": 2,
-    _K_PROJ: 2,
-    "layers.0.self_attn.q_norm.weight": 1,
-    "layers.0.mlp.gate_proj.weight": 2,
-    "d2t": 1,
-    "t2d": 1,
-}
 # Tensors that only heads of other families have: P-EAGLE, DFlash / DSpark / Domino, MTP.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
 _MODELOPT_FLAGS = (
@@ -92,14 +83,17 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     if version is None:
         raise CheckpointError(f"{checkpoint.folder} holds no EAGLE head: {listed(sorted(shapes), 8)} …")
     if not checkpoint.config:  # RoPE and the number of heads are nowhere else
-        raise CheckpointError(f"{checkpoint.folder} has no config.json, which says num_attention_heads and RoPE.")
-    _check_dimensions(checkpoint.folder, shapes)
+        raise CheckpointError(
+            f"{checkpoint.folder} has no config.json, which says num_attention_heads and RoPE: copy it from where the "
+            "head is from."
+        )
+    check_dimensions(checkpoint.folder, shapes)
     config = ConfigValues(checkpoint.folder, checkpoint.config)
     dialect = _dialect(config, checkpoint.tensors, version)
     layer_config = _layer_config(config)
     num_layers = _num_layers(checkpoint.folder, shapes)
     try:
-        return EagleSpec(
+        spec = EagleSpec(
             dialect=dialect,
             version=version,
             num_layers=num_layers,
@@ -114,14 +108,8 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
         )
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
-
-
-def _check_dimensions(folder: str, shapes: Shapes) -> None:
-    """Of the tensors whose sizes say what the head is; the others are compared with what these say."""
-    for name, shape in shapes.items():
-        wanted = _DIMENSIONS.get(name, len(shape))
-        if len(shape) != wanted:
-            raise CheckpointError(f"{folder}: {name} has shape {shape}, expected {wanted} dimensions.")
+    check_stated_sizes(config, layer_config, spec)
+    return spec
 
 
 def _dialect(config: ConfigValues, names: Iterable[str], version: int) -> Dialect:

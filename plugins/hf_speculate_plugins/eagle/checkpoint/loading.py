@@ -17,6 +17,7 @@ from ...checkpoints import (
     Checkpoint,
     KeyAccount,
     LoadReport,
+    check_stated_target,
     read_checkpoint,
 )
 from ..head import EagleHead
@@ -68,6 +69,7 @@ def open_head(folder: str, conventions: Conventions | None = None, target: PreTr
     spec = _overridden(describe(checkpoint), conventions or Conventions())
     if target is not None:
         check_fits(spec, target)
+        check_stated_target(folder, checkpoint.config, target)
     canonical = {canonical_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     checkpoint = dataclasses.replace(checkpoint, tensors=canonical)
     keys = KeyAccount(checkpoint, f"EAGLE-{spec.version}, {spec.dialect}")

@@ -98,12 +98,33 @@ def _take_heads(checkpoint: Checkpoint, layout: Layout, keys: KeyAccount) -> Med
     token_ids = keys.optional_ids("token_map", (None,)) if layout.name == "vllm" else None
     keys.finish()  # raises here if anything is missing: there is nothing to stack then
     token_ids = _checked_token_ids(checkpoint.folder, token_ids)
-    return MedusaHeads(
+    heads = MedusaHeads(
         torch.stack([torch.stack(row) for row in weights]),
         None if biases is None else torch.stack([torch.stack(row) for row in biases]),
         _stack_outputs(checkpoint.folder, outputs, token_ids),
         token_ids,
     )
+    _check_stated_sizes(ConfigValues(checkpoint.folder, checkpoint.config), layout, heads)
+    return heads
+
+
+def _check_stated_sizes(config: ConfigValues, layout: Layout, heads: MedusaHeads) -> None:
+    """Raises `CheckpointError` where config and weights contradict each other.
+
+    FasterDecoding's configs count their own heads wrong: there they are not compared.
+    """
+    stated = {"hidden_size": heads.hidden_size}
+    if heads.token_ids is None and heads.vocab_size is not None:
+        stated["vocab_size"] = heads.vocab_size
+    if layout.name == "vllm":
+        stated |= {"num_heads": heads.num_heads, "num_hidden_layers": heads.num_layers}
+        stated |= {"truncated_vocab_size": heads.vocab_size} if heads.vocab_size is not None else {}
+    for key, found in stated.items():
+        if key in config and config.size(key) != found:
+            raise CheckpointError(
+                f"{config.where}: {key} in config.json is {config.size(key)}, that of the weights {found}: they do not "
+                "belong together, or one of them was changed."
+            )
 
 
 def _take_outputs(

@@ -1,0 +1,190 @@
+"""Which model a target is, told by a few of its weights, so that it is known again in another dtype or quantised.
+
+A sample of 16 values of some tensors: the embeddings, a norm of each kind, a linear layer of each kind, at depths that
+the names alone decide. What holds a matrix (packed, quantised, with an adapter around it) is asked for its answers to
+unit vectors. A few milliseconds, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..models import GenerativeModel
+
+
+# Values of a matrix a side, and of a vector.
+_SIDE, _LENGTH = 4, 16
+_MAX_KINDS = 8
+_DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# A kind of tensor is another one than it was where fewer of its values are equal: casts may move some by one step.
+_EQUAL_SHARE = 0.75
+# Relative; of bfloat16, and of what other kernels make of the same blocks.
+_CAST_STEP, _KERNEL_STEP = 2.0**-8, 2.0**-5
+
+
+@dataclass(frozen=True)
+class WeightSample:
+    """Some values of a tensor.
+
+    Attributes:
+        held: how they are held: "bfloat16", "float32", …, or how the model is quantised, without spaces.
+        values: float32 [rows, columns] of a matrix, [n] of a vector; on the CPU.
+    """
+
+    held: str
+    values: Float[Tensor, "*n"]
+
+    @property
+    def text(self) -> str:
+        """How they are held, the shape and the values, each of them in eight hexadecimal digits."""
+        bits = self.values.view(torch.int32).flatten().tolist()
+        shape = "x".join(map(str, self.values.shape))
+        return " ".join([self.held, shape, *(f"{value & 0xFFFFFFFF:08x}" for value in bits)])
+
+    @classmethod
+    def parse(cls, text: str) -> WeightSample:
+        """From `text`; raises `ValueError` for anything else."""
+        try:
+            held, shape, *words = text.split(" ")
+            values = torch.tensor([int(word, 16) for word in words], dtype=torch.int64)
+            values = (values - (values >> 31 << 32)).to(torch.int32).view(torch.float32)
+            return cls(held, values.view([int(size) for size in shape.split("x")]))
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"no sample of weights: {text[:80]!r}") from error
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """What the samples of two models have in common.
+
+    Attributes:
+        compared: names of tensors that both have.
+        changed: of those held alike, the ones that are not equal.
+        similarity: cosine of the matrices, mean over tensors: 1 for the same ones, 0.99 in 4 bits, about 0 for
+            unrelated ones; None without any.
+    """
+
+    compared: tuple[str, ...]
+    changed: tuple[str, ...]
+    similarity: float | None
+
+
+@torch.no_grad()
+def sample_weights(model: GenerativeModel) -> dict[str, WeightSample]:
+    """Name below the decoder -> sample; tensors that lie elsewhere (offloaded, sharded) are left out."""
+    found: dict[str, WeightSample] = {}
+    quantized = quantization_label(model).replace(" ", "") or "otherwise"
+    for name, module in _chosen(model.get_decoder(), model.get_input_embeddings()):
+        sample = _sample(module, model.dtype, quantized)
+        if sample is not None:
+            found[f"{name}.weight"] = sample
+    return found
+
+
+def quantization_label(model: GenerativeModel) -> str:
+    """How the weights of a model are quantised, in words: "GGUF (Q4_1, Q8_0)", "bitsandbytes (nf4)"; "" if not."""
+    if types := sorted({str(module.block_type) for module in model.modules() if hasattr(module, "block_type")}):
+        return f"GGUF ({', '.join(types)})"
+    config: Any = getattr(model.config, "quantization_config", None)
+    if config is None:
+        return ""
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
+    if values.get("load_in_4bit"):
+        return f"{method} ({values.get('bnb_4bit_quant_type', '4 bit')})"
+    if values.get("load_in_8bit"):
+        return f"{method} (int8)"
+    return f"{method} ({values['bits']} bit)" if values.get("bits") else method
+
+
+def compare_weights(ours: Mapping[str, WeightSample], theirs: Mapping[str, WeightSample]) -> Likeness:
+    """What two models have in common; the shapes of tensors must be those of the same architecture."""
+    pairs = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
+    pairs = {name: pair for name, pair in pairs.items() if pair[0].values.shape == pair[1].values.shape}
+    changed = [name for name, pair in pairs.items() if _is_changed(*pair)]
+    cosines = [_cosine(a.values, b.values) for a, b in pairs.values() if a.values.ndim == 2]
+    return Likeness(tuple(pairs), tuple(changed), sum(cosines) / len(cosines) if cosines else None)
+
+
+def _chosen(decoder: nn.Module, embeddings: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by name: the embeddings, of every kind of linear layer and of norm one."""
+    linear: dict[str, list[tuple[str, nn.Module]]] = {}
+    norms: dict[str, list[tuple[str, nn.Module]]] = {}
+    merged: list[str] = []
+    for path, module in decoder.named_modules():
+        if "lora_" in path or any(path.startswith(adapted) for adapted in merged):
+            continue
+        if getattr(module, "merged_adapters", None):  # what lies beneath is no longer the model's own
+            merged.append(f"{path}.")
+        name = re.sub(r"\.(base_layer|original_module)\b", "", path)
+        if module is embeddings or _within(embeddings) is module:
+            yield name, module
+        elif isinstance(module, nn.Linear) and not hasattr(module, "base_layer"):
+            linear.setdefault(re.sub(r"\d+", "#", name), []).append((name, module))
+        elif getattr(getattr(module, "weight", None), "ndim", 0) == 1:
+            norms.setdefault(re.sub(r"\d+", "#", name), []).append((name, module))
+    for kinds in (linear, norms):
+        for kind in sorted(kinds)[:_MAX_KINDS]:
+            yield kinds[kind][zlib.crc32(kind.encode()) % len(kinds[kind])]
+
+
+def _within(module: Any) -> Any:
+    """What an adapter has been put around."""
+    return getattr(module, "base_layer", getattr(module, "original_module", None))
+
+
+def _sample(module: Any, dtype: torch.dtype, quantized: str) -> WeightSample | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.device.type == "meta" or hasattr(weight, "placements"):
+        return None
+    if type(weight) in (Tensor, nn.Parameter) and weight.dtype in _DENSE:
+        # Picked before it is converted: a conversion would copy the whole tensor.
+        values = weight.detach()[_places(weight.shape[0], _SIDE if weight.ndim == 2 else _LENGTH)]
+        if weight.ndim == 2:
+            values = values[:, _places(weight.shape[1], _SIDE)]
+        return WeightSample(str(weight.dtype).removeprefix("torch."), values.float().cpu())
+    try:
+        values = _asked(module, weight.device, dtype)
+    except Exception:  # what multiplies with quantised weights refuses such inputs in ways of its own
+        return None
+    return WeightSample(quantized, values.float().cpu())
+
+
+def _asked(module: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The same places of what is no plain matrix: rows of an embedding, answers to unit vectors."""
+    if isinstance(module, nn.Embedding):
+        rows = module(_places(module.num_embeddings, _SIDE).to(device))
+        return rows[:, _places(module.embedding_dim, _SIDE)]
+    units = torch.zeros(_SIDE + 1, module.in_features, dtype=dtype, device=device)
+    units[range(_SIDE), _places(module.in_features, _SIDE)] = 1
+    answers = module(units)
+    return (answers[:_SIDE] - answers[_SIDE])[:, _places(module.out_features, _SIDE)].T
+
+
+def _places(size: int, count: int) -> Tensor:
+    return torch.linspace(0, size - 1, min(count, size), dtype=torch.float64).long()
+
+
+def _is_changed(ours: WeightSample, theirs: WeightSample) -> bool:
+    """Of tensors that are held alike: dense ones in any dtype, quantised ones in the same way."""
+    a, b, dense = ours.values, theirs.values, [str(dtype).removeprefix("torch.") for dtype in _DENSE]
+    if ours.held in dense and theirs.held in dense:
+        allowed = 0 if ours.held == theirs.held else _CAST_STEP * a.abs() + 1e-7
+    elif ours.held == theirs.held:
+        allowed = _KERNEL_STEP * a.abs().max()
+    else:
+        return False
+    return float(((a - b).abs() <= allowed).float().mean()) < _EQUAL_SHARE
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0, eps=1e-12))

@@ -1,0 +1,54 @@
+"""What an EAGLE head cannot be: weights of other dimensions, and a config that states other sizes than they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_speculate.errors import CheckpointError
+
+from ...checkpoints import ConfigValues
+from ..spec import EagleSpec
+
+
+_DIMENSIONS = {
+    "fc.weight": 2,
+    "embed_tokens.weight": 2,
+    "lm_head.weight": 2,
+    "layers.0.self_attn.k_proj.weight": 2,
+    "layers.0.self_attn.q_norm.weight": 1,
+    "layers.0.mlp.gate_proj.weight": 2,
+    "d2t": 1,
+    "t2d": 1,
+}
+
+
+def check_dimensions(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `CheckpointError` where the sizes of tensors say what the head is; others are compared with these."""
+    for name, shape in shapes.items():
+        wanted = _DIMENSIONS.get(name, len(shape))
+        if len(shape) != wanted:
+            raise CheckpointError(f"{folder}: {name} has shape {shape}, expected {wanted} dimensions.")
+
+
+def check_stated_sizes(config: ConfigValues, layer_config: ConfigValues, spec: EagleSpec) -> None:
+    """Compares what the config states with what the tensors said; what it leaves out is not compared.
+
+    Args:
+        config: the top level.
+        layer_config: where the decoder layers are described.
+        spec: read off the tensors.
+    Raises:
+        CheckpointError: a size that differs, with both numbers.
+    """
+    for values, key, found in (
+        (layer_config, "hidden_size", spec.hidden_size),
+        (layer_config, "intermediate_size", spec.intermediate_size),
+        (layer_config, "vocab_size", spec.vocab_size),
+        (config, "draft_vocab_size", spec.draft_vocab_size if spec.version == 3 else None),
+        (config, "target_hidden_size", spec.target_hidden_size),
+    ):
+        if found is not None and key in values and (stated := values.size(key)) != found:
+            raise CheckpointError(
+                f"{config.where}: {key} in config.json is {stated}, that of the weights {found}: they do not belong "
+                "together, or one of them was changed."
+            )

@@ -1,0 +1,61 @@
+"""Options by name: one that there is not is named with the nearest, and all that there are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.errors import OptionError, SpeculateError
+from hf_speculate.testing import EmptyDrafter
+
+from .support.heads import write_medusa_heads
+from .support.tiny_heads import write_eagle_head
+
+
+ENGINE = "the engine takes acceptance, posterior_threshold, posterior_alpha, policy, adaptive, compile."
+
+
+def refusal(make):
+    with pytest.raises(OptionError) as raised:
+        make()
+    assert isinstance(raised.value, SpeculateError)
+    assert isinstance(raised.value, TypeError)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "option", "nearest"),
+    [
+        ("prompt_lookup", "max_ngrams", "max_ngram"),
+        ("prompt_lookup", "acceptence", "acceptance"),
+        ("draft_model", "topk", "top_k"),
+        ("combined", "max_node", "max_nodes"),
+    ],
+)
+def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
+    given = {"draft_model": {"model": tiny_model(seed=1)}, "combined": {"parts": ["prompt_lookup"] * 2}}
+    message = refusal(lambda: AutoSpeculator.from_name(drafter, tiny_model(), **{option: 3}, **given.get(drafter, {})))
+    assert message.startswith(
+        f"unknown option {option!r} of the drafter {drafter!r}. Did you mean {nearest!r}? Possible: "
+    )
+    assert message.endswith(ENGINE)
+
+
+def test_of_heads(tiny_model, tmp_path):
+    eagle = write_eagle_head(tmp_path / "eagle", 32, 96)
+    message = refusal(lambda: AutoSpeculator.from_pretrained(eagle, tiny_model(), featur_layers=(0, 1, 2)))
+    assert "Did you mean 'feature_layers'?" in message
+    assert re.search(r"'eagle' takes .*rope_theta, depth, top_k, max_nodes, tree;", message)
+    medusa = write_medusa_heads(tmp_path / "medusa")
+    message = refusal(lambda: AutoSpeculator.from_pretrained(medusa, tiny_model(), xyz=1))
+    assert message.startswith(
+        "unknown option 'xyz' of the drafter 'medusa'. Possible: the drafter 'medusa' takes choices"
+    )
+
+
+def test_of_the_engine():
+    message = refusal(lambda: Speculator(EmptyDrafter(), adaptiv=False))
+    assert message == f"unknown option 'adaptiv' of a Speculator. Did you mean 'adaptive'? Possible: {ENGINE}"
