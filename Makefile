@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo smollm2 test test-rest test-all slow peers stock-tests lint fix docs bench bench-quick build clean
+.PHONY: demo smollm2 test test-rest test-all slow newest peers stock-tests lint fix docs bench bench-quick build clean
 
 demo: $(SETUP) smollm2
 	$(BIN)/python examples/quickstart.py
@@ -29,6 +29,23 @@ test-all: test test-rest
 
 slow: $(SETUP)
 	$(BIN)/python -m pytest -q -n 2 -m slow
+
+# What touches transformers, with its newest release on the package index, in an environment of its own. (pip complains
+# where that is beyond what pyproject.toml allows: this is how one finds out whether it may allow it.)
+NEWEST := .venv-newest
+CORE := tests/cache tests/verification tests/target tests/drafting tests/generation tests/lossless tests/conformance \
+	tests/test_compatibility.py tests/test_streaming.py
+
+newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pip install -q --upgrade transformers huggingface_hub
+	$(NEWEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	$(NEWEST)/bin/python -m pytest -q -n 2 --dist loadscope $(CORE)
+
+$(NEWEST)/.installed: pyproject.toml
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q "$(TORCH)"
+	$(NEWEST)/bin/python -m pip install -q -e ".[dev]"
+	touch $@
 
 # The packages of others whose layouts we write, in an environment of their own (they want another transformers).
 PEERS := .venv-peers
@@ -95,4 +112,4 @@ $(SETUP): pyproject.toml
 	touch $(SETUP)
 
 clean:
-	rm -rf .venv $(PEERS) $(SDISTS) dist build site .pytest_cache .ruff_cache
+	rm -rf .venv $(NEWEST) $(PEERS) $(SDISTS) dist build site .pytest_cache .ruff_cache
