@@ -72,6 +72,7 @@ class TestVersion:
 
 
 class TestMissingParts:
+    @pytest.mark.rest
     def test_a_module_without_what_is_imported(self):
         said = last_line_of_a_failing_import(
             "import transformers.cache_utils", "del transformers.cache_utils.DummyLayer"
