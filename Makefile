@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo smollm2 test test-rest test-all slow newest peers stock-tests lint fix docs bench bench-quick build clean
+.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem stock-tests lint fix docs bench bench-quick build clean
 
 demo: $(SETUP) smollm2
 	$(BIN)/python examples/quickstart.py
@@ -60,6 +60,21 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install -q "transformers>=5.17,<5.20" pydantic pydantic-settings loguru click numpy openai datasets psutil
 	touch $@
 
+# Who else calls generate, with a speculator attached, in an environment of their own. (xgrammar's other dependency,
+# triton, compiles for GPUs.)
+ECOSYSTEM := .venv-ecosystem
+
+ecosystem: $(ECOSYSTEM)/.installed
+	HF_HUB_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest -q tests/optional/ecosystem
+
+$(ECOSYSTEM)/.installed: pyproject.toml
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install -q "$(TORCH)"
+	$(ECOSYSTEM)/bin/python -m pip install -q --no-deps xgrammar==0.2.8
+	$(ECOSYSTEM)/bin/python -m pip install -q -e ".[dev]" "transformers[serving]" apache-tvm-ffi \
+	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3
+	touch $@
+
 # The tests in the source distribution of the installed transformers; what only they need stays out of .venv.
 SDISTS := .sdist
 SDIST_NEEDS := parameterized==0.9.0 torchao==0.18.0
@@ -112,4 +127,4 @@ $(SETUP): pyproject.toml
 	touch $(SETUP)
 
 clean:
-	rm -rf .venv $(NEWEST) $(PEERS) $(SDISTS) dist build site .pytest_cache .ruff_cache
+	rm -rf .venv $(NEWEST) $(PEERS) $(ECOSYSTEM) $(SDISTS) dist build site .pytest_cache .ruff_cache
