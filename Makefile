@@ -113,10 +113,12 @@ bench: $(SETUP)
 bench-quick: $(SETUP)
 	$(BIN)/hf-speculate bench generate --quick
 
+# What the package index gets: the source distribution, and the wheel that is built from it.
 build: $(SETUP)
 	rm -rf dist
-	$(BIN)/python -m build --wheel --no-isolation
+	$(BIN)/python -m build --no-isolation
 	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/twine check --strict dist/*
 
 # torch comes first: any other requirement would pull in a CUDA build of several gigabytes.
 $(SETUP): pyproject.toml
