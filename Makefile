@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo smollm2 test test-rest test-all slow peers stock-tests lint fix docs bench bench-quick build clean
+.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem stock-tests lint fix docs bench bench-quick build clean
 
 demo: $(SETUP) smollm2
 	$(BIN)/python examples/quickstart.py
@@ -30,6 +30,23 @@ test-all: test test-rest
 slow: $(SETUP)
 	$(BIN)/python -m pytest -q -n 2 -m slow
 
+# What touches transformers, with its newest release on the package index, in an environment of its own. (pip complains
+# where that is beyond what pyproject.toml allows: this is how one finds out whether it may allow it.)
+NEWEST := .venv-newest
+CORE := tests/cache tests/verification tests/target tests/drafting tests/generation tests/lossless tests/conformance \
+	tests/test_compatibility.py tests/test_streaming.py
+
+newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pip install -q --upgrade transformers huggingface_hub
+	$(NEWEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	$(NEWEST)/bin/python -m pytest -q -n 2 --dist loadscope $(CORE)
+
+$(NEWEST)/.installed: pyproject.toml
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q "$(TORCH)"
+	$(NEWEST)/bin/python -m pip install -q -e ".[dev]"
+	touch $@
+
 # The packages of others whose layouts we write, in an environment of their own (they want another transformers).
 PEERS := .venv-peers
 
@@ -41,6 +58,21 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install -q "$(TORCH)"
 	$(PEERS)/bin/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	$(PEERS)/bin/pip install -q "transformers>=5.17,<5.20" pydantic pydantic-settings loguru click numpy openai datasets psutil
+	touch $@
+
+# Who else calls generate, with a speculator attached, in an environment of their own. (xgrammar's other dependency,
+# triton, compiles for GPUs.)
+ECOSYSTEM := .venv-ecosystem
+
+ecosystem: $(ECOSYSTEM)/.installed
+	HF_HUB_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest -q tests/optional/ecosystem
+
+$(ECOSYSTEM)/.installed: pyproject.toml
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install -q "$(TORCH)"
+	$(ECOSYSTEM)/bin/python -m pip install -q --no-deps xgrammar==0.2.8
+	$(ECOSYSTEM)/bin/python -m pip install -q -e ".[dev]" "transformers[serving]" apache-tvm-ffi \
+	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3
 	touch $@
 
 # The tests in the source distribution of the installed transformers; what only they need stays out of .venv.
@@ -81,10 +113,12 @@ bench: $(SETUP)
 bench-quick: $(SETUP)
 	$(BIN)/hf-speculate bench generate --quick
 
+# What the package index gets: the source distribution, and the wheel that is built from it.
 build: $(SETUP)
 	rm -rf dist
-	$(BIN)/python -m build --wheel --no-isolation
+	$(BIN)/python -m build --no-isolation
 	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/twine check --strict dist/*
 
 # torch comes first: any other requirement would pull in a CUDA build of several gigabytes.
 $(SETUP): pyproject.toml
@@ -95,4 +129,4 @@ $(SETUP): pyproject.toml
 	touch $(SETUP)
 
 clean:
-	rm -rf .venv $(PEERS) $(SDISTS) dist build site .pytest_cache .ruff_cache
+	rm -rf .venv $(NEWEST) $(PEERS) $(ECOSYSTEM) $(SDISTS) dist build site .pytest_cache .ruff_cache

@@ -2,25 +2,33 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .attaching import attach as attach
-from .attaching import attached as attached
-from .attaching import detach as detach
-from .attaching import speculators as speculators
-from .drafting import Drafter as Drafter
-from .drafting import DraftRequest as DraftRequest
-from .drafting import DraftSession as DraftSession
-from .drafting import DraftState as DraftState
-from .errors import SpeculateError as SpeculateError
-from .generation import install as install
-from .generation import uninstall as uninstall
-from .registry import installed_drafters as installed_drafters
-from .round import Round as Round
-from .speculator import AutoSpeculator as AutoSpeculator
-from .speculator import Speculator as Speculator
-from .stats import SpeculationStats as SpeculationStats
-from .streaming import rounds as rounds
-from .streaming import stream as stream
-from .tree import DraftTree as DraftTree
+from .compatibility import check_version, explained
+
+
+check_version()
+
+try:
+    from .attaching import attach as attach
+    from .attaching import attached as attached
+    from .attaching import detach as detach
+    from .attaching import speculators as speculators
+    from .drafting import Drafter as Drafter
+    from .drafting import DraftRequest as DraftRequest
+    from .drafting import DraftSession as DraftSession
+    from .drafting import DraftState as DraftState
+    from .errors import SpeculateError as SpeculateError
+    from .generation import install as install
+    from .generation import uninstall as uninstall
+    from .registry import installed_drafters as installed_drafters
+    from .round import Round as Round
+    from .speculator import AutoSpeculator as AutoSpeculator
+    from .speculator import Speculator as Speculator
+    from .stats import SpeculationStats as SpeculationStats
+    from .streaming import rounds as rounds
+    from .streaming import stream as stream
+    from .tree import DraftTree as DraftTree
+except (ImportError, AttributeError) as error:
+    raise explained(error) from None
 
 
 if TYPE_CHECKING:

@@ -5,6 +5,10 @@ class SpeculateError(Exception):
     """Base class of every error that hf_speculate raises on its own account."""
 
 
+class IncompatibleTransformersError(SpeculateError, ImportError):
+    """A transformers that is too old, or in which what we wrap or call is gone or has changed."""
+
+
 class UnsupportedRequestError(SpeculateError, ValueError):
     """A `generate` request (mode, cache, model class) that cannot run with a speculator."""
 

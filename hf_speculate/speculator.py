@@ -22,6 +22,7 @@ from .hub import (
     make_repository,
     upload_head,
     write_card,
+    write_custom_generate,
 )
 from .models import unwrap
 from .options import EngineOptions
@@ -90,6 +91,7 @@ class Speculator:
         path: str | os.PathLike,
         layout: str | None = None,
         *,
+        custom_generate: bool = False,
         metrics: Mapping[str, Metric] | None = None,
         notes: str = "",
         measured_on: str | None = None,
@@ -100,11 +102,15 @@ class Speculator:
             path: folder, made if it is absent.
             layout: one of the drafter's, e.g. "speculators", "specforge", "safeailab" for EAGLE-3 and "fasterdecoding",
                 "vllm" for Medusa; None: the drafter's default. (The acceptance rule is not part of any.)
+            custom_generate: write a folder of that name, too: code for `model.generate(..., custom_generate=path,
+                trust_remote_code=True)`.
             metrics, notes, measured_on: for the card, see `hf_speculate.hub.card.write_card`.
         Raises:
             CheckpointError: the drafter has no weights, or the layout cannot express them; nothing is written then.
         """
         saved = self.drafter.save_pretrained(path, layout)
+        if custom_generate:
+            write_custom_generate(path)
         write_card(path, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on)
 
     def push_to_hub(
@@ -117,6 +123,7 @@ class Speculator:
         commit_message: str | None = None,
         revision: str | None = None,
         create_pr: bool = False,
+        custom_generate: bool = False,
         metrics: Mapping[str, Metric] | None = None,
         notes: str = "",
         measured_on: str | None = None,
@@ -127,6 +134,8 @@ class Speculator:
             repo_id: "owner/name", or "name" for one of your own.
             private: of a new repository; None leaves that to the owner's settings.
             token, commit_message, revision, create_pr: as everywhere on the Hub.
+            custom_generate: upload code, too, so that `model.generate(..., custom_generate=repo_id,
+                trust_remote_code=True)` works where this package is installed, without an import of it.
         Raises:
             CheckpointError: as `save_pretrained`; or the repository holds weights under other names, which readers
                 could take for this head's. Nothing is uploaded then.
@@ -136,6 +145,8 @@ class Speculator:
                 folder, layout
             )  # what cannot be saved fails before a repository is made
             repo_id = make_repository(repo_id, private=private, token=token)
+            if custom_generate:
+                write_custom_generate(folder)
             write_card(folder, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on, repo_id=repo_id)
             clean_folder(folder)
             return upload_head(

@@ -36,6 +36,7 @@ from .requests import (
     check_stream,
 )
 from .trial import checked_shape
+from .upstream import check_transformers
 
 
 logger = logging.get_logger(__name__)
@@ -63,9 +64,15 @@ _originals: dict[str, Callable] = {}
 
 
 def install() -> None:
-    """Adds `speculator=` to `generate` of every transformers model. Idempotent; done by `import hf_speculate`."""
+    """Adds `speculator=` to `generate` of every transformers model. Idempotent; done by `import hf_speculate`.
+
+    Raises:
+        IncompatibleTransformersError: what would be wrapped is gone or has changed; nothing is wrapped then.
+    """
     if _originals:
         return
+    check_transformers()
+    install_attention()
     for name, wrap in (
         ("generate", _wrap_generate),
         ("_validate_generation_mode", _wrap_validate),
@@ -74,7 +81,6 @@ def install() -> None:
         original = getattr(GenerationMixin, name)
         _originals[name] = original
         setattr(GenerationMixin, name, wrap(original))
-    install_attention()
 
 
 def uninstall() -> None:

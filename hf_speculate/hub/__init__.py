@@ -12,6 +12,8 @@ from .privacy import find_secret as find_secret
 from .privacy import masked as masked
 from .privacy import masked_arguments as masked_arguments
 from .privacy import publishable as publishable
+from .remote_code import CUSTOM_GENERATE_FOLDER as CUSTOM_GENERATE_FOLDER
+from .remote_code import write_custom_generate as write_custom_generate
 from .repositories import drafter_class_for as drafter_class_for
 from .repositories import local_folder as local_folder
 from .repositories import make_repository as make_repository

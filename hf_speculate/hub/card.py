@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..errors import SpeculateError
 from ..files import replace_files, text_writer
+from .remote_code import has_custom_generate
 
 
 # A figure, one figure for each depth (from 1), or words.
@@ -41,7 +42,7 @@ def write_card(
     datasets: Sequence[str] = (),
     license: str | None = None,
 ) -> bool:
-    """Writes the card of a head to `folder`, which is made if it is absent.
+    """Writes the card of a head to `folder`, which is made if it is absent. It mentions `custom_generate` code there.
 
     Args:
         base_model: Hub id (or local path) of the target that the head was trained for; None if nobody knows. Paths
@@ -64,17 +65,18 @@ def write_card(
     name = repo_id or Path(folder).resolve().name
     metrics = dict(metrics or {})
     hub_id = base_model if base_model and _is_hub_id(base_model) else None
+    is_custom = has_custom_generate(folder)
     data = ModelCardData(
         base_model=hub_id,
         datasets=list(datasets) or None,
         library_name=LIBRARY,
         license=license,
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", algorithm],
+        tags=["speculative-decoding", algorithm, *(["custom_generate"] if is_custom else [])],
         **_model_index(name, metrics, measured_on),
     )
     target = hub_id or (Path(base_model).name if base_model else None)
-    body = _body(name, target, algorithm, layout, _table(metrics, measured_on), notes)
+    body = _body(name, target, algorithm, layout, _table(metrics, measured_on), notes, is_custom)
     replace_files(folder, {CARD_FILE: text_writer(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")))})
     return True
 
@@ -142,7 +144,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _body(name: str, target: str | None, algorithm: str, layout: str, table: str, notes: str) -> str:
+def _body(name: str, target: str | None, algorithm: str, layout: str, table: str, notes: str, is_custom: bool) -> str:
     made_for = f"made for [`{target}`](https://huggingface.co/{target})" if target and "/" in target else None
     made_for = made_for or (f"made for `{target}`" if target else "made for a target that this card does not know")
     return f"""{_MARK}
@@ -164,7 +166,17 @@ speculator = AutoSpeculator.from_pretrained("{name}", target=model)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 output = model.generate(**inputs, speculator=speculator, max_new_tokens=128)
 ```
-
+{_custom_generate(name) if is_custom else ""}
 ## Measured
 
 {table}{notes and chr(10) + notes.strip() + chr(10)}"""
+
+
+def _custom_generate(name: str) -> str:
+    return f"""
+Or, where `hf-speculate` is installed, without an import:
+
+```python
+output = model.generate(**inputs, custom_generate="{name}", trust_remote_code=True, max_new_tokens=128)
+```
+"""

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..compatibility import incompatible
 from ..errors import SpeculateError
 
 
@@ -37,7 +38,13 @@ _MEASURED: dict[str, Form] = {"cpu": "folded"}
 
 
 def install_attention() -> None:
-    """Puts `grouped_sdpa` in front of stock's "sdpa". Idempotent; leaves an "sdpa" that is not stock's alone."""
+    """Puts `grouped_sdpa` in front of stock's "sdpa". Idempotent; leaves an "sdpa" that is not stock's alone.
+
+    Raises:
+        IncompatibleTransformersError: there is no such table of attentions any more.
+    """
+    if "sdpa" not in getattr(AttentionInterface, "_global_mapping", {}):
+        raise incompatible("AttentionInterface has no table with 'sdpa'")
     if AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward:
         AttentionInterface.register("sdpa", grouped_sdpa)
 

@@ -13,6 +13,7 @@ import importlib.util
 import io
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -40,6 +41,9 @@ def checkout(tmp_path, monkeypatch):
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
+    # Where transformers copies code of `custom_generate=` to.
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / ".modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 

@@ -67,9 +67,8 @@ class FakeHub:
 
     def upload_folder(self, *, repo_id, folder_path, commit_message, revision, create_pr, ignore_patterns):
         self.calls.append(("upload", repo_id, commit_message, revision, create_pr))
-        for path in Path(folder_path).iterdir():
-            if path.name not in (ignore_patterns or ()):
-                shutil.copy(path, self.folder(repo_id, revision) / path.name)
+        ignored = shutil.ignore_patterns(*(ignore_patterns or ()))
+        shutil.copytree(folder_path, self.folder(repo_id, revision), ignore=ignored, dirs_exist_ok=True)
         return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
 
 
@@ -172,6 +171,16 @@ class TestPush:
         card = (fake_hub.folder("me/head") / CARD_FILE).read_text()
         assert 'from_pretrained("me/head", target=model)' in card
         assert "| rounds | 5 |" in card
+
+    def test_code_for_custom_generate_if_it_is_asked_for(self, fake_hub):
+        speculator = Speculator(HeadDrafter())
+        speculator.push_to_hub("me/head")
+        assert "custom_generate" not in fake_hub.list_repo_files("me/head")
+        speculator.push_to_hub("me/head", custom_generate=True)
+        files = {path.name for path in (fake_hub.folder("me/head") / "custom_generate").iterdir()}
+        assert files == {"generate.py", "requirements.txt"}
+        card = (fake_hub.folder("me/head") / CARD_FILE).read_text()
+        assert 'custom_generate="me/head", trust_remote_code=True' in card
 
     def test_paths_of_this_machine_stay_here(self, fake_hub, monkeypatch):
         save = HeadDrafter.save_pretrained

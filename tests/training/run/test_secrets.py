@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import HfApi
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.hub import write_custom_generate
 from hf_speculate_training.run import Recipe, read_recipe, recipe_from, train_head
 from hf_speculate_training.run.provenance import LOCAL_RECIPE_FILE, check_same, write_recipe
 from hf_speculate_training.run.run import push
@@ -110,6 +111,7 @@ def pushed(make_recipe_values, tmp_path_factory):
         folder = train_head(recipe)
         (folder / "runs").mkdir()
         (folder / "runs" / "events").write_text(str(place))  # as a logger leaves it
+        write_custom_generate(folder)
         push(folder, recipe)
     return recipe, place
 
@@ -118,8 +120,11 @@ def test_nothing_private_is_uploaded(pushed, saved_target):
     _, place = pushed
     files = {str(path.relative_to(place / "uploaded")): path for path in (place / "uploaded").rglob("*")}
     assert {"recipe.yaml", "provenance.json", "config.json", "README.md", "target-adapter"} <= files.keys()
+    assert not any(name.startswith("custom_generate") for name in files)
     assert not {LOCAL_RECIPE_FILE, "runs", "checkpoint-2"} & files.keys()
-    assert files.keys() == {str(path.relative_to(place / "again")) for path in (place / "again").rglob("*")}
+    again = {str(path.relative_to(place / "again")) for path in (place / "again").rglob("*")}
+    code = {f"custom_generate{name}" for name in ("", "/generate.py", "/requirements.txt")}
+    assert again == files.keys() | code
     for name, path in files.items():
         for private in (str(place), str(saved_target), TOKEN, WANDB_KEY, '"abc"', str(Path.home()) + "/"):
             assert path.is_dir() or private.encode() not in path.read_bytes(), f"{private} in {name}"

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import (
+    CUSTOM_GENERATE_FOLDER,
     clean_folder,
     describe_identity,
     make_repository,
@@ -190,8 +191,9 @@ def push(folder: Path, recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory() as staged:
         for path in public_files(folder):
             shutil.copy2(path, staged)
-        if (adapter := folder / ADAPTER_FOLDER).is_dir():
-            shutil.copytree(adapter, Path(staged) / ADAPTER_FOLDER)
+        for name in (ADAPTER_FOLDER, CUSTOM_GENERATE_FOLDER):
+            if (folder / name).is_dir():
+                shutil.copytree(folder / name, Path(staged) / name)
         clean_folder(staged)
         refresh_hashes(staged)
         upload_head(staged, repo_id, commit_message=f"Upload {recipe.method.name} head")

@@ -1,0 +1,140 @@
+"""A transformers whose methods have changed: one error at installation, and nothing is half-wrapped."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+from transformers import AttentionInterface, GenerationMixin
+
+import hf_speculate
+from hf_speculate.errors import IncompatibleTransformersError
+from hf_speculate.generation import bridge
+from hf_speculate.generation.upstream import check_transformers
+
+
+WRAPPED = ("generate", "_validate_generation_mode", "_sample")
+GONE = object()
+
+
+def generate_without_keywords(self, inputs=None):
+    raise AssertionError
+
+
+def generate_with_our_keyword(self, inputs=None, speculator=None, **kwargs):
+    raise AssertionError
+
+
+def sample_with_more(
+    self,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    synced_gpus=False,
+    streamer=None,
+    tracer=None,
+    **model_kwargs,
+):
+    raise AssertionError
+
+
+def sample_of_a_rework(self, state, **model_kwargs):
+    raise AssertionError
+
+
+def validate_with_two(self, generation_mode, generation_config):
+    raise AssertionError
+
+
+def prefill_with_more_to_give(self, input_ids, generation_config, model_kwargs, plan):
+    raise AssertionError
+
+
+def prefill_in_another_order(self, generation_config, input_ids, model_kwargs):
+    raise AssertionError
+
+
+CHANGES = {
+    "no generate": ("generate", GONE, "GenerationMixin has no `generate`"),
+    "generate without keywords": ("generate", generate_without_keywords, r"takes \(self, inputs\) instead of"),
+    "generate with speculator=": ("generate", generate_with_our_keyword, "has a `speculator` of its own"),
+    "no _sample": ("_sample", GONE, "GenerationMixin has no `_sample`"),
+    "_sample of a rework": ("_sample", sample_of_a_rework, r"_sample takes \(self, state, \*\*model_kwargs\) instead"),
+    "_sample with more": (
+        "_sample",
+        sample_with_more,
+        r"streamer, tracer, \*\*model_kwargs\) instead of",
+    ),
+    "no validation": ("_validate_generation_mode", GONE, "has no `_validate_generation_mode`"),
+    "other validation": ("_validate_generation_mode", validate_with_two, "instead of .*generation_mode_kwargs"),
+    "no _prefill": ("_prefill", GONE, "has no `_prefill`"),
+    "_prefill that needs more": ("_prefill", prefill_with_more_to_give, "_prefill takes .*, plan"),
+    "_prefill in another order": ("_prefill", prefill_in_another_order, "_prefill takes"),
+    "no preparation": ("prepare_inputs_for_generation", GONE, "has no `prepare_inputs_for_generation`"),
+    "no update": ("_update_model_kwargs_for_generation", GONE, "has no `_update_model_kwargs_for_generation`"),
+    "no context for decoding": ("_optimize_model_for_decode", GONE, "has no `_optimize_model_for_decode`"),
+}
+
+
+@pytest.fixture
+def stock():
+    """`GenerationMixin` as transformers has it; afterwards we are installed again."""
+    hf_speculate.uninstall()
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+    hf_speculate.install()
+
+
+def change(patch, name, value):
+    if value is GONE:
+        patch.delattr(GenerationMixin, name)
+    else:
+        patch.setattr(GenerationMixin, name, value)
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_changed_is_named_and_nothing_is_wrapped(stock, case):
+    name, value, message = CHANGES[case]
+    change(stock, name, value)
+    before, attention = dict(vars(GenerationMixin)), AttentionInterface._global_mapping["sdpa"]
+    with pytest.raises(IncompatibleTransformersError, match=message) as caught:
+        hf_speculate.install()
+    assert "works with transformers >=5.23,<6, but 5." in str(caught.value)
+    assert dict(vars(GenerationMixin)) == before
+    assert AttentionInterface._global_mapping["sdpa"] is attention
+    assert not bridge._originals
+
+
+def test_an_attention_table_that_is_gone(stock):
+    stock.delattr(AttentionInterface, "_global_mapping")
+    before = dict(vars(GenerationMixin))
+    with pytest.raises(IncompatibleTransformersError, match="no table with 'sdpa'"):
+        hf_speculate.install()
+    assert dict(vars(GenerationMixin)) == before
+
+
+def test_what_is_called_may_take_more_that_can_be_left_out(stock):
+    def prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True, *, plan=None):
+        raise AssertionError
+
+    stock.setattr(GenerationMixin, "_prefill", prefill)
+    check_transformers()
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("keeps_signature", [True, False])
+def test_what_another_package_has_wrapped_is_wrapped_once_more(stock, name, keeps_signature, tiny_model, prompt):
+    original, calls = getattr(GenerationMixin, name), []
+
+    def outer(self, *args, **kwargs):
+        calls.append(name)
+        return original(self, *args, **kwargs)
+
+    stock.setattr(GenerationMixin, name, functools.wraps(original)(outer) if keeps_signature else outer)
+    hf_speculate.install()
+    assert "speculator" in inspect.signature(GenerationMixin.generate).parameters
+    tiny_model().generate(prompt(4), max_new_tokens=2)
+    assert calls == [name]
+    hf_speculate.uninstall()

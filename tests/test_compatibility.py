@@ -1,0 +1,106 @@
+"""Transformers that are too old, absent, or lack what is imported: one sentence with the versions that work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hf_speculate import compatibility
+from hf_speculate.compatibility import OLDEST, WORKING, check_version, explained, incompatible
+from hf_speculate.errors import IncompatibleTransformersError, SpeculateError
+
+from .support.paths import REPOSITORY
+
+
+def last_line_of_a_failing_import(*before: str, **environment: str) -> str:
+    """What a fresh interpreter says last."""
+    code = "\n".join((*before, "import hf_speculate"))
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1, run.stdout
+    assert "direct cause" not in run.stderr
+    assert "During handling" not in run.stderr
+    return run.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that this version is installed."""
+    return lambda version: monkeypatch.setattr(compatibility, "installed_version", lambda: version)
+
+
+def test_the_versions_are_those_of_pyproject():
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert f"transformers{WORKING}" in project["dependencies"]
+    assert WORKING.startswith(f">={OLDEST},")
+
+
+class TestVersion:
+    @pytest.mark.parametrize("version", ["4.57.3", "5.22.2", "5.23.0.dev0", None])
+    def test_older_ones_and_none_are_refused(self, installed, version):
+        installed(version)
+        with pytest.raises(IncompatibleTransformersError) as caught:
+            check_version()
+        assert f"transformers {WORKING}, but {version or 'none'} is installed: pip install" in str(caught.value)
+        assert isinstance(caught.value, SpeculateError)
+        assert isinstance(caught.value, ImportError)
+
+    @pytest.mark.parametrize("version", ["5.23.0", "5.23.1.dev0", "5.24.0", "6.0.0"])
+    def test_newer_ones_are_judged_by_what_is_in_them(self, installed, version):
+        installed(version)
+        check_version()
+
+    def test_an_old_one_is_not_even_imported(self, tmp_path):
+        (tmp_path / "transformers").mkdir()
+        (tmp_path / "transformers" / "__init__.py").write_text("raise SystemExit('was imported')\n")
+        metadata = tmp_path / "transformers-4.57.3.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.3\n")
+        said = last_line_of_a_failing_import(PYTHONPATH=str(tmp_path))
+        assert "IncompatibleTransformersError: hf_speculate works with" in said
+        assert "but 4.57.3 is installed" in said
+
+
+class TestMissingParts:
+    @pytest.mark.rest
+    def test_a_module_without_what_is_imported(self):
+        said = last_line_of_a_failing_import(
+            "import transformers.cache_utils", "del transformers.cache_utils.DummyLayer"
+        )
+        assert "IncompatibleTransformersError" in said
+        assert "does not fit (cannot import name 'DummyLayer' from 'transformers.cache_utils'" in said
+        assert f"pip install 'transformers{WORKING}'" in said
+
+    def test_a_module_without_an_attribute(self):
+        from transformers.generation import logits_process
+
+        with pytest.raises(AttributeError) as caught:
+            logits_process.GoneLogitsProcessor  # noqa: B018
+        assert "has no attribute 'GoneLogitsProcessor'" in str(explained(caught.value))
+        assert isinstance(explained(caught.value), IncompatibleTransformersError)
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ModuleNotFoundError("No module named 'jaxtyping'", name="jaxtyping"),
+            ModuleNotFoundError("No module named 'transformers_extra'", name="transformers_extra"),
+            AttributeError("no x", obj=object()),
+            ImportError("something else"),
+        ],
+    )
+    def test_errors_that_are_not_transformers_stay_what_they_are(self, error):
+        assert explained(error) is error
+
+    def test_an_error_says_what_does_not_fit(self, installed):
+        installed("6.1.0")
+        assert "but 6.1.0 is installed and does not fit (no `_sample`): pip" in str(incompatible("no `_sample`"))
