@@ -6,7 +6,7 @@ other. Entries (which predictions count), losses (plain and lean in memory), the
 the parts that they share, and that a method of your own can take.
 """
 
-from .contract import ADAPTER_FOLDER, CountTokens, NoOptions, StepOutput, TrainingMethod
+from .contract import CountTokens, NoOptions, StepOutput, TrainingMethod
 from .entries import Entries, Normalizer, counted_entries, emitting_positions, tokens_ahead
 from .losses import EntryLosses, HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
 from .registry import GROUP, check_method, installed_methods, load_method
@@ -16,7 +16,6 @@ from .weights import copy_rows, detached_copy, target_rows, trainable
 
 
 __all__ = [
-    "ADAPTER_FOLDER",
     "GROUP",
     "CountTokens",
     "Entries",

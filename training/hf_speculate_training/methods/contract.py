@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Beside a head: the adapter of a target that was trained with it. It is uploaded with the head.
-ADAPTER_FOLDER = "target-adapter"
-
 # Counts how often the training data have the target emit each token, int64 [V]. It reads all of them.
 CountTokens: TypeAlias = Callable[[], Tensor]
 
@@ -143,6 +140,10 @@ class TrainingMethod(nn.Module, ABC):
 
     def on_step(self, step: int, num_steps: int) -> None:
         """Called before optimiser step `step` (from 0) of `num_steps`: for methods with stages."""
+
+    def check_layout(self, target: PreTrainedModel, layout: str | None) -> None:
+        """Raises `CheckpointError` if `save` could not write the head in `layout`; asked before the first step."""
+        self.drafter(target).check_layout(layout)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:

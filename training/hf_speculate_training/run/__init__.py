@@ -5,11 +5,14 @@ A `Recipe` is everything that a run depends on; `prepare` loads what it names, a
 curves. No training method is named here: each is found by the name in the recipe and reached through `TrainingMethod`.
 """
 
+from .arguments import HeadTrainingArguments
 from .building import adapted_target, build_method, training_arguments
+from .checkpoints import last_checkpoint
 from .evaluation import AcceptanceEvaluation, AcceptanceOptions, Prompt, prompts_of
+from .guards import DivergedError, InterruptedTrainingError
 from .recipe import MethodSection, Recipe, read_recipe, recipe_from
-from .run import Run, prepare, train_head
-from .trainer import DivergedError, HeadTrainer, HeadTrainingArguments, last_checkpoint
+from .run import Run, prepare, train_head, train_prepared
+from .trainer import HeadTrainer
 
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "DivergedError",
     "HeadTrainer",
     "HeadTrainingArguments",
+    "InterruptedTrainingError",
     "MethodSection",
     "Prompt",
     "Recipe",
@@ -30,5 +34,6 @@ __all__ = [
     "read_recipe",
     "recipe_from",
     "train_head",
+    "train_prepared",
     "training_arguments",
 ]

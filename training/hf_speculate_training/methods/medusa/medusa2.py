@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.hub import ADAPTER_FOLDER
 from hf_speculate.models import unwrap
 from hf_speculate_plugins.medusa import MedusaHeads
 
 from ...data import Batch
 from ...sections import RecipeError, field_names, refuse_unknown
 from ...states import TargetReader, TargetStates
-from ..contract import ADAPTER_FOLDER, StepOutput
+from ..contract import StepOutput
 from ..entries import emitting_positions
 from ..losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
 from ..teacher import Teacher
