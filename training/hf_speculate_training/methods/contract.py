@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.drafting import Drafter, SavedHead
 
@@ -26,6 +26,9 @@ from ..states import TargetStates
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+
+# Targets below are trained for on CPUs and small GPUs, with what was found there (docs/log.md); see `suggested`.
+SMALL_HIDDEN_SIZE = 768
 
 # Counts how often the training data have the target emit each token, int64 [V]. It reads all of them.
 CountTokens: TypeAlias = Callable[[], Tensor]
@@ -87,6 +90,15 @@ class TrainingMethod(nn.Module, ABC):
                 f"method.adapter is for methods that train the target too; {cls.name} leaves it as it is."
             )
         return target
+
+    @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """What a recipe's section `method` should say for a target: any of `head`, `options` and `adapter`.
+
+        Args:
+            config: the target's, of its text model. Where this says nothing, the defaults of the dataclasses hold.
+        """
+        return {}
 
     @classmethod
     @abstractmethod

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import TargetMismatchError
@@ -82,6 +82,11 @@ class Medusa2Method(BaseMedusaMethod[Medusa2TrainingOptions]):
         self._target: tuple[PeftModel] = (cast("PeftModel", target),)  # in a tuple: a module would be registered
         self._original = TargetReader(unwrap(target), self.feature_layers)
         self._whole_teacher = Teacher(self.teacher.lm_head, None, self.teacher.vocab_size)
+
+    @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """The LoRA of Medusa's own recipe, on every projection."""
+        return {"adapter": {"r": 32, "lora_alpha": 16, "target_modules": "all-linear"}}
 
     @classmethod
     def adapted(cls, target: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
