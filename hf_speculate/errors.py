@@ -37,6 +37,10 @@ class CheckpointError(SpeculateError, ValueError):
     """A checkpoint that cannot be read as it is: unknown layout, missing or unknown keys, broken file."""
 
 
+class UploadError(SpeculateError, RuntimeError):
+    """A head that could not be uploaded, or may not be; what is on this machine stays as it is."""
+
+
 class CacheStateError(SpeculateError, RuntimeError):
     """A KV-cache operation that the cache's state does not allow (e.g. a snapshot from the future)."""
 

@@ -273,6 +273,19 @@ class Drafter(ABC):
         """
         raise CheckpointError(f"the drafter {self.name!r} has no weights to save.")
 
+    def check_layout(self, layout: str | None = None) -> str | None:
+        """The layout that `save_pretrained` would write, by its own name; None: the only one.
+
+        Raises:
+            CheckpointError: no such layout, or it cannot express this head.
+        """
+        return layout
+
+    @classmethod
+    def describe(cls, folder: str) -> SavedHead:
+        """What a folder that `recognizes` accepted holds, for its model card."""
+        return SavedHead(cls.name, cls.name)
+
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""
 

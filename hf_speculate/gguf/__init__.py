@@ -19,6 +19,7 @@ from .loading import find_file as find_file
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
 from .loading import read_tokenizer as read_tokenizer
+from .model import plan_model as plan_model
 from .modules import PackedMatrix as PackedMatrix
 from .random_files import FileShape as FileShape
 from .random_files import find_recipe as find_recipe

@@ -4,9 +4,22 @@ Repositories are read and written by `huggingface_hub`; a card is written from f
 searched for secrets first.
 """
 
+from .card import ADAPTER_FOLDER as ADAPTER_FOLDER
 from .card import Metric as Metric
+from .card import rename_card as rename_card
 from .card import write_card as write_card
+from .folders import CURVES_FILE as CURVES_FILE
+from .folders import LOCAL_RECIPE_FILE as LOCAL_RECIPE_FILE
+from .folders import RECIPE_FILE as RECIPE_FILE
+from .folders import card_facts as card_facts
+from .folders import copy_origins as copy_origins
+from .folders import file_hashes as file_hashes
+from .folders import push_folder as push_folder
+from .folders import read_provenance as read_provenance
+from .folders import recorded_card as recorded_card
+from .folders import refresh_hashes as refresh_hashes
 from .origins import PROVENANCE_FILE as PROVENANCE_FILE
+from .permissions import check_upload as check_upload
 from .privacy import clean_folder as clean_folder
 from .privacy import find_secret as find_secret
 from .privacy import masked as masked

@@ -13,7 +13,15 @@ import typer
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
-from hf_speculate.hub import drafter_class_for, local_folder, write_card
+from hf_speculate.hub import (
+    card_facts,
+    copy_origins,
+    drafter_class_for,
+    local_folder,
+    refresh_hashes,
+    rename_card,
+    write_card,
+)
 
 from ..checkpoints import LoadReport, TargetFiles
 
@@ -21,12 +29,13 @@ from ..checkpoints import LoadReport, TargetFiles
 def convert_checkpoint(
     source: str | os.PathLike, destination: str | os.PathLike, layout: str, target: str | os.PathLike | None = None
 ) -> tuple[SavedHead, LoadReport]:
-    """Writes a head in another published layout, and a model card beside it.
+    """Writes a head in another published layout, with the figures of its card, its provenance, recipe and curves.
 
     Args:
         source: folder or Hub id of a head of any readable layout.
         destination: a folder that is absent or empty; it is made whole or not at all.
-        layout: "safeailab", "specforge" (SGLang), "speculators" (vLLM) for EAGLE; "fasterdecoding", "vllm" for Medusa.
+        layout: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm") for EAGLE; "fasterdecoding", "vllm"
+            for Medusa.
         target: folder or Hub id; only its config and the tensors that are needed are read. Many conversions need none.
     Returns:
         What was written, and what became of every key of `source`.
@@ -48,7 +57,10 @@ def convert_checkpoint(
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch, path.name or "head")
         saved, report = convert_folder(folder, written, layout, files)
-        write_card(written, **asdict(saved))
+        copy_origins(folder, written, converted={"to": saved.layout, "from": drafter.describe(folder).layout})
+        if not rename_card(written, **asdict(saved), source=folder):
+            write_card(written, **card_facts(written, saved))
+        refresh_hashes(written)
         if path.exists():
             path.rmdir()
         written.rename(path)

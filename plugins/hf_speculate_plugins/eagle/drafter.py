@@ -14,7 +14,18 @@ from hf_speculate.hub import local_folder
 from hf_speculate.options import read_options
 
 from ..checkpoints import LoadReport, TargetFiles, tensor_shapes
-from .checkpoint import LayoutName, LoadedHead, check_fits, convert_head, eagle_version, load_head, write_head
+from .checkpoint import (
+    LayoutName,
+    LoadedHead,
+    algorithm_tag,
+    check_fits,
+    check_layout,
+    convert_head,
+    describe_head,
+    eagle_version,
+    load_head,
+    write_head,
+)
 from .head import EagleHead
 from .options import EagleOptions
 from .session import EagleSession, Turn
@@ -95,14 +106,15 @@ class EagleDrafter(Drafter):
         return cls(load_head(folder, target, conventions), target, chosen)
 
     def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
-        """Writes the head in a published layout: "safeailab", "specforge" (SGLang) or "speculators" (vLLM).
+        """Writes the head in a published layout: "safeailab", "specforge" (SGLang) or "speculators" (vLLM);
+        "sglang" and "vllm" are other names of the last two.
 
         Args:
             layout: None: "speculators", for EAGLE-1 "safeailab", the only one that has it.
         Raises:
             CheckpointError: the layout cannot express this head.
         """
-        layout = layout or ("speculators" if self.spec.version == 3 else "safeailab")
+        layout = self.check_layout(layout)
         write_head(
             path,
             self.head,
@@ -112,7 +124,16 @@ class EagleDrafter(Drafter):
             target_name=self._target_name,
             target_architectures=self._target_architectures,
         )
-        return SavedHead("eagle3" if self.spec.version == 3 else "eagle", layout, self._target_name)
+        return SavedHead(algorithm_tag(self.spec), layout, self._target_name)
+
+    def check_layout(self, layout: LayoutName | str | None = None) -> str:
+        """See `save_pretrained`."""
+        default = "speculators" if self.spec.version == 3 else "safeailab"
+        return check_layout(layout or default, self.spec, self._num_target_layers)
+
+    @classmethod
+    def describe(cls, folder: str) -> SavedHead:
+        return describe_head(folder)
 
     @staticmethod
     def convert(

@@ -20,7 +20,16 @@ from hf_speculate.target import device_beside
 
 from ..checkpoints import LoadReport, TargetFiles, check_stated_target
 from ..trees import StaticTree
-from .checkpoint import LayoutName, check_backbone, convert_heads, holds_heads, read_heads, write_heads
+from .checkpoint import (
+    LayoutName,
+    check_backbone,
+    check_layout,
+    convert_heads,
+    describe_heads,
+    holds_heads,
+    read_heads,
+    write_heads,
+)
 from .choices import DEFAULT_ACCURACIES, computed_choices
 from .head import MedusaHeads
 from .options import MedusaOptions
@@ -115,7 +124,7 @@ class MedusaDrafter(Drafter):
         Raises:
             CheckpointError: the layout cannot express these heads.
         """
-        layout = layout or ("fasterdecoding" if self.heads.token_ids is None else "vllm")
+        layout = self.check_layout(layout)
         write_heads(
             path,
             self.heads,
@@ -124,6 +133,16 @@ class MedusaDrafter(Drafter):
             base_model=self._target_name,
         )
         return SavedHead("medusa", layout, self._target_name)
+
+    def check_layout(self, layout: LayoutName | str | None = None) -> str:
+        """See `save_pretrained`."""
+        layout = layout or ("fasterdecoding" if self.heads.token_ids is None else "vllm")
+        check_layout(layout, self.heads)
+        return layout
+
+    @classmethod
+    def describe(cls, folder: str) -> SavedHead:
+        return describe_heads(folder)
 
     @staticmethod
     def convert(

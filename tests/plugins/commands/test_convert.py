@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +25,7 @@ from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_plugins.medusa.checkpoint import read_heads, write_heads
 
-from ...support.paths import SHARED
+from ...support.paths import REPOSITORY, SHARED
 
 
 GOLDEN = SHARED / "golden"
@@ -347,3 +349,38 @@ class TestCommand:
         assert result.exit_code == 1
         assert result.stderr.startswith("hf-speculate: error: ")
         assert "--target" in result.stderr
+
+
+class TestOrigins:
+    """What a head says of itself goes with it into another layout."""
+
+    def test_figures_provenance_recipe_and_curves(self, tmp_path):
+        source = REPOSITORY / "examples" / "pycoder-eagle3"
+        convert_checkpoint(source, tmp_path / "head", "sglang")
+        found, before = (json.loads((f / "provenance.json").read_text()) for f in (tmp_path / "head", source))
+        assert found["converted"] == {"to": "specforge", "from": "speculators"}
+        assert (found["target"], found["metrics"]) == (before["target"], before["metrics"])
+        files = {path.name: path for path in (tmp_path / "head").iterdir()}
+        assert found["files"].keys() == files.keys() - {"provenance.json"}
+        for name, digest in found["files"].items():
+            assert digest == hashlib.sha256(files[name].read_bytes()).hexdigest(), name
+        card, kept = ModelCard.load(files["README.md"]), ModelCard.load(source / "README.md")
+        assert card.data.eval_results == kept.data.eval_results
+        assert card.text.partition("## Measured")[2] == kept.text.partition("## Measured")[2]
+        assert "`specforge` layout), made for `pycoder`" in card.text
+
+    def test_the_targets_adapter(self, tmp_path):
+        source = tmp_path / "source"
+        shutil.copytree(REPOSITORY / "examples" / "pycoder-medusa", source)
+        (source / "target-adapter").mkdir()
+        (source / "target-adapter" / "adapter_config.json").write_text("{}")
+        convert_checkpoint(source, tmp_path / "head", "vllm", REPOSITORY / "examples" / "pycoder")
+        assert (tmp_path / "head" / "target-adapter" / "adapter_config.json").exists()
+        assert "from peft import PeftModel" in (tmp_path / "head" / "README.md").read_text()
+
+    @pytest.mark.parametrize(("alias", "layout"), [("vllm", "speculators"), ("sglang", "specforge")])
+    def test_layouts_by_who_reads_them(self, tmp_path, alias, layout):
+        source = REPOSITORY / "examples" / "pycoder-eagle3"
+        saved, _ = convert_checkpoint(source, tmp_path / "head", alias, REPOSITORY / "examples" / "pycoder")
+        assert saved.layout == layout
+        assert EagleDrafter.describe(str(tmp_path / "head")).layout == layout

@@ -69,6 +69,8 @@ def copied(folder: Path, tmp_path: Path, until: int) -> Path:
     for checkpoint in place.glob("checkpoint-*"):
         if int(checkpoint.name.rpartition("-")[2]) > until:
             shutil.rmtree(checkpoint)
+    provenance = json.loads((place / "provenance.json").read_text())
+    (place / "provenance.json").write_text(json.dumps(provenance | {"status": "running"}))
     return place
 
 

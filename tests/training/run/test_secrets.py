@@ -13,10 +13,9 @@ import yaml
 from huggingface_hub import HfApi
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import write_custom_generate
+from hf_speculate.hub import LOCAL_RECIPE_FILE, push_folder, write_custom_generate
 from hf_speculate_training.run import Recipe, read_recipe, recipe_from, train_head
-from hf_speculate_training.run.provenance import LOCAL_RECIPE_FILE, check_same, write_recipe
-from hf_speculate_training.run.run import push
+from hf_speculate_training.run.provenance import check_same, write_recipe
 from hf_speculate_training.sections import RecipeError
 from tests.support.training import recipe_file
 
@@ -100,6 +99,7 @@ def pushed(make_recipe_values, tmp_path_factory):
         arguments = ["--config", f"{place}/recipe.yaml", "--set", f"output.folder={place}/out", "--hub-token", "abc"]
         patch.setattr("sys.argv", [f"{place}/bin/hf-speculate", "train", *arguments, TOKEN])
         uploads = iter(("uploaded", "again"))
+        patch.setattr(HfApi, "whoami", lambda *_, **__: {"name": "me"})
         patch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=repo_id))
         patch.setattr(HfApi, "list_repo_files", lambda *_, **__: [])
         patch.setattr(
@@ -112,7 +112,7 @@ def pushed(make_recipe_values, tmp_path_factory):
         (folder / "runs").mkdir()
         (folder / "runs" / "events").write_text(str(place))  # as a logger leaves it
         write_custom_generate(folder)
-        push(folder, recipe)
+        push_folder(folder)
     return recipe, place
 
 

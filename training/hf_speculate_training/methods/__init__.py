@@ -6,18 +6,18 @@ other. Entries (which predictions count), losses (plain and lean in memory), the
 the parts that they share, and that a method of your own can take.
 """
 
-from .contract import ADAPTER_FOLDER, CountTokens, NoOptions, StepOutput, TrainingMethod
+from .contract import SMALL_HIDDEN_SIZE, CountTokens, NoOptions, StepOutput, TrainingMethod
 from .entries import Entries, Normalizer, counted_entries, emitting_positions, tokens_ahead
 from .losses import EntryLosses, HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
 from .registry import GROUP, check_method, installed_methods, load_method
 from .teacher import Teacher, TeacherRows
-from .vocabulary import choose_vocabulary, count_tokens, draft_vocabulary
+from .vocabulary import choose_vocabulary, count_tokens, draft_vocabulary, suggested_vocabulary
 from .weights import copy_rows, detached_copy, target_rows, trainable
 
 
 __all__ = [
-    "ADAPTER_FOLDER",
     "GROUP",
+    "SMALL_HIDDEN_SIZE",
     "CountTokens",
     "Entries",
     "EntryLosses",
@@ -42,6 +42,7 @@ __all__ = [
     "lean_cross_entropy",
     "load_method",
     "plain_cross_entropy",
+    "suggested_vocabulary",
     "target_rows",
     "tokens_ahead",
     "trainable",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.drafting import Drafter, SavedHead
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Beside a head: the adapter of a target that was trained with it. It is uploaded with the head.
-ADAPTER_FOLDER = "target-adapter"
+# Targets below are trained for on CPUs and small GPUs, with what was found there (docs/log.md); see `suggested`.
+SMALL_HIDDEN_SIZE = 768
 
 # Counts how often the training data have the target emit each token, int64 [V]. It reads all of them.
 CountTokens: TypeAlias = Callable[[], Tensor]
@@ -92,6 +92,15 @@ class TrainingMethod(nn.Module, ABC):
         return target
 
     @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """What a recipe's section `method` should say for a target: any of `head`, `options` and `adapter`.
+
+        Args:
+            config: the target's, of its text model. Where this says nothing, the defaults of the dataclasses hold.
+        """
+        return {}
+
+    @classmethod
     @abstractmethod
     def for_target(cls, target: nn.Module, head: Any, options: Any, count_tokens: CountTokens) -> Self:
         """The method around a fresh head.
@@ -143,6 +152,10 @@ class TrainingMethod(nn.Module, ABC):
 
     def on_step(self, step: int, num_steps: int) -> None:
         """Called before optimiser step `step` (from 0) of `num_steps`: for methods with stages."""
+
+    def check_layout(self, target: PreTrainedModel, layout: str | None) -> None:
+        """Raises `CheckpointError` if `save` could not write the head in `layout`; asked before the first step."""
+        self.drafter(target).check_layout(layout)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:

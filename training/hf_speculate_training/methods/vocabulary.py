@@ -7,13 +7,15 @@ from collections.abc import Iterable
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from ..data import Batch
 from ..sections import RecipeError
-from .contract import CountTokens
+from .contract import SMALL_HIDDEN_SIZE, CountTokens
 
 
 DRAFT_VOCAB_SIZE = "draft_vocab_size"
+_SMALL_VOCABULARY = 16384
 
 
 def count_tokens(batches: Iterable[Batch], vocab_size: int) -> Int[Tensor, " V"]:
@@ -32,6 +34,17 @@ def draft_vocabulary(counts: Int[Tensor, " V"], size: int) -> Int[Tensor, " Vd"]
     if not 1 <= size <= len(counts):
         raise ValueError(f"a draft vocabulary has 1 to {len(counts)} tokens, not {size}.")
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def suggested_vocabulary(config: PretrainedConfig) -> int | None:
+    """How many tokens a draft vocabulary should have; None: all of them.
+
+    With the output matrix of a large vocabulary a small head would do little else. EAGLE-3 drafts with 32000 of
+    Llama's 128256 tokens, SpecForge with 16000 for small Qwen models; a head of a few million parameters had 4096.
+    """
+    hidden_size = config.hidden_size
+    size = 32000 if hidden_size >= 2048 else 16000 if hidden_size >= SMALL_HIDDEN_SIZE else 4096
+    return size if config.vocab_size >= 2 * size and config.vocab_size > _SMALL_VOCABULARY else None
 
 
 def choose_vocabulary(size: int | None, vocab_size: int, count_tokens: CountTokens) -> Int[Tensor, " Vd"] | None:

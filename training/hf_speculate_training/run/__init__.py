@@ -5,11 +5,16 @@ A `Recipe` is everything that a run depends on; `prepare` loads what it names, a
 curves. No training method is named here: each is found by the name in the recipe and reached through `TrainingMethod`.
 """
 
+from .arguments import HeadTrainingArguments
 from .building import adapted_target, build_method, training_arguments
+from .checkpoints import last_checkpoint
+from .defaults import default_choices, recipe_values
 from .evaluation import AcceptanceEvaluation, AcceptanceOptions, Prompt, prompts_of
+from .guards import DivergedError, InterruptedTrainingError
 from .recipe import MethodSection, Recipe, read_recipe, recipe_from
-from .run import Run, prepare, train_head
-from .trainer import DivergedError, HeadTrainer, HeadTrainingArguments, last_checkpoint
+from .run import Run, prepare, train_head, train_prepared
+from .shipped import recipe_names
+from .trainer import HeadTrainer
 
 
 __all__ = [
@@ -18,17 +23,22 @@ __all__ = [
     "DivergedError",
     "HeadTrainer",
     "HeadTrainingArguments",
+    "InterruptedTrainingError",
     "MethodSection",
     "Prompt",
     "Recipe",
     "Run",
     "adapted_target",
     "build_method",
+    "default_choices",
     "last_checkpoint",
     "prepare",
     "prompts_of",
     "read_recipe",
     "recipe_from",
+    "recipe_names",
+    "recipe_values",
     "train_head",
+    "train_prepared",
     "training_arguments",
 ]

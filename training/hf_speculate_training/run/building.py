@@ -14,9 +14,9 @@ from hf_speculate.models import unwrap
 from ..data import Collator, PreparedData
 from ..methods import TrainingMethod, count_tokens, load_method
 from ..sections import RecipeError, field_names, read_section, refuse_unknown
+from .arguments import HeadTrainingArguments
 from .evaluation import ACCEPTANCE
 from .recipe import MethodSection, Recipe
-from .trainer import HeadTrainingArguments
 
 
 _COUNTED_BATCHES = 20_000  # a stream may have no end

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_speculate.commands import console
+from hf_speculate.errors import SpeculateError
 
+from .defaults import commented_recipe, default_choices, recipe_values
 from .dry_run import describe_run
-from .recipe import read_recipe
+from .guards import InterruptedTrainingError
+from .recipe import read_recipe, recipe_from
 from .run import prepare, train_head
+from .shipped import find_recipe, recipe_names
 
+
+_METHOD = "eagle3"
+_INTERRUPTED = 130  # what a shell gives for Ctrl-C
 
 TRAIN_EXAMPLES = """
 Examples:
 
-  hf-speculate train --config training/recipes/pycoder-eagle3.yaml
+  hf-speculate train --target Qwen/Qwen2-0.5B-Instruct --data own.jsonl
 
-  hf-speculate train --config recipe.yaml --set training.learning_rate=3e-4 --set output.folder=runs/b --dry-run
+  hf-speculate train --target M --data own.jsonl --method medusa --init recipe.yaml
+
+  hf-speculate train --config recipe.yaml --set training.learning_rate=3e-4 --output runs/b --dry-run
+
+  hf-speculate train --config qwen2-0.5b-eagle3 --data own.jsonl
 
   hf-speculate train --config recipe.yaml --resume
 
@@ -28,19 +41,74 @@ Examples:
 
 
 def train(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The recipe, a YAML file.")],
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", help="The recipe: a YAML file, or the name of a shipped one.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="The model to draft for: folder, Hub id or GGUF file.")] = None,
+    data: Annotated[str | None, typer.Option(help="What to train on: file, folder, pattern or Hub id.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"eagle3, medusa, … (without a recipe: {_METHOD}).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the head (default: runs/TARGET-METHOD).")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value, wins over the recipe (repeatable).")
+        list[str] | None, typer.Option("--set", help="section.key=value, wins over everything (repeatable).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Load everything, print sizes, steps and the first batch; write nothing.")
     ] = False,
+    init: Annotated[
+        Path | None, typer.Option(help="Write the recipe, with comments, to this file (- prints it); train nothing.")
+    ] = None,
 ) -> None:
-    """Train a head for a target, by a recipe."""
-    recipe = read_recipe(config, overrides or ())
+    """Train a head for a target: from target and data alone, or by a recipe."""
+    if init is not None:
+        if overrides or (config and (target or data or method or output)):
+            raise SpeculateError("--init writes a recipe as it is: edit the file instead of giving other options.")
+        text = find_recipe(config).read_text(encoding="utf-8") if config else _commented(target, data, method, output)
+        _write_recipe(text, init)
+        return
+    values = {"target.path": target, "data.train": data, "method.name": method, "output.folder": output and str(output)}
+    given = [f"{place}={json.dumps(value)}" for place, value in values.items() if value is not None]
+    if config is not None:
+        recipe = read_recipe(config, [*given, *(overrides or ())])
+    else:
+        recipe = recipe_from(recipe_values(_choices(target, data, method, output)), overrides or ())
+        typer.echo(f"the recipe for {recipe.target.path} goes by its size (--init - shows it): {recipe.output.folder}")
     if dry_run:
         console().print(describe_run(prepare(recipe, write=False)))
         return
-    folder = train_head(recipe, resume=resume)
+    try:
+        folder = train_head(recipe, resume=resume)
+    except InterruptedTrainingError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(_INTERRUPTED) from error
     typer.echo(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
+
+
+def _choices(target: str | None, data: str | None, method: str | None, output: Path | None):
+    if target is None or data is None:
+        missing = " and ".join(name for name, value in (("--target", target), ("--data", data)) if value is None)
+        raise SpeculateError(
+            f"{missing} must be given, or a recipe with --config: a file, or one of {', '.join(recipe_names())}."
+        )
+    return default_choices(target, data, method or _METHOD, output and str(output))
+
+
+def _commented(target: str | None, data: str | None, method: str | None, output: Path | None) -> str:
+    return commented_recipe(_choices(target, data, method, output))
+
+
+def _write_recipe(text: str, path: Path) -> None:
+    if str(path) == "-":
+        typer.echo(text, nl=False)
+        return
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise SpeculateError(f"cannot write the recipe {path}: {error}") from error
+    typer.echo(f"wrote {path}; go on with: hf-speculate train --config {path}", file=sys.stderr)
+
+
+# An app, so that the examples are in the help.
+train_app = typer.Typer(add_completion=False)
+train_app.command("train", epilog=TRAIN_EXAMPLES)(train)

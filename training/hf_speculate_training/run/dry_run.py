@@ -31,7 +31,7 @@ def describe_run(run: Run) -> RenderableType:
         run.args.output_dir = elsewhere
         trainer = run.trainer(features=False)
     batch: Any = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    steps = trainer.set_initial_training_values(run.args, trainer.get_train_dataloader())[6]
+    steps = trainer.num_steps()
     parts = [_sizes(run, batch), _head(run)]
     seconds, peak = _measured_step(run, trainer, batch)
     tokens = int((batch["document_ids"] != NO_DOCUMENT).sum())

@@ -5,7 +5,6 @@ It is uploaded with the head: neither tokens nor paths of the machine are in it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -17,17 +16,14 @@ from torch import nn
 
 from hf_speculate.commands import environment
 from hf_speculate.errors import SpeculateError
+from hf_speculate.files import json_writer, replace_files
 from hf_speculate.gguf import packing_report
-from hf_speculate.hub import PROVENANCE_FILE, publishable
+from hf_speculate.hub import LOCAL_RECIPE_FILE, PROVENANCE_FILE, RECIPE_FILE, publishable
 from hf_speculate.models import unwrap
 
 from ..fingerprints import target_fingerprint
 from .recipe import Recipe
 
-
-RECIPE_FILE = "recipe.yaml"
-# With the paths of this machine; never uploaded.
-LOCAL_RECIPE_FILE = "recipe.local.yaml"
 
 _FORMAT = 1
 
@@ -62,27 +58,12 @@ def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], fol
         )
 
 
-def read_provenance(folder: str | os.PathLike) -> dict[str, Any] | None:
-    """What the folder says of its head, None if it says nothing; raises `SpeculateError` if it cannot be read."""
-    path = Path(folder) / PROVENANCE_FILE
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpeculateError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise SpeculateError(f"{path} is not a provenance file.")
-    return found
-
-
 def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> None:
     """Writes `provenance.json` at once or not at all; adds format, time and environment, leaves out what is private."""
-    path = Path(folder) / PROVENANCE_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     plain = publishable(json.loads(json.dumps(content, default=str)))
-    _write_json(path, {"format": _FORMAT, "written": written, **plain, "environment": environment()})
+    stated = {"format": _FORMAT, "written": written, **plain, "environment": environment()}
+    replace_files(folder, {PROVENANCE_FILE: json_writer(stated)})
 
 
 def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
@@ -95,36 +76,6 @@ def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
         local_path.write_text(local, encoding="utf-8")
         public = f"# Paths of the machine that it ran on are cut; {LOCAL_RECIPE_FILE} there has them.\n{public}"
     (Path(folder) / RECIPE_FILE).write_text(public, encoding="utf-8")
-
-
-def public_files(folder: str | os.PathLike) -> list[Path]:
-    """The files of a head that may be uploaded: no checkpoints, no logs of the trainer, no paths."""
-    return [path for path in sorted(Path(folder).iterdir()) if path.is_file() and path.name != LOCAL_RECIPE_FILE]
-
-
-def refresh_hashes(folder: str | os.PathLike) -> None:
-    """Brings the hashes in `provenance.json` up to date with the files beside it."""
-    if found := read_provenance(folder):
-        _write_json(Path(folder) / PROVENANCE_FILE, found | {"files": file_hashes(folder)})
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
-def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
-    """sha256 of the files of a head, by name; checkpoints and the provenance itself are left out."""
-    hashes = {}
-    for path in public_files(folder):
-        if path.name != PROVENANCE_FILE:
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-            hashes[path.name] = digest.hexdigest()
-    return hashes
 
 
 def _quantization(model: nn.Module) -> Any:

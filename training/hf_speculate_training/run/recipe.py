@@ -9,11 +9,12 @@
     output:      folder, layout, Hub
 
 Unknown keys are refused, and so are tokens: a recipe is written beside the head and uploaded with it.
-`training/recipes/` holds examples.
+`training/recipes/` holds examples, which are shipped: `find_recipe` knows them by name.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,7 @@ from ..methods import check_method
 from ..sections import RecipeError, field_names, refuse_unknown, validated
 from ..target import TargetSection
 from .evaluation import AcceptanceOptions
+from .shipped import find_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,25 +151,27 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe from a YAML file.
 
     Args:
+        path: of the file, or the name of one that is shipped, see `recipe_names`.
         overrides: `section.key=value`, with values as YAML writes them; they win over the file.
     Raises:
         RecipeError: no such file, no YAML, unknown keys, wrong types.
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        content = yaml.load(find_recipe(path).read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None  # it quotes the file, tokens included
     if not isinstance(content, dict):
         raise RecipeError(f"{path} is not a recipe: it must have the sections {', '.join(field_names(Recipe))}.")
+    return recipe_from(content, overrides)
+
+
+def recipe_from(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from plain values; `overrides` as of `read_recipe`; raises `RecipeError`."""
+    content = copy.deepcopy(dict(content))
     for override in overrides:
         _override(content, override)
-    return recipe_from(content)
-
-
-def recipe_from(content: Mapping[str, Any]) -> Recipe:
-    """A recipe from plain values; raises `RecipeError`."""
     _refuse_secrets(content)
     _refuse_unknown_keys(content, Recipe, "")
     recipe = validated(Recipe, content, "the recipe")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,49 +14,38 @@ from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 from transformers.utils import logging
 
-from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import (
-    CUSTOM_GENERATE_FOLDER,
-    clean_folder,
+    card_facts,
     describe_identity,
-    make_repository,
     masked_arguments,
-    publishable,
-    upload_head,
+    read_provenance,
+    refresh_hashes,
     write_card,
 )
 from hf_speculate.models import unwrap
-from hf_speculate.speculator import AutoSpeculator
 from hf_speculate.target import adapter_fingerprints
 
 from ..data import Collator, RowDataset
 from ..fingerprints import content_fingerprint
-from ..methods import ADAPTER_FOLDER, TrainingMethod
+from ..methods import TrainingMethod
 from ..sections import RecipeError
 from ..states import write_features
 from ..target import load_target, load_tokenizer
+from .arguments import HeadTrainingArguments
 from .building import adapted_target, build_method, has_evaluation, training_arguments
+from .checkpoints import last_checkpoint, step_of
 from .evaluation import AcceptanceEvaluation, Prompt
+from .finishing import draw_curves, outcome_of, push_head, resume_command, write_head
+from .guards import InterruptedTrainingError
 from .inputs import RunData, load_data, load_prompts
-from .plots import plot_run
-from .provenance import (
-    RECIPE_FILE,
-    check_same,
-    describe_target,
-    file_hashes,
-    public_files,
-    read_provenance,
-    refresh_hashes,
-    write_provenance,
-    write_recipe,
-)
+from .output_folder import checked_folder, is_finished, locked, refuse_locked
+from .preflight import check_disk, check_evaluation, check_output, check_services, feature_folder
+from .provenance import check_same, describe_target, write_provenance, write_recipe
 from .recipe import Recipe
-from .trainer import HeadTrainer, HeadTrainingArguments, last_checkpoint
+from .trainer import HeadTrainer
 
 
 logger = logging.get_logger(__name__)
-
-CURVES_FILE = "curves.png"
 
 
 @dataclass
@@ -104,25 +91,31 @@ class Run:
             callbacks=callbacks,
         )
         if features and self.recipe.features.source == "cache":
-            folder = self.recipe.features.folder or f"{self.folder}-features"
             with self.args.main_process_first(desc="feature cache"):
-                trainer.train_dataset = write_features(folder, trainer.reader, cast(RowDataset, rows))
+                trainer.train_dataset = write_features(
+                    feature_folder(self.recipe), trainer.reader, cast(RowDataset, rows)
+                )
         return trainer
 
 
 def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Run:
-    """Loads what a recipe names.
+    """Loads what a recipe names, and finds out what would fail later.
 
     Args:
         resume: go on from the last complete checkpoint in the output folder.
         write: whether the run is to write there: then the folder must be empty, or hold what is resumed.
     Raises:
-        SpeculateError: whatever is wrong with recipe, target, data or folder; nothing has been written then.
+        SpeculateError: whatever is wrong with recipe, target, data, folder, disk, trackers or Hub repository; nothing
+            has been written then.
     """
     args = training_arguments(recipe)
-    checkpoint = _checked_folder(recipe.output.folder, resume) if write and args.should_save else None
+    checkpoint = None
+    if write and args.should_save:
+        refuse_locked(recipe.output.folder)
+        checkpoint = checked_folder(recipe.output.folder, resume)
     if resume and checkpoint is None:
         checkpoint = last_checkpoint(recipe.output.folder)
+    check_services(recipe, args)
     set_seed(args.seed)  # fresh heads are drawn at random
     target = load_target(recipe.target, args.device)
     tokenizer = load_tokenizer(recipe.target)
@@ -133,83 +126,79 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Run:
     method = build_method(recipe.method, target, data.train)
     if method.trains_target and recipe.features.source == "cache":
         raise RecipeError(f"{method.name} trains the target, whose states change: features.source must be online.")
-    return Run(recipe, args, target, tokenizer, data, method, prompts, checkpoint)
+    check_output(recipe, target, method)
+    check_evaluation(recipe, target, method, prompts)
+    run = Run(recipe, args, target, tokenizer, data, method, prompts, checkpoint)
+    if write:
+        check_disk(recipe, args, target, method, data)
+    return run
 
 
 def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
-    """Runs a recipe; returns the folder of the finished head.
+    """Runs a recipe; returns the folder of the finished head. Resuming a finished run changes nothing.
 
     Raises:
-        SpeculateError: see `prepare`; `DivergedError` if the loss is not a number any more.
+        SpeculateError: see `prepare` and `train_prepared`.
     """
-    run = prepare(recipe, resume=resume)
+    if resume and is_finished(recipe):
+        folder = recipe.output.folder
+        logger.warning(
+            f"the run in {folder} is finished, its head is there: nothing was changed. For more steps: "
+            "--set training.max_steps=... (or num_train_epochs) with --resume."
+        )
+        return Path(folder)
+    return train_prepared(prepare(recipe, resume=resume))
+
+
+def train_prepared(run: Run) -> Path:
+    """Trains what `prepare` gave, writes the head, then measures and uploads it; returns its folder.
+
+    Raises:
+        SpeculateError: another process trains in the folder.
+        DivergedError: the loss is not a number any more.
+        InterruptedTrainingError: Ctrl-C; says with which command the run goes on.
+        UploadError: the head is there, but the Hub did not take it; says with which command it is tried again.
+    """
     known = _known(run)
     sessions = _sessions(run, known)
-    trainer = run.trainer()
-    if trainer.is_world_process_zero():
-        write_provenance(run.folder, {"status": "running", **known, "sessions": sessions})
-        write_recipe(run.folder, recipe)
-    started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=run.resume)
-    sessions[-1] |= {"seconds": round(time.perf_counter() - started, 1), "to_step": trainer.state.global_step}
-    history = list(trainer.state.log_history)  # before the last evaluation, which is of the best head and no curve's
-    metrics = trainer.evaluate() if has_evaluation(recipe) else {}
-    if trainer.is_world_process_zero():
-        known |= {"adapters": dict(adapter_fingerprints(unwrap(run.target)))}  # the method may have trained one
-        write_provenance(run.folder, {"status": "running", **known, "sessions": sessions})
-        write_head(run, metrics)
-        _plot(history, run)
-        outcome = {"training": _outcome(trainer, sessions), "metrics": metrics, "files": file_hashes(run.folder)}
-        write_provenance(run.folder, {"status": "complete", **known, "sessions": sessions, **outcome})
-        if recipe.output.push_to_hub:
-            push(run.folder, recipe)
-    trainer.accelerator.wait_for_everyone()
+    with locked(run.folder) if run.args.should_save else nullcontext():
+        if run.args.should_save:
+            checked_folder(str(run.folder), run.resume is not None)  # another run may have ended meanwhile
+        leads = _train(run, known, sessions)
+    if leads and run.recipe.output.push_to_hub:
+        push_head(run.recipe)
     return run.folder
 
 
-def write_head(run: Run, metrics: Mapping[str, float]) -> None:
-    """Writes the head in the recipe's layout with its card, and loads it once to see that it can be."""
-    output = run.recipe.output
-    saved = run.method.save(run.folder, unwrap(run.target), output.layout)
-    measured = {name.removeprefix("eval_"): value for name, value in metrics.items() if "acceptance" in name}
-    source = run.recipe.data.eval or run.recipe.data.train
-    write_card(
-        run.folder,
-        **asdict(saved),
-        metrics=measured,
-        measured_on=f"{len(run.prompts)} held-out prompts of {Path(source).name}" if measured else None,
-        notes=publishable(run.recipe.output.notes) or _notes(run),
-        repo_id=output.push_to_hub,
-    )
-    AutoSpeculator.from_pretrained(run.folder, target=run.target)
-
-
-def push(folder: Path, recipe: Recipe) -> None:
-    """Uploads the head with card, provenance, recipe and curves; checkpoints and logs stay here, and private things."""
-    assert recipe.output.push_to_hub is not None
-    repo_id = make_repository(recipe.output.push_to_hub, private=recipe.output.private)
-    with tempfile.TemporaryDirectory() as staged:
-        for path in public_files(folder):
-            shutil.copy2(path, staged)
-        for name in (ADAPTER_FOLDER, CUSTOM_GENERATE_FOLDER):
-            if (folder / name).is_dir():
-                shutil.copytree(folder / name, Path(staged) / name)
-        clean_folder(staged)
-        refresh_hashes(staged)
-        upload_head(staged, repo_id, commit_message=f"Upload {recipe.method.name} head")
-
-
-def _checked_folder(folder: str, resume: bool) -> str | None:
-    """The checkpoint to resume from; raises `SpeculateError` for a folder that cannot be used as asked."""
-    checkpoint = last_checkpoint(folder) if os.path.isdir(folder) else None
-    if resume and checkpoint is None:
-        raise SpeculateError(f"nothing to resume: {folder} has no complete checkpoint. Start without --resume.")
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise SpeculateError(f"the output folder {folder} is a file.")
-    if not resume and os.path.isdir(folder) and os.listdir(folder):
-        hint = f"resume the run in it (--resume, from {Path(checkpoint).name})" if checkpoint else "remove it"
-        raise SpeculateError(f"the output folder {folder} is not empty: {hint}, or choose another one.")
-    return checkpoint
+def _train(run: Run, known: dict[str, Any], sessions: list[dict[str, Any]]) -> bool:
+    """Everything but the upload; returns whether this process is the one that writes."""
+    trainer = run.trainer()
+    leads = trainer.is_world_process_zero()
+    if leads:
+        write_provenance(run.folder, {"status": "running", **known, "sessions": sessions})
+        write_recipe(run.folder, run.recipe)
+    started = time.perf_counter()
+    try:
+        trainer.train(resume_from_checkpoint=run.resume)
+    except InterruptedTrainingError as error:
+        raise InterruptedTrainingError(error.checkpoint, resume_command(run.folder)) from None
+    sessions[-1] |= {"seconds": round(time.perf_counter() - started, 1), "to_step": trainer.state.global_step}
+    history = list(trainer.state.log_history)  # before the last evaluation, which is of the best head and no curve's
+    saved = None
+    if leads:  # before anything else, which may fail: then the head is there
+        known |= {"adapters": dict(adapter_fingerprints(unwrap(run.target)))}  # the method may have trained one
+        known |= {"sessions": sessions, "training": outcome_of(trainer, sessions)}
+        write_provenance(run.folder, {"status": "running", **known})
+        saved = write_head(run.recipe, run.method, run.target)
+    metrics = trainer.evaluate() if has_evaluation(run.recipe) else {}
+    if saved is not None:
+        title = f"{run.method.name} for {Path(run.recipe.target.path).name}"
+        draw_curves(history, run.folder, title)
+        write_provenance(run.folder, {"status": "complete", **known, "metrics": metrics})
+        write_card(run.folder, **card_facts(run.folder, saved), repo_id=run.recipe.output.push_to_hub)
+        refresh_hashes(run.folder)
+    trainer.accelerator.wait_for_everyone()
+    return leads
 
 
 def _known(run: Run) -> dict[str, Any]:
@@ -241,38 +230,5 @@ def _sessions(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
             if kind in before:
                 check_same(kind, before[kind], known[kind], run.folder)
         sessions = list(before.get("sessions", []))
-    step = int(run.resume.rpartition("-")[2]) if run.resume else 0
+    step = step_of(run.resume) if run.resume else 0
     return [*sessions, {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "from_step": step}]
-
-
-def _outcome(trainer: HeadTrainer, sessions: list[dict[str, Any]]) -> dict[str, Any]:
-    state = trainer.state
-    best = state.best_model_checkpoint
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    return {
-        "steps": state.global_step,
-        "epochs": state.epoch,
-        "tokens": state.num_input_tokens_seen,
-        "last_loss": losses[-1] if losses else None,
-        "seconds": sum(session.get("seconds", 0.0) for session in sessions),
-        "processes": trainer.args.world_size,
-        "best_step": int(best.rpartition("-")[2]) if best else None,
-        "best_metric": {trainer.args.metric_for_best_model: state.best_metric} if best else None,
-    }
-
-
-def _plot(history: list[Any], run: Run) -> None:
-    """The curves; a run is not lost for a picture."""
-    try:
-        plot_run(history, run.folder / CURVES_FILE, title=f"{run.method.name} for {Path(run.recipe.target.path).name}")
-    except SpeculateError as error:
-        logger.warning(f"no curves were drawn: {error}")
-
-
-def _notes(run: Run) -> str:
-    data = run.recipe.data
-    return (
-        f"Trained with hf-speculate, method `{run.method.name}`, on `{Path(data.train).name}`. "
-        f"Recipe: `{RECIPE_FILE}`; versions, data fingerprint, hardware, metrics: `provenance.json`; "
-        f"curves: `{CURVES_FILE}`."
-    )

@@ -5,20 +5,17 @@ What is trained is a `TrainingMethod`; the target stays outside, so neither the 
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import write_card
@@ -27,7 +24,10 @@ from hf_speculate.models import unwrap
 from ..data import Batch
 from ..methods import TrainingMethod
 from ..states import TargetReader
+from .arguments import HeadTrainingArguments
+from .checkpoints import STATE_FILE, check_checkpoint, last_checkpoint, step_of
 from .evaluation import AcceptanceEvaluation
+from .guards import DivergedError, DivergenceGuard, Interruption, diverged
 from .optimizers import MuonWithAdamW
 
 
@@ -35,44 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_STATE_FILE = "trainer_state.json"  # the last file of a checkpoint that is written
-_CHECKPOINT_FILES = (SAFE_WEIGHTS_NAME, "optimizer.pt", "scheduler.pt")
-
-
-class DivergedError(SpeculateError, RuntimeError):
-    """The loss or a gradient is not a number any more; the checkpoints hold what was good."""
-
-
-@dataclass
-class HeadTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the defaults of head training (EAGLE's optimizer, SpecForge's rate and clipping).
-
-    Everything that `TrainingArguments` knows can be set. Different defaults: `learning_rate` 1e-4, `adam_beta2` 0.95,
-    `lr_scheduler_type` "cosine", `warmup_steps` 4 % of all steps, `max_grad_norm` 0.5, `num_train_epochs` 10,
-    `logging_steps` 10, `save_total_limit` 2, `logging_nan_inf_filter` False (a loss that is not a number stops the
-    run), `remove_unused_columns` False and `label_names` (a batch is no model's arguments), tokens counted. New: `muon`
-    and `adamw_learning_rate`, see `MuonWithAdamW`.
-    """
-
-    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
-    muon: bool = field(
-        default=False,
-        metadata={"help": "Muon for the layers' matrices at `learning_rate`, AdamW for the rest."},
-    )
-    adamw_learning_rate: float | None = field(
-        default=None, metadata={"help": "Of that AdamW; None: half of `learning_rate`."}
-    )
-    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
-    lr_scheduler_type: Any = field(default="cosine", metadata={"help": "Learning rate schedule."})
-    warmup_steps: float = field(default=0.04, metadata={"help": "Steps, or a share of all steps if below 1."})
-    max_grad_norm: float = field(default=0.5, metadata={"help": "Norm to which gradients are clipped."})
-    num_train_epochs: float = field(default=10.0, metadata={"help": "Passes over the data."})
-    logging_steps: float = field(default=10, metadata={"help": "Steps between two log entries."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept, the best one among them."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Not used: such a loss stops the run."})
-    include_num_input_tokens_seen: Any = field(default="all", metadata={"help": "Count tokens, padding included."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False."})
-    label_names: list[str] | None = field(default_factory=lambda: ["loss_mask"], metadata={"help": "Not used."})
+logger = logging.get_logger(__name__)
 
 
 class HeadTrainer(Trainer):
@@ -109,6 +72,7 @@ class HeadTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
     ):
+        self._interruption = Interruption()
         super().__init__(
             model=method,
             args=args or HeadTrainingArguments(output_dir=f"{type(method).__name__.lower()}-head"),
@@ -116,7 +80,7 @@ class HeadTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[_Guard(method), *(callbacks or [])],
+            callbacks=[DivergenceGuard(method), self._interruption, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
@@ -175,9 +139,12 @@ class HeadTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """Trains; `resume_from_checkpoint=True` goes on from the last checkpoint that was written completely.
 
+        A checkpoint of the last step is loaded, or the best one where that is kept, and nothing is trained.
+
         Raises:
             SpeculateError: nothing to resume from, or a checkpoint of another head.
             DivergedError: the loss or a gradient is not a number.
+            InterruptedTrainingError: Ctrl-C; a checkpoint was written first.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -187,7 +154,21 @@ class HeadTrainer(Trainer):
                 )
         if resume_from_checkpoint:
             check_checkpoint(resume_from_checkpoint, self.method)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+            if step_of(resume_from_checkpoint) >= self.num_steps():
+                return self._restore(resume_from_checkpoint)
+        with self._interruption.listening(self.args.world_size):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run.
+
+        Raises:
+            SpeculateError: the data have no length, and `max_steps` does not say it.
+        """
+        try:
+            return self.set_initial_training_values(self.args, self.get_train_dataloader())[6]
+        except ValueError as error:
+            raise SpeculateError(f"training.max_steps must be set: streamed data have no length ({error}).") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Checkpoints hold the training state; called by a user, this writes the head in its default layout."""
@@ -196,6 +177,16 @@ class HeadTrainer(Trainer):
         elif self.args.should_save:
             folder = output_dir or str(self.args.output_dir)
             write_card(folder, **asdict(self.method.save(folder, unwrap(self.target))))
+
+    def _restore(self, checkpoint: str) -> TrainOutput:
+        """What `Trainer.train` leaves behind at its end; its own loop would train one more step."""
+        logger.warning(f"{checkpoint} is of the last step: nothing is left to train.")
+        self.state = TrainerState.load_from_json(os.path.join(checkpoint, STATE_FILE))
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None and os.path.isdir(best):
+            checkpoint = best
+        self._load_from_checkpoint(checkpoint)
+        return TrainOutput(self.state.global_step, 0.0, {})
 
     def _collect(self, mode: str, metrics: dict[str, Tensor]) -> None:
         """Adds without waiting for the device; `_drain` reads."""
@@ -216,73 +207,3 @@ class HeadTrainer(Trainer):
         sums.clear()
         counts.clear()
         return result
-
-
-class _Guard(TrainerCallback):
-    """Tells the method which step it is, and stops before the optimizer takes a gradient that is not a number."""
-
-    def __init__(self, method: TrainingMethod):
-        self.method = method
-
-    def on_step_begin(self, args, state, control: TrainerControl, **kwargs) -> None:
-        self.method.on_step(state.global_step, state.max_steps)
-
-    def on_pre_optimizer_step(self, args, state, control: TrainerControl, **kwargs) -> None:
-        optimizer = kwargs["optimizer"]
-        if getattr(optimizer, "scaler", None) is not None:
-            return  # of fp16: it skips such steps itself, they are how it finds its scale
-        gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not torch.isfinite(norm):
-            raise DivergedError(diverged("the gradient", float(norm), args, state))
-
-
-def diverged(what: str, value: float, args: TrainingArguments, state: TrainerState) -> str:
-    """The message of a `DivergedError`."""
-    kept = last_checkpoint(args.output_dir)
-    return (
-        f"{what} became {value} at step {state.global_step + 1}; the weights were not changed by it. "
-        + (f"The last good checkpoint is {kept}. " if kept else "No checkpoint had been written. ")
-        + f"Possible: a lower learning rate (it was {args.learning_rate}), more warm-up, a smaller max_grad_norm, "
-        "float32 instead of 16 bit; or a record that is broken."
-    )
-
-
-def last_checkpoint(folder: str | os.PathLike | None) -> str | None:
-    """The newest checkpoint in `folder` that was written completely; a run may have been killed while it wrote one."""
-    root = Path(folder or ".")
-    found = [path for path in root.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        if _is_complete(path):
-            return str(path)
-    return None
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        state = json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    has_files = all((checkpoint / name).is_file() for name in _CHECKPOINT_FILES)
-    return has_files and state.get("global_step") == int(checkpoint.name.rpartition("-")[2])
-
-
-def check_checkpoint(checkpoint: str, method: nn.Module) -> None:
-    """Raises `SpeculateError` unless the checkpoint holds exactly the tensors of `method`."""
-    path = os.path.join(checkpoint, SAFE_WEIGHTS_NAME)
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, RuntimeError, ValueError) as error:
-        raise SpeculateError(
-            f"cannot resume from {checkpoint}: {SAFE_WEIGHTS_NAME} cannot be read ({error})."
-        ) from error
-    wanted = {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()}
-    different = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-    if different:
-        name = different[0]
-        raise SpeculateError(
-            f"cannot resume from {checkpoint}: it holds another head. {len(different)} tensors differ, e.g. {name}: "
-            f"{found.get(name, 'absent')} there, {wanted.get(name, 'absent')} in this one. Resume with the recipe that "
-            "the run was started with, or start anew in another folder."
-        )

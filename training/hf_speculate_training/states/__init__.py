@@ -6,7 +6,7 @@ reader gives on disk, and `FeatureCache` hands it back bit by bit: the target's 
 """
 
 from .cache_index import FeatureCacheError
-from .feature_cache import FeatureCache, cache_key, write_features
+from .feature_cache import FeatureCache, cache_key, feature_bytes, write_features
 from .target_states import TargetReader, TargetStates, visible
 
 
@@ -16,6 +16,7 @@ __all__ = [
     "TargetReader",
     "TargetStates",
     "cache_key",
+    "feature_bytes",
     "visible",
     "write_features",
 ]

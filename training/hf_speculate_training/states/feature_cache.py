@@ -25,6 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data import Collator, Row, RowDataset, documents_fingerprint
@@ -96,7 +97,7 @@ def write_features(
     key = cache_key(reader, rows, dtype)
     with _locked(path):
         index = CacheIndex.open(path, key, len(rows), rows_per_shard)
-        plan = _plan(key, reader, rows, index.rows_per_shard)
+        plan = _plan(key, reader.target, rows, index.rows_per_shard)
         missing = [shard for shard in range(plan.num_shards) if not index.has(shard)]
         if missing:
             _check_space(path, plan, missing, ignore_space)
@@ -176,8 +177,18 @@ def cache_key(reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None 
     )
 
 
-def _plan(key: CacheKey, reader: TargetReader, rows: RowDataset, rows_per_shard: int) -> _Plan:
-    config = reader.target.config.get_text_config(decoder=True)
+def feature_bytes(
+    folder: str | os.PathLike, target: PreTrainedModel, feature_layers: Sequence[int], rows: RowDataset
+) -> int:
+    """Bytes that a cache in `folder` is still to grow by, by what it holds already. Computes no states."""
+    key = CacheKey("", "", tuple(sorted(feature_layers)), str(target.dtype).removeprefix("torch."))
+    plan = _plan(key, target, rows, rows_per_shard=1)
+    held = sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
+    return max(plan.num_bytes(range(plan.num_shards)) - held, 0)
+
+
+def _plan(key: CacheKey, target: PreTrainedModel, rows: RowDataset, rows_per_shard: int) -> _Plan:
+    config = target.config.get_text_config(decoder=True)
     # The state after the final norm is `last_hidden`: not kept twice.
     stored = ("last_hidden", *(f"features.{layer}" for layer in key.layers if layer != config.num_hidden_layers))
     lengths = [rows.row_length(row) for row in range(len(rows))]

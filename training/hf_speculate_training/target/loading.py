@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
 from hf_speculate.commands import first_line, target_path
 from hf_speculate.errors import SpeculateError
-from hf_speculate.gguf import find_file, load_model, read_header, read_tokenizer
+from hf_speculate.gguf import find_file, load_model, plan_model, read_header, read_tokenizer
 
 from ..sections import RecipeError
 from .options import TargetSection
@@ -33,6 +33,22 @@ def load_target(section: TargetSection, device: torch.device) -> nn.Module:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise SpeculateError(f"cannot load the target {section.path!r}: {first_line(error)}") from error
     return model.eval().requires_grad_(False)
+
+
+def load_config(section: TargetSection) -> PretrainedConfig:
+    """The target's configuration, without its weights; raises `SpeculateError` in one line."""
+    section = replace(section, path=target_path(section.path))
+    try:
+        if _is_packed(section):
+            return plan_model(
+                read_header(find_file(section.path, section.gguf_file, {"revision": section.revision}))
+            ).config
+        options = {"gguf_file": section.gguf_file} if section.gguf_file else {}
+        return AutoConfig.from_pretrained(section.path, revision=section.revision, **options)
+    except SpeculateError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise SpeculateError(f"cannot read the config of the target {section.path!r}: {first_line(error)}") from error
 
 
 def load_tokenizer(section: TargetSection) -> Any:

@@ -10,6 +10,7 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 
 from ...checkpoints import ConfigValues, LoadReport, TargetFiles
+from ..spec import EagleSpec
 from .loading import assemble, check_sizes, open_head
 from .saving import check_layout, stores, write_head
 from .sharing import OpenedHead, is_copy, shared_embeddings, shared_output
@@ -31,7 +32,7 @@ def convert_head(
         TargetMismatchError: the target is another one.
     """
     opened = open_head(folder)
-    check_layout(layout, opened.spec)
+    layout = check_layout(layout, opened.spec)
     config = ConfigValues(folder, opened.checkpoint.config)
     if target is not None:
         check_sizes(opened.spec, target.text_config, target.name)
@@ -53,7 +54,20 @@ def convert_head(
         target_architectures=target.architectures if target else verifier.texts("architectures"),
         embeddings_were_trained=embed_tokens is None and _were_trained(opened, target),
     )
-    return SavedHead("eagle3" if opened.spec.version == 3 else "eagle", layout, name), loaded.report
+    return SavedHead(algorithm_tag(opened.spec), layout, name), loaded.report
+
+
+def algorithm_tag(spec: EagleSpec) -> str:
+    """What the Hub calls the method of a head."""
+    return "eagle3" if spec.version == 3 else "eagle"
+
+
+def describe_head(folder: str) -> SavedHead:
+    """Method, layout and target of the head in `folder`, as far as it says."""
+    opened = open_head(folder)
+    verifier = ConfigValues(folder, opened.checkpoint.config).inner("speculators_config").inner("verifier")
+    layout = "safeailab" if opened.spec.version == 1 else opened.spec.dialect
+    return SavedHead(algorithm_tag(opened.spec), layout, verifier.text("name_or_path"))
 
 
 def _embeddings(opened: OpenedHead, layout: str, target: TargetFiles | None) -> nn.Module | None:

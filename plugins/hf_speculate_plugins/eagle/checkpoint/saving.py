@@ -23,6 +23,9 @@ from ..spec import EagleSpec
 
 LayoutName = Literal["safeailab", "specforge", "speculators"]
 
+# Who reads a layout -> the layout.
+_READERS = {"vllm": "speculators", "sglang": "specforge"}
+
 # What a layout's readers can not be told, as (name for people, does the spec need it).
 _Limit = tuple[str, Callable[[EagleSpec], bool]]
 _NEEDS_SPECULATORS: tuple[_Limit, ...] = (
@@ -79,7 +82,7 @@ def write_head(
         CheckpointError: the layout cannot express this head; the message says why.
     """
     spec = head.spec
-    check_layout(layout, spec)
+    layout = check_layout(layout, spec)
     layers = _feature_layers(spec, layout, num_target_layers)
     tensors = _tensors(head, target_ids, layout)
     if layout == "safeailab":
@@ -96,12 +99,25 @@ def write_head(
     write_checkpoint(path, file, tensors, config)
 
 
-def check_layout(layout: str, spec: EagleSpec) -> None:
-    """Raises `CheckpointError` unless files of `layout` can say what a head of this spec computes."""
+def check_layout(layout: str, spec: EagleSpec, num_target_layers: int | None = None) -> str:
+    """The layout by its own name; "vllm" and "sglang" are those that they read.
+
+    Args:
+        num_target_layers: where it is known, the layers that the head reads are looked at, too.
+    Raises:
+        CheckpointError: files of `layout` cannot say what a head of this spec computes.
+    """
+    layout = _READERS.get(layout, layout)
     if layout not in _LIMITS:
-        raise CheckpointError(f"eagle: unknown layout {layout!r}; known are {', '.join(map(repr, _LIMITS))}.")
+        readers = ", ".join(f"{reader!r} for {name!r}" for reader, name in _READERS.items())
+        raise CheckpointError(
+            f"eagle: unknown layout {layout!r}; known are {', '.join(map(repr, _LIMITS))} ({readers})."
+        )
     if limits := [name for name, is_needed in _LIMITS[layout] if is_needed(spec)]:
         raise CheckpointError(f"the {layout} layout cannot express this head: it has {', '.join(limits)}.")
+    if num_target_layers is not None:
+        _feature_layers(spec, layout, num_target_layers)
+    return layout
 
 
 def stores(layout: str, spec: EagleSpec) -> dict[str, bool]:

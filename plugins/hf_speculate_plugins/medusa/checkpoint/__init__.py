@@ -5,17 +5,19 @@ backbone too, which is compared with the target. No other room of this method op
 """
 
 from .backbone import check_backbone
-from .conversion import convert_heads
+from .conversion import convert_heads, describe_heads
 from .layouts import LayoutName, holds_heads
 from .loading import MedusaCheckpoint, read_heads
-from .saving import write_heads
+from .saving import check_layout, write_heads
 
 
 __all__ = [
     "LayoutName",
     "MedusaCheckpoint",
     "check_backbone",
+    "check_layout",
     "convert_heads",
+    "describe_heads",
     "holds_heads",
     "read_heads",
     "write_heads",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.files import read_json
 
-from ...checkpoints import ConfigValues, LoadReport, TargetFiles
+from ...checkpoints import ConfigValues, LoadReport, TargetFiles, tensor_shapes
 from ..head import MedusaHeads
+from .layouts import PREFIXES, find_layout
 from .loading import read_heads
 from .saving import check_layout, write_heads
 
@@ -43,6 +46,16 @@ def convert_heads(
         report = dataclasses.replace(report, missing={**report.missing, **lost})
     write_heads(path, heads, layout, vocab_size=_vocab_size(heads, config, target), base_model=name)
     return SavedHead("medusa", layout, name), report
+
+
+def describe_heads(folder: str) -> SavedHead:
+    """Layout and target of the heads in `folder`, as far as it says."""
+    layout = find_layout(tensor_shapes(folder, strip=PREFIXES))
+    if layout is None:
+        raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
+    path = Path(folder, "config.json")
+    config = ConfigValues(folder, read_json(path) if path.exists() else {})
+    return SavedHead("medusa", layout.name, config.text("base_model_name_or_path"))
 
 
 def _with_output(heads: MedusaHeads, folder: str, target: TargetFiles | None) -> MedusaHeads:

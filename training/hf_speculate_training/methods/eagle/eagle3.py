@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from hf_speculate.models import unwrap
 
 from ...data import Batch
 from ...states import TargetStates
-from ..contract import CountTokens, StepOutput
+from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
 from ..entries import Entries
-from ..vocabulary import DRAFT_VOCAB_SIZE, choose_vocabulary
+from ..vocabulary import DRAFT_VOCAB_SIZE, choose_vocabulary, suggested_vocabulary
 from .base import BaseEagleMethod
 from .new_head import new_eagle3
 from .options import Eagle3Shape, Eagle3TrainingOptions
@@ -28,6 +29,13 @@ class Eagle3Method(BaseEagleMethod[Eagle3TrainingOptions]):
     name = "eagle3"
     head_class = Eagle3Shape
     options_class = Eagle3TrainingOptions
+
+    @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """A draft vocabulary for large vocabularies; fewer unrolled steps where the head is small."""
+        size = suggested_vocabulary(config)
+        options = {"steps": 5} if config.hidden_size < SMALL_HIDDEN_SIZE else {}
+        return {"head": {} if size is None else {DRAFT_VOCAB_SIZE: size}, "options": options}
 
     @classmethod
     def for_target(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from transformers import PretrainedConfig
+
 from ...data import Batch
 from ...states import TargetStates
 from ..contract import StepOutput
@@ -14,6 +18,11 @@ class MedusaMethod(BaseMedusaMethod[MedusaTrainingOptions]):
 
     name = "medusa"
     options_class = MedusaTrainingOptions
+
+    @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """The target's distribution as the teacher: it serves whoever wrote the text."""
+        return {"options": {"soft": True}}
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         return self.heads_loss(batch, states)

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.hub import ADAPTER_FOLDER
 from hf_speculate.models import unwrap
 from hf_speculate_plugins.medusa import MedusaHeads
 
 from ...data import Batch
 from ...sections import RecipeError, field_names, refuse_unknown
 from ...states import TargetReader, TargetStates
-from ..contract import ADAPTER_FOLDER, StepOutput
+from ..contract import StepOutput
 from ..entries import emitting_positions
 from ..losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
 from ..teacher import Teacher
@@ -81,6 +82,11 @@ class Medusa2Method(BaseMedusaMethod[Medusa2TrainingOptions]):
         self._target: tuple[PeftModel] = (cast("PeftModel", target),)  # in a tuple: a module would be registered
         self._original = TargetReader(unwrap(target), self.feature_layers)
         self._whole_teacher = Teacher(self.teacher.lm_head, None, self.teacher.vocab_size)
+
+    @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """The LoRA of Medusa's own recipe, on every projection."""
+        return {"adapter": {"r": 32, "lora_alpha": 16, "target_modules": "all-linear"}}
 
     @classmethod
     def adapted(cls, target: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:

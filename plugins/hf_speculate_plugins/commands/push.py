@@ -1,0 +1,71 @@
+"""`hf-speculate push` and `hf-speculate card`: a head on disk to the Hub, and the card that says what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.hub import check_upload, push_folder, recorded_card
+
+
+Folder = Annotated[Path, typer.Argument(help="Folder of a head.")]
+
+_PUSH_EXAMPLES = """
+Examples:
+
+  hf-speculate push runs/my-head
+
+  hf-speculate push runs/my-head --repo-id me/my-head --private
+"""
+_CARD_EXAMPLES = """
+Examples:
+
+  hf-speculate card runs/my-head
+
+  hf-speculate card runs/my-head --repo-id me/my-head --print
+"""
+
+
+def push(
+    folder: Folder,
+    repo_id: Annotated[
+        str | None, typer.Option(help="owner/name, or name for one of yours (default: the recipe's, or the folder's).")
+    ] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository (default: the owner's setting).")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+) -> None:
+    """Upload a head with card, provenance, recipe and curves; checkpoints, logs and paths of this machine stay."""
+    _check_folder(folder)
+    if repo_id is not None:
+        check_upload(repo_id)
+    result = push_folder(folder, repo_id, private=private, commit_message=message)
+    typer.echo(f"uploaded {folder}: {result.commit_url}")
+
+
+def card(
+    folder: Folder,
+    repo_id: Annotated[str | None, typer.Option(help="Where the head will be on the Hub, for the snippet.")] = None,
+    show: Annotated[bool, typer.Option("--print", help="Print the card, too.")] = False,
+) -> None:
+    """Write the model card of a head anew, from its files and its provenance; a card that a person wrote stays."""
+    _check_folder(folder)
+    path = folder / "README.md"
+    if not recorded_card(folder, repo_id):
+        raise SpeculateError(f"{path} was written by a person and stays as it is: move it away to have one made.")
+    typer.echo(path.read_text(encoding="utf-8") if show else f"wrote {path}")
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise SpeculateError(f"{folder} is not a folder of a head.")
+
+
+# Apps, so that the examples are in the help.
+push_app, card_app = typer.Typer(add_completion=False), typer.Typer(add_completion=False)
+push_app.command("push", epilog=_PUSH_EXAMPLES)(push)
+card_app.command("card", epilog=_CARD_EXAMPLES)(card)

@@ -1,0 +1,159 @@
+"""What can fail is found before the first step, and before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_speculate.errors import SpeculateError, UploadError
+from hf_speculate.hub import permissions, repositories
+from hf_speculate_training.run import preflight, prepare, recipe_from, train_head
+from tests.support.hub import FakeHub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    fake = FakeHub(tmp_path / "hub")
+    for module in (permissions, repositories):
+        monkeypatch.setattr(module, "HfApi", fake)
+    return fake
+
+
+@pytest.fixture
+def refused(recipe_values):
+    """Asserts that a recipe with these changes is refused with this message, and that its folder was not made."""
+
+    def check(message: str, **sections) -> None:
+        for section, values in sections.items():
+            recipe_values.setdefault(section, {}).update(values)
+        with pytest.raises(SpeculateError, match=message):
+            prepare(recipe_from(recipe_values))
+        assert not Path(recipe_values["output"]["folder"]).exists()
+
+    return check
+
+
+class TestLayout:
+    @pytest.mark.parametrize(("method", "layout"), [("eagle3", "onnx"), ("medusa", "sglang"), ("eagle1", "vllm")])
+    def test_that_cannot_be_written(self, refused, method, layout):
+        refused(rf"output\.layout={layout}: ", method={"name": method, "options": {}}, output={"layout": layout})
+
+    @pytest.mark.parametrize("layout", ["vllm", "sglang"])
+    def test_by_who_reads_it(self, recipe_values, layout):
+        recipe_values["output"]["layout"] = layout
+        prepare(recipe_from(recipe_values))
+
+
+class TestTrackers:
+    def test_unknown(self, refused):
+        refused("report_to=tensorbord: unknown; possible: .*tensorboard", training={"report_to": ["tensorbord"]})
+
+    @pytest.mark.parametrize(
+        ("name", "package"), [("trackio", r"'hf-speculate\[trackers\]'"), ("wandb", "wandb"), ("neptune", "neptune")]
+    )
+    def test_not_installed(self, refused, monkeypatch, name, package):
+        monkeypatch.setattr(preflight, "_is_installed", lambda tracker: False)
+        refused(f"{name} is not installed. pip install {package}", training={"report_to": name})
+
+
+class TestHub:
+    def test_no_permission(self, refused, hub):
+        hub.user["auth"]["accessToken"]["role"] = "read"
+        refused("may not write to me/head", target={"path": "./never-loaded"}, output={"push_to_hub": "me/head"})
+
+    def test_a_push_that_fails_keeps_the_head_and_says_how_to_go_on(self, recipe_values, hub):
+        hub.problem = RuntimeError("the cable was cut")
+        recipe_values["output"]["push_to_hub"] = "me/head"
+        recipe_values["training"]["max_steps"] = 1
+        folder = Path(recipe_values["output"]["folder"])
+        with pytest.raises(UploadError, match=f"hf-speculate push {folder} --repo-id me/head"):
+            train_head(recipe_from(recipe_values))
+        assert json.loads((folder / "provenance.json").read_text())["status"] == "complete"
+        assert (folder / "model.safetensors").exists()
+        assert not list(folder.glob(".train*"))
+
+
+class TestEvaluation:
+    def test_prompts_without_evaluation_data(self, refused, write_lines):
+        prompts = write_lines([{"prompt": "a b c"}], "prompts.jsonl")
+        refused("evaluation.prompts are given, but no", data={"eval": None}, evaluation={"prompts": str(prompts)})
+
+    def test_data_of_which_no_prompt_can_be_made(self, refused, write_lines):
+        data = write_lines([{"input_ids": [5, 6], "loss_mask": [True, True]}], "eval.jsonl")
+        refused("no evaluation prompt can be made", data={"eval": str(data)}, evaluation={"prompt_tokens": 0})
+
+    def test_options_that_the_drafter_does_not_have(self, refused):
+        refused(r"evaluation\.options cannot be used: .*dept", evaluation={"options": {"dept": 3}})
+
+
+def test_a_stream_without_a_number_of_steps(refused):
+    refused("streaming needs training.max_steps", data={"streaming": True}, training={"max_steps": -1})
+
+
+class TestDisk:
+    @pytest.fixture
+    def free(self, monkeypatch):
+        def have(num_bytes: int) -> None:
+            monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=num_bytes))
+
+        return have
+
+    def test_too_small_for_checkpoints(self, refused, free):
+        free(100_000)
+        refused(r"disk is too small: checkpoints and head in .* GiB \(computed\), and 0\.00 GiB are free")
+
+    def test_cache_and_checkpoints_together(self, recipe_values, free, tmp_path):
+        """Each of them fits; and what a cache holds already is not needed again."""
+        recipe_values["features"] = {"source": "cache", "folder": str(tmp_path / "features")}
+        recipe = recipe_from(recipe_values)
+        run = prepare(recipe)
+        output = preflight._output_bytes(run.args, run.target, run.method)
+        size = 12 * 48 * (3 * 32 * 4 + 25)  # 12 rows of 48 tokens; two features and the last state, float32
+        free(output + size)
+        prepare(recipe)
+        free(output + size - 1)
+        with pytest.raises(SpeculateError, match=r"checkpoints and head .*, feature cache in .*features"):
+            prepare(recipe)
+        (tmp_path / "features").mkdir()
+        (tmp_path / "features" / "held").write_bytes(b"x" * 1000)
+        prepare(recipe)
+
+
+def test_a_failing_evaluation_does_not_take_the_head_along(recipe_values, monkeypatch, saved_target):
+    from hf_speculate_training.run.trainer import HeadTrainer
+
+    def evaluate(self, *args, **kwargs):
+        raise MemoryError("evaluated to death")
+
+    recipe_values["training"] |= {"eval_strategy": "no", "max_steps": 1}
+    monkeypatch.setattr(HeadTrainer, "evaluate", evaluate)
+    folder = Path(recipe_values["output"]["folder"])
+    with pytest.raises(MemoryError):
+        train_head(recipe_from(recipe_values))
+    assert {"model.safetensors", "config.json", "README.md", "provenance.json"} <= {p.name for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("method", [{"name": "eagle3"}, {"name": "medusa2", "adapter": {"r": 2}}])
+def test_the_cards_snippet_runs_as_it_is_written(recipe_values, saved_target, tmp_path, monkeypatch, method, capsys):
+    shutil.copytree(saved_target, tmp_path / "target")
+    if "adapter" in method:
+        method["adapter"]["target_modules"] = ["q_proj"]
+    recipe_values |= {"target": {"path": str(tmp_path / "target")}, "method": method}
+    recipe_values["training"]["max_steps"] = 2
+    recipe_values["evaluation"]["num_prompts"] = 0
+    folder = train_head(recipe_from(recipe_values))
+    snippet = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    capsys.readouterr()
+    exec(compile(snippet, "card", "exec"), names)
+    assert names["speculator"].stats.rounds > 0
+    model, tokenizer = (kind.from_pretrained("target") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    plain = model.generate(**names["inputs"], max_new_tokens=128)
+    if "adapter" not in method:  # which changes the target's text
+        assert capsys.readouterr().out == tokenizer.decode(plain[0], skip_special_tokens=True) + "\n"

@@ -1,0 +1,158 @@
+"""A recipe for those who bring none: a target, data and a method, the rest derived from the target's size.
+
+Two kinds of targets, as the shipped recipes have them. Small ones (hidden size below 768) are trained for on a CPU or a
+small GPU, with Muon and short rows, as `pycoder-eagle3`, `qwen2-16m-eagle3` and `smollm2-eagle3` were. For larger ones
+the settings are those of EAGLE-3's own trainer and SpecForge, as in `qwen2-0.5b-eagle3` and `llama-3.1-8b-eagle3`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+
+from ..methods import SMALL_HIDDEN_SIZE, load_method
+from ..target import TargetSection, load_config, load_tokenizer
+
+
+_LARGE_HIDDEN_SIZE = 2048  # a row of theirs fills a GPU
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of a recipe, and why it is that one.
+
+    Attributes:
+        place: `section.key`, or `section.key.key`.
+    """
+
+    place: str
+    value: Any
+    why: str = ""
+
+
+def default_choices(target: str, data: str, method: str, output: str | None = None) -> list[Choice]:
+    """The recipe for a target, in the order in which it is written.
+
+    Args:
+        target: as `target.path` of a recipe: its configuration and tokenizer are read.
+        data: as `data.train`.
+        method: an installed one.
+        output: as `output.folder`; None: `runs/<target>-<method>`.
+    Raises:
+        SpeculateError: no such method or target.
+    """
+    section = TargetSection(path=target)
+    load_method(method)
+    config = load_config(section)
+    has_template = bool(load_tokenizer(section).chat_template)
+    folder = output or f"runs/{Path(target).stem if target.endswith('.gguf') else Path(target).name}-{method}"
+    return [
+        Choice("target.path", target),
+        Choice("data.train", data, "the target's own answers are best: hf-speculate regenerate"),
+        *_data_choices(config.get_text_config(decoder=True), has_template),
+        Choice("method.name", method),
+        *_method_choices(config.get_text_config(decoder=True), method),
+        *_training_choices(config.get_text_config(decoder=True), load_method(method).trains_target),
+        *_evaluation_choices(config.get_text_config(decoder=True)),
+        Choice("output.folder", folder, "head, card, provenance, checkpoints"),
+    ]
+
+
+def recipe_values(choices: Iterable[Choice]) -> dict[str, Any]:
+    """The choices as plain values, for `recipe_from`."""
+    content: dict[str, Any] = {}
+    for choice in choices:
+        *sections, key = choice.place.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = choice.value
+    return content
+
+
+def commented_recipe(choices: Iterable[Choice]) -> str:
+    """The choices as a YAML file that says why."""
+    lines = ["# Made by `hf-speculate train --init`. Every key: hf_speculate_training.run.recipe; anything that"]
+    lines += ["# transformers.TrainingArguments knows can stand in `training`.", ""]
+    open_sections: list[str] = []
+    for choice in choices:
+        *sections, key = choice.place.split(".")
+        for depth, section in enumerate(sections):
+            if open_sections[: depth + 1] != sections[: depth + 1]:
+                lines.append(f"{'  ' * depth}{section}:")
+        open_sections = sections
+        comment = f" # {choice.why}" if choice.why else ""
+        lines.append(f"{'  ' * len(sections)}{key}: {json.dumps(choice.value, ensure_ascii=False)}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _data_choices(config: PretrainedConfig, has_template: bool) -> list[Choice]:
+    length = 512 if _is_small(config) else 2048
+    context = getattr(config, "max_position_embeddings", None) or length
+    return [
+        Choice("data.eval_fraction", 0.05, "held out for loss and acceptance; or data.eval, a file"),
+        Choice("data.max_length", min(length, context), "tokens of a row; longer plain texts are cut into pieces"),
+        Choice("data.chat", has_template, "prompt and completion through the chat template, if the target has one"),
+    ]
+
+
+def _method_choices(config: PretrainedConfig, method: str) -> list[Choice]:
+    why = {
+        "draft_vocab_size": "the tokens that the data have most; the target's vocabulary is larger",
+        "steps": "unrolled in training: how deep the head learns to draft",
+        "soft": "learns the target's distribution, not the text's token",
+    }
+    suggested = load_method(method).suggested(config)
+    return [
+        Choice(f"method.{part}.{key}", value, why.get(key, ""))
+        for part, values in suggested.items()
+        for key, value in values.items()
+    ]
+
+
+def _training_choices(config: PretrainedConfig, trains_target: bool) -> list[Choice]:
+    if _is_small(config) and not trains_target:  # Muon was not tried on a target's adapter
+        choices = [
+            Choice("training.num_train_epochs", 4),
+            Choice("training.per_device_train_batch_size", 4, "rows of max_length tokens a step"),
+            Choice("training.muon", True, "learns from fewer tokens than AdamW"),
+            Choice("training.learning_rate", 4e-3, "Muon's, for the layers' matrices"),
+            Choice("training.adamw_learning_rate", 2e-3, "of everything else"),
+            Choice("training.weight_decay", 0.05),
+            Choice("training.max_grad_norm", 1.0),
+        ]
+    else:
+        rows = 1 if config.hidden_size >= _LARGE_HIDDEN_SIZE else 8
+        choices = [
+            Choice("training.num_train_epochs", 2, "speculators' published runs: 2 to 3"),
+            Choice("training.per_device_train_batch_size", rows, "rows in memory at a time"),
+            Choice("training.gradient_accumulation_steps", 8 // rows, "8 rows a step, as EAGLE-3's own trainer"),
+            Choice("training.learning_rate", 1e-4, "as SpecForge"),
+            Choice("training.warmup_steps", 0.015, "a share of all steps"),
+            Choice("training.max_grad_norm", 0.5),
+        ]
+    return [
+        *choices,
+        Choice("training.bf16", is_torch_bf16_gpu_available(), "needs a GPU, or a CPU with AMX, that has it"),
+        Choice("training.eval_steps", 0.1, "a share of all steps: ten evaluations, ten checkpoints"),
+        Choice("training.save_steps", 0.1),
+    ]
+
+
+def _evaluation_choices(config: PretrainedConfig) -> list[Choice]:
+    nodes = 16 if _is_small(config) else 59 if config.hidden_size >= _LARGE_HIDDEN_SIZE else 31
+    return [
+        Choice("evaluation.num_prompts", 16, "decoded at every evaluation; the best checkpoint is kept"),
+        Choice("evaluation.max_new_tokens", 64),
+        Choice("evaluation.nodes", [nodes], "of a draft tree"),
+    ]
+
+
+def _is_small(config: PretrainedConfig) -> bool:
+    return config.hidden_size < SMALL_HIDDEN_SIZE
