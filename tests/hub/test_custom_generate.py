@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 
@@ -171,37 +172,55 @@ class TestFiles:
 
 IN_A_FRESH_PROCESS = """
 import sys
-folder, is_installed = sys.argv[1], sys.argv[2] == "installed"
-if not is_installed:
-    sys.path[:] = [path for path in sys.path if not path.startswith(sys.argv[3]) or "site-packages" in path]
+target, head, state, repository = sys.argv[1:]
+if state == "absent":
+    sys.path[:] = [path for path in sys.path if not path.startswith(repository) or "site-packages" in path]
 import torch
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(folder + "/target")
+model = AutoModelForCausalLM.from_pretrained(target)
 ids = torch.arange(3, 9)[None]
 plain = model.generate(ids, max_new_tokens=12)
 assert "hf_speculate" not in sys.modules
+where = {"revision": "v2"} if state == "on the Hub" else {}
 try:
-    output = model.generate(ids, max_new_tokens=12, custom_generate=folder + "/head", trust_remote_code=True)
+    output = model.generate(ids, max_new_tokens=12, custom_generate=head, trust_remote_code=True, **where)
     print("equal" if torch.equal(plain, output) else "different", "hf_speculate" in sys.modules)
 except ImportError as error:
     print(error)
 """
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def cache_as_repository(head, home):
+    """Lays a head where a download of revision v2 of me/head would lie; returns its id."""
+    repository = home / "hub" / "models--me--head"
+    shutil.copytree(head, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v2").write_text(COMMIT)
+    return "me/head"
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("state", "said"), [("installed", "equal True"), ("absent", "hf_speculate. Run `pip install hf_speculate`")]
+    ("state", "said"),
+    [
+        ("in a folder", "equal True"),
+        ("on the Hub", "equal True"),
+        ("absent", "hf_speculate. Run `pip install hf_speculate`"),
+    ],
 )
 def test_nobody_imports_the_package_before(head, tiny_model, tmp_path, state, said):
     tiny_model().save_pretrained(tmp_path / "target")
+    name = cache_as_repository(head, tmp_path / "home") if state == "on the Hub" else str(head)
+    settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS, str(tmp_path), state, str(REPOSITORY)],
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        [sys.executable, "-c", IN_A_FRESH_PROCESS, str(tmp_path / "target"), name, state, str(REPOSITORY)],
+        env={key: value for key, value in os.environ.items() if not key.startswith("HF_")} | settings,
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip().endswith(said)
