@@ -21,6 +21,7 @@ REST = (
     "plugins/*test_bench*.py",
     "*/test_cli.py",
     "plugins/*test_check.py",
+    "plugins/*test_check_conditions.py",
     "plugins/*test_compiled_heads.py",
     "plugins/*test_convert.py",
     "plugins/*test_float16.py",
