@@ -92,9 +92,13 @@ def tokenize(prompts: Sequence[Prompt], tokenizer, *, use_chat_template: bool) -
     return result
 
 
-def chat_ids(messages: Sequence[dict[str, Any]], tokenizer) -> Tensor:
-    """int64 [S]: a chat through the tokenizer's template, up to where the answer begins."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> Tensor:
+    """int64 [S]: a chat through the tokenizer's template, up to where the answer begins.
+
+    Args:
+        template: what the template is told (`enable_thinking=False`).
+    """
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
 
 

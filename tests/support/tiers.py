@@ -22,6 +22,7 @@ REST = (
     "*/test_cli.py",
     "*/test_generating.py",
     "plugins/*test_check.py",
+    "plugins/*test_check_conditions.py",
     "plugins/*test_compiled_heads.py",
     "plugins/*test_convert.py",
     "plugins/*test_float16.py",

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hf_speculate.errors import SpeculateError
 
+from .conditions import Finding
 from .rates import AcceptanceRates
 from .texts import Text
 
 
-Verdict = Literal["plausible", "mislabelled", "better", "unexplained"]
+Verdict = Literal["plausible", "mislabelled", "better", "explained", "unexplained"]
 Options = dict[str, Any]
 
 # A change must gain this many standard errors (paired over positions, which are not quite independent, hence many) and
@@ -76,8 +77,9 @@ class HeadCheck:
         fix: options that make it better, empty if none does.
         best: acceptance with them.
         verdict: "plausible": as expected of a trained head. "mislabelled": low as stated, plausible with `fix`.
-            "better": `fix` helps and it is still low, or it was plausible without. "unexplained": low, and no
-            convention helps.
+            "better": `fix` helps and it is still low, or it was plausible without. "explained": low, no convention
+            helps, and `findings` say what it is. "unexplained": low, and nothing that was tried helps.
+        findings: conditions that change its acceptance clearly, the strongest first, see `conditions`.
     """
 
     head: str
@@ -86,11 +88,13 @@ class HeadCheck:
     trials: tuple[Trial, ...] = ()
     fix: Options = field(default_factory=dict)
     best: AcceptanceRates | None = None
+    findings: tuple[Finding, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
         if not self.fix or self.best is None:
-            return "unexplained" if self.stated.is_suspicious else "plausible"
+            low = "explained" if self.findings else "unexplained"
+            return low if self.stated.is_suspicious else "plausible"
         return "mislabelled" if self.stated.is_suspicious and not self.best.is_suspicious else "better"
 
     @property
@@ -103,14 +107,16 @@ class HeadCheck:
     def message(self) -> str:
         """The verdict in words."""
         changes = " and ".join(trial.meaning for trial in self.trials if trial.options == self.fix) or "nothing"
-        return {
+        verdict = {
             "plausible": "Acceptance is what a trained head shows: nothing to fix.",
             "mislabelled": f"The head is mis-labelled. What it was trained with: {changes}.",
             "better": f"The head drafts better with: {changes}.",
+            "explained": "Acceptance is low and no convention helps; what it depends on is below.",
             "unexplained": "Acceptance is low and no convention helps. Is this the target that the head was trained "
             "for, are the prompts in the form that it was trained on (chat template, system prompt), was it trained at "
             "all?",
         }[self.verdict]
+        return "\n".join([verdict, *(f"- {finding.kind}: {finding.message}" for finding in self.findings)])
 
 
 class Reader(Protocol):

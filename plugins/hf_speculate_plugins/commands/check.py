@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +20,12 @@ from hf_speculate.commands import Prompt, builtin_prompts, console, find_device,
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.models import unwrap
+from hf_speculate.target import quantization_label
 
 from ..calibration import AcceptanceRates, HeadCheck, Reader, check_head, write_texts
 from ..eagle import EagleReader
 from ..medusa import MedusaReader
+from .conditions import HeadMeasure, Use, find_conditions, with_adapter
 
 
 _READERS: dict[str, type] = {reader.name: reader for reader in (EagleReader, MedusaReader)}
@@ -62,12 +64,17 @@ def check_checkpoint(
 
 def check(
     head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE or Medusa head.")],
-    target: Annotated[str, typer.Option(help="Folder, GGUF file or Hub id of the model that it was trained for.")],
+    target: Annotated[
+        str, typer.Option(help="Folder, GGUF file, Hub id, or smollm2: the model that it was trained for.")
+    ],
+    adapter: Annotated[str | None, typer.Option(help="PEFT adapter of the target: a folder or Hub id.")] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help="JSON lines (prompt, text, question, turns or messages) or plain text, one prompt a line."),
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines (prompt, text, question, turns or messages) or plain text, one prompt a line (repeatable)."
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 16,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file at most.")] = 16,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
     depth: Annotated[int, typer.Option(min=1, help="Tokens that are drafted at every position.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="That the target writes after each prompt.")] = 64,
@@ -75,24 +82,46 @@ def check(
         bool | None,
         typer.Option("--alternatives/--no-alternatives", help="Other conventions (default: if acceptance is low)."),
     ] = None,
+    conditions: Annotated[
+        bool | None,
+        typer.Option(
+            "--conditions/--no-conditions",
+            help="Other templates, adapters, dtypes, dequantised (default: if acceptance is low).",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch (default: torch's own).")] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Is a head read as it was trained? Measures its acceptance, and finds mis-labelled conventions."""
+    """Is a head read as it was trained? Measures its acceptance, finds mis-labelled conventions and what lowers it.
+
+    That is: prompts, chat template, thinking, adapter, quantisation, dtype, context.
+    """
     logging.disable_progress_bar()
     if threads is not None:
         torch.set_num_threads(threads)
-    given = None if prompts is None else _prompts(prompts, limit)
-    model, tokenizer = load_target(target, dtype, find_device(device))
-    _stop_at_the_end(model, tokenizer)
+    given = None if not prompts else [prompt for path in prompts for prompt in _prompts(path, limit)]
+    on = find_device(device)
+
+    def load(dtype: str, dense: bool = False) -> Any:
+        return _load(target, dtype, on, dense)[0]
+
+    model, tokenizer = _load(target, dtype, on)
+    without_adapter = None
+    if adapter is not None:
+        model, without_adapter = with_adapter(model, adapter)
     use_template = not raw and bool(tokenizer.chat_template)
     chosen = builtin_prompts(limit, chat=use_template) if given is None else given
     tokens = [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=use_template)]
     found = check_checkpoint(
         head, model, tokens, depth=depth, max_new_tokens=max_new_tokens, try_alternatives=alternatives
     )
+    measure = HeadMeasure(local_folder(head), _READERS[found.drafter], depth, max_new_tokens, found.fix)
+    use = Use(model, tokenizer, chosen, tokens, use_template, load, without_adapter)
+    is_low = (found.best or found.stated).is_suspicious
+    findings = find_conditions(measure, use, others=is_low if conditions is None else conditions)
+    found = replace(found, findings=findings)
     if json_only:
         typer.echo(json.dumps(as_json(found)))
         return
@@ -100,6 +129,15 @@ def check(
     typer.echo(found.message)
     if found.fix:
         typer.echo(f"\n    {found.code}\n")
+
+
+def _load(target: str, dtype: str, device: torch.device, dense: bool = False) -> tuple[Any, Any]:
+    """Target and tokenizer; dense: dequantised."""
+    model, tokenizer = load_target(target, dtype, device, gguf_backend="dense" if dense else "auto")
+    if dense and quantization_label(model):
+        model = model.dequantize()
+    _stop_at_the_end(model, tokenizer)
+    return model, tokenizer
 
 
 def _stop_at_the_end(model: Any, tokenizer: Any) -> None:
