@@ -5,6 +5,7 @@ do, or with parts of your own. A training method of your own is a `TrainingMetho
 what the built-in ones are made from.
 """
 
+from . import extras as extras  # the first: it says what is missing
 from .data import Batch, DataOptions
 from .methods import StepOutput, TrainingMethod, installed_methods
 from .run import (
