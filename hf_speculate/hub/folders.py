@@ -119,6 +119,7 @@ def push_folder(
     private: bool | None = None,
     token: str | bool | None = None,
     commit_message: str | None = None,
+    revision: str | None = None,
 ) -> CommitInfo:
     """Uploads the head in a folder with card, provenance, recipe and curves; what is private stays here.
 
@@ -145,9 +146,8 @@ def push_folder(
                 write_card(staged, **card_facts(folder, saved), repo_id=full_id)  # a person's stays
             clean_folder(staged)
             refresh_hashes(staged)
-            return upload_head(
-                staged, full_id, token=token, commit_message=commit_message or f"Upload {saved.algorithm} head"
-            )
+            message = commit_message or f"Upload {saved.algorithm} head"
+            return upload_head(staged, full_id, token=token, commit_message=message, revision=revision)
         except SpeculateError:
             raise
         # A connection fails with errors of the HTTP library, which is not ours to name.

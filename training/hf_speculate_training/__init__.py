@@ -1,16 +1,19 @@
 """Training of speculative heads for hf_speculate: methods, data, trainer, recipes. See training/README.md.
 
-`train_head(read_recipe(...))` runs a recipe, `HeadTrainer` trains with parts of your own. A training method of your own
-is a `TrainingMethod`; `hf_speculate_training.methods` has what the built-in ones are made from.
+`train_head(read_recipe(...))` runs a recipe; `HeadTrainer` trains from target, method and data set, as TRL's trainers
+do, or with parts of your own. A training method of your own is a `TrainingMethod`; `hf_speculate_training.methods` has
+what the built-in ones are made from.
 """
 
-from .data import Batch
+from . import extras as extras  # the first: it says what is missing
+from .data import Batch, DataOptions
 from .methods import StepOutput, TrainingMethod, installed_methods
 from .run import (
     AcceptanceEvaluation,
     AcceptanceOptions,
     HeadTrainer,
     HeadTrainingArguments,
+    MethodSection,
     Recipe,
     read_recipe,
     train_head,
@@ -23,8 +26,10 @@ __all__ = [
     "AcceptanceEvaluation",
     "AcceptanceOptions",
     "Batch",
+    "DataOptions",
     "HeadTrainer",
     "HeadTrainingArguments",
+    "MethodSection",
     "Recipe",
     "RecipeError",
     "StepOutput",

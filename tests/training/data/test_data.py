@@ -182,12 +182,12 @@ def test_empty_data(byte_tokenizer, tmp_path):
 
 
 def test_unknown_columns(byte_tokenizer, write_lines):
-    path = write_lines([{"question": "a", "answer": "b"}])
-    with pytest.raises(SpeculateError, match="found: question, answer"):
+    path = write_lines([{"frage": "a", "antwort": "b"}])
+    with pytest.raises(SpeculateError, match="found: frage, antwort"):
         prepare_data(path, byte_tokenizer)
-    with pytest.raises(SpeculateError, match="no column 'nope'; there are: question, answer"):
+    with pytest.raises(SpeculateError, match="no column 'nope'; there are: frage, antwort"):
         prepare_data(path, byte_tokenizer, DataOptions(columns={"prompt": "nope"}))
-    named = DataOptions(columns={"prompt": "question", "completion": "answer"})
+    named = DataOptions(columns={"prompt": "frage", "completion": "antwort"})
     assert prepare_data(path, byte_tokenizer, named).report.num_documents == 1
 
 

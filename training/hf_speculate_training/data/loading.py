@@ -46,7 +46,8 @@ def load_records(
 
     Args:
         source: a json, jsonl, parquet, arrow, csv or text file (compressed too), a folder of them (or one that
-            `Dataset.save_to_disk` wrote), a glob pattern, a Hub id, or a dataset. A text file is one record, `text`.
+            `Dataset.save_to_disk` wrote), a glob pattern, a Hub id, or a dataset. A text file is
+            one record, `text`: blank lines mean too many things.
         split, config, revision: of Hub ids and saved datasets.
         streaming: read on the way instead of converting everything first.
         columns: our name -> the source's name, e.g. `{"prompt": "question", "completion": "answer"}`.

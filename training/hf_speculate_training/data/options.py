@@ -21,18 +21,20 @@ class DataOptions:
     Attributes:
         max_length: tokens of a document at most, and of a row; None: the target's context, at most 2048.
         long: what becomes of longer ones: "truncate" keeps their beginning, "drop", "split" makes pieces of them
-            (for plain texts: a piece does not see the one before).
+            (a piece does not see the one before); "auto" splits plain texts, a text file among them, of which
+            truncation would lose all but the beginning, and truncates the rest.
         chat: `prompt` and `completion` that are mere texts are rendered as a chat.
         turns, append_eos: see `Encoder`.
         packing: several documents a row, see `best_fit_decreasing`.
         eval_fraction: share of the records that is held out, chosen by a hash of the content and `seed`: the same
-            record is always on the same side.
+            record is always on the same side. Where the data are so few plain texts that one side would be empty, it
+            is their pieces that are held out.
         columns, split, config, revision, streaming, limit: see `load_records`.
         num_proc: processes that tokenise.
     """
 
     max_length: int | None = None
-    long: Literal["truncate", "drop", "split"] = "truncate"
+    long: Literal["auto", "truncate", "drop", "split"] = "auto"
     chat: bool = False
     turns: Literal["together", "separate"] = "together"
     append_eos: bool = True
@@ -48,7 +50,7 @@ class DataOptions:
     num_proc: int | None = None
 
     def __post_init__(self) -> None:
-        for name, possible in (("long", ("truncate", "drop", "split")), ("turns", ("together", "separate"))):
+        for name, possible in (("long", ("auto", "truncate", "drop", "split")), ("turns", ("together", "separate"))):
             if getattr(self, name) not in possible:
                 raise SpeculateError(f"data option {name}={getattr(self, name)!r}: possible are {', '.join(possible)}.")
         if not 0 <= self.eval_fraction < 1:

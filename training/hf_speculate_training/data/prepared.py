@@ -26,6 +26,7 @@ class DataReport:
         fingerprint: sha256 over all documents that were kept (ids and masks, in order); of a stream, over its name.
         num_documents, num_tokens, num_loss_tokens: of training and evaluation together.
         num_eval_documents: those of them that are held out.
+        num_given_tokens: of the records as they came, before anything was truncated or dropped.
         notes: how many documents were truncated or dropped, and why.
     """
 
@@ -35,7 +36,18 @@ class DataReport:
     num_tokens: int | None = None
     num_loss_tokens: int | None = None
     num_eval_documents: int | None = None
+    num_given_tokens: int | None = None
     notes: Mapping[str, int] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """What of the data is used, in a line."""
+        if not self.num_given_tokens or self.num_tokens is None:
+            return f"{self.source}: streamed"
+        share = self.num_tokens / self.num_given_tokens
+        return (
+            f"{self.source}: {self.num_documents} documents, {self.num_tokens:,} of {self.num_given_tokens:,} tokens "
+            f"used ({share:.0%}), {self.num_loss_tokens:,} of them learnt from"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For provenance: JSON-serialisable."""

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from .encoding import Encoded, Encoder
 from .loading import Source, describe_source, load_records
 from .options import DataOptions, resolve_max_length
 from .prepared import DataReport, PreparedData, documents_fingerprint
-from .records import RecordError, read_record
+from .records import Plain, RecordError, read_record
 
 
 logger = logging.get_logger(__name__)
@@ -38,11 +38,13 @@ _FEATURES = Features(
         "bucket": Value("float64"),
         "note": Value("string"),
         "record": Value("int64"),
+        "given": Value("int64"),
     }
 )
 _DROPPED = "dropped: "
 _TRUNCATED = "truncated"
 _NO_LOSS_TOKENS = "no assistant tokens"
+_PROBED_RECORDS = 10
 
 
 def prepare_data(
@@ -94,6 +96,7 @@ def prepare_data(
         columns = records.column_names or list(next(iter(records), {}))
         if not columns:
             raise SpeculateError(f"the data {name!r} hold no records.")
+        _check_columns(list(records.take(_PROBED_RECORDS)), options, name)
         documents = records.map(_encode_batch, remove_columns=columns, **shared).filter(_is_kept, input_columns="note")
         return _split(documents, max_length, options, DataReport(name, _hash(f"{name} {options}")))
     documents = records.map(
@@ -112,9 +115,24 @@ def prepare_data(
         num_documents=len(kept),
         num_tokens=sum(kept["length"]),
         num_loss_tokens=sum(kept["loss_tokens"]),
+        num_given_tokens=sum(documents["given"]),
         notes=dict(notes),
     )
     return _split(kept, max_length, options, report)
+
+
+def _check_columns(records: Sequence[Mapping[str, Any]], options: DataOptions, name: str) -> None:
+    """Of a stream, whose first rows are read in the first step. Raises `SpeculateError` if no record can be read."""
+    problems = []
+    for record in records:
+        try:
+            read_record(record, options.chat)
+        except RecordError as error:
+            problems.append(str(error))
+    if problems and len(problems) == len(records):
+        raise SpeculateError(
+            f"none of the first {len(records)} records of the data {name!r} can be used: {problems[0]}"
+        )
 
 
 def _code_fingerprint() -> str:
@@ -137,14 +155,18 @@ def _encode_batch(
     for place, index in enumerate(indices):
         record = {name: values[place] for name, values in batch.items()}
         try:
-            documents = encoder(read_record(record, options.chat))
+            example = read_record(record, options.chat)
+            documents = encoder(example)
         except RecordError as error:
             rows.append(_row(Encoded([], []), 0.0, f"{_DROPPED}{error}", index))
             continue
+        long = options.long if options.long != "auto" else "split" if isinstance(example, Plain) else "truncate"
         for document in documents or [Encoded([], [])]:
             _check_ids(document, vocab_size, index)
             bucket = _bucket(documents[0], options.seed) if documents else 0.0
-            rows += [_row(piece, bucket, note, index) for piece, note in _pieces(document, max_length, options.long)]
+            pieces = [_row(piece, bucket, note, index) for piece, note in _pieces(document, max_length, long)]
+            pieces[0]["given"] = len(document.input_ids)
+            rows += pieces
     return {name: [row[name] for row in rows] for name in _FEATURES}
 
 
@@ -169,6 +191,7 @@ def _row(document: Encoded, bucket: float, note: str, record: int) -> dict[str, 
         "bucket": bucket,
         "note": note,
         "record": record,
+        "given": 0,
     }
 
 
@@ -221,16 +244,31 @@ def _listed(notes: Counter[str]) -> str:
 def _split(documents: Any, max_length: int, options: DataOptions, report: DataReport) -> PreparedData:
     if not options.eval_fraction:
         return PreparedData(documents, None, max_length, report, options)
-    shared = {"input_columns": "bucket", "fn_kwargs": {"fraction": options.eval_fraction}}
-    train, held_out = documents.filter(_in_train, **shared), documents.filter(_in_eval, **shared)
+    train, held_out = _sides(documents, options.eval_fraction)
     if isinstance(documents, Dataset):
+        if not (len(train) and len(held_out)) and len(set(documents["record"])) < len(documents):
+            train, held_out = _sides(
+                documents.map(_own_bucket, fn_kwargs={"seed": options.seed}), options.eval_fraction
+            )
         if not len(train) or not len(held_out):
             raise SpeculateError(
                 f"eval_fraction={options.eval_fraction} of {len(documents)} documents leaves {len(train)} for training "
-                f"and {len(held_out)} for evaluation: give more data or another fraction (or seed)."
+                f"and {len(held_out)} for evaluation: give more data or another fraction (or seed), or "
+                "0, which holds out none."
             )
         report = replace(report, num_eval_documents=len(held_out))
     return PreparedData(train, held_out, max_length, report, options)
+
+
+def _sides(documents: Any, fraction: float) -> tuple[Any, Any]:
+    """What is trained on, and what is held out."""
+    shared = {"input_columns": "bucket", "fn_kwargs": {"fraction": fraction}}
+    return documents.filter(_in_train, **shared), documents.filter(_in_eval, **shared)
+
+
+def _own_bucket(piece: dict[str, Any], seed: int) -> dict[str, float]:
+    """Of a piece for itself, whatever it is a piece of."""
+    return {"bucket": _bucket(Encoded(piece["input_ids"], piece["loss_mask"]), seed)}
 
 
 def _in_eval(bucket: float, fraction: float) -> bool:

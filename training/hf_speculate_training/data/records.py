@@ -2,7 +2,8 @@
 
 Read are, the first that a record has: `messages` (role, content), `conversations` (ShareGPT: from, value),
 `prompt` + `completion` (texts, or lists of messages), `text`, `input_ids` (with `loss_mask`, `assistant_masks`,
-`completion_mask` or `labels`).
+`completion_mask` or `labels`). Of what others call prompt and completion, `question` + `answer`, Alpaca's `instruction`
+(+ `input`) + `output` and their like are known.
 """
 
 from __future__ import annotations
@@ -17,6 +18,17 @@ from hf_speculate.errors import SpeculateError
 Message: TypeAlias = dict[str, Any]
 
 _MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+# What is asked, what may stand below it, what is answered; by the columns of well-known data sets.
+_ASKED_AND_ANSWERED = (
+    ("instruction", "input", "output"),  # Alpaca
+    ("instruction", "context", "response"),  # Dolly
+    ("instruction", "input", "response"),
+    ("question", "context", "answer"),  # GSM8K
+    ("question", "context", "response"),
+    ("query", "context", "response"),
+    ("prompt", "input", "response"),
+    ("prompt", "input", "answer"),
+)
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 _IGNORED_LABEL = -100
 
@@ -75,6 +87,8 @@ def read_record(record: Mapping[str, Any], as_chat: bool = False) -> Example:
             return Chat(_messages(given[name], name))
     if "prompt" in given and "completion" in given:
         return _completion(given["prompt"], given["completion"], as_chat)
+    if pair := _asked_and_answered(given):
+        return _completion(*pair, as_chat)
     if isinstance(given.get("prompt"), list):  # to be answered: nothing to train on yet
         return Chat(_messages(given["prompt"], "prompt"))
     if isinstance(given.get("prompt"), str) and "text" not in given:
@@ -82,9 +96,20 @@ def read_record(record: Mapping[str, Any], as_chat: bool = False) -> Example:
     if isinstance(given.get("text"), str):
         return Plain(given["text"])
     raise RecordError(
-        "none of the columns messages, conversations, prompt + completion, text, input_ids; found: "
-        f"{', '.join(map(str, record)) or 'nothing'}. Name others with columns={{'prompt': 'question', …}}."
+        "none of the columns messages, conversations, prompt + completion (question + answer, instruction + output), "
+        f"text, input_ids; found: {', '.join(map(str, record)) or 'nothing'}. Name yours in the recipe, "
+        "data.columns: {prompt: ..., completion: ...}"
     )
+
+
+def _asked_and_answered(given: Mapping[str, Any]) -> tuple[str, str] | None:
+    for asked, below, answered in _ASKED_AND_ANSWERED:
+        if isinstance(given.get(asked), str) and isinstance(given.get(answered), str):
+            more = given.get(below)
+            return "\n\n".join([given[asked], more] if isinstance(more, str) and more else [given[asked]]), given[
+                answered
+            ]
+    return None
 
 
 def _tokens(record: Mapping[str, Any]) -> Tokens:

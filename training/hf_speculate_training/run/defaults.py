@@ -76,6 +76,17 @@ def recipe_values(choices: Iterable[Choice]) -> dict[str, Any]:
     return content
 
 
+def default_arguments(config: PretrainedConfig, trains_target: bool) -> dict[str, Any]:
+    """The same for `HeadTrainingArguments`, but when it evaluates and saves.
+
+    Args:
+        config: the target's, of its text model.
+        trains_target: see `TrainingMethod`.
+    """
+    values = recipe_values(_training_choices(config, trains_target))["training"]
+    return {name: value for name, value in values.items() if name not in ("eval_steps", "save_steps")}
+
+
 def commented_recipe(choices: Iterable[Choice]) -> str:
     """The choices as a YAML file that says why."""
     lines = ["# Made by `hf-speculate train --init`. Every key: hf_speculate_training.run.recipe; anything that"]

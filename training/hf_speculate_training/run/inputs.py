@@ -15,7 +15,7 @@ from hf_speculate.commands import read_prompts, tokenize
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 
-from ..data import PreparedData, RowDataset, StreamedRows, prepare_data
+from ..data import DataOptions, PreparedData, RowDataset, Source, StreamedRows, prepare_data
 from .evaluation import Prompt, evenly_spaced, prompts_of
 from .recipe import DataSection, EvaluationSection
 
@@ -47,18 +47,22 @@ class RunData:
 
 def load_data(section: DataSection, tokenizer: Any, target: nn.Module) -> RunData:
     """Training data, and evaluation data from their own source or held out of the training data."""
+    if section.eval is None:
+        train = data_for(section.train, section, tokenizer, target)
+        return RunData(train, train.evaluation, {"train": train.report.to_dict()})
+    train = data_for(section.train, dataclasses.replace(section, eval_fraction=0.0), tokenizer, target)
+    held_out_options = dataclasses.replace(section, eval_fraction=0.0, limit=None)
+    held_out = data_for(section.eval, held_out_options, tokenizer, target)
+    report = {"train": train.report.to_dict(), "eval": held_out.report.to_dict()}
+    return RunData(train, held_out.train, report)
+
+
+def data_for(source: Source, options: DataOptions, tokenizer: Any, target: nn.Module) -> PreparedData:
+    """Data as `prepare_data` makes them for a target: its context, its vocabulary, the tokens at which it stops."""
     model = unwrap(target)
     end_ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = None if end_ids is None else [end_ids] if isinstance(end_ids, int) else end_ids
-    shared = {"target_config": model.config, "end_ids": ends}
-    if section.eval is None:
-        train = prepare_data(section.train, tokenizer, section, **shared)
-        return RunData(train, train.evaluation, {"train": train.report.to_dict()})
-    train = prepare_data(section.train, tokenizer, dataclasses.replace(section, eval_fraction=0.0), **shared)
-    held_out_options = dataclasses.replace(section, eval_fraction=0.0, limit=None)
-    held_out = prepare_data(section.eval, tokenizer, held_out_options, **shared)
-    report = {"train": train.report.to_dict(), "eval": held_out.report.to_dict()}
-    return RunData(train, held_out.train, report)
+    return prepare_data(source, tokenizer, options, target_config=model.config, end_ids=ends)
 
 
 def load_prompts(section: EvaluationSection, data: RunData, tokenizer: Any, max_length: int) -> list[Prompt]:

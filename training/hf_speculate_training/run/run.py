@@ -161,6 +161,7 @@ def train_prepared(run: Run) -> Path:
     """
     known = _known(run)
     sessions = _sessions(run, known)
+    logger.warning(f"training data {run.data.train.report.summary()}.")
     with locked(run.folder) if run.args.should_save else nullcontext():
         if run.args.should_save:
             checked_folder(str(run.folder), run.resume is not None)  # another run may have ended meanwhile

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,10 +17,11 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import write_card
+from hf_speculate.hub import card_facts, push_folder, refresh_hashes, write_card
 from hf_speculate.models import unwrap
+from hf_speculate.target import adapter_fingerprints
 
-from ..data import Batch
+from ..data import Batch, DataOptions
 from ..methods import TrainingMethod
 from ..states import TargetReader
 from .arguments import HeadTrainingArguments
@@ -29,6 +29,9 @@ from .checkpoints import STATE_FILE, check_checkpoint, last_checkpoint, step_of
 from .evaluation import AcceptanceEvaluation
 from .guards import DivergedError, DivergenceGuard, Interruption, diverged
 from .optimizers import MuonWithAdamW
+from .parts import resolved
+from .provenance import describe_target, write_provenance
+from .recipe import MethodSection
 
 
 if TYPE_CHECKING:
@@ -41,14 +44,23 @@ logger = logging.get_logger(__name__)
 class HeadTrainer(Trainer):
     """Trains a head for a target.
 
+    As with TRL's trainers a target, a method and a data set are enough:
+
+        HeadTrainer("Qwen/Qwen2-0.5B-Instruct", method="eagle3", train_dataset=dataset).train()
+
     Args:
-        target: the model that the head is to draft for: plain, PEFT-wrapped, quantised. It is read, never saved.
-        method: what is trained and how its loss is computed.
-        args: see `HeadTrainingArguments`.
-        data_collator, train_dataset, eval_dataset: see `hf_speculate_training.data`; batches may carry the target's
-            states, from a feature cache.
-        processing_class: the target's tokenizer.
-        evaluation: measures mean acceptance length at every evaluation; None does not.
+        target: the model that the head is to draft for: plain, PEFT-wrapped, quantised, or its folder, Hub id or GGUF
+            file. It is read, never saved.
+        method: what is trained and how its loss is computed; or the name of an installed method, whose head then has a
+            shape for the target's size; or a `MethodSection`, which says the shape.
+        args: see `HeadTrainingArguments`. None, with a method by name: as `hf-speculate train` has them.
+        data_collator: None: `Collator`.
+        train_dataset, eval_dataset: a `datasets.Dataset` (or file, folder, Hub id) of messages, prompt + completion,
+            text or token ids; or rows of `hf_speculate_training.data`, which may carry the target's states.
+        processing_class: the target's tokenizer; None: the one beside the target.
+        evaluation: measures mean acceptance length at every evaluation. None: on 16 prompts of `eval_dataset`, where
+            that is raw data; False does not.
+        data_options: how raw data are read, see `DataOptions`.
         callbacks, optimizers, optimizer_cls_and_kwargs: as `Trainer` has them.
 
     Logged, averaged since the last entry: `loss` and what the method reports (`accuracy_0`, …); at an evaluation
@@ -60,34 +72,44 @@ class HeadTrainer(Trainer):
 
     def __init__(
         self,
-        target: PreTrainedModel | nn.Module,
-        method: TrainingMethod,
+        target: str | os.PathLike | PreTrainedModel | nn.Module,
+        method: str | MethodSection | TrainingMethod = "eagle3",
         args: TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        evaluation: AcceptanceEvaluation | None = None,
+        evaluation: AcceptanceEvaluation | bool | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        data_options: DataOptions | None = None,
     ):
+        parts = resolved(
+            target,
+            method,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            data_collator,
+            evaluation,
+            data_options,
+        )
         self._interruption = Interruption()
         super().__init__(
-            model=method,
-            args=args or HeadTrainingArguments(output_dir=f"{type(method).__name__.lower()}-head"),
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=[DivergenceGuard(method), self._interruption, *(callbacks or [])],
+            model=parts.method,
+            args=parts.args,
+            data_collator=parts.data_collator,
+            train_dataset=parts.train_dataset,
+            eval_dataset=parts.eval_dataset,
+            processing_class=parts.processing_class,
+            callbacks=[DivergenceGuard(parts.method), self._interruption, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.target = target
-        self.method = method
-        self.evaluation = evaluation
-        self.reader = TargetReader(target, method.feature_layers, train_target=method.trains_target)
+        self.target, self.method, self.evaluation = parts.target, parts.method, parts.evaluation
+        self.reader = TargetReader(self.target, self.method.feature_layers, train_target=self.method.trains_target)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._counts: dict[str, dict[str, int]] = {"train": defaultdict(int), "eval": defaultdict(int)}
 
@@ -171,12 +193,61 @@ class HeadTrainer(Trainer):
             raise SpeculateError(f"training.max_steps must be set: streamed data have no length ({error}).") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Checkpoints hold the training state; called by a user, this writes the head in its default layout."""
+        """Checkpoints hold the training state; called by a user, this writes the head in its default layout.
+
+        Beside it: its model card, and `provenance.json`, which says what it was made for and with.
+        """
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
             folder = output_dir or str(self.args.output_dir)
-            write_card(folder, **asdict(self.method.save(folder, unwrap(self.target))))
+            saved = self.method.save(folder, unwrap(self.target))
+            write_provenance(folder, self._origin())
+            write_card(folder, **card_facts(folder, saved), repo_id=self.args.hub_model_id)
+            refresh_hashes(folder)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = None,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Writes the head to `args.output_dir` and uploads it, without checkpoints; waits for the end always.
+
+        Args:
+            commit_message, token, revision, private: as of `Trainer`. The repository is `args.hub_model_id`, or the
+                folder's name.
+        Raises:
+            UploadError: the Hub did not take it; the head is in the folder.
+        """
+        self.save_model()
+        if not self.is_world_process_zero():
+            return None
+        return push_folder(
+            str(self.args.output_dir),
+            self.args.hub_model_id,
+            private=self.args.hub_private_repo if private is None else private,
+            token=token or self.args.hub_token,
+            commit_message=commit_message,
+            revision=revision,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: a checkpoint is no head. `push_to_hub` uploads that."""
+
+    def _origin(self) -> dict[str, Any]:
+        evaluations = [entry for entry in self.state.log_history if "eval_loss" in entry]
+        return {
+            "status": "complete",
+            "target": describe_target(self.target),
+            "adapters": dict(adapter_fingerprints(unwrap(self.target))),
+            "head": {"method": self.method.name},
+            "training": {"steps": self.state.global_step, "epochs": self.state.epoch},
+            "metrics": evaluations[-1] if evaluations else {},
+        }
 
     def _restore(self, checkpoint: str) -> TrainOutput:
         """What `Trainer.train` leaves behind at its end; its own loop would train one more step."""
