@@ -96,7 +96,7 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
     """int64 [S]: a chat through the tokenizer's template, up to where the answer begins.
 
     Args:
-        template: what the template is told (`enable_thinking=False`).
+        template: what the template is told (`enable_thinking=False`), or `chat_template=` instead of the tokenizer's.
     """
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]

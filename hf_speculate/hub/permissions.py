@@ -63,8 +63,8 @@ def _may_write(user: Mapping[str, Any], owner: str, full_id: str) -> bool:
     access = (user.get("auth") or {}).get("accessToken") or {}
     if access.get("role") != "fineGrained":
         return access.get("role") != "read"
-    scopes = (access.get("fineGrained") or {}).get("scoped") or []
-    return any(
+    scopes = (access.get("fineGrained") or {}).get("scoped")
+    return scopes is None or any(
         scope.get("entity", {}).get("name") in (owner, full_id) and "repo.write" in scope.get("permissions", ())
         for scope in scopes
     )

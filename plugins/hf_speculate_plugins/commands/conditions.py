@@ -102,7 +102,7 @@ def find_conditions(measure: HeadMeasure, use: Use, *, others: bool) -> tuple[Fi
         return ()
     findings = [*_by_prompts(now, use), *_by_position(now, measure, use)]
     if others:
-        for compare in (_templates, _thinking, _adapter, _forms):
+        for compare in (_templates, _trained_template, _thinking, _adapter, _forms):
             findings += [finding for finding in compare(now, measure, use) if finding is not None]
     return tuple(sorted(findings, key=lambda finding: -finding.gain))
 
@@ -142,6 +142,21 @@ def _templates(now: Measured, measure: HeadMeasure, use: Use) -> Iterator[Findin
         measure.of(name, use.target, ids),
         lower=f"it was trained on texts {name}, or on another template; prompts should be given as it was trained.",
         higher=f"prompts {name} are not what it was trained on.",
+    )
+
+
+def _trained_template(now: Measured, measure: HeadMeasure, use: Use) -> Iterator[Finding | None]:
+    """The chat template that the head's provenance has, where it is another one."""
+    trained = _read(Path(measure.folder) / PROVENANCE_FILE).get("chat_template")
+    if not isinstance(trained, str) or not use.uses_template or trained == use.tokenizer.chat_template:
+        return
+    ids = [chat_ids(prompt.messages, use.tokenizer, chat_template=trained) for prompt in use.prompts]
+    yield compare_conditions(
+        "chat template",
+        replace(now, name="with the target's chat template"),
+        measure.of("with the one that it was trained with", use.target, ids),
+        lower="the target's chat template is another one than the head was trained with.",
+        higher="the target's chat template suits the head better than the one that it was trained with.",
     )
 
 

@@ -92,6 +92,15 @@ class TestConditions:
         assert "it was trained on texts with the chat template" in findings["chat template"].message
         assert "with enable_thinking=True" not in seen
 
+    def test_another_template_than_at_training(self, tmp_path):
+        provenance = tmp_path / "provenance.json"
+        provenance.write_text(json.dumps({"chat_template": Switching.chat_template}))
+        name = "with the one that it was trained with"
+        assert name not in found(tmp_path, {name: 4})[1], "it is the same"
+        provenance.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+        findings, _ = found(tmp_path, {name: 4})
+        assert "another one than the head was trained with" in findings["chat template"].message
+
     def test_thinking(self, tmp_path):
         findings, _ = found(tmp_path, {"with enable_thinking=True": 4})
         assert "trained on answers with enable_thinking=True" in findings["thinking"].message

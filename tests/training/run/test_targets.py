@@ -137,6 +137,7 @@ class TestLora:
         assert found["target"]["adapters"] == {"default": {"type": "PeftType.LORA", "base": base}}
         assert found["adapters"] == adapter_fingerprints(unwrap(model))
         assert found["identity"] == describe_identity(unwrap(model))  # of the base
+        assert "chat_template" in found
         assert adapter_mismatch(str(folder), unwrap(model)) == ""
         with model.disable_adapter():
             assert "with the PEFT adapter 'default', and none is" in adapter_mismatch(str(folder), unwrap(model))

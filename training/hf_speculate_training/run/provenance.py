@@ -18,7 +18,7 @@ from hf_speculate.commands import environment
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import json_writer, replace_files
 from hf_speculate.gguf import packing_report
-from hf_speculate.hub import LOCAL_RECIPE_FILE, PROVENANCE_FILE, RECIPE_FILE, publishable
+from hf_speculate.hub import LOCAL_RECIPE_FILE, PROVENANCE_FILE, RECIPE_FILE, describe_identity, publishable
 from hf_speculate.models import unwrap
 
 from ..fingerprints import target_fingerprint
@@ -26,6 +26,17 @@ from .recipe import Recipe
 
 
 _FORMAT = 1
+
+
+def describe_use(target: nn.Module, tokenizer: Any) -> dict[str, Any]:
+    """The target, what it is known by where the head is used, and the chat template of the training texts (None: the
+    tokenizer has none); JSON-serialisable."""
+    template = getattr(tokenizer, "chat_template", None)
+    return {
+        "target": describe_target(target),
+        "identity": describe_identity(unwrap(target)),
+        "chat_template": template if isinstance(template, str) else None,
+    }
 
 
 def describe_target(target: nn.Module) -> dict[str, Any]:

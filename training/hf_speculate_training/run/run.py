@@ -16,7 +16,6 @@ from transformers.utils import logging
 
 from hf_speculate.hub import (
     card_facts,
-    describe_identity,
     masked_arguments,
     read_provenance,
     refresh_hashes,
@@ -40,7 +39,7 @@ from .guards import InterruptedTrainingError
 from .inputs import RunData, load_data, load_prompts
 from .output_folder import checked_folder, is_finished, locked, refuse_locked
 from .preflight import check_disk, check_evaluation, check_output, check_services, feature_folder
-from .provenance import check_same, describe_target, write_provenance, write_recipe
+from .provenance import check_same, describe_use, write_provenance, write_recipe
 from .recipe import Recipe
 from .trainer import HeadTrainer
 
@@ -209,8 +208,7 @@ def _known(run: Run) -> dict[str, Any]:
     return {
         "recipe": run.recipe.to_dict(),
         "command": masked_arguments(sys.argv),
-        "target": describe_target(run.target),
-        "identity": describe_identity(unwrap(run.target)),
+        **describe_use(run.target, run.tokenizer),
         "data": run.data.report,
         "head": {
             "method": run.method.name,

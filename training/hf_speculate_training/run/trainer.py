@@ -30,7 +30,7 @@ from .evaluation import AcceptanceEvaluation
 from .guards import DivergedError, DivergenceGuard, Interruption, diverged
 from .optimizers import MuonWithAdamW
 from .parts import resolved
-from .provenance import describe_target, write_provenance
+from .provenance import describe_use, write_provenance
 from .recipe import MethodSection
 
 
@@ -242,7 +242,7 @@ class HeadTrainer(Trainer):
         evaluations = [entry for entry in self.state.log_history if "eval_loss" in entry]
         return {
             "status": "complete",
-            "target": describe_target(self.target),
+            **describe_use(self.target, self.processing_class),
             "adapters": dict(adapter_fingerprints(unwrap(self.target))),
             "head": {"method": self.method.name},
             "training": {"steps": self.state.global_step, "epochs": self.state.epoch},
