@@ -18,7 +18,7 @@ _SMOLLM2_HEAD = "smollm2-eagle3"
 
 
 def make_spec(spec: SpeculatorSpec, target: GenerativeModel, **defaults: Any) -> Speculator:
-    """The speculator; every problem is a `SpeculateError` that names the spec. Its own options beat `defaults`."""
+    """The speculator; every problem is a `SpeculateError`. Its own options beat `defaults`."""
     try:
         return make_speculator(spec.source, target, **(defaults | spec.options))
     except (TypeError, ValueError, OSError) as error:

@@ -72,7 +72,7 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe_values, place, key, s
     [
         ({"target": {"dtype": "float8"}}, "target.dtype: input should be 'auto'"),
         ({"evaluation": {"num_prompts": "many"}}, "evaluation.num_prompts: input should be a valid integer"),
-        ({"data": {"long": "burn"}}, "data.long: input should be 'truncate'"),
+        ({"data": {"long": "burn"}}, "data.long: input should be 'auto'"),
         (
             {"method": {"name": "eagle4"}},
             "unknown training method 'eagle4'.*mean 'eagle3'.*Installed: eagle1, eagle3",
