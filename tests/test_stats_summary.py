@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -137,7 +139,7 @@ def test_a_batch_counts_steps_not_tokens():
 
 
 def test_statistics_of_a_named_speculator_can_be_reached():
-    target = build_tiny_model()
+    target = copy.deepcopy(build_tiny_model())
     assert hf_speculate.speculators(target) == {}
     target.generate(random_prompt(12), speculator="prompt_lookup:max_ngram=2", max_new_tokens=8)
     (name, speculator), *others = hf_speculate.speculators(target).items()
