@@ -72,7 +72,7 @@ $(ECOSYSTEM)/.installed: pyproject.toml
 	$(ECOSYSTEM)/bin/python -m pip install -q "$(TORCH)"
 	$(ECOSYSTEM)/bin/python -m pip install -q --no-deps xgrammar==0.2.8
 	$(ECOSYSTEM)/bin/python -m pip install -q -e ".[dev]" "transformers[serving]" apache-tvm-ffi \
-	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3
+	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3 nbclient ipykernel
 	touch $@
 
 # The tests in the source distribution of the installed transformers; what only they need stays out of .venv.

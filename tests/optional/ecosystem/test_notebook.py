@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 
-nbformat = pytest.importorskip("nbformat", reason="pip install nbclient ipykernel")
-nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
-pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel")
+nbformat = pytest.importorskip("nbformat", reason="make ecosystem")
+nbclient = pytest.importorskip("nbclient", reason="make ecosystem")
+pytest.importorskip("ipykernel", reason="make ecosystem")
 
 CELL = """
 import torch
