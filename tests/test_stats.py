@@ -47,6 +47,11 @@ def test_mean_acceptance_length_counts_the_bonus_token_and_only_rounds_with_a_dr
     assert stats.mean_acceptance_length == (4 + 1 + 2 + 2) / 4
 
 
+def test_tokens_per_round_counts_every_round(stats):
+    assert stats.tokens_per_round == 11 / 6
+    assert SpeculationStats().tokens_per_round is None
+
+
 def test_acceptance_rate_by_depth_is_unconditional(stats):
     # Depth 1: rounds 1, 3, 4 of four. Depth 2: rounds 1, 4 of four. Depth 3: round 1 of the three that were as deep.
     assert stats.acceptance_rate_by_depth == {1: 3 / 4, 2: 2 / 4, 3: 1 / 3}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from rich.text import Text
 from transformers.utils import logging
 
 from ..errors import SpeculateError
+from ..speculator import Speculator
 from .tables import Grid
 
 
 def prepare(threads: int | None) -> None:
-    """Quietens progress bars of transformers and sets the number of threads."""
+    """Quietens progress bars of transformers, and what tables and statistics say themselves (which drafts do not pay);
+    sets the number of threads."""
     logging.disable_progress_bar()
+    logging.get_logger(Speculator.__module__).setLevel(ERROR)
     if threads is not None:
         torch.set_num_threads(threads)
 

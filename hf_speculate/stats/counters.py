@@ -135,6 +135,13 @@ class Counters:
         return (self.accepted_tokens + self.bonus_tokens) / self.rounds if self.rounds else None
 
     @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens that a round emitted on average, with a draft or without: what drafters that do not always have one
+        are compared by. None before the first one."""
+        number = self.rounds + self.rounds_without_draft
+        return self.emitted_tokens / number if number else None
+
+    @property
     def acceptance_rate_by_depth(self) -> dict[int, float]:
         """Depth d -> share of the rounds with a node at depth d that were accepted to depth >= d."""
         return {d: self.accepted_to_depth[d] / n for d, n in sorted(self.drafted_to_depth.items())}
@@ -177,6 +184,7 @@ class Counters:
         return raw | {
             "rejected_tokens": self.rejected_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "tokens_per_round": self.tokens_per_round,
             "acceptance_rate_by_depth": self.acceptance_rate_by_depth,
             "break_even_length": self.break_even_length,
             "estimated_speedup": self.estimated_speedup,

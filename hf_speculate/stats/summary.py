@@ -55,7 +55,7 @@ class Summary:
 def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
     length = counts.mean_acceptance_length
     number = counts.rounds + counts.rounds_without_draft
-    overall = f"{counts.emitted_tokens / number:.2f} over all {number}" if number else "no rounds"
+    overall = f"{counts.tokens_per_round:.2f} over all {number}" if number else "no rounds"
     drafted = "none had a draft" if length is None else f"{length:.2f} in the {counts.rounds} with a draft"
     yield "tokens a round", f"{overall}; {drafted}"
     if counts.total_seconds:

@@ -54,7 +54,7 @@ def test_acceptance_of_fixed_trees(target):
     assert wide["mean_acceptance_length"] >= narrow["mean_acceptance_length"]
     (grid,) = acceptance_tables(found)
     assert [row[:3] for row in grid.rows] == [(t, "prompt_lookup", n) for t in "01" for n in "26"]
-    assert list(grid.columns)[3:] == ["mean acceptance\nlength", "±", "drafted\na round", "by depth"]
+    assert list(grid.columns)[3:] == ["tokens\na round", "mean acceptance\nlength", "±", "drafted\na round", "by depth"]
     assert bench_acceptance(settings)["rows"] == found["rows"]  # no clock in it
 
 
