@@ -21,6 +21,10 @@ VARIANTS = {
         "default": lambda tiny_model, target: {},
         "wide": lambda tiny_model, target: {"min_ngram": 1, "branches": 4, "depth": 3},
     },
+    "suffix": {
+        "smoothed": lambda tiny_model, target: {"store": True},
+        "counts": lambda tiny_model, target: {"smoothing": False, "store": True},
+    },
     "draft_model": {
         "chain": lambda tiny_model, target: {"model": tiny_model("llama", seed=1)},
         "tree": lambda tiny_model, target: {"model": tiny_model("qwen2", seed=1), "top_k": 3, "depth": 3},

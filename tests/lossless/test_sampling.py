@@ -76,6 +76,7 @@ def drafters(model, script):
         "mixed": ScriptedDrafter(script, (2, 2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE),
         "random": RandomDrafter(vocab_size=VOCAB_SIZE),
         "prompt_lookup": AutoSpeculator.from_name("prompt_lookup", target=model, min_ngram=1).drafter,
+        "suffix": AutoSpeculator.from_name("suffix", target=model, store=True).drafter,
     }
 
 

@@ -1,0 +1,102 @@
+"""One request of `suffix`: counts a row, which grow with the text, beside what is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+
+from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
+from hf_speculate.tree import ROOT_PARENT, DraftTree
+
+from .drafts import Draft
+from .index import Index
+from .mixture import Mixture
+from .options import SuffixOptions
+from .rows import CountedRow, SmoothedRow
+from .store import SuffixStore
+
+
+class SuffixSession(DraftSession):
+    """Counts of one text a row.
+
+    Args:
+        sources: counts of other texts, by name; the store's are among them.
+        store: where the outputs go; its lock is held while sources are read.
+        mixture: weights to begin with; changed.
+        keep: what is told of them at the end.
+    """
+
+    def __init__(
+        self,
+        options: SuffixOptions,
+        request: DraftRequest,
+        sources: Mapping[str, Index],
+        store: SuffixStore | None,
+        mixture: Mixture,
+        keep: Callable[[Mixture], None],
+    ):
+        self.options = options
+        # The end of the output is not drafted after, but belongs into the store.
+        self.carries_over = store is not None
+        self._store, self._mixture, self._keep = store, mixture, keep
+        self._lock = nullcontext() if store is None else store.lock
+        self._rows: list[SmoothedRow | CountedRow] = []
+        for prompt in _prompts(request):
+            row = SmoothedRow(options, sources, mixture) if options.smoothing else CountedRow(options, sources)
+            row.read(prompt)
+            self._rows.append(row)
+        self._outputs: list[list[int]] = [[] for _ in self._rows]
+        self._numbers = [] if store is None else [store.begin(request.adapters) for _ in self._rows]
+        self._scores = [0.0] * len(self._rows)
+        self._has_seen_prompt = False
+
+    def observe(self, tokens, features, lengths) -> None:
+        with self._lock:
+            for row, (texts, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
+                # The prompt is counted already; what is new is the token after its last position.
+                new = texts[:length] if self._has_seen_prompt else texts[length - 1 : length]
+                self._rows[row].append(new)
+                self._outputs[row] += new
+        self._has_seen_prompt = True
+        # SuffixDecoding drafts from outputs as they grow. With smoothing a text would count twice, here and there.
+        if not self.options.smoothing:
+            self._record()
+
+    def draft(self, state: DraftState) -> DraftTree:
+        drafts = []
+        with self._lock:
+            for row, is_active in zip(self._rows, state.active, strict=True):
+                drafts.append(row.draft(state.max_depth, state.chains_only) if is_active else Draft())
+        self._scores = [draft.score for draft in drafts]
+        return DraftTree.from_rows(
+            [
+                ([root, *draft.tokens], [ROOT_PARENT, *(parent + 1 for parent in draft.parents)])
+                for root, draft in zip(state.root_ids.tolist(), drafts, strict=True)
+            ]
+        )
+
+    def confidence(self, row: int) -> int:
+        """How many nodes of the draft would be accepted by their own probabilities."""
+        return int(self._scores[row])
+
+    def close(self) -> None:
+        self._record()
+        self._keep(self._mixture)
+
+    def _record(self) -> None:
+        if self._store is not None:
+            for number, output in zip(self._numbers, self._outputs, strict=True):
+                self._store.extend(number, output)
+        self._outputs = [[] for _ in self._rows]
+
+
+def _prompts(request: DraftRequest) -> list[list[int]]:
+    """Token ids of every row, without padding."""
+    mask, earlier = request.attention_mask, list(request.earlier_ids or ())
+    prompts = []
+    for row, tokens in enumerate(request.input_ids.tolist()):
+        if mask is not None and tokens:
+            real = mask[row, -len(tokens) :].tolist()
+            tokens = [token for token, is_real in zip(tokens, real, strict=True) if is_real]
+        prompts.append(earlier + tokens)
+    return prompts
