@@ -47,3 +47,9 @@ class CacheStateError(SpeculateError, RuntimeError):
 
 class LosslessnessError(SpeculateError, AssertionError):
     """Speculative text differs from plain text and the difference is not a proven numerical tie."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message, for errors of one line; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

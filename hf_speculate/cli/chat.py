@@ -23,6 +23,7 @@ from .session import (
     Temperature,
     TopK,
     TopP,
+    print_piece,
     sampling,
 )
 
@@ -139,8 +140,8 @@ def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bo
     elif line.startswith("/"):
         typer.echo(f"unknown command {line}; possible: /reset, /stats, /exit.", err=True)
     elif line:
-        typist = conversation.answer(line, _print)
-        _print("\n")
+        typist = conversation.answer(line, print_piece)
+        print_piece("\n")
         if shows_speed or sys.stdin.isatty():
             typer.echo(session.speed_line(typist), err=True)
     return True
@@ -149,8 +150,3 @@ def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bo
 def _show_stats(session: Session) -> None:
     shown = "plain generation: no speculator." if session.speculator is None else session.speculator.stats.summary()
     typer.echo(shown, err=True)
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -22,10 +22,9 @@ from ..commands import (
     Typist,
     chat_ids,
     console,
-    first_line,
     side_by_side,
 )
-from ..errors import SpeculateError
+from ..errors import SpeculateError, first_line
 from ..streaming import rounds
 from .session import (
     PLAIN,
@@ -39,6 +38,7 @@ from .session import (
     Temperature,
     TopK,
     TopP,
+    print_piece,
     sampling,
 )
 
@@ -133,9 +133,9 @@ def _seeding(seed: int | None) -> Callable[[], Any]:
 
 
 def _single(session: Session, ids: Tensor, quiet: bool) -> dict[str, Any]:
-    typist = session.generate(ids, _silent if quiet else _print)
+    typist = session.generate(ids, _silent if quiet else print_piece)
     if not quiet:
-        _print("\n")
+        print_piece("\n")
         typer.echo(session.speed_line(typist), err=True)
     return _figures(typist) | _speculation(session)
 
@@ -185,11 +185,6 @@ def _figures(typist: Typist) -> dict[str, Any]:
 
 def _speculation(session: Session) -> dict[str, Any]:
     return {"speculation": None if session.speculator is None else session.speculator.stats.to_dict()}
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _silent(_text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -92,7 +92,6 @@ class Session:
 
     def run(self, ids: Tensor, streamer: Any, speculator: Speculator | None, **kwargs: Any) -> Tensor:
         """One call of `generate`, int64 [1, S + new]."""
-        streamer.start = time.perf_counter()
         return self.model.generate(
             ids.to(self.model.device),
             attention_mask=torch.ones_like(ids).to(self.model.device),
@@ -106,6 +105,12 @@ class Session:
         """`128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
         length = None if self.speculator is None else self.speculator.stats.mean_acceptance_length
         return typist.speed + ("" if length is None else f", {length:.2f} tokens a round")
+
+
+def print_piece(text: str) -> None:
+    """A piece of a text, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:

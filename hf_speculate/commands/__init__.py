@@ -60,7 +60,6 @@ from .targets import SMOLLM2_INSTALL as SMOLLM2_INSTALL
 from .targets import bundled as bundled
 from .targets import default_target as default_target
 from .targets import find_smollm2 as find_smollm2
-from .targets import first_line as first_line
 from .targets import load_target as load_target
 from .targets import neutralize as neutralize
 from .targets import target_path as target_path

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SpeculateError
+from ..errors import SpeculateError, first_line
 from ..registry import installed_drafters
 from ..target import device_name
 
@@ -73,7 +73,7 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SpeculateError(f"cannot use device {name!r}: {str(error).splitlines()[0]}") from error
+        raise SpeculateError(f"cannot use device {name!r}: {first_line(error)}") from error
     return device
 
 

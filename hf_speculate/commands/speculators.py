@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import SpeculateError
+from ..errors import SpeculateError, first_line
 from ..models import GenerativeModel
 from ..specs import SpeculatorSpec
 from ..speculator import Speculator, make_speculator
-from .targets import BUNDLED, SMOLLM2, bundled, first_line
+from .targets import BUNDLED, SMOLLM2, bundled
 
 
 _BUNDLED_DRAFT = "pycoder-draft"

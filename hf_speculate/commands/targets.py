@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..errors import SpeculateError
+from ..errors import SpeculateError, first_line
 from ..files import check_regular, file_names
 from ..models import GenerativeModel
 from .machine import find_dtype
@@ -122,9 +122,3 @@ def default_target() -> str:
             "with a path or Hub id, or run this inside a checkout."
         )
     return found
-
-
-def first_line(error: BaseException) -> str:
-    """Of its message, for errors of one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

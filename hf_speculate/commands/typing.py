@@ -21,7 +21,7 @@ class Typist(TextStreamer):
 
     Attributes:
         tokens: so far, without the prompt.
-        seconds: from the call to the last token; set `start` right before it.
+        seconds: from `start`, when it was made, to the last token: to be made, or `start` set, right before the call.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]):
@@ -30,13 +30,11 @@ class Typist(TextStreamer):
         self.tokens: list[int] = []
         self.start = time.perf_counter()
         self.seconds = 0.0
-        self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._is_prompt:
+        if not self.next_tokens_are_prompt:
             self.tokens += value.flatten().tolist()
             self.seconds = time.perf_counter() - self.start
-        self._is_prompt = False
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

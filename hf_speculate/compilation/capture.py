@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from transformers.utils import logging
 
+from ..errors import first_line
+
 
 logger = logging.get_logger(__name__)
 
@@ -76,7 +78,7 @@ class Recorder:
                 replay, outputs = self._recordings.get(key) or self._recorded(key, inputs)
             except RuntimeError as error:
                 self._cannot_record = True
-                logger.warning(f"no CUDA graphs: {str(error).strip().splitlines()[0]}")
+                logger.warning(f"no CUDA graphs: {first_line(error)}")
                 return self._run(*inputs)
             replay()
             return [each.clone() if isinstance(each, Tensor) else each for each in outputs]

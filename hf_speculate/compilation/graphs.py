@@ -22,6 +22,7 @@ from torch._dynamo.backends.registry import list_backends, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from transformers.utils import logging
 
+from ..errors import first_line
 from .capture import Recorder, capturing, is_capturable
 from .shortcuts import Shortcut, Watched, watching
 
@@ -176,8 +177,7 @@ class Compiler:
         except (TorchDynamoException, _LimitHit) as error:
             graphs.by_key[name, key] = None
             self.num_slow += 1
-            first_line = str(error).strip().splitlines()[0]
-            logger.warning(f"{name} runs uncompiled, torch.compile failed: {first_line}")
+            logger.warning(f"{name} runs uncompiled, torch.compile failed: {first_line(error)}")
             self.refuse("a graph that did not compile")
             return plain()
 

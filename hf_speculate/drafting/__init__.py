@@ -8,9 +8,7 @@ party needs; nothing else is promised.
 from .checks import DraftChecks as DraftChecks
 from .contract import RAW_LAST as RAW_LAST
 from .contract import Drafter as Drafter
-from .contract import DraftRequest as DraftRequest
 from .contract import DraftSession as DraftSession
-from .contract import DraftState as DraftState
 from .contract import SavedHead as SavedHead
 from .conversations import Conversations as Conversations
 from .conversations import cached_text as cached_text
@@ -24,3 +22,5 @@ from .observations import Observation as Observation
 from .observations import joined as joined
 from .ranking import Warpers as Warpers
 from .ranking import rank_children as rank_children
+from .requests import DraftRequest as DraftRequest
+from .requests import DraftState as DraftState

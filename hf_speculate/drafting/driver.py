@@ -15,9 +15,10 @@ from ..round import Round
 from ..tree import DraftTree
 from ..verification import RngState, Sampler, Sequences, score_only
 from .checks import DraftChecks
-from .contract import Drafter, DraftRequest, DraftSession, DraftState
+from .contract import Drafter, DraftSession
 from .features import FeatureTaps
 from .observations import Observations
+from .requests import DraftRequest, DraftState
 
 
 Answer = TypeVar("Answer")

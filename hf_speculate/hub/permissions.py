@@ -9,7 +9,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ..errors import UploadError
+from ..errors import UploadError, first_line
 
 
 _LATER = "Possible: train without it and run `hf-speculate push FOLDER` later."
@@ -50,12 +50,8 @@ def _user(repo_id: str, token: str | bool | None) -> dict[str, Any]:
     # A connection fails with errors of the HTTP library, which is not ours to name.
     except Exception as error:
         raise UploadError(
-            f"cannot ask the Hub whether {repo_id} can be uploaded to: {_first_line(error)} {_LATER}"
+            f"cannot ask the Hub whether {repo_id} can be uploaded to: {first_line(error)} {_LATER}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _may_write(user: Mapping[str, Any], owner: str, full_id: str) -> bool:

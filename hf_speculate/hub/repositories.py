@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi, is_offline_mode, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from ..errors import CheckpointError, DrafterNotFoundError
+from ..errors import CheckpointError, DrafterNotFoundError, first_line
 from ..files import file_names, read_json
 from ..registry import installed_drafters, load_drafter, unknown_drafter_message
 from .card import CARD_FILE, is_generated
@@ -82,8 +82,7 @@ def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
             f"{message} is neither in the cache nor asked for ({reason}): allow that, or run `hf download {name}` "
             "where there is a network, or give a folder."
         )
-    why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return f"{message} could not be had: {why}"
+    return f"{message} could not be had: {first_line(error)}"
 
 
 def _not_recognised(folder: str, names: Sequence[str]) -> str:

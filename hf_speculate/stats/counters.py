@@ -180,7 +180,7 @@ class Counters:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-serialisable values, derived figures included."""
-        raw = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        raw = {each.name: _plain(getattr(self, each.name)) for each in fields(Counters)}
         return raw | {
             "rejected_tokens": self.rejected_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,

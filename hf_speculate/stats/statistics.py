@@ -45,9 +45,7 @@ class SpeculationStats(Counters):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-serialisable values, derived figures and verdict included."""
-        found = super().to_dict()
-        del found["advice"]
-        return found | {"verdict": self.verdict}
+        return super().to_dict() | {"drafter": self.drafter, "verdict": self.verdict}
 
     def _summary(self) -> Summary:
         return Summary.of(self, self.drafter, self.verdict)

@@ -25,7 +25,7 @@ def check_drafter(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Checks that `drafter` keeps the contract of `hf_speculate.drafting.contract` on a small target.
+    """Checks that `drafter` keeps the contract of `hf_speculate.drafting` on a small target.
 
     Checked: tree invariants of every draft (root, parents, siblings, token range, depth budget), one `close` per
     session whatever happens, well-formed calls for greedy and sampled requests, left-padded batches whose rows

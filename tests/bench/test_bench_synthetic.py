@@ -36,7 +36,7 @@ from hf_speculate.bench.replay import record_budgets, recorded_budgets, replayed
 from hf_speculate.bench.runs import batches, generate_once, plain_texts
 from hf_speculate.cli import app
 from hf_speculate.commands import SHAPES, ModelShape, find_shape, random_prompt, shapes
-from hf_speculate.drafting.contract import DraftRequest, DraftState
+from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.policy.contract import Budget
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import ScriptedDrafter

@@ -6,7 +6,7 @@ import torch
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.drafting.contract import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.drafting.driver import Drafting
 from hf_speculate.policy import Fixed
 from hf_speculate.round import Round

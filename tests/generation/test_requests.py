@@ -16,7 +16,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.generation.bridge import _originals
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter

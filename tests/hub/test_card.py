@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafting.contract import Drafter, SavedHead
+from hf_speculate.drafting import Drafter, SavedHead
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import repositories
 from hf_speculate.hub.card import CARD_FILE, is_generated, write_card

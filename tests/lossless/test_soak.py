@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import SpeculateError
 from hf_speculate.testing import EmptyDrafter, RaisingDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions

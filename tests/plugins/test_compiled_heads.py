@@ -13,8 +13,7 @@ from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator, tree
 from hf_speculate.compilation.graphs import Compiler, graphs_of
-from hf_speculate.drafting import ranking
-from hf_speculate.drafting.contract import DraftRequest
+from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attention, compiled, head, steps

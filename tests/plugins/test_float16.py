@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafting.contract import DraftState
+from hf_speculate.drafting import DraftState
 from hf_speculate.drafting.features import FeatureTaps, finite
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.eagle import EagleSession

@@ -18,7 +18,7 @@ from hf_speculate.compilation import graphs
 from hf_speculate.compilation.buffers import capacity_for
 from hf_speculate.compilation.capture import Recorder
 from hf_speculate.compilation.graphs import MAX_GRAPHS, graphs_of
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate.target.static import NODE_BUCKETS
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 

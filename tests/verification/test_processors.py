@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation import logits_process as lp
 
 from hf_speculate import Speculator
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.processors import without_inspection
 from hf_speculate.verification.sampler import Sampler

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from hf_speculate.errors import CheckpointError, DrafterNotFoundError
+from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
 
 from .reading import read_config, read_tensor
 from .weight_files import read_index
@@ -44,8 +44,7 @@ class TargetFiles:
         try:
             self.config = AutoConfig.from_pretrained(self.name, **hub)
         except Exception as error:  # configs check themselves in several ways
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            raise DrafterNotFoundError(f"cannot read target {self.name!r}: {why}") from error
+            raise DrafterNotFoundError(f"cannot read target {self.name!r}: {first_line(error)}") from error
 
     @property
     def text_config(self) -> Any:

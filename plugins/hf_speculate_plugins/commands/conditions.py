@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_speculate.commands import Prompt, chat_ids
-from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.errors import CheckpointError, SpeculateError, first_line
 from hf_speculate.files import read_json
 from hf_speculate.hub import PROVENANCE_FILE
 from hf_speculate.models import GenerativeModel, unwrap
@@ -225,7 +225,7 @@ def _loaded(load: Callable[[], GenerativeModel]) -> Iterator[GenerativeModel | N
     try:
         model = load()
     except (SpeculateError, MemoryError, RuntimeError, ValueError) as error:  # "cannot be dequantised" has many types
-        logger.warning(f"another form of the target was not measured: {next(iter(str(error).splitlines()), '')}")
+        logger.warning(f"another form of the target was not measured: {first_line(error)}")
         model = None
     yield model
 
@@ -243,7 +243,7 @@ def with_adapter(target: Any, adapter: str) -> tuple[GenerativeModel, Callable[[
     try:
         adapted: Any = PeftModel.from_pretrained(target, adapter).eval()
     except (ValueError, OSError, RuntimeError) as error:
-        raise SpeculateError(f"cannot load the adapter {adapter}: {next(iter(str(error).splitlines()), '')}") from error
+        raise SpeculateError(f"cannot load the adapter {adapter}: {first_line(error)}") from error
     return unwrap(adapted), adapted.disable_adapter
 
 

@@ -14,15 +14,10 @@ class PromptLookupSession(DraftSession):
 
     def __init__(self, options: PromptLookupOptions, request: DraftRequest):
         self.options = options
-        mask = request.attention_mask
         self._indices = []
-        earlier = list(request.earlier_ids or ())
-        for row, tokens in enumerate(request.input_ids.tolist()):
-            if mask is not None and tokens:
-                real = mask[row, -len(tokens) :].tolist()
-                tokens = [token for token, is_real in zip(tokens, real, strict=True) if is_real]
+        for text in request.row_texts:
             index = SuffixIndex(options.min_ngram, options.max_ngram)
-            index.extend(earlier + tokens)
+            index.extend(text)
             self._indices.append(index)
         self._has_seen_prompt = False
 

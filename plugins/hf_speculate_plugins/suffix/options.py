@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -51,7 +50,7 @@ class SuffixOptions:
     tree: bool = True
     store: bool | SuffixStore = False
     corpus: Sequence[str | Sequence[int]] = ()
-    tokenizer: PreTrainedTokenizerBase | Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self) -> None:
         for name in ("depth", "max_nodes", "children"):

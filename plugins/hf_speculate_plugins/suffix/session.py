@@ -41,7 +41,7 @@ class SuffixSession(DraftSession):
         self._store, self._mixture, self._keep = store, mixture, keep
         self._lock = nullcontext() if store is None else store.lock
         self._rows: list[SmoothedRow | CountedRow] = []
-        for prompt in _prompts(request):
+        for prompt in request.row_texts:
             row = SmoothedRow(options, sources, mixture) if options.smoothing else CountedRow(options, sources)
             row.read(prompt)
             self._rows.append(row)
@@ -88,15 +88,3 @@ class SuffixSession(DraftSession):
             for number, output in zip(self._numbers, self._outputs, strict=True):
                 self._store.extend(number, output)
         self._outputs = [[] for _ in self._rows]
-
-
-def _prompts(request: DraftRequest) -> list[list[int]]:
-    """Token ids of every row, without padding."""
-    mask, earlier = request.attention_mask, list(request.earlier_ids or ())
-    prompts = []
-    for row, tokens in enumerate(request.input_ids.tolist()):
-        if mask is not None and tokens:
-            real = mask[row, -len(tokens) :].tolist()
-            tokens = [token for token, is_real in zip(tokens, real, strict=True) if is_real]
-        prompts.append(earlier + tokens)
-    return prompts

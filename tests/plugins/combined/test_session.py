@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafting.contract import DraftRequest, DraftState
+from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.errors import DrafterNotFoundError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_lossless
 from hf_speculate.tree import DraftTree

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, Speculator, cli
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate_plugins.calibration import AcceptanceRates, HeadCheck, Trial, write_texts
 from hf_speculate_plugins.commands.check import as_json, check_checkpoint

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub.repositories import drafter_class_for
 from hf_speculate_plugins.checkpoints import ConfigValues

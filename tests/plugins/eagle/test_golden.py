@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_speculate import Speculator
-from hf_speculate.drafting.contract import RAW_LAST, DraftRequest, DraftState
+from hf_speculate.drafting import RAW_LAST, DraftRequest, DraftState
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, StaticTree, load_head

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate import Speculator
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
 from hf_speculate_plugins.eagle.attention import CachedAttention
 from hf_speculate_plugins.eagle.reading import Reading

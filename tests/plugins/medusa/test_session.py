@@ -11,8 +11,7 @@ import torch
 from accelerate import dispatch_model
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafting import DraftChecks
-from hf_speculate.drafting.contract import DraftRequest, DraftState
+from hf_speculate.drafting import DraftChecks, DraftRequest, DraftState
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.medusa import (
     MedusaDrafter,

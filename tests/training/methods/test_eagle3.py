@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_speculate import Speculator
-from hf_speculate.drafting.contract import RAW_LAST, DraftRequest
+from hf_speculate.drafting import RAW_LAST, DraftRequest
 from hf_speculate.tree import TreePlan
 from hf_speculate_training.data import NO_DOCUMENT, Batch
 from hf_speculate_training.methods import Entries, counted_entries

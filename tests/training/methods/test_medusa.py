@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.drafting.contract import DraftRequest
+from hf_speculate.drafting import DraftRequest
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate_training.data import Batch
 from hf_speculate_training.methods.medusa import (

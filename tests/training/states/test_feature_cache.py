@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate_training.data import Collator, RowDataset
 from hf_speculate_training.states import FeatureCache, FeatureCacheError, TargetReader, cache_key, write_features
 

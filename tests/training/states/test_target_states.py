@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AttentionInterface, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 
-from hf_speculate.drafting.contract import RAW_LAST
+from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate_training.data import Collator, make_row
 from hf_speculate_training.states import TargetReader

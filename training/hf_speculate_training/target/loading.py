@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
-from hf_speculate.commands import first_line, target_path
-from hf_speculate.errors import SpeculateError
+from hf_speculate.commands import target_path
+from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.gguf import find_file, load_model, plan_model, read_header, read_tokenizer
 
 from ..sections import RecipeError
