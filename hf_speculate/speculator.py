@@ -12,7 +12,7 @@ from huggingface_hub import CommitInfo
 from torch import nn
 from transformers.utils import logging
 
-from .drafting import Drafter
+from .drafting import CalibrationTable, Drafter
 from .hub import (
     Metric,
     check_origin,
@@ -227,6 +227,7 @@ class AutoSpeculator:
         )
         drafter = drafter_class_for(folder).from_folder(folder, target, **own)
         drafter.check_target(target)
+        drafter.calibration = CalibrationTable.load(folder)
         if drafter.feature_layers:  # it was trained on the target's states
             check_origin(folder, target)
         return Speculator(drafter, **vars(engine))

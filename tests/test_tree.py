@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_speculate.errors import DrafterError
-from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, TreePlan
+from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, TreePlan, TreeRow
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=80, database=None)
@@ -191,3 +194,57 @@ class TestSelections:
             tree = DraftTree(tokens, structure, max_depth=1).select([1, 2])
             assert tree.token_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
             assert tree.host.parents == [parents, parents]
+
+
+class TestValues:
+    """Values go with their nodes, through everything that makes a tree of another."""
+
+    TREE = DraftTree.from_rows(
+        [
+            TreeRow([5, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.5, -3.0, -0.75]),
+            TreeRow([6, 4], [-1, 0], [0.0, -0.25]),
+        ]
+    )
+
+    def test_they_are_padded_and_come_back(self):
+        assert self.TREE.host.values == [[0.0, -0.5, -3.0, -0.75], [0.0, -0.25, 0.0, 0.0]]
+        assert self.TREE.values.dtype == torch.float32
+
+    def test_one_row_without_values_leaves_none(self):
+        assert DraftTree.from_rows([TreeRow([5], [-1], [0.0]), ([5, 1], [-1, 0])]).values is None
+
+    def test_parts_have_those_of_their_nodes(self):
+        tree = self.TREE
+        assert tree.first(1).host.values == [[0.0, -0.5], [0.0, -0.25]]
+        assert tree.select([1]).host.values == [[0.0, -0.25]]
+        assert tree.gather([1, 0]).host.values == [[0.0, -0.25, 0.0, 0.0], [0.0, -0.5, -3.0, -0.75]]
+        assert tree.pruned([1, 1]).host.values == [[0.0, -0.5, -3.0], [0.0, -0.25, 0.0]]
+        assert tree.with_chains({0: [7, 8]}).host.values == [[0.0, 0.0, 0.0, 0.0], [0.0, -0.25, 0.0, 0.0]]
+        for part in (tree.first(1), tree.gather([1, 0]), tree.select([0])):
+            assert part.values.tolist() == part.host.values
+
+    def test_they_are_read_with_parents_and_tokens_in_one_transfer(self):
+        tree = self.TREE
+        on_device = DraftTree(tree.token_ids, torch.tensor(tree.host.parents), max_depth=2, values=tree.values)
+        assert on_device.read_with(torch.tensor([[9], [8]])) == [[9], [8]]
+        assert on_device.host == tree.host
+
+    def test_the_best_nodes_of_each_row(self):
+        assert self.TREE.best(2).host.token_ids == [[5, 1, 3], [6, 4, 6]]
+        assert self.TREE.best(2).host.parents == [[-1, 0, 1], [-1, 0, -2]]
+        assert self.TREE.best(2).host.values == [[0.0, -0.5, -0.75], [0.0, -0.25, 0.0]]
+
+    def test_without_values_the_first_are_the_best(self):
+        tree = DraftTree.from_rows([([5, 1, 2, 3], [-1, 0, 0, 1])])
+        assert tree.best(2).host.token_ids == [[5, 1, 2]]
+
+    def test_a_node_is_worth_no_more_than_its_parent(self):
+        """Values of a drafter that is wrong: the trees stay trees."""
+        row = TreeRow([5, 1, 2, 3], [-1, 0, 1, 0], [0.0, math.nan, -0.1, -2.0])
+        assert row.best(3)[:2] == ([5, 3, 1, 2], [-1, 0, 0, 2])
+        generator = random.Random(0)
+        for _ in range(200):
+            parents = [-1, *(generator.randrange(node) for node in range(1, 12))]
+            values = [generator.choice([math.nan, -math.inf, math.inf, generator.random()]) for _ in parents]
+            best = TreeRow(range(12), parents, values).best(generator.randrange(12))
+            assert all(parent < node for node, parent in enumerate(best.parents))

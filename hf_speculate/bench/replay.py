@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..drafting import Deepening
 from ..policy import Budget, DraftPolicy, PolicyRequest, PolicySession, Replay, Situation
 from ..round import Round
 from ..speculator import Speculator
+from ..tree import DraftTree
 
 
 Budgets = Sequence[Budget]
@@ -20,7 +22,7 @@ class RecordedPolicy(DraftPolicy):
     """A policy that notes the budgets of its last request.
 
     Attributes:
-        budgets: one a round.
+        budgets: one a round: what was drafted, and scored.
     """
 
     is_adaptive = True
@@ -42,6 +44,14 @@ class _Noting(PolicySession):
     def choose(self, situation: Situation) -> Budget:
         self._budgets.append(self._inner.choose(situation))
         return self._budgets[-1]
+
+    def deepening(self) -> Deepening | None:
+        return self._inner.deepening()
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        cut = self._inner.cut(tree)
+        self._budgets[-1] = Budget(cut.num_nodes - 1, tree.max_depth)
+        return cut
 
     def learn(self, round: Round) -> None:
         self._inner.learn(round)

@@ -5,6 +5,11 @@ committed tokens, and takes nothing from it unchecked. This face, with `hf_specu
 party needs; nothing else is promised.
 """
 
+from .calibration import CALIBRATION_FILE as CALIBRATION_FILE
+from .calibration import MEMORY as MEMORY
+from .calibration import Calibration as Calibration
+from .calibration import CalibrationTable as CalibrationTable
+from .calibration import rising as rising
 from .checks import DraftChecks as DraftChecks
 from .contract import RAW_LAST as RAW_LAST
 from .contract import Drafter as Drafter
@@ -22,5 +27,6 @@ from .observations import Observation as Observation
 from .observations import joined as joined
 from .ranking import Warpers as Warpers
 from .ranking import rank_children as rank_children
+from .requests import Deepening as Deepening
 from .requests import DraftRequest as DraftRequest
 from .requests import DraftState as DraftState

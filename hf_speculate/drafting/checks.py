@@ -76,6 +76,15 @@ class DraftChecks:
             raise self._error(f"drafted token_ids that are {found}; they must be int64 [B, N] with data")
         if len(tokens) != num_rows:
             raise self._error(f"drafted {len(tokens)} rows for {num_rows}")
+        values = tree.values
+        if values is not None and not (
+            isinstance(values, Tensor)
+            and values.is_floating_point()
+            and values.shape == tokens.shape
+            and values.device == tokens.device
+        ):
+            found = f"{list(values.shape)} ({values.dtype}, {values.device})" if isinstance(values, Tensor) else values
+            raise self._error(f"gave the values {found} to {list(tokens.shape)} nodes; floats beside them, or None")
         if not tokens.shape[1]:
             raise self._error("drafted no nodes: node 0, the root, is always there")
         if isinstance(parents, Tensor):
@@ -134,11 +143,13 @@ def _as_it_is(tree: DraftTree) -> DraftTree:
     if not tree.is_derived:
         return tree
     parents = tree.parents_as_given
-    return DraftTree(tree.token_ids, parents, tree.max_depth if isinstance(parents, Tensor) else None)
+    max_depth = tree.max_depth if isinstance(parents, Tensor) else None
+    return DraftTree(tree.token_ids, parents, max_depth, values=tree.values)
 
 
 def _with_roots(host: HostTree, roots: Sequence[int]) -> HostTree:
-    return HostTree([[root, *row[1:]] for row, root in zip(host.token_ids, roots, strict=True)], host.parents)
+    tokens = [[root, *row[1:]] for row, root in zip(host.token_ids, roots, strict=True)]
+    return HostTree(tokens, host.parents, host.values)
 
 
 def _is_on_host(tree: DraftTree) -> bool:
@@ -155,4 +166,4 @@ def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int)
     if isinstance(parents, Tensor):
         before = torch.arange(parents.shape[1], device=parents.device) - 1
         parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)
-    return DraftTree(tokens, parents, max_depth=min(max(depth, 0), tree.num_nodes - 1))
+    return DraftTree(tokens, parents, max_depth=min(max(depth, 0), tree.num_nodes - 1), values=tree.values)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError
 from ..stats import OF_HEADS, Advice
 from ..tree import DraftTree
+from .calibration import CalibrationTable
 from .requests import DraftRequest, DraftState
 
 
@@ -46,8 +47,9 @@ class DraftSession(ABC):
     def draft(self, state: DraftState) -> DraftTree:
         """A tree for the next round, all B rows; its node 0 is `state.root_ids`. May be the root alone.
 
-        Nodes come in the order of their worth (parents first): the loop may score only the first n of them, at most 511
-        draft nodes. It checks what it is given (see `draft_checks`): a breach is a `DrafterError`, the root is its own.
+        The loop may score only the nodes of the highest values (`DraftTree.values`), or the first ones where there are
+        none; at most 511. It checks what it is given (see `DraftChecks`): a breach is a `DrafterError`, the root is its
+        own.
         """
 
     @abstractmethod
@@ -66,10 +68,6 @@ class DraftSession(ABC):
             features: the target's hidden state *at* path node j, for each index in `Drafter.feature_layers`.
             lengths: int64 on the CPU, how many columns of each row are real (0 for finished rows).
         """
-
-    def confidence(self, row: int) -> int:
-        """Which kind of draft the last one of a row was, where some kinds are surer than others (a longer match)."""
-        return 0
 
     def close(self) -> None:
         """Releases what the session holds. Called exactly once, also after an error."""
@@ -100,15 +98,16 @@ class Drafter(ABC):
         name: the entry point's name.
         feature_layers: indices into the target's `hidden_states` tuple (0: embeddings, k: output of layer k - 1, L:
             after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
-        chooses_depth: whether a session finds out itself how deep a draft pays, if the request is `adaptive`: the loop
-            then chooses the number of nodes only.
+        calibration: what the values of its trees mean, as far as that is known before it drafts.
+        is_free: whether drafting takes next to nothing: no forward of a model.
         options_classes: dataclasses whose fields are the drafter's options, for those who list them.
     """
 
     name: ClassVar[str]
-    chooses_depth: ClassVar[bool] = False
+    is_free: ClassVar[bool] = False
     options_classes: ClassVar[tuple[type[Any], ...]] = ()
     feature_layers: tuple[int, ...] = ()
+    calibration: CalibrationTable = CalibrationTable()
 
     @property
     def advice(self) -> Advice:

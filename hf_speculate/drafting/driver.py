@@ -18,7 +18,7 @@ from .checks import DraftChecks
 from .contract import Drafter, DraftSession
 from .features import FeatureTaps
 from .observations import Observations
-from .requests import DraftRequest, DraftState
+from .requests import Deepening, DraftRequest, DraftState
 
 
 Answer = TypeVar("Answer")
@@ -76,7 +76,14 @@ class Drafting:
             self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows))
 
     def state(
-        self, sampler: Sampler, sequences: Sequences, active: tuple[bool, ...], max_depth: int, *, chains_only: bool
+        self,
+        sampler: Sampler,
+        sequences: Sequences,
+        active: tuple[bool, ...],
+        max_depth: int,
+        *,
+        chains_only: bool,
+        deepening: Deepening | None = None,
     ) -> DraftState:
         """The situation before a round."""
         # Somebody who draws from the same RNG once will do so again: no noise is drawn ahead of its turn then. Drafters
@@ -89,6 +96,7 @@ class Drafting:
             max_depth=max_depth,
             chains_only=chains_only,
             num_emitted=tuple(sequences.num_emitted),
+            deepening=deepening,
             _noise=noise if shares_noise else None,
             _warpers=score_only(sampler.processors),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -77,6 +77,19 @@ class DraftRequest:
         return texts
 
 
+class Deepening(Protocol):
+    """Whether another level of a draft pays."""
+
+    def __call__(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
+        """Of one draft, in the order of its levels.
+
+        Args:
+            values: of the nodes that the next level would expand (`DraftTree.values`), on the CPU.
+            previous: index of each one's parent among those of the last call; None: it is the one in the same place.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftState:
     """The situation before one round.
@@ -88,6 +101,7 @@ class DraftState:
         chains_only: True where the target cannot score branches: only the first branch of a tree is used.
         num_emitted: new tokens of each row so far; noise row `num_emitted[r] + d` chooses the children of row r's
             nodes at depth d.
+        deepening: what `goes_on` asks.
     """
 
     root_ids: Int[Tensor, " B"]
@@ -95,6 +109,7 @@ class DraftState:
     max_depth: int
     chains_only: bool
     num_emitted: tuple[int, ...]
+    deepening: Deepening | None = None
     _noise: Noise | None = None
     _warpers: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     _rows: Sequence[int] | None = None
@@ -114,7 +129,13 @@ class DraftState:
         whole = tree.gather([slots.get(row, 0) for row in range(len(self.active))])
         roots, parents = to_device(self.root_ids, whole.token_ids.device)[:, None], whole.parents_as_given
         max_depth = whole.max_depth if isinstance(parents, Tensor) else None
-        return DraftTree(torch.cat([roots, whole.token_ids[:, 1:]], dim=1), parents, max_depth)
+        tokens = torch.cat([roots, whole.token_ids[:, 1:]], dim=1)
+        return DraftTree(tokens, parents, max_depth, values=whole.values)
+
+    def goes_on(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
+        """Whether another level pays, for drafters that ask before each but the first; see `Deepening`. Always true on
+        a device, which would have to be waited for: `max_depth` is chosen for that."""
+        return self.deepening is None or values.device.type != "cpu" or self.deepening(values, previous)
 
     def child_scores(
         self, draft_logits: Float[Tensor, "B N W"], depth: int, token_ids: Int[Tensor, " W"] | None = None

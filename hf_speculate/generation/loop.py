@@ -169,11 +169,15 @@ class Decoding:
         if budget.max_nodes == 0 or max_depth <= 0:
             return DraftTree.root_only(self.sequences.last_tokens)
         chains_only = self.scorer.shape == "chain"
-        state = self.drafting.state(self.sampler, self.sequences, active, max_depth, chains_only=chains_only)
+        deepening = self.policy.deepening()
+        state = self.drafting.state(
+            self.sampler, self.sequences, active, max_depth, chains_only=chains_only, deepening=deepening
+        )
         tree = self.drafting.draft(state)
         self._drafted_depth = tree.max_depth
         if budget.max_nodes is not None:
-            tree = tree.first(budget.max_nodes)
+            tree = tree.best(budget.max_nodes)
+        tree = self.policy.cut(tree)
         return tree.pruned(limits) if tree.max_depth > min(taking_part) else tree
 
     def score(self, tree: DraftTree) -> Any:

@@ -214,7 +214,8 @@ def _policy_request(speculator: Speculator, request: DraftRequest) -> PolicyRequ
         target=request.target,
         batch_size=request.input_ids.shape[0],
         adapters=request.adapters,
-        chooses_depth=not speculator.drafter.chooses_depth,
+        samples=request.do_sample,
+        calibration=speculator.drafter.calibration,
     )
 
 

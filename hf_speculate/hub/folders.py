@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo
 
+from ..drafting import CALIBRATION_FILE
 from ..errors import SpeculateError, UploadError
 from ..files import json_writer, replace_files
 from .card import ADAPTER_FOLDER, rename_card, write_card
@@ -78,12 +79,13 @@ def refresh_hashes(folder: str | os.PathLike, **added: Any) -> None:
 
 
 def copy_origins(source: str | os.PathLike, folder: str | os.PathLike, **added: Any) -> None:
-    """Takes what `source` says of its head (provenance, recipe, curves, the target's adapter) to `folder`.
+    """Takes what `source` says of its head (provenance, recipe, curves, what its values mean, the target's adapter) to
+    `folder`.
 
     Args:
         added: what the provenance is to say besides.
     """
-    for name in (PROVENANCE_FILE, RECIPE_FILE, CURVES_FILE):
+    for name in (PROVENANCE_FILE, RECIPE_FILE, CURVES_FILE, CALIBRATION_FILE):
         if (path := Path(source) / name).is_file():
             shutil.copyfile(path, Path(folder) / name)
     if (adapter := Path(source) / ADAPTER_FOLDER).is_dir():

@@ -1,10 +1,12 @@
 """How much every round drafts: a budget of nodes and depth, or nothing.
 
-The adaptive policy learns what rounds cost and how far drafts are accepted, and takes the budget with the most expected
-tokens per second; others always draft alike, or repeat what was written down. A policy changes the speed of a text,
-never the text.
+The adaptive policy learns what rounds cost and what a drafter's values mean; it drafts another level and scores another
+node only while that pays. Others always draft alike, or repeat what was written down. A policy changes the speed of a
+text, never the text.
 """
 
+from .acceptance import Acceptance as Acceptance
+from .acceptance import Average as Average
 from .adaptive import Adaptive as Adaptive
 from .contract import NOTHING as NOTHING
 from .contract import UNLIMITED as UNLIMITED
@@ -14,5 +16,6 @@ from .contract import PolicyRequest as PolicyRequest
 from .contract import PolicySession as PolicySession
 from .contract import Situation as Situation
 from .costs import Timings as Timings
+from .deepening import WhilePaying as WhilePaying
 from .fixed import Fixed as Fixed
 from .fixed import Replay as Replay

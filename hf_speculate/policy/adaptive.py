@@ -1,35 +1,30 @@
-"""The adaptive policy: the budget of every round, chosen from measured costs and measured acceptance; or nothing.
+"""The adaptive policy: another level, another node, only while it pays; and nothing where nothing pays.
 
-The nodes of a tree come best first (`DraftTree`), so its first n nodes are the drafter's tree of n nodes: a round with
-a wide tree tells what every smaller and shallower one would have accepted. Costs are measured on the rounds themselves;
-an estimate of the first ones is corrected by those that follow.
-A round gets the budget with the highest expected tokens per second. Where that is no draft at all, drafts are still
-tried now and then, as often as a fixed share of the time pays for: the policy never spends more.
+A drafter says of every node how sure it is (`DraftTree.values`); calibrated on the rounds so far, that is the
+probability that the node is right. What rounds take is measured on them, too. A token is worth the time that one takes
+at the speed that was reached lately: with this price (Dinkelbach's method for the largest ratio of two sums) every
+decision stands for itself. Where drafts do not pay they are still tried now and then, as often as a fixed share of the
+time pays for: the policy never spends more.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from ..drafting import Deepening
 from ..round import Round
+from ..tree import DraftTree
+from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts
-from .rates import LADDER, AcceptanceRates
+from .deepening import WhilePaying
 
-
-_CARRIED_WEIGHT = 0.3  # of one text's acceptance for the next
-_EXPLORE_EVERY = 16  # rounds: then one is wider than what is known to be best
-_PLAN_EVERY = 4  # rounds: planning takes about a hundredth of a small model's round
-_PLAN_SURPRISE = 1.5  # a round that takes so many times what it was planned to take calls for a new plan
-# Nodes and depth of the first rounds, before anything can be chosen. All that a drafter has may take as long as several
-# tokens: where it comes to nothing, a short text would be over before that is made up for.
-_FIRST_ROUNDS = ((8, 3), (16, 5))
 
 # What speculation may lose against plain decoding: a share of the time, and a start in one-token forwards.
 LOSS_SHARE = 0.01
@@ -38,174 +33,194 @@ LOSS_START = 5.0
 _BANK = 8.0
 
 
+@dataclass
+class Known:
+    """What is known of requests that are alike.
+
+    Attributes:
+        acceptance: of the drafter.
+        gain: tokens that a round with a draft brought more than the time that it took is worth.
+        tokens, seconds: of the last rounds, a row; in one-token forwards.
+        is_asked: whether the drafter asks before every level.
+    """
+
+    acceptance: Acceptance
+    gain: Average = field(default_factory=Average)
+    tokens: Average = field(default_factory=Average)
+    seconds: Average = field(default_factory=Average)
+    is_asked: bool = False
+
+    def copy(self) -> Known:
+        return deepcopy(self)
+
+    def fade(self) -> None:
+        """A round has passed."""
+        for each in (self.acceptance, self.gain, self.tokens, self.seconds):
+            each.fade()
+
+
 class AdaptiveSession(PolicySession):
-    """Chooses the budget of every round of one request.
+    """Decides for every round of one request.
 
     Args:
         costs: of the target at this batch size.
-        rates: one a row.
-        chooses_depth: see `PolicyRequest`.
-        known: what the request begins with, and leaves to the next.
+        known: what the request begins with; changed.
+        batch_size: rows.
+        keep: is given what is known in the end.
     """
 
     def __init__(
-        self,
-        costs: RoundCosts,
-        rates: Sequence[AcceptanceRates],
-        chooses_depth: bool = True,
-        known: _Known | None = None,
+        self, costs: RoundCosts, known: Known, batch_size: int = 1, keep: Callable[[Known], None] | None = None
     ):
-        self.rates = rates
-        self._known = known
+        self.known = known
+        self._keep = keep
         self._costs = costs
-        self._chooses_depth = chooses_depth
-        self._costs_by_size = {len(rates): costs}
-        self._explored = len(_FIRST_ROUNDS) if rates[0].widest else 0
-        self._is_censored = False
+        self._costs_by_size = {batch_size: costs}
+        self._batch_size = batch_size
         self._elapsed = 0.0
         self._loss = 0.0
-        self._stake = 0.0  # what the next draft may lose, while there is none because that is too much
-        self._context = 0
-        self._plan: tuple[Budget, float, float] | None = None
-        self._plan_rows: Sequence[int] = ()
-        self._plan_context = 0
-        self._plan_age = 0
+        self._situation = Situation((), 0, 0)
+        self._deepening: WhilePaying | None = None
 
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored)
-        context, rows = situation.context, situation.rows
-        self._context = context
-        if self._explored < len(_FIRST_ROUNDS):
-            return self._sized(*_FIRST_ROUNDS[self._explored]) if self._may_lose(0.0) else NOTHING
-        if not self._costs.rounds.knows(1, context):
+        self._situation, self._deepening = situation, None
+        if not self._costs.rounds.knows(1, situation.context):
             return NOTHING  # what plain decoding costs here is yet to be seen
-        if self._stake and not self._may_lose(self._stake):
-            return NOTHING  # nothing was learnt since: such a round costs next to nothing
-        budget, rate, seconds = self._planned(rows)
-        share_lost = 1 - rate * self._costs.plain(context) / len(rows)
-        if share_lost > 0 and not self._may_lose(share_lost * seconds):
-            self._stake = share_lost * seconds
+        expected = self.known.gain.near(0.0)
+        if not self._may_lose(max(-expected * self._plain, 0.0)):
             return NOTHING
-        if self._stake:  # what came meanwhile was not seen: what was seen before counts half
-            for row in rows:
-                self.rates[row].fade(0.5)
-            self._plan = None
-        self._stake = 0.0
-        if not self._may_lose(0.0):
-            return NOTHING
-        return self._wider(budget) if self._is_censored or self._explored % _EXPLORE_EVERY == 0 else budget
+        self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
+        return Budget() if self.known.is_asked else Budget(None, self._best_depth())
+
+    def deepening(self) -> Deepening | None:
+        return self._deepening
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """The nodes that pay: the best of each row, as many in all; of a tree on a device, which is not to be waited
+        for, as many as would have paid of the last ones."""
+        if self._deepening is not None and self._deepening.is_asked:
+            self.known.is_asked = True
+        if tree.is_on_device:
+            return tree.first(max(self._best_count(self.known.acceptance.nodes()), 1))
+        host, rows = tree.host, self._situation.rows
+        of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
+        probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
+        self.known.acceptance.note_tree(host, list(of_rows), probabilities, self._price_of_node)
+        # In the order in which `best` takes them.
+        ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
+        means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
+        return tree.best(self._best_count(means))
 
     def learn(self, round: Round) -> None:
-        if not round.is_warm_up:
-            pairs = enumerate(zip(round.paths, round.tokens, strict=True))
-            paths = {row: path[1 : len(tokens)] for row, (path, tokens) in pairs if tokens}
-            self.record(round.num_nodes, round.depth, paths, round.seconds.total, round.seconds.drafting)
+        if round.is_warm_up:
+            return
+        self.known.fade()
+        rows = [row for row, tokens in enumerate(round.tokens) if tokens]
+        drafted, costs, context = round.num_nodes, self._costs, self._situation.context
+        costs.rounds.record(drafted + 1, round.seconds.total - round.seconds.drafting, context)
+        # As they are estimated: a round that was held up by something else says nothing about drafting.
+        seconds = costs.verifying(drafted, context) + (self._drafting_seconds(round) if round.depth else 0.0)
+        tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
+        self._elapsed += seconds
+        self.known.tokens.add(tokens)
+        self.known.seconds.add(seconds / self._plain)
+        if not round.depth:
+            return
+        self.known.gain.add(tokens - seconds / self._plain)
+        self._loss = max(self._loss + seconds - tokens * self._plain, -_BANK * self._plain)
+        if drafted:
+            self._learn_nodes(round, rows)
 
-    def close(self) -> None:
-        """Keeps what was learnt about acceptance, for what the next text is worth."""
-        if self._known is not None:
-            rates = AcceptanceRates.average(self.rates)
-            rates.fade(_CARRIED_WEIGHT)
-            self._known.rates = rates
+    def _drafting_seconds(self, round: Round) -> float:
+        """Learns from what a draft took, and returns what one like it is expected to take."""
+        levels, deepening = round.depth, self._deepening
+        if self.known.is_asked:  # what is asked for costs; what is not (a copy of earlier text) may be as deep
+            if deepening is None or not deepening.is_asked:
+                return round.seconds.drafting
+            levels = deepening.levels
+        self._costs.drafting.record(levels, round.seconds.drafting, self._situation.context)
+        return self._costs.drafting_to(levels, self._situation.context)
+
+    def _learn_nodes(self, round: Round, rows: Sequence[int]) -> None:
+        tree, acceptance = round.tree, self.known.acceptance
+        all_rows = tree.host.rows()
+        of_rows = {row: all_rows[tree.slot(row)] for row in rows}
+        if tree.is_on_device:
+            found = [acceptance.probabilities(each) for each in of_rows.values()]
+            acceptance.note_tree(tree.host, [tree.slot(row) for row in rows], found, self._price_of_node)
+        for row, of_row in of_rows.items():
+            acceptance.count(of_row, round.paths[row], round.tokens[row])
 
     def _run(self, num_rows: int) -> None:
         """From now on the target runs so many rows of the batch. What that costs is learnt for this request only: a
         batch of this size drafts for no other rows."""
         if num_rows not in self._costs_by_size:
-            self._costs_by_size[num_rows] = self._costs_by_size[len(self.rates)].as_prior()
-        if self._costs is not self._costs_by_size[num_rows]:
-            self._costs, self._plan = self._costs_by_size[num_rows], None
+            self._costs_by_size[num_rows] = RoundCosts(self._costs_by_size[self._batch_size])
+        self._costs = self._costs_by_size[num_rows]
 
-    def record(
-        self, num_nodes: int, depth: int, paths: Mapping[int, Sequence[int]], seconds: float, drafting_seconds: float
-    ) -> None:
-        """Learns what a round did.
+    @property
+    def _plain(self) -> float:
+        """Seconds of a round without a draft."""
+        return self._costs.plain(self._situation.context)
 
-        Args:
-            num_nodes: draft nodes that were scored, a row (0: none were drafted).
-            depth: how deep the drafter went.
-            paths: accepted draft nodes of each row that took part, from depth 1 on.
-            seconds: the whole round; `drafting_seconds` of these went into the draft.
-        """
-        costs = self._costs
-        costs.rounds.record(num_nodes + 1, seconds - drafting_seconds, self._context)
-        if num_nodes == 0 or not paths:
-            self._elapsed += costs.plain(self._context)
-            return
-        if not self._chooses_depth:  # where a draft ended, there was no more to be had: that is no censoring
-            depth = max(depth, *(rates.deepest for rates in self.rates))
-        costs.drafting.record(self._cost_depth(depth), drafting_seconds, self._context)
-        if self._plan is not None and seconds > _PLAN_SURPRISE * self._plan[2]:
-            self._plan = None
-        # As it is estimated: one round that was held up by something else says nothing about drafting.
-        seconds = costs.verifying(num_nodes, self._context) + costs.drafting_to(self._cost_depth(depth), self._context)
-        self._elapsed += seconds
-        self._explored += 1
-        for row, path in paths.items():
-            self.rates[row].record(path, num_nodes, depth)
-        tokens = 1 + sum(map(len, paths.values())) / len(paths)
-        deepest = max(rates.deepest for rates in self.rates)
-        self._is_censored = depth < deepest and tokens - 1 >= depth - 0.5  # most rows were accepted to the end
-        plain = costs.plain(self._context)
-        self._loss = max(self._loss + seconds - tokens * plain, -_BANK * plain)
+    @property
+    def _seconds_of_token(self) -> float:
+        """What a token is worth: what one took lately, and never more than plain decoding takes for it."""
+        known = self.known
+        return self._plain * min((known.seconds.total + 1) / (known.tokens.total + 1), 1.0)
 
-    def _sized(self, num_nodes: int, depth: int) -> Budget:
-        return Budget(num_nodes, depth if self._chooses_depth else None)
+    @property
+    def _price_of_node(self) -> float:
+        """In tokens."""
+        return self._costs.rounds.slope(self._situation.context) / self._seconds_of_token
 
-    def _cost_depth(self, depth: int) -> int:
-        return depth if self._chooses_depth else 1
+    @property
+    def _price_of_level(self) -> float:
+        """In tokens."""
+        return self._costs.level(self._situation.context) / self._seconds_of_token
+
+    def _best_count(self, probabilities: Sequence[float]) -> int:
+        """How many nodes to score: for the most tokens beyond what that takes."""
+        verifying, context = self._costs.verifying, self._situation.context
+        per_second, plain = 1 / self._seconds_of_token, self._plain
+        worth, best, best_worth = 0.0, 0, 0.0
+        for count, probability in enumerate(probabilities, start=1):
+            worth += probability
+            net = worth - (verifying(count, context) - plain) * per_second
+            if net > best_worth:
+                best, best_worth = count, net
+        return best
+
+    def _best_depth(self) -> int:
+        """To which drafts would have paid lately."""
+        worth, best, best_worth, price = 0.0, 1, 0.0, self._price_of_level
+        for depth, level in enumerate(self.known.acceptance.levels(), start=1):
+            worth += level - (price if depth > 1 else 0.0)
+            if worth > best_worth:
+                best, best_worth = depth, worth
+        return best
 
     def _may_lose(self, seconds: float) -> bool:
-        if not self._costs.rounds:
-            return True
-        return self._loss + seconds <= LOSS_SHARE * self._elapsed + LOSS_START * self._costs.plain(self._context)
+        return self._loss + seconds <= LOSS_SHARE * self._elapsed + LOSS_START * self._plain
 
-    def _wider(self, budget: Budget) -> Budget:
-        """What a round must draft to tell whether more than `budget` would be accepted."""
-        assert budget.max_nodes is not None
-        return Budget(2 * budget.max_nodes + 1, None if budget.max_depth is None else budget.max_depth + 2)
-
-    def _planned(self, rows: Sequence[int]) -> tuple[Budget, float, float]:
-        """`_best`, of the last rounds as a rule."""
-        self._plan_age += 1
-        has_moved = rows != self._plan_rows or abs(self._context - self._plan_context) > 0.1 * self._plan_context
-        if self._plan is None or has_moved or self._plan_age >= _PLAN_EVERY:
-            self._plan, self._plan_rows, self._plan_age = self._best(rows), rows, 0
-            self._plan_context = self._context
-        return self._plan
-
-    def _best(self, rows: Sequence[int]) -> tuple[Budget, float, float]:
-        """The budget with the highest expected tokens per second, these, and the seconds that it takes."""
-        costs, context = self._costs, self._context
-        widest, deepest = (max(getattr(rates, name) for rates in self.rates) for name in ("widest", "deepest"))
-        drafting = [costs.drafting_to(self._cost_depth(depth), context) for depth in range(1, deepest + 1)]
-        best, best_rate, best_seconds, smaller = NOTHING, 0.0, 0.0, []
-        for size in range(min(bisect_left(LADDER, widest) + 1, len(LADDER))):
-            num_nodes = min(LADDER[size], widest)
-            lengths = [self.rates[row].expected_lengths(size, min(deepest, num_nodes)) for row in rows]
-            totals = [sum(column) for column in zip(*lengths, strict=True)]
-            # More nodes accept no less; what was seen of them may be older.
-            smaller = [max(pair) for pair in zip(totals, smaller, strict=False)] + totals[len(smaller) :]
-            verifying = costs.verifying(num_nodes, context)
-            for depth, expected in enumerate(smaller, start=1):
-                seconds = verifying + drafting[depth - 1]
-                if expected > best_rate * seconds:
-                    best = self._sized(num_nodes, depth)
-                    best_rate, best_seconds = expected / seconds, seconds
-        return best, best_rate, best_seconds
+    def close(self) -> None:
+        if self._keep is not None:
+            self._keep(self.known)
 
 
 class Adaptive(DraftPolicy):
     """Every round drafts what measured costs and acceptance say pays best, and nothing where nothing pays.
 
-    What is learnt goes from request to request, by target and by its adapters: these have nothing in common, another
-    one writes another text and takes its own time to do so. Targets that are gone are forgotten.
+    What is learnt goes from request to request, by target, by its adapters and by whether tokens are sampled: these
+    have nothing in common. Targets that are gone are forgotten.
     """
 
     is_adaptive = True
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[PreTrainedModel, dict[str, _Known]] = WeakKeyDictionary()
+        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], RoundCosts]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was learnt of targets: they are of this process."""
@@ -215,23 +230,16 @@ class Adaptive(DraftPolicy):
         self.__init__()
 
     def start(self, request: PolicyRequest) -> AdaptiveSession:
-        known = self._known.setdefault(request.target, {}).setdefault(request.adapters, _Known())
-        costs = known.costs.setdefault(request.batch_size, RoundCosts())
-        rates = [AcceptanceRates.average([known.rates]) for _ in range(request.batch_size)]
-        return AdaptiveSession(costs, rates, request.chooses_depth, known)
+        costs = self._costs.setdefault(request.target, {})
+        known, kind = self._known.setdefault(request.target, {}), (request.adapters, request.samples)
+        if kind not in known:
+            known[kind] = Known(Acceptance(request.calibration.start(request.samples)))
+
+        def keep(learnt: Known) -> None:
+            known[kind] = learnt
+
+        of_size = costs.setdefault((request.adapters, request.batch_size), RoundCosts())
+        return AdaptiveSession(of_size, known[kind].copy(), request.batch_size, keep)
 
     def __repr__(self) -> str:
         return "Adaptive()"
-
-
-@dataclass
-class _Known:
-    """What is known of a target with some adapters.
-
-    Attributes:
-        rates: of the last texts.
-        costs: by batch size.
-    """
-
-    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    costs: dict[int, RoundCosts] = field(default_factory=dict)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
+from ..drafting import CalibrationTable, Deepening
 from ..round import Round
+from ..tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,15 @@ class PolicyRequest:
         target: the model that verifies.
         batch_size: B.
         adapters: of the target that are in effect, "" for none (`active_adapters`).
-        chooses_depth: whether the depth is the policy's to choose; else the drafter finds out itself how deep a draft
-            pays, and costs the same however deep it is.
+        samples: whether tokens are sampled.
+        calibration: what is known of the drafter's values before it drafts.
     """
 
     target: PreTrainedModel
     batch_size: int
     adapters: str = ""
-    chooses_depth: bool = True
+    samples: bool = False
+    calibration: CalibrationTable = field(default_factory=CalibrationTable)
 
 
 class PolicySession(ABC):
@@ -67,6 +70,14 @@ class PolicySession(ABC):
     @abstractmethod
     def choose(self, situation: Situation) -> Budget:
         """What the next round may draft; `NOTHING` makes it a plain decoding step."""
+
+    def deepening(self) -> Deepening | None:
+        """What the drafter asks before every level of the draft that follows; None: it drafts to the budget's depth."""
+        return None
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """What of a draft is worth scoring."""
+        return tree
 
     def learn(self, round: Round) -> None:
         """Called after every round that emitted something, the prompt's left out."""

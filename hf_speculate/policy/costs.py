@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from copy import copy
+from dataclasses import dataclass
+
+from ..drafting import rising
 
 
-_WEIGHT = 0.2
-_SURPRISE = 0.1  # a longer or shorter time counts as this much off: times have stray values on one side
 _FIRST = 3  # observations that may hold a warm-up
-_PRIOR_COST_PER_NODE = 0.02  # of a one-token forward
-_PRIOR_COST_PER_LEVEL = 1.0
+_STEP = 0.02  # by which a later one moves what is expected at the most: times have stray values on one side
+# Of a one-token forward, before anything else was timed.
+_PER_NODE = 0.02
+_PER_LEVEL = 0.1
 
-# Relative seconds of a size at a context.
-Shape = Callable[[int, int], float]
+# Seconds of a size; relative ones as long as nothing was observed.
+Shape = Callable[[float], float]
 
 
 def interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
@@ -27,109 +29,129 @@ def interpolate(points: Sequence[float], values: Sequence[float], point: float) 
     return values[place - 1] + share * (values[place] - values[place - 1])
 
 
+@dataclass(frozen=True)
+class _Observed:
+    """Of sizes of one class.
+
+    Attributes:
+        size: their mean.
+        ratio: of their seconds to the shape's.
+        count: observations.
+    """
+
+    size: float
+    ratio: float
+    count: int = 0
+
+    def with_another(self, size: int, ratio: float) -> tuple[_Observed, float]:
+        """What is then observed, and by which factor that moves what is expected of all sizes, as what slows one slows
+        all; what is remembered of these relative to the others moves less."""
+        step = max(min(ratio / max(self.ratio, 1e-9) - 1, _STEP), -_STEP)
+        mean = self.size + (size - self.size) / min(self.count + 1, 2 * _FIRST)
+        if self.count < _FIRST:
+            return _Observed(mean, min(self.ratio, ratio), self.count + 1), 1.0
+        return _Observed(mean, self.ratio * (1 + step / _FIRST), self.count + 1), 1 + step
+
+
 class _Table:
-    """How far observed seconds are from a shape, by size: robust averages, linear in between."""
+    """How far observed seconds are from a shape: robust averages over sizes up to 1, 2, 4, 8, 16 …, linear in between,
+    never less for more. (A table of every size keeps what a size took in a slow minute until it is tried again, and it
+    is not tried again.)"""
 
     def __init__(self, shape: Shape):
         self.shape = shape
+        self._observed: dict[int, _Observed] = {}
         # Replaced, never changed: other threads may be reading them.
-        self._known: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
-        self._counts: dict[int, int] = {}
+        self._known: tuple[list[float], list[float]] = [], []
 
     def __contains__(self, size: int) -> bool:
-        return size in self._counts
+        return _class_of(size) in self._observed
 
-    def record(self, size: int, seconds: float, context: int) -> None:
-        observed = seconds / max(self.shape(size, context), 1e-9)
-        known = dict(zip(*self._known, strict=True))
-        count = self._counts.get(size, 0) + 1
-        self._counts = {**self._counts, size: count}
-        if count <= _FIRST:
-            known[size] = min(known.get(size, observed), observed)
-        else:
-            surprise = observed / max(known[size], 1e-9) - 1
-            ratio = 1 + _WEIGHT * max(min(surprise, _SURPRISE), -_SURPRISE)
-            # All sizes move, this one twice: what slows one slows all.
-            known = {other: value * ratio for other, value in known.items()}
-            known[size] *= ratio
-        sizes = tuple(sorted(known))
-        self._known = sizes, tuple(known[other] for other in sizes)
+    @property
+    def sizes(self) -> Sequence[float]:
+        """Ascending."""
+        return self._known[0]
 
-    def at(self, size: int, context: int) -> float:
+    def record(self, size: int, seconds: float) -> float:
+        """Learns one observation; see `_Observed.with_another`."""
+        ratio = seconds / max(self.shape(size), 1e-9)
+        known = self._observed.get(_class_of(size)) or _Observed(size, ratio)
+        new, factor = known.with_another(size, ratio)
+        self._observed = {**self._observed, _class_of(size): new}
+        observed = [self._observed[each] for each in sorted(self._observed)]
+        shape = [max(self.shape(each.size), 1e-9) for each in observed]
+        pooled = rising([o.ratio * s for o, s in zip(observed, shape, strict=True)], [o.count for o in observed])
+        self._known = [each.size for each in observed], [p / s for p, s in zip(pooled, shape, strict=True)]
+        return factor
+
+    def at(self, size: float) -> float:
         sizes, ratios = self._known
-        ratio = interpolate(sizes, ratios, size) if sizes else 1.0
-        return ratio * self.shape(size, context)
-
-    def copy(self) -> _Table:
-        new = _Table(self.shape)
-        new._known, new._counts = self._known, self._counts
-        return new
+        return (interpolate(sizes, ratios, size) if sizes else 1.0) * self.shape(size)
 
     def frozen(self) -> Shape:
-        """What is known now as a shape for other contexts."""
-        return self.copy().at
+        """What is known now, as a shape for other contexts."""
+        twin = _Table(self.shape)
+        twin._known = self._known
+        return twin.at
+
+
+def _class_of(size: int) -> int:
+    return (size - 1).bit_length()
 
 
 class Timings:
-    """Seconds as a function of size and context, from observations.
-
-    With a surface to begin with, observations correct it by a factor that depends on the size alone. Without one, every
-    octave of the context from 512 on has a table of its own. A new one begins with what its neighbour knows; one
-    further off takes that for a mere shape, which its own first observations stretch.
+    """Seconds as a function of size and context. Every octave of the context from 512 on has a table of its own, which
+    takes what its nearest neighbour knows for a mere shape: its own first observations stretch it.
 
     Args:
-        slope: relative rise per unit of size where nothing was observed.
-        surface: seconds that are known of something much alike.
+        shape: relative seconds by size, where nothing was observed.
+        like: timings of something much alike, to begin with.
     """
 
-    def __init__(self, slope: float, surface: Shape | None = None):
-        self._surface = surface
-        self._prior: Shape = surface or (lambda size, _: 1 + slope * size)
+    def __init__(self, shape: Shape, like: Timings | None = None):
+        self._shape, self._like = shape, like
         self._tables: dict[int, _Table] = {}
+        self._slowness = 1.0 if like is None else like._slowness  # of the machine, at the moment
 
     def __bool__(self) -> bool:
         """Whether anything is known."""
-        return self._surface is not None or bool(self._tables)
+        return bool(self._tables or self._like)
 
     def knows(self, size: int, context: int = 0) -> bool:
-        """Whether seconds of `size` were observed near this context."""
-        return self._surface is not None or size in self._table(context)
+        """Whether seconds of `size` were observed near this context, here or of what is alike."""
+        return size in self._table(context) or (self._like is not None and self._like.knows(size, context))
 
     def record(self, size: int, seconds: float, context: int = 0) -> None:
-        """Learns one observation.
+        """Learns one observation. The shortest of the first three counts; later ones move an estimate of the median.
 
-        The first ones may hold a warm-up: the shortest of three counts. Later ones move an estimate of the median, and
-        that of all other sizes half as far: what slows one slows all.
-        """
-        table, octave = self._table(context), self._octave(context)
+        Machines have slower and faster minutes: how slow it is now is told from how much longer more takes."""
+        octave = _octave(context)
         if octave not in self._tables:
-            self._tables = {**self._tables, octave: table}
-        table.record(size, seconds, context)
+            self._tables = {**self._tables, octave: self._table(context)}
+        self._slowness *= self._tables[octave].record(size, seconds / self._slowness)
 
-    def at(self, size: int, context: int = 0) -> float:
+    def at(self, size: float, context: int = 0) -> float:
         """Estimated seconds; relative ones where nothing is known."""
-        return self._table(context).at(size, context)
+        return self._slowness * self._table(context).at(size)
 
-    def frozen(self) -> Shape | None:
-        """What is known now as a shape; None if that is nothing."""
-        if not self:
-            return None
-        twin = copy(self)
-        twin._tables = {octave: table.copy() for octave, table in self._tables.items()}
-        return twin.at
-
-    def _octave(self, context: int) -> int:
-        return 0 if self._surface is not None else (context // 512).bit_length()
+    def slope(self, context: int = 0) -> float:
+        """Seconds that one more of the size takes, between the smallest and the largest that are known."""
+        sizes = self._table(context).sizes
+        low = sizes[0] if sizes else 1.0
+        high = sizes[-1] if len(sizes) > 1 else low + 1
+        return (self.at(high, context) - self.at(low, context)) / (high - low)
 
     def _table(self, context: int) -> _Table:
-        octave = self._octave(context)
+        octave = _octave(context)
         if octave in self._tables:
             return self._tables[octave]
-        if not self._tables:
-            return _Table(self._prior)
-        nearest = min(self._tables, key=lambda known: abs(known - octave))
-        known = self._tables[nearest]
-        return known.copy() if abs(octave - nearest) == 1 else _Table(known.frozen())
+        if self._tables:
+            return _Table(self._tables[min(self._tables, key=lambda known: abs(known - octave))].frozen())
+        return _Table(self._shape if self._like is None else self._like._table(context).frozen())
+
+
+def _octave(context: int) -> int:
+    return (context // 512).bit_length()
 
 
 class RoundCosts:
@@ -138,16 +160,12 @@ class RoundCosts:
     Shared by all calls of a speculator.
 
     Args:
-        rounds, drafting: what is known of something much alike, if anything.
+        like: costs of another number of rows, to begin with.
     """
 
-    def __init__(self, rounds: Shape | None = None, drafting: Shape | None = None):
-        self.rounds = Timings(_PRIOR_COST_PER_NODE, rounds)
-        self.drafting = Timings(_PRIOR_COST_PER_LEVEL, drafting)
-
-    def as_prior(self) -> RoundCosts:
-        """Costs of another number of rows: begun with what is known here, which the first observations stretch."""
-        return RoundCosts(self.rounds.frozen(), self.drafting.frozen())
+    def __init__(self, like: RoundCosts | None = None):
+        self.rounds = Timings(lambda size: 1 + _PER_NODE * size, None if like is None else like.rounds)
+        self.drafting = Timings(float, None if like is None else like.drafting)
 
     def plain(self, context: int = 0) -> float:
         """Seconds of a round without a draft."""
@@ -158,5 +176,9 @@ class RoundCosts:
         return self.rounds.at(num_nodes + 1, context)
 
     def drafting_to(self, depth: int, context: int = 0) -> float:
-        """Seconds of a draft whose deepest node is at `depth`; 0 before the first one was seen."""
-        return self.drafting.at(depth, context) if self.drafting else 0.0
+        """Seconds of a draft whose deepest node is at `depth` (>= 1)."""
+        return self.drafting.at(depth, context) if self.drafting else _PER_LEVEL * depth * self.plain(context)
+
+    def level(self, context: int = 0) -> float:
+        """Seconds of one more level."""
+        return self.drafting.slope(context) if self.drafting else _PER_LEVEL * self.plain(context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import SpeculateError
-from ..tree import ROOT_PARENT, DraftTree
+from ..tree import ROOT_PARENT, DraftTree, TreeRow
 
 
 class _ScriptDrafter(Drafter):
@@ -107,11 +108,13 @@ class _Level:
     Attributes:
         place: of the child that the next level hangs on, and that may be the true one.
         value: how likely a round is to come to this level's node.
+        shares: how likely each child is then to be the true one.
     """
 
     tokens: list[int]
     place: int
     value: float
+    shares: list[float]
 
 
 class _ScriptedSession(DraftSession):
@@ -135,12 +138,12 @@ class _ScriptedSession(DraftSession):
         if self.paid is not None:
             self.paid.close()
 
-    def _row(self, row: int, root: int, state: DraftState) -> tuple[list[int], list[int]]:
+    def _row(self, row: int, root: int, state: DraftState) -> TreeRow:
         levels = self._levels(row, state) if state.active[row] else []
         order = [(depth, rank) for depth, level in enumerate(levels) for rank in range(len(level.tokens))]
         if self.script.ranked:
             order.sort(key=lambda node: levels[node[0]].value / (node[1] + 1) ** 2, reverse=True)
-        tokens, parents = [root], [ROOT_PARENT]
+        tokens, parents, values = [root], [ROOT_PARENT], [0.0]
         index: dict[tuple[int, int], int] = {}
 
         def place(depth: int, rank: int) -> int:
@@ -149,11 +152,12 @@ class _ScriptedSession(DraftSession):
                 index[depth, rank] = len(tokens)
                 tokens.append(levels[depth].tokens[rank])
                 parents.append(parent)
+                values.append(values[parent] + math.log(max(levels[depth].shares[rank], 1e-9)))
             return index[depth, rank]
 
         for node in order:
             place(*node)
-        return tokens, parents
+        return TreeRow(tokens, parents, values)
 
     def _levels(self, row: int, state: DraftState) -> list[_Level]:
         levels, on_script, value = [], True, 1.0
@@ -164,14 +168,18 @@ class _ScriptedSession(DraftSession):
             on_script &= self.random.random() < accuracy
             if on_script and true_token is not None:
                 children[place] = true_token
-            levels.append(_Level(children, place, value))
+            weights = self._weights(len(children))
+            levels.append(_Level(children, place, value, [accuracy * each / sum(weights) for each in weights]))
             value *= accuracy
         return levels
 
     def _place(self, count: int) -> int:
         if not self.script.ranked:
             return self.random.randrange(count)
-        return self.random.choices(range(count), [1 / (rank + 1) ** 2 for rank in range(count)])[0]
+        return self.random.choices(range(count), self._weights(count))[0]
+
+    def _weights(self, count: int) -> list[float]:
+        return [1 / (rank + 1) ** 2 if self.script.ranked else 1.0 for rank in range(count)]
 
     def _true_token(self, row: int, index: int) -> int | None:
         tokens = self.rows[row % len(self.rows)]
@@ -185,7 +193,8 @@ class _ScriptedSession(DraftSession):
 
 
 class RandomDrafter(_ScriptDrafter):
-    """Trees of random structure and random tokens, different in every row and round."""
+    """Trees of random structure and random tokens, different in every row and round; half of them with random values,
+    of which some are worth more than their parents, or NaN: drafters are believed nothing."""
 
     name = "random"
 
@@ -204,9 +213,15 @@ class _RandomSession(_SilentSession):
         self.random = random.Random(drafter.seed)
 
     def draft(self, state: DraftState) -> DraftTree:
-        return DraftTree.from_rows([self._row(root, state) for root in state.root_ids.tolist()])
+        rows = [self._row(root, state) for root in state.root_ids.tolist()]
+        if self.random.random() < 0.5:
+            rows = [row._replace(values=[self._value() for _ in row.token_ids]) for row in rows]
+        return DraftTree.from_rows(rows)
 
-    def _row(self, root: int, state: DraftState) -> tuple[list[int], list[int]]:
+    def _value(self) -> float:
+        return math.nan if self.random.random() < 0.05 else self.random.uniform(-4.0, 0.1)
+
+    def _row(self, root: int, state: DraftState) -> TreeRow:
         tokens, parents, depths = [root], [ROOT_PARENT], [0]
         for _ in range(self.random.randint(0, self.script.max_nodes)):
             parent = len(tokens) - 1 if state.chains_only else self.random.randrange(len(tokens))
@@ -216,7 +231,7 @@ class _RandomSession(_SilentSession):
                 tokens.append(token)
                 parents.append(parent)
                 depths.append(depths[parent] + 1)
-        return tokens, parents
+        return TreeRow(tokens, parents)
 
 
 class EmptyDrafter(_ScriptDrafter):

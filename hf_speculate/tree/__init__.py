@@ -8,10 +8,11 @@ branch is a chain; a tree with N = 1 has no draft. The *structure* (parents) is 
 (positions relative to the root, ancestor mask); plans of equal structure are shared.
 """
 
-from .draft_tree import PADDING_PARENT as PADDING_PARENT
-from .draft_tree import ROOT_PARENT as ROOT_PARENT
 from .draft_tree import DraftTree as DraftTree
-from .draft_tree import HostTree as HostTree
+from .host_tree import HostTree as HostTree
+from .host_tree import TreeRow as TreeRow
+from .plan import PADDING_PARENT as PADDING_PARENT
+from .plan import ROOT_PARENT as ROOT_PARENT
 from .plan import TreePlan as TreePlan
 from .plan import additive as additive
 from .plan import node_depths as node_depths

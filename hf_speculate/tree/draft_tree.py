@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import DrafterError
 from ..transfers import to_device
-from .plan import TreePlan, node_depths
-
-
-ROOT_PARENT = -1
-PADDING_PARENT = -2
+from .host_tree import HostTree, TreeRow
+from .plan import PADDING_PARENT, ROOT_PARENT, TreePlan
 
 
 class DraftTree:
@@ -33,6 +29,9 @@ class DraftTree:
             ragged batches have parent -2 and are never accepted.
         max_depth: upper bound of the depth; needed with a tensor of parents (it is not read back from the device).
         plan: of these parents, where it is known already.
+        values: float [B, N], log-probability that the path to a node is right, as the drafter sees it: 0 for the root,
+            never rising along a path; of padding anything. On the device of `token_ids`. None: the drafter does not
+            say, and the order of the nodes is all that is known.
     """
 
     def __init__(
@@ -41,8 +40,10 @@ class DraftTree:
         parents: Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "R N"],
         max_depth: int | None = None,
         plan: TreePlan | None = None,
+        values: Float[Tensor, "B N"] | None = None,
     ):
         self.token_ids = token_ids
+        self.values = values
         self._plan = plan
         self._device_parents: Tensor | None = None
         if isinstance(parents, Tensor):
@@ -61,16 +62,21 @@ class DraftTree:
         return cls(root_ids[:, None], (ROOT_PARENT,))
 
     @classmethod
-    def chain(cls, token_ids: Int[Tensor, "B N"]) -> DraftTree:
+    def chain(cls, token_ids: Int[Tensor, "B N"], values: Float[Tensor, "B N"] | None = None) -> DraftTree:
         """One branch: node i is the child of node i - 1. The plain reference of every other shape."""
-        return cls(token_ids, range(-1, token_ids.shape[1] - 1))
+        return cls(token_ids, range(-1, token_ids.shape[1] - 1), values=values)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
-        """A batch from one (tokens, parents) pair a row, padded to the widest row."""
-        width = max(len(tokens) for tokens, _ in rows)
-        token_ids = torch.tensor([[*tokens, *[tokens[0]] * (width - len(tokens))] for tokens, _ in rows])
-        return cls(token_ids, [[*parents, *[PADDING_PARENT] * (width - len(parents))] for _, parents in rows])
+    def from_rows(cls, rows: Sequence[TreeRow | tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
+        """A batch from one (tokens, parents) pair a row, padded to the widest row. Where all have values, so has it."""
+        nodes = [row if isinstance(row, TreeRow) else TreeRow(row[0], row[1]) for row in rows]
+        width = max(len(row.token_ids) for row in nodes)
+        missing = [width - len(row.token_ids) for row in nodes]
+        token_ids = [[*row.token_ids, *[row.token_ids[0]] * n] for row, n in zip(nodes, missing, strict=True)]
+        parents = [[*row.parents, *[PADDING_PARENT] * n] for row, n in zip(nodes, missing, strict=True)]
+        known = [[*row.values, *[0.0] * n] for row, n in zip(nodes, missing, strict=True) if row.values is not None]
+        values = torch.tensor(known) if len(known) == len(nodes) else None
+        return cls(torch.tensor(token_ids), parents, values=values)
 
     @property
     def plan(self) -> TreePlan:
@@ -136,52 +142,69 @@ class DraftTree:
         if self._source is not None:
             source, change = self._source
             return change(source.host)
-        return self._as_host(*_read([self.token_ids, *self._parents_to_read]))
+        return self._as_host(_read(self._tensors))
 
-    def read_with(self, values: Int[Tensor, "R K"]) -> list[list[int]]:
-        """`values` as lists; a tree that is on their device is read in the same transfer, for `host`: a second transfer
+    def read_with(self, table: Int[Tensor, "R K"]) -> list[list[int]]:
+        """`table` as lists; a tree that is on their device is read in the same transfer, for `host`: a second transfer
         would be a second wait for the device."""
         tree = self
         while tree._source is not None and "host" not in vars(tree):
             tree = tree._source[0]
-        own = [tree.token_ids, *tree._parents_to_read]
-        if "host" in vars(tree) or any(tensor.device != values.device for tensor in own):
-            return values.tolist()
-        table, *read = _read([values, *own])
-        tree.host = tree._as_host(*read)
-        return table
+        own = tree._tensors
+        if "host" in vars(tree) or any(tensor.device != table.device for tensor in own):
+            return table.tolist()
+        rows, *read = _read([table, *own])
+        tree.host = tree._as_host(read)
+        return rows
 
     @property
-    def _parents_to_read(self) -> Sequence[Tensor]:
-        return () if self._device_parents is None else (self._device_parents,)
+    def _tensors(self) -> list[Tensor]:
+        """What `host` is read from."""
+        return [t for t in (self.token_ids, self._device_parents, self.values) if t is not None]
 
-    def _as_host(self, tokens: list[list[int]], parents: Sequence[Sequence[int]] | None = None) -> HostTree:
-        rows = [list(row) for row in (self._host_parents if parents is None else parents)]
-        return HostTree(tokens, rows if len(rows) == len(tokens) else rows * len(tokens))
+    def _as_host(self, read: Sequence[list[list[Any]]]) -> HostTree:
+        """Args: read: `_tensors` as lists."""
+        rest = list(read)
+        tokens, values = rest.pop(0), None if self.values is None else rest.pop()
+        rows = [list(row) for row in (rest.pop() if rest else self._host_parents)]
+        return HostTree(tokens, rows if len(rows) == len(tokens) else rows * len(tokens), values)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether looking at it means to wait for a device."""
+        return any(tensor.device.type != "cpu" for tensor in self._tensors)
+
+    def best(self, count: int) -> DraftTree:
+        """The tree of the root and, of each row, the `count` draft nodes of the highest values; reads it."""
+        values = self.host.values
+        if values is None or all(row == sorted(row, reverse=True) for row in values):
+            return self.first(count)
+        return DraftTree.from_rows([row.best(count) for row in self.host.rows()])
 
     def first(self, count: int) -> DraftTree:
         """The tree of the root and the first `count` draft nodes."""
         if count + 1 >= self.num_nodes:
             return self
-        tokens = self.token_ids[:, : count + 1]
+        tokens, values = self.token_ids[:, : count + 1], self._part_of_values(slice(None), count + 1)
         if self._device_parents is None:
-            tree = DraftTree(tokens, [row[: count + 1] for row in self._host_parents])
+            tree = DraftTree(tokens, [row[: count + 1] for row in self._host_parents], values=values)
         else:
-            tree = DraftTree(tokens, self._device_parents[:, : count + 1], self._max_depth)
+            tree = DraftTree(tokens, self._device_parents[:, : count + 1], self._max_depth, values=values)
         return tree.seen_through(self, lambda host: host.part(range(len(tokens)), count + 1))
+
+    def _part_of_values(self, rows: slice | Tensor, width: int) -> Tensor | None:
+        return None if self.values is None else self.values[rows, :width]
 
     def pruned(self, max_depths: Sequence[int]) -> DraftTree:
         """The same tree with the nodes of row r below `max_depths[r]` cut off (turned to padding and trimmed)."""
-        host, rows = self.host, []
-        for row, limit in enumerate(max_depths):
-            rows.append(_prune_row(host.token_ids[row], host.parents[row], limit))
-        return DraftTree.from_rows(rows)
+        rows = zip(self.host.rows(), max_depths, strict=True)
+        return DraftTree.from_rows([row.pruned(limit) for row, limit in rows])
 
     def with_chains(self, chains: Mapping[int, Sequence[int]]) -> DraftTree:
-        """The same tree with chains of these tokens, root first, instead of what some rows hold."""
-        rows: list[tuple[Sequence[int], Sequence[int]]] = list(zip(self.host.token_ids, self.host.parents, strict=True))
+        """The same tree with chains of these tokens, root first, instead of what some rows hold; these are sure."""
+        rows = self.host.rows()
         for row, tokens in chains.items():
-            rows[row] = tokens, range(-1, len(tokens) - 1)
+            rows[row] = TreeRow(tokens, range(-1, len(tokens) - 1), [0.0] * len(tokens))
         return DraftTree.from_rows(rows)
 
     def select(self, rows: Sequence[int]) -> DraftTree:
@@ -201,13 +224,15 @@ class DraftTree:
         tokens, parents = self.token_ids.index_select(0, index), self._device_parents
         if parents is not None:
             parents = parents if parents.shape[0] == 1 else parents.index_select(0, index)
-            tree = DraftTree(tokens, parents, self._max_depth)
+            values = self._part_of_values(index, self.num_nodes)
+            tree = DraftTree(tokens, parents, self._max_depth, values=values)
             return tree.seen_through(self, lambda host: host.part(rows, self.num_nodes))
         of_rows = self._host_parents
         if len(of_rows) > 1:
             of_rows = [of_rows[row] for row in rows]
         width = max(i + 1 for row in of_rows for i, parent in enumerate(row) if parent != PADDING_PARENT)
-        tree = DraftTree(tokens[:, :width], [row[:width] for row in of_rows])
+        values = self._part_of_values(index, width)
+        tree = DraftTree(tokens[:, :width], [row[:width] for row in of_rows], values=values)
         return tree.seen_through(self, lambda host: host.part(rows, width))
 
     @property
@@ -220,10 +245,19 @@ class DraftTree:
         return row if self._slots is None else self._slots[row]
 
 
-def _read(tensors: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Integer matrices as lists, in one transfer."""
-    flat = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
-    return [[list(islice(flat, tensor.shape[1])) for _ in range(tensor.shape[0])] for tensor in tensors]
+def _read(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
+    """Matrices of int64 and floats as lists, in one transfer: single precision goes as the bits that it is."""
+    is_float = [tensor.is_floating_point() for tensor in tensors]
+    words = [_as_words(tensor) if float_ else tensor for tensor, float_ in zip(tensors, is_float, strict=True)]
+    parts = torch.cat([tensor.flatten() for tensor in words]).cpu().split([tensor.numel() for tensor in tensors])
+    return [
+        (part.int().view(torch.float32) if float_ else part).view(tensor.shape).tolist()
+        for part, tensor, float_ in zip(parts, tensors, is_float, strict=True)
+    ]
+
+
+def _as_words(values: Tensor) -> Tensor:
+    return values.detach().float().contiguous().view(torch.int32).long()
 
 
 def _as_rows(parents: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -235,46 +269,3 @@ def _as_rows(parents: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[in
         else:
             rows.append(tuple(item))
     return tuple(rows) if rows else (tuple(shared),)
-
-
-def _prune_row(tokens: list[int], parents: list[int], max_depth: int) -> tuple[list[int], list[int]]:
-    depths, new_index = [0] * len(tokens), {0: 0}
-    kept_tokens, kept_parents = [tokens[0]], [ROOT_PARENT]
-    for node in range(1, len(tokens)):
-        parent = parents[node]
-        if parent == PADDING_PARENT:
-            continue
-        depths[node] = depths[parent] + 1
-        if depths[node] <= max_depth:
-            new_index[node] = len(kept_tokens)
-            kept_tokens.append(tokens[node])
-            kept_parents.append(new_index[parent])
-    return kept_tokens, kept_parents
-
-
-@dataclass(frozen=True)
-class HostTree:
-    """A draft tree on the host: `token_ids[r][i]`, `parents[r][i]`."""
-
-    token_ids: list[list[int]]
-    parents: list[list[int]]
-
-    def part(self, rows: Sequence[int], width: int) -> HostTree:
-        """The first `width` nodes of some rows."""
-        return HostTree([self.token_ids[row][:width] for row in rows], [self.parents[row][:width] for row in rows])
-
-    def child(self, row: int, node: int, token: int) -> int | None:
-        """The child of `node` that holds `token`, or None."""
-        tokens, parents = self.token_ids[row], self.parents[row]
-        for candidate in range(node + 1, len(tokens)):
-            if parents[candidate] == node and tokens[candidate] == token:
-                return candidate
-        return None
-
-    def num_drafted(self, row: int) -> int:
-        """Draft nodes of a row: without the root and padding."""
-        return sum(parent >= 0 for parent in self.parents[row])
-
-    def depth(self, row: int) -> int:
-        """Depth of the deepest draft node of a row."""
-        return max(node_depths(self.parents[row]))

@@ -15,6 +15,10 @@ from torch.nn import functional
 from ..transfers import to_device
 
 
+ROOT_PARENT = -1
+PADDING_PARENT = -2
+
+
 @dataclass(frozen=True, eq=False)
 class TreePlan:
     """What a forward over a tree needs to know of its structure.

@@ -76,6 +76,10 @@ BREACHES = {
     "a tensor out of range": lambda r, t: tree(with_root(r, t), on_device([-1, 9, 1, 2]), max_depth=3),
     "a tensor of floats": lambda r, t: tree(with_root(r, t), on_device(CHAIN).float(), max_depth=3),
     "a tensor of another width": lambda r, t: tree(with_root(r, t), on_device([-1, 0]), max_depth=3),
+    "values of another width": lambda r, t: tree(with_root(r, t), CHAIN, values=torch.zeros(len(r), 2)),
+    "values that are integers": lambda r, t: tree(with_root(r, t), CHAIN, values=torch.zeros(len(r), 4).long()),
+    "values in a list": lambda r, t: tree(with_root(r, t), CHAIN, values=[[0.0] * 4] * len(r)),
+    "values without data": lambda r, t: tree(with_root(r, t), CHAIN, values=torch.zeros(len(r), 4, device="meta")),
 }
 HARMLESS = {
     "right": lambda r, t: tree(with_root(r, t), CHAIN),
@@ -87,6 +91,14 @@ HARMLESS = {
     "a depth that is too small": lambda r, t: tree(with_root(r, t), on_device(CHAIN), max_depth=1),
     "a depth that is negative": lambda r, t: tree(with_root(r, t), on_device(CHAIN), max_depth=-5),
     "a depth that is huge": lambda r, t: tree(with_root(r, t), on_device(CHAIN), max_depth=10**9),
+    "values that mean nothing": lambda r, t: tree(with_root(r, t), CHAIN, values=torch.full((len(r), 4), torch.nan)),
+    "values above those of parents": lambda r, t: tree(
+        with_root(r, t), CHAIN, values=torch.arange(4.0).repeat(len(r), 1)
+    ),
+    "values with gradients": lambda r, t: tree(
+        with_root(r, t), CHAIN, values=torch.zeros(len(r), 4, requires_grad=True)
+    ),
+    "values in 64 bit": lambda r, t: tree(with_root(r, t), CHAIN, values=-torch.arange(4.0).double().repeat(len(r), 1)),
     "gradients left on": lambda r, t: (torch.set_grad_enabled(True), tree(with_root(r, t), CHAIN))[1],
     "the random numbers of everybody": lambda r, t: (torch.rand(5), tree(with_root(r, t), CHAIN))[1],
 }

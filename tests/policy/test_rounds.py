@@ -101,7 +101,7 @@ class TestPolicies:
 
         class Own(DraftPolicy, PolicySession):
             def start(self, request):
-                calls.append(("start", request.batch_size, request.chooses_depth))
+                calls.append(("start", request.batch_size, request.samples))
                 return self
 
             def choose(self, situation):
@@ -117,7 +117,7 @@ class TestPolicies:
         model, ids = tiny_model(), prompt(9)
         out = model.generate(ids, speculator=Speculator(scripted(model, ids), policy=Own()), **REQUEST)
         assert torch.equal(out, model.generate(ids, **REQUEST))
-        assert calls[:3] == [("start", 1, True), ("choose", (0,), 9), ("learn", 2, 9)]
+        assert calls[:3] == [("start", 1, False), ("choose", (0,), 9), ("learn", 2, 9)]
         assert calls[-1] == ("close",)
         assert [call[0] for call in calls[1:-1]] == ["choose", "learn"] * (len(calls[1:-1]) // 2)
 

@@ -19,6 +19,7 @@ from hf_speculate.models import unwrap
 from hf_speculate.policy import Adaptive, PolicyRequest
 from hf_speculate.target.adapters import active_adapters, adapter_fingerprints
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
+from hf_speculate.tree import TreeRow
 from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
@@ -188,17 +189,20 @@ class TestWhatIsLearnt:
         ForwardClock(monkeypatch, unwrap(adapted))
         adapted.set_adapter("first")
         text = adapted.generate(input_ids=ids, max_new_tokens=64)
-        drafter = ScriptedDrafter(text[:, 9:], (2, 1, 1, 1), vocab_size=VOCAB_SIZE)
+        drafter = ScriptedDrafter(text[:, 9:], (1, 1, 1, 1), vocab_size=VOCAB_SIZE)
         speculator = Speculator(drafter, adaptive=True)
         self.run(adapted, speculator, ids, "first")
-        known = speculator.policy._known[unwrap(adapted)]
-        before = known["first"].rates.expected_lengths(3, 4)
+        known, costs = speculator.policy._known[unwrap(adapted)], speculator.policy._costs[unwrap(adapted)]
+
+        def shares(name):
+            """That a node is right of which the drafter is sure."""
+            return known[name, False].acceptance.probabilities(TreeRow([5, 1], [-1, 0], [0.0, 0.0]))[1]
+
+        before = shares("first")
         self.run(adapted, speculator, ids, "second")
-        assert known["first"].rates.expected_lengths(3, 4) == before
-        lengths = {name: known[name].rates.expected_lengths(3, 4)[-1] for name in ("first", "second")}
-        assert lengths["first"] > 3.5  # a prior of 0.7 a level counts as well
-        assert lengths["second"] < 2
-        assert known["first"].costs[1] is not known["second"].costs[1]
+        assert shares("first") == before > 0.9
+        assert shares("second") < 0.85  # rounds without a draft have it half forgotten
+        assert costs["first", 1] is not costs["second", 1]
         stats = speculator.adapter_stats
         assert (stats["first"].mean_acceptance_length or 0) > 4
         assert 1 <= (stats["second"].mean_acceptance_length or 0) < 1.5
@@ -212,15 +216,19 @@ class TestWhatIsLearnt:
         drafter = CombinedDrafter([scripted, PromptLookupDrafter()])
         speculator = Speculator(drafter)
         self.run(adapted, speculator, ids, "first")
-        values = drafter.histories["first"].values(0, 0, [-1, 0])
+
+        def share(name):
+            return drafter.histories[name, False][0].acceptance.probabilities(TreeRow([5, 1], [-1, 0], [0.0, 0.0]))[1]
+
+        before = share("first")
         self.run(adapted, speculator, ids, "second")
-        assert drafter.histories["first"].values(0, 0, [-1, 0]) == values
-        assert drafter.histories["second"].values(0, 0, [-1, 0])[1] < 0.3 < 0.8 < values[1]
+        assert share("first") == before > 0.8
+        assert share("second") < 0.5
 
     def test_without_peft_everything_is_learnt_of_no_adapter(self, tiny_model):
         policy = Adaptive()
         policy.start(PolicyRequest(target=tiny_model(), batch_size=1)).close()
-        assert list(policy._known[tiny_model()]) == [""]
+        assert list(policy._known[tiny_model()]) == [("", False)]
 
 
 class TestNames:

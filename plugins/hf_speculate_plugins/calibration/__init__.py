@@ -10,6 +10,7 @@ from .checking import Alternative, HeadCheck, Options, Reader, Trial, check_head
 from .conditions import Finding, Measured, compare_conditions, compare_context, compare_sets
 from .rates import AcceptanceRates
 from .texts import Text, accepted_lengths, write_texts
+from .values import measure_calibration
 
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "compare_conditions",
     "compare_context",
     "compare_sets",
+    "measure_calibration",
     "write_texts",
 ]

@@ -30,7 +30,6 @@ class CombinedDrafter(Drafter):
 
     name = "combined"
     options_classes = (CombinedOptions,)
-    chooses_depth = True
 
     def __init__(self, parts: Sequence[Drafter], options: CombinedOptions | None = None):
         if len(parts) < 2:

@@ -1,17 +1,38 @@
-"""One drafter of several at work: what it was told, what it drafted, what its drafts take."""
+"""One drafter of several at work: what it was told, what it drafted, what its drafts are worth."""
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
-from hf_speculate.drafting import DraftSession, DraftState, Observation, joined
-from hf_speculate.policy import Timings
-from hf_speculate.tree import DraftTree
+import torch
+from torch import Tensor
+
+from hf_speculate.drafting import Calibration, Deepening, Drafter, DraftSession, DraftState, Observation, joined
+from hf_speculate.policy import Acceptance, Average
+from hf_speculate.tree import TreeRow
 
 
-_SECONDS_PER_LEVEL = 1.0  # relative to the first, before any draft was timed
+@dataclass
+class Knowledge:
+    """What requests that are alike have taught of one part.
+
+    Attributes:
+        acceptance: of its nodes.
+        lengths: tokens that its drafts were worth.
+    """
+
+    acceptance: Acceptance
+    lengths: Average = field(default_factory=Average)
+
+    @classmethod
+    def of(cls, drafter: Drafter, samples: bool) -> Knowledge:
+        return cls(Acceptance(drafter.calibration.start(samples)))
+
+    def copy(self) -> Knowledge:
+        return deepcopy(self)
 
 
 @dataclass
@@ -19,32 +40,58 @@ class Part:
     """One drafter at work.
 
     Attributes:
-        seconds: what a draft takes by its depth, reading what was committed included.
-        tree, depth: of this round, and how deep it was asked to be; None and 0 where it was left out.
+        is_free: see `Drafter`.
+        rows, probabilities: the trees of this round, and that their nodes are right; empty where it was left out.
     """
 
     session: DraftSession
     feature_layers: Sequence[int]
+    is_free: bool
+    known: Knowledge
     waiting: list[Observation] = field(default_factory=list)
-    seconds: Timings = field(default_factory=lambda: Timings(_SECONDS_PER_LEVEL))
-    tree: DraftTree | None = None
-    depth: int = 0
+    rows: list[TreeRow] = field(default_factory=list)
+    probabilities: list[list[float]] = field(default_factory=list)
 
     def read(self) -> None:
         if self.waiting:
             waiting, self.waiting = self.waiting, []
             self.session.observe(*joined(waiting))
 
-    def draft(self, state: DraftState, depth: int) -> None:
-        start = time.perf_counter()
+    def draft(self, state: DraftState) -> None:
         self.read()
-        self.tree, self.depth = self.session.draft(replace(state, max_depth=depth)), depth
-        self.seconds.record(depth, time.perf_counter() - start)
+        calibration = self.known.acceptance.calibration
+        deepening = None if state.deepening is None else _InProbabilities(state.deepening, calibration)
+        self.rows = self.session.draft(replace(state, deepening=deepening)).host.rows()
+        self.probabilities = [self.known.acceptance.probabilities(row) for row in self.rows]
 
     def forget(self) -> None:
-        self.tree, self.depth = None, 0
+        self.rows, self.probabilities = [], []
 
-    @property
-    def cost(self) -> float:
-        """Seconds of its shortest draft: by these the parts take turns."""
-        return self.seconds.at(1) if self.seconds else 0.0
+    def learn(self, row: int, tokens: Sequence[int]) -> None:
+        """Learns what became of a row's draft; `tokens` were emitted after the root."""
+        nodes, path = self.rows[row], [0]
+        for token in tokens:
+            children = (node for node, parent in enumerate(nodes.parents) if parent == path[-1])
+            found = next((node for node in children if nodes.token_ids[node] == token), None)
+            if found is None:
+                break
+            path.append(found)
+        self.known.acceptance.count(nodes, path, tokens)
+
+
+class _InProbabilities:
+    """Asks whether another level pays with what the drafter's values are worth instead of these."""
+
+    def __init__(self, inner: Deepening, calibration: Calibration):
+        self._inner, self._calibration = inner, calibration
+        self._values: Tensor | None = None
+        self._worth: Tensor | None = None
+
+    def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
+        own, before = values, torch.zeros(values.shape)
+        if self._values is not None and self._worth is not None:
+            parents = torch.arange(values.shape[1]).expand(values.shape) if previous is None else previous
+            own, before = values - self._values.gather(1, parents), self._worth.gather(1, parents)
+        shares = [[math.log(max(self._calibration.share(value), 1e-9)) for value in row] for row in own.tolist()]
+        self._values, self._worth = values, before + torch.tensor(shares)
+        return self._inner(self._worth, previous)

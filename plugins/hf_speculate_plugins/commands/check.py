@@ -18,11 +18,12 @@ from transformers.utils import logging
 
 from hf_speculate.commands import Prompt, builtin_prompts, console, find_device, load_target, read_prompts, tokenize
 from hf_speculate.errors import CheckpointError
-from hf_speculate.hub import drafter_class_for, local_folder
+from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
 from hf_speculate.models import unwrap
+from hf_speculate.speculator import AutoSpeculator
 from hf_speculate.target import quantization_label
 
-from ..calibration import AcceptanceRates, HeadCheck, Reader, check_head, write_texts
+from ..calibration import AcceptanceRates, HeadCheck, Reader, check_head, measure_calibration, write_texts
 from ..eagle import EagleReader
 from ..medusa import MedusaReader
 from .conditions import HeadMeasure, Use, find_conditions, with_adapter
@@ -89,6 +90,9 @@ def check(
             help="Other templates, adapters, dtypes, dequantised (default: if acceptance is low).",
         ),
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Write what its values mean into its folder (calibration.json).")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch (default: torch's own).")] = None,
@@ -122,6 +126,8 @@ def check(
     is_low = (found.best or found.stated).is_suspicious
     findings = find_conditions(measure, use, others=is_low if conditions is None else conditions)
     found = replace(found, findings=findings)
+    if calibrate:
+        write_calibration(head, model, tokens, max_new_tokens=max_new_tokens, **found.fix)
     if json_only:
         typer.echo(json.dumps(as_json(found)))
         return
@@ -129,6 +135,30 @@ def check(
     typer.echo(found.message)
     if found.fix:
         typer.echo(f"\n    {found.code}\n")
+
+
+def write_calibration(
+    head: str | os.PathLike, target: nn.Module, prompts: Sequence[Tensor], *, max_new_tokens: int = 64, **options: Any
+) -> None:
+    """Writes what the values of a head mean (`calibration.json`) into its folder, so that the policy of a new process
+    does not begin blind.
+
+    Args:
+        head, target, prompts, max_new_tokens: as of `check_checkpoint`.
+        options: of the drafter.
+    Raises:
+        CheckpointError: the head is no local folder, or nothing can be written there.
+    """
+    folder = os.fspath(head)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is no local folder: calibration.json is written beside a head's files.")
+    drafter = AutoSpeculator.from_pretrained(folder, target=target, **options).drafter
+    table = measure_calibration(unwrap(target), drafter, prompts, max_new_tokens=max_new_tokens)
+    try:
+        table.save(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
+    refresh_hashes(folder)
 
 
 def _load(target: str, dtype: str, device: torch.device, dense: bool = False) -> tuple[Any, Any]:

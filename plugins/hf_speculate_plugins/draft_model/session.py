@@ -14,7 +14,7 @@ from hf_speculate.target import Scorer, num_positions, supported_shape, takes_po
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..trees import Frontier, grow_tree
+from ..trees import Frontier, grow_tree, log_shares
 from .options import DraftModelOptions
 
 
@@ -170,14 +170,20 @@ class DraftModelSession(DraftSession):
 
     def _draft_chain(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
         columns = [to_device(state.root_ids, logits.device)]
+        values = [torch.zeros(len(columns[0]), device=logits.device)]
         path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
         for level in range(depth):
+            if level and not state.goes_on(values[-1][:, None]):
+                break
             if level:
                 output = self.scorer(DraftTree.root_only(columns[-1]), [p + level - 1 for p in self._positions])
                 self.cache.keep(path)
                 logits = self._logits(output)[:, 0]
-            columns.append(state.child_scores(logits[:, None], depth=level)[:, 0].argmax(-1))
-        self._run_chain = list(self.cache.rows), DraftTree.chain(torch.stack(columns, dim=1))
+            shares, best = log_shares(state.child_scores(logits[:, None], depth=level)[:, 0], 1)
+            columns.append(best[:, 0])
+            values.append(values[-1] + shares[:, 0])
+        chain = DraftTree.chain(torch.stack(columns, dim=1), torch.stack(values, dim=1))
+        self._run_chain = list(self.cache.rows), chain
         return self._run_chain[1]
 
     def _note_chain(self) -> None:
@@ -201,6 +207,7 @@ class DraftModelSession(DraftSession):
             depth=depth,
             top_k=self.options.top_k,
             max_nodes=self.options.max_nodes,
+            goes_on=state.goes_on,
         )
         self.cache.restore()
         return tree

@@ -58,8 +58,8 @@ def eagle_tree(
     depth: int,
     top_k: int,
     max_nodes: int,
-) -> tuple[Tensor, Tensor]:
-    """Tokens and parents of a dynamic tree [B, n].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and values of a dynamic tree [B, n].
 
     Args:
         layers: keys and values of each, `[B, heads, M, head_dim]`.
@@ -78,7 +78,8 @@ def eagle_tree(
         token_ids=inputs.get("target_ids"),
         limit=inputs["limit"],
     )
-    return tree.token_ids, tree.parents_on_device
+    assert tree.values is not None
+    return tree.token_ids, tree.parents_on_device, tree.values
 
 
 class _Levels:
@@ -157,8 +158,8 @@ class CompiledSteps:
         if isinstance(result, DraftTree):
             return result
         count = 1 + num_candidates(depth, min(options.top_k, head.spec.draft_vocab_size))
-        tokens, parents = (each[:, :count] for each in result)
-        return DraftTree(tokens, parents, max_depth=depth)
+        tokens, parents, values = (each[:, :count] for each in result)
+        return DraftTree(tokens, parents, max_depth=depth, values=values)
 
     def _tree_keys(self, batch_size: int, state: DraftState, depth: int) -> list[Any]:
         """Of the graphs that can grow a tree of this depth, the least deep first."""

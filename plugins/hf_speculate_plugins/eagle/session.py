@@ -11,7 +11,7 @@ from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, Dra
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..trees import StaticTree
+from ..trees import StaticTree, log_shares
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps, problem_with_head
 from .levels import Level, forest_of, levels_of
@@ -146,17 +146,23 @@ class EagleSession(DraftSession):
 
     def _draft_chain(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
         drafted = [to_device(state.root_ids[:, None], root.device)]
+        values = [torch.zeros(drafted[0].shape, device=root.device)]
         logits, fed_back = self._loaded.head.read(root[:, None])
         for depth in range(min(self.options.max_depth, state.max_depth)):
+            if depth and not state.goes_on(values[-1]):
+                break
             if depth:
                 plan = TreePlan.from_parents([range(-1, depth - 1)])
                 logits, fed_back = steps.level(drafted[-1], fed_back, plan)
-            drafted.append(self._to_target(self._scores(state, depth, logits).argmax(-1)))
-        return DraftTree.chain(torch.cat(drafted, dim=1))
+            shares, columns = log_shares(self._scores(state, depth, logits), 1)
+            drafted.append(self._to_target(columns[..., 0]))
+            values.append(values[-1] + shares[..., 0])
+        return DraftTree.chain(torch.cat(drafted, dim=1), torch.cat(values, dim=1))
 
     def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)
         tokens[:, 0] = to_device(state.root_ids, tokens.device)
+        values = torch.zeros(tokens.shape, device=root.device)
         logits, fed_back = self._loaded.head.read(root[:, None])
         run: tuple[int, ...] = ()
         for depth, level in enumerate(levels_of(tree)):
@@ -165,16 +171,18 @@ class EagleSession(DraftSession):
                 nodes = tokens[:, to_device(level.nodes, tokens.device)]
                 states = fed_back[:, to_device(level.previous, fed_back.device)]
                 logits, fed_back = steps.level(nodes, states, forest_of(tree, run))
-            self._fill(tokens, level, self._scores(state, depth, logits))
-        return DraftTree(tokens, tree.parents)
+            self._fill(tokens, values, level, self._scores(state, depth, logits))
+        return DraftTree(tokens, tree.parents, values=values)
 
-    def _fill(self, tokens: Tensor, level: Level, scores: Tensor) -> None:
+    def _fill(self, tokens: Tensor, values: Tensor, level: Level, scores: Tensor) -> None:
         """Writes the children of a level: the best-ranked tokens of its nodes."""
-        columns = scores.topk(max(level.child_ranks) + 1, dim=-1).indices
-        parents, ranks, children = (
-            to_device(indices, tokens.device) for indices in (level.child_parents, level.child_ranks, level.children)
+        shares, columns = log_shares(scores, max(level.child_ranks) + 1)
+        nodes, parents, ranks, children = (
+            to_device(indices, tokens.device)
+            for indices in (level.nodes, level.child_parents, level.child_ranks, level.children)
         )
         tokens[:, children] = self._to_target(columns[:, parents, ranks])
+        values[:, children] = values[:, nodes[parents]] + shares[:, parents, ranks]
 
 
 @torch.no_grad()

@@ -128,6 +128,7 @@ def tree_of_levels(
         top_k=options.top_k,
         max_nodes=options.max_nodes,
         token_ids=target_ids,
+        goes_on=state.goes_on,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..trees import StaticTree
-from .choices import column_index
+from ..trees import StaticTree, log_shares
+from .choices import column_index, path_sums
 from .compiled import forward_of
 from .head import MedusaHeads
 
@@ -44,26 +45,31 @@ class MedusaSession(DraftSession):
         tree = tree.cut(state.max_depth)
         if not tree.max_depth or self._features is None:
             return DraftTree.root_only(state.root_ids)
-        best = self._best_tokens(state, tree, self._features)
+        shares, best = self._best_tokens(state, tree, self._features)
         columns = column_index(tree, best.device)
         roots = to_device(state.root_ids, best.device)
-        return DraftTree(torch.cat([roots[:, None], best[:, columns]], dim=1), tree.parents)
+        tokens = torch.cat([roots[:, None], best[:, columns]], dim=1)
+        # The heads know nothing of each other's tokens: what they say of a path's multiplies.
+        values = functional.pad(shares[:, columns], (1, 0)) @ path_sums(tree, best.device)
+        return DraftTree(tokens, tree.parents, values=values)
 
     @property
     def _chain(self) -> StaticTree:
         """The best token of every head, for targets that cannot score branches."""
         return StaticTree(tuple((0,) * depth for depth in range(1, self.heads.num_heads + 1)))
 
-    def _best_tokens(self, state: DraftState, tree: StaticTree, features: Tensor) -> Tensor:
-        """int64 [B, sum of widths]: as many of each head's tokens as the tree uses, best first."""
+    def _best_tokens(self, state: DraftState, tree: StaticTree, features: Tensor) -> tuple[Tensor, Tensor]:
+        """As many of each head's tokens as the tree uses, best first: int64 [B, sum of widths]; and the
+        log-probabilities that the heads give them."""
         token_ids = self.heads.token_ids
         logits = self._forward(features, tree.max_depth)
-        best = []
+        best, shares = [], []
         for depth, width in enumerate(tree.widths):
             scores = state.child_scores(logits[depth][:, None], depth=depth, token_ids=token_ids)
-            best.append(scores[:, 0].topk(width, dim=-1).indices)
+            for found, part in zip((shares, best), log_shares(scores[:, 0], width), strict=True):
+                found.append(part)
         columns = torch.cat(best, dim=1)
-        return columns if token_ids is None else token_ids[columns]
+        return torch.cat(shares, dim=1), columns if token_ids is None else token_ids[columns]
 
     def close(self) -> None:
         self._forward.close()

@@ -22,6 +22,7 @@ class PromptLookupDrafter(Drafter):
     """Drafts from the text itself; fits every target."""
 
     name = "prompt_lookup"
+    is_free = True
     options_classes = (PromptLookupOptions,)
 
     def __init__(self, options: PromptLookupOptions | None = None):

@@ -32,25 +32,25 @@ class SuffixIndex:
                 if size <= end:
                     self._ends[tuple(self.tokens[end - size : end])].append(end)
 
-    def continuations(self, count: int) -> list[int]:
-        """Starts of up to `count` continuations of the text's end that begin differently.
+    def continuations(self, count: int) -> list[tuple[int, int]]:
+        """Size of the match and start of up to `count` continuations of the text's end that begin differently.
 
         Those after the longest matching suffix come first, later occurrences before earlier ones.
         """
-        starts: list[int] = []
+        found: list[tuple[int, int]] = []
         first_tokens: set[int] = set()
         length = len(self.tokens)
         self.match_size = 0
         for size in reversed(self._sizes):
-            if size > length or len(starts) >= count:
+            if size > length or len(found) >= count:
                 continue
             # Only the latest occurrences: on repetitive text a common n-gram would be a scan of the whole text.
             latest = self._ends.get(tuple(self.tokens[-size:]), [])[-_MAX_OCCURRENCES:]
             for end in reversed(latest):
                 if end < length and self.tokens[end] not in first_tokens:
-                    starts.append(end)
+                    found.append((size, end))
                     self.match_size = max(self.match_size, size)
                     first_tokens.add(self.tokens[end])
-                    if len(starts) >= count:
+                    if len(found) >= count:
                         break
-        return starts
+        return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
-from hf_speculate.tree import ROOT_PARENT, DraftTree
+from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .index import SuffixIndex
 from .options import PromptLookupOptions
@@ -30,21 +32,17 @@ class PromptLookupSession(DraftSession):
     def draft(self, state: DraftState) -> DraftTree:
         rows = []
         for index, root, is_active in zip(self._indices, state.root_ids.tolist(), state.active, strict=True):
-            rows.append(self._draft_row(index, root, state) if is_active else ([root], [ROOT_PARENT]))
+            rows.append(self._draft_row(index, root, state) if is_active else TreeRow([root], [ROOT_PARENT], [0.0]))
         return DraftTree.from_rows(rows)
 
-    def confidence(self, row: int) -> int:
-        """Length of the n-gram that was found."""
-        return self._indices[row].match_size
-
-    def _draft_row(self, index: SuffixIndex, root: int, state: DraftState) -> tuple[list[int], list[int]]:
+    def _draft_row(self, index: SuffixIndex, root: int, state: DraftState) -> TreeRow:
         options = self.options
         depth = min(options.depth, state.max_depth)
-        tokens, parents = [root], [ROOT_PARENT]
-        branches = 1 if state.chains_only else options.branches
-        for start in index.continuations(branches):
+        tokens, parents, shares = [root], [ROOT_PARENT], [1.0]
+        branches, rest = 1 if state.chains_only else options.branches, 1.0
+        for match_size, start in index.continuations(branches):
             node = 0
-            for token in index.tokens[start : start + depth]:
+            for copied, token in enumerate(index.tokens[start : start + depth]):
                 child = _find_child(tokens, parents, node, token)
                 if child is None:
                     if len(tokens) > options.max_nodes:
@@ -52,8 +50,15 @@ class PromptLookupSession(DraftSession):
                     child = len(tokens)
                     tokens.append(token)
                     parents.append(node)
+                    shares.append((shares[node] if node else rest) * _share_right(match_size + copied))
                 node = child
-        return tokens, parents
+            rest *= 1 - _share_right(match_size)  # of the root's children one at most is right
+        return TreeRow(tokens, parents, [math.log(share) for share in shares])
+
+
+def _share_right(match_size: int) -> float:
+    """How often what followed so many equal tokens follows again: a guess, of which the order matters."""
+    return match_size / (match_size + 1)
 
 
 def _find_child(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:

@@ -41,6 +41,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
+    is_free = True
     options_classes = (SuffixOptions,)
 
     def __init__(self, vocab_size: int, options: SuffixOptions | None = None):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
-from hf_speculate.tree import ROOT_PARENT, DraftTree
+from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .drafts import Draft
 from .index import Index
@@ -47,7 +48,6 @@ class SuffixSession(DraftSession):
             self._rows.append(row)
         self._outputs: list[list[int]] = [[] for _ in self._rows]
         self._numbers = [] if store is None else [store.begin(request.adapters) for _ in self._rows]
-        self._scores = [0.0] * len(self._rows)
         self._has_seen_prompt = False
 
     def observe(self, tokens, features, lengths) -> None:
@@ -67,17 +67,16 @@ class SuffixSession(DraftSession):
         with self._lock:
             for row, is_active in zip(self._rows, state.active, strict=True):
                 drafts.append(row.draft(state.max_depth, state.chains_only) if is_active else Draft())
-        self._scores = [draft.score for draft in drafts]
         return DraftTree.from_rows(
             [
-                ([root, *draft.tokens], [ROOT_PARENT, *(parent + 1 for parent in draft.parents)])
+                TreeRow(
+                    [root, *draft.tokens],
+                    [ROOT_PARENT, *(parent + 1 for parent in draft.parents)],
+                    [0.0, *map(math.log, draft.probs)],
+                )
                 for root, draft in zip(state.root_ids.tolist(), drafts, strict=True)
             ]
         )
-
-    def confidence(self, row: int) -> int:
-        """How many nodes of the draft would be accepted by their own probabilities."""
-        return int(self._scores[row])
 
     def close(self) -> None:
         self._record()

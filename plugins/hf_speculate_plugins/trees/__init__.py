@@ -4,8 +4,8 @@ Static trees have a structure that is fixed beforehand, a list of choices; dynam
 the drafter is sure. Nothing here knows what scores the tokens.
 """
 
-from .dynamic import Frontier, grow_tree, num_candidates
+from .dynamic import Frontier, grow_tree, log_shares, num_candidates
 from .static import Choices, StaticTree, canonical
 
 
-__all__ = ["Choices", "Frontier", "StaticTree", "canonical", "grow_tree", "num_candidates"]
+__all__ = ["Choices", "Frontier", "StaticTree", "canonical", "grow_tree", "log_shares", "num_candidates"]

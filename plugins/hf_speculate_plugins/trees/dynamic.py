@@ -2,8 +2,9 @@
 
 Source: EAGLE-2 (Li et al., 2024, arXiv:2406.16858). Every level expands the `top_k` candidates of highest cumulative
 log-value; each of them proposes `top_k` children; in the end the `max_nodes` best candidates of all levels are kept.
-The value of a child is `log_softmax` of its score (`DraftState.child_scores`), so that a sampled request grows its tree
-along the noise that the target will use. Everything stays on the device of the scores: no host synchronisation.
+The value of a node is its parent's and `log_softmax` of its score (`DraftState.child_scores`), so that a sampled
+request grows its tree along the noise that the target will use. Everything stays on the device of the scores: no host
+synchronisation; a tree on a CPU may be asked to end early (`DraftState.goes_on`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Frontier:
 
 
 Expand = Callable[[Frontier], Float[Tensor, "B F W"]]
+GoesOn = Callable[[Float[Tensor, "B F"], Int[Tensor, "B F"]], bool]
 
 
 def grow_tree(
@@ -51,6 +53,7 @@ def grow_tree(
     max_nodes: int,
     token_ids: Int[Tensor, " W"] | None = None,
     limit: Int[Tensor, 1] | None = None,
+    goes_on: GoesOn | None = None,
 ) -> DraftTree:
     """Grows a dynamic tree.
 
@@ -64,12 +67,13 @@ def grow_tree(
         token_ids: target vocabulary id of each score column (None: the column itself).
         limit: deepest level of which nodes are kept, where `depth` is that of a compiled graph: the first
             `num_candidates(limit, width)` draft nodes are then the tree.
+        goes_on: says before each level but the first whether it pays.
     Returns:
         A tree of at most `max_nodes` + 1 nodes a row, the best first.
     """
     device, batch_size = root_scores.device, root_scores.shape[0]
     width = min(top_k, root_scores.shape[-1])
-    values, columns = torch.log_softmax(root_scores.float(), dim=-1).topk(width, dim=-1)  # [B, K]
+    values, columns = log_shares(root_scores, width)  # [B, K]
     pool_values, pool_tokens = [values], [_to_tokens(columns, token_ids)]
     pool_parents = [torch.full_like(columns, ROOT_PARENT)]  # index into the pool
     frontier_tokens, frontier_values = pool_tokens[0], values
@@ -80,9 +84,12 @@ def grow_tree(
     num_cached, pool_size = 0, width
 
     for level in range(1, depth):
+        if goes_on is not None and not goes_on(frontier_values, previous):
+            depth = level
+            break
         forest = DraftTree(forest_tokens, forest_parents, max_depth=level - 1, plan=plan)
         scores = expand(Frontier(forest=forest, num_cached=num_cached, previous_index=previous, depth=level))
-        child_values, columns = torch.log_softmax(scores.float(), dim=-1).topk(width, dim=-1)  # [B, F, K]
+        child_values, columns = log_shares(scores, width)  # [B, F, K]
         candidates = (frontier_values[..., None] + child_values).flatten(1)  # [B, F * K]
         if limit is not None:
             candidates = candidates.masked_fill(limit < level + 1, -torch.inf)
@@ -113,6 +120,12 @@ def grow_tree(
     )
 
 
+def log_shares(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
+    """`log_softmax` of the best `count` columns, and these columns, best first."""
+    best, columns = scores.float().topk(count, dim=-1)
+    return best - scores.float().logsumexp(dim=-1, keepdim=True), columns
+
+
 def _to_tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
     return columns if token_ids is None else token_ids.to(columns.device)[columns]
 
@@ -131,7 +144,7 @@ def _best_nodes(
     first in the pool, is first: every beginning is a tree.
     """
     count = min(max_nodes, values.shape[1])
-    kept = torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]
+    kept_values, kept = (each[:, :count] for each in torch.sort(values, dim=1, descending=True, stable=True))
     ranks = torch.zeros_like(parents).scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
     kept_parents = parents.gather(1, kept)
     new_parents = torch.where(kept_parents < 0, 0, ranks.gather(1, kept_parents.clamp(min=0)))
@@ -140,4 +153,5 @@ def _best_nodes(
         torch.cat([root_ids[:, None], tokens.gather(1, kept)], dim=1),
         torch.cat([root_parent, new_parents], dim=1),
         max_depth=depth,
+        values=torch.cat([torch.zeros_like(kept_values[:, :1]), kept_values], dim=1),
     )

@@ -1,8 +1,9 @@
-"""Several drafters in one tree: the text does not depend on it, and parts that do not pay are left out."""
+"""Several drafters in one tree: the text does not depend on it, and parts that add nothing are left out."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.errors import DrafterNotFoundError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_lossless
 from hf_speculate.tree import DraftTree
-from hf_speculate_plugins.combined import CombinedDrafter, CombinedOptions, parts, session
+from hf_speculate_plugins.combined import CombinedDrafter, CombinedOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
 
@@ -27,103 +28,110 @@ def state(root, active=(True,)):
     return DraftState(root_ids=torch.tensor(root), active=active, max_depth=6, chains_only=False, num_emitted=(1,))
 
 
-class Clock:
-    """A clock that parts move."""
+class Counted(RandomDrafter):
+    """Drafts a chain, right to depth `right`; counts its drafts."""
 
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        for module in (parts, session):
-            monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
-
-
-class Slow(RandomDrafter):
-    """Random drafts that take a second; counts them."""
-
-    def __init__(self, clock, **options):
-        super().__init__(**options)
-        self.clock, self.count = clock, 0
-
-    def start(self, request):
-        session = super().start(request)
-
-        def draft(state, inner=session.draft):
-            self.clock.now += 1.0
-            self.count += 1
-            return inner(state)
-
-        session.draft = draft
-        return session
-
-
-def test_a_part_that_does_not_pay_is_left_out_and_tried_again(monkeypatch, tiny_model, prompt):
-    """A draft that costs as much as ten rounds and is never right, beside a lookup that always is."""
-    clock = Clock(monkeypatch)
-    slow = Slow(clock, vocab_size=VOCAB_SIZE)
-    drafter = CombinedDrafter([PromptLookupDrafter(PromptLookupOptions(depth=4)), slow])
-    session = drafter.start(request_of(tiny_model(), torch.tensor([[1, 2, 3, 4] * 4])))
-    session.observe(torch.tensor([[2, 3, 4, 1] * 4]), {}, torch.tensor([16]))
-    text = [1, 2, 3, 4]
-    for _ in range(64):
-        drafted = session.draft(state([text[0]]))
-        assert drafted.num_nodes > 1
-        clock.now += 0.1
-        emitted = [text[(i + 1) % 4] for i in range(4)]
-        session.observe(torch.tensor([emitted]), {}, torch.tensor([4]))
-    session.close()
-    assert 64 / 16 <= slow.count < 40, slow.count
-
-
-class Layered(RandomDrafter):
-    """Right to depth 2, wrong below; every level takes some time."""
-
-    def __init__(self, clock, seconds, **options):
-        super().__init__(**options)
-        self.clock, self.seconds, self.depths = clock, seconds, []
+    def __init__(self, right, is_free=False, **options):
+        super().__init__(vocab_size=VOCAB_SIZE, **options)
+        self.right, self.is_free, self.count = right, is_free, 0
 
     def start(self, request):
         session = super().start(request)
 
         def draft(state):
-            self.clock.now += self.seconds * state.max_depth
-            self.depths.append(state.max_depth)
-            tokens = [int(state.root_ids[0]), 11, 12, *[90] * 6][: state.max_depth + 1]
+            self.count += 1
+            root = int(state.root_ids[0])
+            tokens = [root, *((root + d if d <= self.right else 90) % VOCAB_SIZE for d in range(1, 5))]
             return tree(tokens, list(range(-1, len(tokens) - 1)))
 
         session.draft = draft
         return session
 
 
-@pytest.mark.parametrize("is_paid", [True, False])
-def test_a_part_drafts_as_deep_as_pays(monkeypatch, tiny_model, is_paid):
-    """Levels that are never accepted are left out; without adapting, and on a try now and then, all of them come."""
-    clock = Clock(monkeypatch)
-    layered = Layered(clock, 0.02 if is_paid else 3.0, vocab_size=VOCAB_SIZE)
-    session = CombinedDrafter([EmptyDrafter(), layered]).start(request_of(tiny_model(), torch.tensor([[1]])))
+def run_rounds(drafter, model, count, **options):
+    """Every round emits the next four numbers after the root."""
+    session = drafter.start(request_of(model, torch.tensor([[1, 2, 3]]), **options))
+    session.observe(torch.tensor([[2, 3, 4]]), {}, torch.tensor([3]))
+    for number in range(count):
+        root = (4 + 4 * number) % 64
+        yield session.draft(state([root]))
+        session.observe(torch.tensor([[(root + d) % VOCAB_SIZE for d in range(1, 5)]]), {}, torch.tensor([4]))
+    session.close()
+
+
+def test_a_part_does_not_run_where_the_text_drafts_as_much(tiny_model):
+    """A free drafter that is always right, beside one that is right to depth 2: after a few rounds, the free one's
+    calibrated drafts are worth more."""
+    free, paid = Counted(4, is_free=True), Counted(2)
+    trees = list(run_rounds(CombinedDrafter([paid, free]), tiny_model(), 60))
+    assert free.count == 60
+    assert 1 <= paid.count < 30, paid.count
+    assert trees[-1].num_nodes == 5
+
+
+def test_a_part_runs_where_the_text_drafts_less(tiny_model):
+    free, paid = Counted(1, is_free=True), Counted(4)
+    trees = list(run_rounds(CombinedDrafter([paid, free]), tiny_model(), 60))
+    assert (free.count, paid.count) == (60, 60)
+    assert trees[-1].best(4).host.token_ids[0] == [48, 49, 50, 51, 52]  # what was right comes first
+
+
+def test_what_one_request_teaches_the_next_begins_with(tiny_model):
+    model, free, paid = tiny_model(), Counted(4, is_free=True), Counted(2)
+    drafter = CombinedDrafter([paid, free])
+    list(run_rounds(drafter, model, 60))
+    paid.count = 0
+    list(run_rounds(drafter, model, 10))
+    assert paid.count == 0
+    list(run_rounds(drafter, model, 10, do_sample=True))
+    assert paid.count > 0  # nothing is known of sampled requests
+
+
+def test_without_adapting_every_part_drafts_every_round(tiny_model):
+    free, paid = Counted(4, is_free=True), Counted(2)
+    list(run_rounds(CombinedDrafter([paid, free]), tiny_model(), 40, adaptive=False))
+    assert paid.count == 40
+
+
+class Asking(EmptyDrafter):
+    """Asks whether two levels pay, with values that promise everything."""
+
+    def __init__(self):
+        self.answers = []
+
+    def start(self, request):
+        session = super().start(request)
+
+        def draft(state):
+            first = state.goes_on(torch.tensor([[-0.01, -4.0]]))
+            second = state.goes_on(torch.tensor([[-0.02, -5.0]]), torch.tensor([[0, 1]]))
+            self.answers.append((first, second))
+            return tree([int(state.root_ids[0]), 90], [-1, 0])
+
+        session.draft = draft
+        return session
+
+
+def test_a_part_is_asked_about_with_what_its_values_are_worth(tiny_model):
+    """What the policy is asked with are calibrated path probabilities, not the drafter's own."""
+    seen = []
+
+    def deepening(values, previous=None):
+        seen.append((values.exp(), previous))
+        return True
+
+    asking = Asking()
+    session = CombinedDrafter([EmptyDrafter(), asking]).start(request_of(tiny_model(), torch.tensor([[1]])))
     session.observe(torch.tensor([[2]]), {}, torch.tensor([1]))
-    for _ in range(64):
-        session.draft(state([1]))
-        clock.now += 0.1
-        session.observe(torch.tensor([[11, 12, 13]]), {}, torch.tensor([3]))
+    for _ in range(30):
+        session.draft(replace(state([5]), deepening=deepening))
+        session.observe(torch.tensor([[11]]), {}, torch.tensor([1]))
+    assert asking.answers[-1] == (True, True)
+    (early, _), (early_next, previous) = seen[:2]
+    assert early[0, 0] > 0.9  # before anything is known, a drafter is believed
+    assert early_next[0, 0] == pytest.approx(float(early[0, 0]) * 0.99, abs=0.02)
+    assert previous.tolist() == [[0, 1]]
     session.close()
-    later = layered.depths[-3:]
-    if is_paid:
-        assert sorted(later)[1] == 2, layered.depths
-        assert max(layered.depths) > 2
-    else:
-        assert len(layered.depths) < 12, layered.depths
-
-
-def test_without_adapting_every_part_drafts_every_round(monkeypatch, tiny_model):
-    clock = Clock(monkeypatch)
-    slow = Slow(clock, vocab_size=VOCAB_SIZE)
-    drafter = CombinedDrafter([PromptLookupDrafter(), slow])
-    session = drafter.start(request_of(tiny_model(), torch.tensor([[1, 2, 3, 4] * 4]), adaptive=False))
-    session.observe(torch.tensor([[2, 3, 4, 1] * 4]), {}, torch.tensor([16]))
-    for _ in range(40):
-        session.draft(state([1]))
-        session.observe(torch.tensor([[2, 3, 4, 1]]), {}, torch.tensor([4]))
-    session.close()
-    assert slow.count == 40
 
 
 def request_of(model, ids, **options):

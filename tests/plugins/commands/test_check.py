@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, Speculator, cli
-from hf_speculate.drafting import RAW_LAST
+from hf_speculate.drafting import RAW_LAST, CalibrationTable
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate_plugins.calibration import AcceptanceRates, HeadCheck, Trial, write_texts
-from hf_speculate_plugins.commands.check import as_json, check_checkpoint
+from hf_speculate_plugins.commands.check import as_json, check_checkpoint, write_calibration
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
 from hf_speculate_plugins.eagle.calibration import EagleReader, chain_logits
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaReader
@@ -445,3 +445,32 @@ class TestCommand:
         acceptance = AcceptanceRates.of(torch.tensor([0, 0]), 1)
         found = HeadCheck("h", "eagle", acceptance, (Trial({"a": 1}, "a", problem="no"),), {}, acceptance)
         assert json.loads(json.dumps(as_json(found)))["trials"][0]["problem"] == "no"
+
+
+class TestCalibration:
+    def test_what_values_mean_is_written_beside_the_head_and_used(self, target, prompts, good_head, tmp_path):
+        """The fitted head is nearly always right: what it is sure of comes true."""
+        folder = shutil.copytree(good_head, tmp_path / "head")
+        before = AutoSpeculator.from_pretrained(folder, target=target).drafter.calibration
+        assert before == CalibrationTable()
+        write_calibration(folder, target, prompts, max_new_tokens=32)
+        table = AutoSpeculator.from_pretrained(folder, target=target).drafter.calibration
+        assert table.start(samples=False).share(-0.01) > 0.9
+        assert table.greedy != table.sampled
+        assert table == CalibrationTable.load(folder)
+
+    def test_it_leaves_the_random_numbers_alone(self, target, prompts, good_head, tmp_path):
+        folder = shutil.copytree(good_head, tmp_path / "head")
+        state = torch.get_rng_state()
+        write_calibration(folder, target, prompts[:1], max_new_tokens=8)
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_a_repository_gets_no_file(self, target, prompts):
+        with pytest.raises(CheckpointError, match="no local folder"):
+            write_calibration("someone/some-head", target, prompts)
+
+    def test_a_broken_table_is_refused_before_anything_runs(self, target, good_head, tmp_path):
+        folder = shutil.copytree(good_head, tmp_path / "head")
+        (folder / "calibration.json").write_text("{")
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            AutoSpeculator.from_pretrained(folder, target=target)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_speculate.drafting import SavedHead
@@ -15,6 +16,7 @@ from hf_speculate.errors import SpeculateError, UploadError
 from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, write_card
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import AutoSpeculator
+from hf_speculate_plugins.calibration import measure_calibration
 
 from ..methods import TrainingMethod
 from .checkpoints import step_of
@@ -34,6 +36,13 @@ def write_head(recipe: Recipe, method: TrainingMethod, target: nn.Module) -> Sav
     write_card(output.folder, **card_facts(output.folder, saved), repo_id=output.push_to_hub)
     AutoSpeculator.from_pretrained(output.folder, target=target)
     return saved
+
+
+def calibrate_head(folder: Path, target: nn.Module, prompts: Sequence[Tensor]) -> None:
+    """Writes what the head's values mean on held-out prompts beside it, where there are any."""
+    if prompts:
+        drafter = AutoSpeculator.from_pretrained(folder, target=target).drafter
+        measure_calibration(unwrap(target), drafter, prompts).save(folder)
 
 
 def resume_command(folder: str | os.PathLike) -> str:

@@ -34,7 +34,7 @@ from .arguments import HeadTrainingArguments
 from .building import adapted_target, build_method, has_evaluation, training_arguments
 from .checkpoints import last_checkpoint, step_of
 from .evaluation import AcceptanceEvaluation, Prompt
-from .finishing import draw_curves, outcome_of, push_head, resume_command, write_head
+from .finishing import calibrate_head, draw_curves, outcome_of, push_head, resume_command, write_head
 from .guards import InterruptedTrainingError
 from .inputs import RunData, load_data, load_prompts
 from .output_folder import checked_folder, is_finished, locked, refuse_locked
@@ -194,6 +194,7 @@ def _train(run: Run, known: dict[str, Any], sessions: list[dict[str, Any]]) -> b
     if saved is not None:
         title = f"{run.method.name} for {Path(run.recipe.target.path).name}"
         draw_curves(history, run.folder, title)
+        calibrate_head(run.folder, run.target, run.prompts)
         write_provenance(run.folder, {"status": "complete", **known, "metrics": metrics})
         write_card(run.folder, **card_facts(run.folder, saved), repo_id=run.recipe.output.push_to_hub)
         refresh_hashes(run.folder)

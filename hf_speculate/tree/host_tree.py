@@ -1,0 +1,84 @@
+"""Draft trees as Python lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .plan import PADDING_PARENT, ROOT_PARENT, node_depths
+
+
+class TreeRow(NamedTuple):
+    """The nodes of one row, the root first; `values`: see `DraftTree`."""
+
+    token_ids: Sequence[int]
+    parents: Sequence[int]
+    values: Sequence[float] | None = None
+
+    def select(self, nodes: Sequence[int]) -> TreeRow:
+        """These nodes, in this order: the root first, and no node before its parent or without it."""
+        new = {ROOT_PARENT: ROOT_PARENT} | {node: position for position, node in enumerate(nodes)}
+        return TreeRow(
+            [self.token_ids[node] for node in nodes],
+            [new[self.parents[node]] for node in nodes],
+            None if self.values is None else [self.values[node] for node in nodes],
+        )
+
+    def best(self, count: int) -> TreeRow:
+        """The root and `count` draft nodes of the highest values, best first; the first ones without values. A node is
+        worth no more than its parent, and nothing if its value is NaN."""
+        nodes = [node for node, parent in enumerate(self.parents) if node and parent != PADDING_PARENT]
+        if self.values is not None:
+            worth = [0.0] * len(self.parents)
+            for node in nodes:
+                value = self.values[node]
+                worth[node] = min(worth[self.parents[node]], value if value == value else -math.inf)
+            nodes.sort(key=worth.__getitem__, reverse=True)  # stable: of equal ones the parent is the first
+        return self.select([0, *nodes[:count]])
+
+    def pruned(self, max_depth: int) -> TreeRow:
+        """The nodes down to `max_depth`, without padding."""
+        depths = node_depths(self.parents)
+        is_drafted = [parent != PADDING_PARENT for parent in self.parents]
+        return self.select([node for node, depth in enumerate(depths) if is_drafted[node] and depth <= max_depth])
+
+
+@dataclass(frozen=True)
+class HostTree:
+    """A draft tree on the host: `token_ids[r][i]`, `parents[r][i]`, and `values[r][i]` of one that has values."""
+
+    token_ids: list[list[int]]
+    parents: list[list[int]]
+    values: list[list[float]] | None = None
+
+    def part(self, rows: Sequence[int], width: int) -> HostTree:
+        """The first `width` nodes of some rows."""
+        return HostTree(
+            [self.token_ids[row][:width] for row in rows],
+            [self.parents[row][:width] for row in rows],
+            None if self.values is None else [self.values[row][:width] for row in rows],
+        )
+
+    def rows(self) -> list[TreeRow]:
+        """The nodes of every row."""
+        values: Sequence[list[float] | None] = self.values or [None] * len(self.token_ids)
+        rows = zip(self.token_ids, self.parents, values, strict=True)
+        return [TreeRow(tokens, parents, of_row) for tokens, parents, of_row in rows]
+
+    def child(self, row: int, node: int, token: int) -> int | None:
+        """The child of `node` that holds `token`, or None."""
+        tokens, parents = self.token_ids[row], self.parents[row]
+        for candidate in range(node + 1, len(tokens)):
+            if parents[candidate] == node and tokens[candidate] == token:
+                return candidate
+        return None
+
+    def num_drafted(self, row: int) -> int:
+        """Draft nodes of a row: without the root and padding."""
+        return sum(parent >= 0 for parent in self.parents[row])
+
+    def depth(self, row: int) -> int:
+        """Depth of the deepest draft node of a row."""
+        return max(node_depths(self.parents[row]))

@@ -1,0 +1,63 @@
+"""What a drafter's values mean, measured before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import GenerationConfig
+
+from hf_speculate.drafting import Calibration, CalibrationTable, Drafter
+from hf_speculate.models import GenerativeModel
+from hf_speculate.policy import Acceptance
+from hf_speculate.round import Round
+from hf_speculate.speculator import Speculator
+from hf_speculate.streaming import rounds
+
+
+def measure_calibration(
+    target: GenerativeModel,
+    drafter: Drafter,
+    prompts: Sequence[Int[Tensor, " S"]],
+    *,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+) -> CalibrationTable:
+    """How often nodes of each value are right, in texts written greedily and at temperature 1.
+
+    The drafter drafts all that its options allow. Random numbers of others are not touched.
+
+    Args:
+        prompts: token ids.
+        max_new_tokens: of each text.
+        seed: of the sampled ones.
+    """
+    speculator, shares = Speculator(drafter, adaptive=False), []
+    devices = [] if target.device.type == "cpu" else [target.device]
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+            config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **sampling)
+            config.eos_token_id = target.generation_config.eos_token_id
+            texts = (_rounds(target, speculator, prompt, config) for prompt in prompts)
+            shares.append(_shares(chain.from_iterable(texts)))
+    return CalibrationTable(*shares)
+
+
+def _rounds(
+    target: GenerativeModel, speculator: Speculator, prompt: Tensor, config: GenerationConfig
+) -> Iterable[Round]:
+    ids = prompt[None].to(target.device)
+    return rounds(target, ids, attention_mask=torch.ones_like(ids), generation_config=config, speculator=speculator)
+
+
+def _shares(found: Iterable[Round]) -> tuple[float, ...]:
+    calibration = Calibration()
+    acceptance = Acceptance(calibration)
+    for round in found:
+        if round.num_nodes:
+            acceptance.count(round.tree.host.rows()[0], round.paths[0], round.tokens[0])
+    return tuple(calibration.shares)
