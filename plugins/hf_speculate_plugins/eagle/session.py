@@ -11,7 +11,7 @@ from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, Dra
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..trees import StaticTree, log_shares
+from ..trees import StaticTree, log_shares, path_sums
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps, problem_with_head
 from .levels import Level, forest_of, levels_of
@@ -162,7 +162,7 @@ class EagleSession(DraftSession):
     def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)
         tokens[:, 0] = to_device(state.root_ids, tokens.device)
-        values = torch.zeros(tokens.shape, device=root.device)
+        own_values = torch.zeros(tokens.shape, device=root.device)
         logits, fed_back = self._loaded.head.read(root[:, None])
         run: tuple[int, ...] = ()
         for depth, level in enumerate(levels_of(tree)):
@@ -171,18 +171,17 @@ class EagleSession(DraftSession):
                 nodes = tokens[:, to_device(level.nodes, tokens.device)]
                 states = fed_back[:, to_device(level.previous, fed_back.device)]
                 logits, fed_back = steps.level(nodes, states, forest_of(tree, run))
-            self._fill(tokens, values, level, self._scores(state, depth, logits))
-        return DraftTree(tokens, tree.parents, values=values)
+            self._fill(tokens, own_values, level, self._scores(state, depth, logits))
+        return DraftTree(tokens, tree.parents, values=own_values @ path_sums(tree, root.device))
 
-    def _fill(self, tokens: Tensor, values: Tensor, level: Level, scores: Tensor) -> None:
+    def _fill(self, tokens: Tensor, own_values: Tensor, level: Level, scores: Tensor) -> None:
         """Writes the children of a level: the best-ranked tokens of its nodes."""
         shares, columns = log_shares(scores, max(level.child_ranks) + 1)
-        nodes, parents, ranks, children = (
-            to_device(indices, tokens.device)
-            for indices in (level.nodes, level.child_parents, level.child_ranks, level.children)
+        parents, ranks, children = (
+            to_device(indices, tokens.device) for indices in (level.child_parents, level.child_ranks, level.children)
         )
         tokens[:, children] = self._to_target(columns[:, parents, ranks])
-        values[:, children] = values[:, nodes[parents]] + shares[:, parents, ranks]
+        own_values[:, children] = shares[:, parents, ranks]
 
 
 @torch.no_grad()

@@ -13,9 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.transfers import to_device
-from hf_speculate.tree import TreePlan
-
 from ..trees import Choices, StaticTree, canonical
 
 
@@ -82,10 +79,3 @@ def column_index(tree: StaticTree, device: torch.device) -> Int[Tensor, " N"]:
     offsets = [sum(tree.widths[:depth]) for depth in range(tree.max_depth)]
     columns = [offsets[len(choice) - 1] + choice[-1] for choice in tree.choices]
     return torch.tensor(columns, dtype=torch.long, device=device)
-
-
-@lru_cache(maxsize=64)
-def path_sums(tree: StaticTree, device: torch.device) -> Float[Tensor, "N N"]:
-    """What values of nodes have to be multiplied with to be those of their paths; in single precision."""
-    ancestors = TreePlan.from_parents([tree.parents]).ancestors[0]
-    return to_device(ancestors.T.float(), device)

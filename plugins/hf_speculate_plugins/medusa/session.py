@@ -10,8 +10,8 @@ from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..trees import StaticTree, log_shares
-from .choices import column_index, path_sums
+from ..trees import StaticTree, log_shares, path_sums
+from .choices import column_index
 from .compiled import forward_of
 from .head import MedusaHeads
 

@@ -5,7 +5,7 @@ the drafter is sure. Nothing here knows what scores the tokens.
 """
 
 from .dynamic import Frontier, grow_tree, log_shares, num_candidates
-from .static import Choices, StaticTree, canonical
+from .static import Choices, StaticTree, canonical, path_sums
 
 
-__all__ = ["Choices", "Frontier", "StaticTree", "canonical", "grow_tree", "log_shares", "num_candidates"]
+__all__ = ["Choices", "Frontier", "StaticTree", "canonical", "grow_tree", "log_shares", "num_candidates", "path_sums"]

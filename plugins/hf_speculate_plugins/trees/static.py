@@ -11,7 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from hf_speculate.tree import ROOT_PARENT
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hf_speculate.transfers import to_device
+from hf_speculate.tree import ROOT_PARENT, TreePlan
 
 
 Choices = tuple[tuple[int, ...], ...]
@@ -63,6 +68,13 @@ class StaticTree:
 @lru_cache(maxsize=256)
 def _cut(tree: StaticTree, depth: int) -> StaticTree:
     return StaticTree(tuple(path for path in tree.choices if len(path) <= depth))
+
+
+@lru_cache(maxsize=64)
+def path_sums(tree: StaticTree, device: torch.device) -> Float[Tensor, "N N"]:
+    """What values of nodes have to be multiplied with to be those of their paths; in single precision."""
+    ancestors = TreePlan.from_parents([tree.parents]).ancestors[0]
+    return to_device(ancestors.T.float(), device)
 
 
 def _checked(choices: Iterable[Sequence[int]], method: str) -> Choices:

@@ -448,29 +448,29 @@ class TestCommand:
 
 
 class TestCalibration:
-    def test_what_values_mean_is_written_beside_the_head_and_used(self, target, prompts, good_head, tmp_path):
+    def test_what_values_mean_is_written_beside_the_head_and_used(self, good_head, tmp_path):
         """The fitted head is nearly always right: what it is sure of comes true."""
         folder = shutil.copytree(good_head, tmp_path / "head")
-        before = AutoSpeculator.from_pretrained(folder, target=target).drafter.calibration
+        before = AutoSpeculator.from_pretrained(folder, target=target()).drafter.calibration
         assert before == CalibrationTable()
-        write_calibration(folder, target, prompts, max_new_tokens=32)
-        table = AutoSpeculator.from_pretrained(folder, target=target).drafter.calibration
+        write_calibration(folder, target(), prompts(), max_new_tokens=32)
+        table = AutoSpeculator.from_pretrained(folder, target=target()).drafter.calibration
         assert table.start(samples=False).share(-0.01) > 0.9
         assert table.greedy != table.sampled
         assert table == CalibrationTable.load(folder)
 
-    def test_it_leaves_the_random_numbers_alone(self, target, prompts, good_head, tmp_path):
+    def test_it_leaves_the_random_numbers_alone(self, good_head, tmp_path):
         folder = shutil.copytree(good_head, tmp_path / "head")
         state = torch.get_rng_state()
-        write_calibration(folder, target, prompts[:1], max_new_tokens=8)
+        write_calibration(folder, target(), prompts()[:1], max_new_tokens=8)
         assert torch.equal(torch.get_rng_state(), state)
 
-    def test_a_repository_gets_no_file(self, target, prompts):
+    def test_a_repository_gets_no_file(self):
         with pytest.raises(CheckpointError, match="no local folder"):
-            write_calibration("someone/some-head", target, prompts)
+            write_calibration("someone/some-head", target(), prompts())
 
-    def test_a_broken_table_is_refused_before_anything_runs(self, target, good_head, tmp_path):
+    def test_a_broken_table_is_refused_before_anything_runs(self, good_head, tmp_path):
         folder = shutil.copytree(good_head, tmp_path / "head")
         (folder / "calibration.json").write_text("{")
         with pytest.raises(CheckpointError, match="cannot be read"):
-            AutoSpeculator.from_pretrained(folder, target=target)
+            AutoSpeculator.from_pretrained(folder, target=target())

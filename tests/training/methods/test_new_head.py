@@ -131,7 +131,7 @@ class TestEagle1:
             output = method(batch, states)
             output.loss.backward()
             optimizer.step()
-        assert float(output.metrics["accuracy_0"]) == 1, output.metrics
+        assert float(output.metrics["accuracy_0"]) > 0.9, output.metrics  # what is left differs from CPU to CPU
         method.drafter(model).save_pretrained(tmp_path)
         loaded = AutoSpeculator.from_pretrained(tmp_path, target=model, depth=1, top_k=1)
         assert isinstance(loaded, Speculator)
