@@ -114,10 +114,13 @@ class CalibrationTable:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. Without the file, heads are believed.") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. `hf-speculate check --calibrate` writes it anew; without it a head's "
+                "values are believed."
+            ) from error
         if not isinstance(content, Mapping) or content.get("edges") != list(_EDGES):
             raise CheckpointError(
-                f"{path} was written for other ranges of values; `hf-speculate check` writes it anew."
+                f"{path} was written for other ranges of values; `hf-speculate check --calibrate` writes it anew."
             )
         return cls(*(_checked(content.get(name), path, name) for name in ("greedy", "sampled")))
 

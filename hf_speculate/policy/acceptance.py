@@ -72,10 +72,10 @@ class Acceptance:
             if node and wanted is not None:
                 self.calibration.count(value, row.token_ids[node] == wanted)
 
-    def note_tree(
+    def note_levels(
         self, host: HostTree, rows: Sequence[int], probabilities: Sequence[Sequence[float]], price: float
     ) -> None:
-        """Notes what the levels of a whole draft are worth.
+        """Notes what the levels of a draft are worth.
 
         Args:
             rows: those that count, one of `probabilities` each.
@@ -96,10 +96,14 @@ class Acceptance:
                 self._levels.append((Average(), Average()))
             for average, value in zip(self._levels[depth - 1], (worth[depth], mass[depth - 1]), strict=True):
                 average.add(value)
+
+    def note_nodes(self, probabilities: Sequence[Sequence[float]]) -> None:
+        """Notes how likely the nodes of a tree are right, for trees that cannot be looked at before they are scored."""
         width = max(map(len, probabilities), default=0)
         self._nodes += [Average() for _ in range(width - len(self._nodes))]
         for node in range(width):
-            self._nodes[node].add(sum(found[node] for found in probabilities if node < len(found)) / len(rows))
+            shares = (found[node] for found in probabilities if node < len(found))
+            self._nodes[node].add(sum(shares) / len(probabilities))
 
     def fade(self) -> None:
         """A round has passed."""

@@ -106,7 +106,7 @@ class AdaptiveSession(PolicySession):
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
         probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
-        self.known.acceptance.note_tree(host, list(of_rows), probabilities, self._price_of_node)
+        self.known.acceptance.note_levels(host, list(of_rows), probabilities, self._price_of_node)
         # In the order in which `best` takes them.
         ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
         means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
@@ -148,7 +148,8 @@ class AdaptiveSession(PolicySession):
         of_rows = {row: all_rows[tree.slot(row)] for row in rows}
         if tree.is_on_device:
             found = [acceptance.probabilities(each) for each in of_rows.values()]
-            acceptance.note_tree(tree.host, [tree.slot(row) for row in rows], found, self._price_of_node)
+            acceptance.note_levels(tree.host, [tree.slot(row) for row in rows], found, self._price_of_node)
+            acceptance.note_nodes(found)
         for row, of_row in of_rows.items():
             acceptance.count(of_row, round.paths[row], round.tokens[row])
 

@@ -124,7 +124,7 @@ class Timings:
     def record(self, size: int, seconds: float, context: int = 0) -> None:
         """Learns one observation. The shortest of the first three counts; later ones move an estimate of the median.
 
-        Machines have slower and faster minutes: how slow it is now is told from how much longer more takes."""
+        Machines have slower and faster minutes: their pace is kept apart from what one size takes of another."""
         octave = _octave(context)
         if octave not in self._tables:
             self._tables = {**self._tables, octave: self._table(context)}

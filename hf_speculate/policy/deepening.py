@@ -6,7 +6,34 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..drafting import Calibration
 from .acceptance import Acceptance
+
+
+class PathProbabilities:
+    """How likely the nodes of a draft are right, while it is drafted; asked level by level.
+
+    Args:
+        calibration: of the drafter.
+    """
+
+    def __init__(self, calibration: Calibration):
+        self._calibration = calibration
+        self._nodes: list[list[tuple[float, float]]] = []  # of the last level: values, and probabilities to be right
+
+    def __call__(self, values: Tensor, previous: Tensor | None = None) -> list[list[float]]:
+        """That of the nodes of the next level and all above them. Arguments as of `Deepening`."""
+        above, share = self._nodes, self._calibration.share
+        parents = None if previous is None else previous.tolist()
+        self._nodes = []
+        for row, found in enumerate(values.tolist()):
+            nodes = []
+            for node, value in enumerate(found):
+                parent = node if parents is None else parents[row][node]
+                before, probability = above[row][parent] if above else (0.0, 1.0)
+                nodes.append((value, probability * share(value - before)))
+            self._nodes.append(nodes)
+        return [[probability for _, probability in row] for row in self._nodes]
 
 
 class WhilePaying:
@@ -21,7 +48,7 @@ class WhilePaying:
     def __init__(self, acceptance: Acceptance, rows: Sequence[int], price: float):
         self._acceptance, self._rows, self._price = acceptance, rows, price
         self._depth = self._num_yes = 0
-        self._nodes: list[list[tuple[float, float]]] = []  # of the last level: values, and probabilities to be right
+        self._probabilities = PathProbabilities(acceptance.calibration)
 
     @property
     def is_asked(self) -> bool:
@@ -35,19 +62,10 @@ class WhilePaying:
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
         self._depth += 1
-        above, share = self._nodes, self._acceptance.calibration.share
-        parents = None if previous is None else previous.tolist()
-        self._nodes = []
-        for row, found in enumerate(values.tolist()):
-            nodes = []
-            for node, value in enumerate(found):
-                parent = node if parents is None else parents[row][node]
-                before, probability = above[row][parent] if above else (0.0, 1.0)
-                nodes.append((value, probability * share(value - before)))
-            self._nodes.append(nodes)
+        found = self._probabilities(values, previous)
         # A drafter may leave out rows that have ended; if it has not, they do not count.
-        rows = [row for row in self._rows if row < len(self._nodes)] or range(len(self._nodes))
-        mass = sum(probability for row in rows for _, probability in self._nodes[row]) / len(rows)
+        rows = [row for row in self._rows if row < len(found)] or range(len(found))
+        mass = sum(sum(found[row]) for row in rows) / len(rows)
         pays = mass * self._acceptance.next_level(self._depth) > self._price
         self._num_yes += pays
         return pays

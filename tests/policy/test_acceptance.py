@@ -59,7 +59,9 @@ def test_levels_are_worth_what_their_nodes_are_without_their_price():
     acceptance = Acceptance(Calibration())
     for _ in range(300):
         acceptance.fade()
-        acceptance.note_tree(HostTree([[5, 1, 2, 3]], [[-1, 0, 0, 1]]), [0], [[1.0, 0.6, 0.05, 0.3]], price=0.1)
+        found = [[1.0, 0.6, 0.05, 0.3]]
+        acceptance.note_levels(HostTree([[5, 1, 2, 3]], [[-1, 0, 0, 1]]), [0], found, price=0.1)
+        acceptance.note_nodes(found)
     assert acceptance.levels()[:2] == pytest.approx([0.5, 0.2], abs=0.02)
     assert acceptance.next_level(1) == pytest.approx(0.2 / 0.65, abs=0.02)
     assert acceptance.nodes()[:3] == pytest.approx([0.6, 0.05, 0.3], abs=0.03)
@@ -67,11 +69,10 @@ def test_levels_are_worth_what_their_nodes_are_without_their_price():
 
 def test_nodes_that_were_not_scored_lately_are_worth_another_look():
     acceptance = Acceptance(Calibration())
-    wide, narrow = HostTree([[5, 1, 2]], [[-1, 0, 0]]), HostTree([[5, 1]], [[-1, 0]])
-    acceptance.note_tree(wide, [0], [[1.0, 0.5, 0.01]], price=0.0)
+    acceptance.note_nodes([[1.0, 0.5, 0.01]])
     for _ in range(200):
         acceptance.fade()
-        acceptance.note_tree(narrow, [0], [[1.0, 0.5]], price=0.0)
+        acceptance.note_nodes([[1.0, 0.5]])
     assert acceptance.nodes()[1] == pytest.approx(0.5, abs=0.03)
 
 

@@ -31,8 +31,12 @@ def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
                 parents.append(above)
                 found.append(0.0)
             found[merged] = max(found[merged], probabilities[node])
-    values = [math.log(max(probability, _SMALLEST)) for probability in found]
-    return TreeRow(tokens, parents, values).best(max_nodes)
+    return TreeRow(tokens, parents, [value_of(probability) for probability in found]).best(max_nodes)
+
+
+def value_of(probability: float) -> float:
+    """Of a node, see `DraftTree`."""
+    return math.log(max(probability, _SMALLEST))
 
 
 def expected_length(row: TreeRow) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import Calibration, Deepening, Drafter, DraftSession, DraftState, Observation, joined
-from hf_speculate.policy import Acceptance, Average
-from hf_speculate.tree import TreeRow
+from hf_speculate.policy import Acceptance, Average, PathProbabilities
+from hf_speculate.tree import HostTree
+
+from .merging import RowDraft, value_of
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Part:
 
     Attributes:
         is_free: see `Drafter`.
-        rows, probabilities: the trees of this round, and that their nodes are right; empty where it was left out.
+        tree, drafts: of this round, whole and by rows; None and empty where it was left out.
     """
 
     session: DraftSession
@@ -49,8 +50,8 @@ class Part:
     is_free: bool
     known: Knowledge
     waiting: list[Observation] = field(default_factory=list)
-    rows: list[TreeRow] = field(default_factory=list)
-    probabilities: list[list[float]] = field(default_factory=list)
+    tree: HostTree | None = None
+    drafts: list[RowDraft] = field(default_factory=list)
 
     def read(self) -> None:
         if self.waiting:
@@ -61,37 +62,31 @@ class Part:
         self.read()
         calibration = self.known.acceptance.calibration
         deepening = None if state.deepening is None else _InProbabilities(state.deepening, calibration)
-        self.rows = self.session.draft(replace(state, deepening=deepening)).host.rows()
-        self.probabilities = [self.known.acceptance.probabilities(row) for row in self.rows]
+        self.tree = self.session.draft(replace(state, deepening=deepening)).host
+        self.drafts = [(row, self.known.acceptance.probabilities(row)) for row in self.tree.rows()]
 
     def forget(self) -> None:
-        self.rows, self.probabilities = [], []
+        self.tree, self.drafts = None, []
 
     def learn(self, row: int, tokens: Sequence[int]) -> None:
-        """Learns what became of a row's draft; `tokens` were emitted after the root."""
-        nodes, path = self.rows[row], [0]
+        """Learns what became of a row's draft, if there is one; `tokens` were emitted after the root."""
+        if self.tree is None:
+            return
+        path = [0]
         for token in tokens:
-            children = (node for node, parent in enumerate(nodes.parents) if parent == path[-1])
-            found = next((node for node in children if nodes.token_ids[node] == token), None)
-            if found is None:
+            child = self.tree.child(row, path[-1], token)
+            if child is None:
                 break
-            path.append(found)
-        self.known.acceptance.count(nodes, path, tokens)
+            path.append(child)
+        self.known.acceptance.count(self.drafts[row][0], path, tokens)
 
 
 class _InProbabilities:
     """Asks whether another level pays with what the drafter's values are worth instead of these."""
 
     def __init__(self, inner: Deepening, calibration: Calibration):
-        self._inner, self._calibration = inner, calibration
-        self._values: Tensor | None = None
-        self._worth: Tensor | None = None
+        self._inner, self._probabilities = inner, PathProbabilities(calibration)
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
-        own, before = values, torch.zeros(values.shape)
-        if self._values is not None and self._worth is not None:
-            parents = torch.arange(values.shape[1]).expand(values.shape) if previous is None else previous
-            own, before = values - self._values.gather(1, parents), self._worth.gather(1, parents)
-        shares = [[math.log(max(self._calibration.share(value), 1e-9)) for value in row] for row in own.tolist()]
-        self._values, self._worth = values, before + torch.tensor(shares)
-        return self._inner(self._worth, previous)
+        found = self._probabilities(values, previous)
+        return self._inner(torch.tensor([[value_of(each) for each in row] for row in found]), previous)

@@ -62,13 +62,15 @@ class CombinedSession(DraftSession):
     def draft(self, state: DraftState) -> DraftTree:
         for part in self._parts:
             part.forget()
+        merged = self._merged([], state)
         for part in sorted(self._parts, key=lambda part: not part.is_free):
-            if part.is_free or not self._suffices(part, state):
+            if part.is_free or not self._suffices(part, merged, state):
                 part.draft(state)
+                merged = self._merged(self._parts, state)
                 if not part.is_free:
                     part.known.lengths.fade()
-                    part.known.lengths.add(self._worth([part], state))
-        return DraftTree.from_rows(self._merged(self._parts, state))
+                    part.known.lengths.add(_worth(self._merged([part], state), state))
+        return DraftTree.from_rows(merged)
 
     def close(self) -> None:
         """Closes the parts; those that go on in the next turn are told everything first."""
@@ -89,31 +91,30 @@ class CombinedSession(DraftSession):
                 raise
 
     def _merged(self, parts: Sequence[Part], state: DraftState) -> list[TreeRow]:
-        return [
-            merge_row(
-                root,
-                [(part.rows[row], part.probabilities[row]) for part in parts if part.rows],
-                self._options.max_nodes,
-            )
-            for row, root in enumerate(state.root_ids.tolist())
-        ]
+        """One tree a row of what some parts have drafted."""
+        merged = []
+        for row, root in enumerate(state.root_ids.tolist()):
+            drafts = [part.drafts[row] for part in parts if part.drafts]
+            merged.append(merge_row(root, drafts, self._options.max_nodes))
+        return merged
 
-    def _worth(self, parts: Sequence[Part], state: DraftState) -> float:
-        """Tokens a row that are expected of a round with the drafts of some parts."""
-        rows = [row for row, is_active in zip(self._merged(parts, state), state.active, strict=True) if is_active]
-        return sum(map(expected_length, rows)) / max(len(rows), 1)
-
-    def _suffices(self, part: Part, state: DraftState) -> bool:
-        """Whether what was drafted for nothing is worth what `part` drafts as a rule."""
+    def _suffices(self, part: Part, drafted: Sequence[TreeRow], state: DraftState) -> bool:
+        """Whether what is drafted already is worth what `part` drafts as a rule."""
         lengths = part.known.lengths
         if not self._is_selective or not lengths.weight:
             return False
-        return self._worth(self._parts, state) >= lengths.total / lengths.weight
+        return _worth(drafted, state) >= lengths.total / lengths.weight
 
     def _learn(self, tokens: list[list[int]], lengths: list[int]) -> None:
         for part in self._parts:
             part.known.acceptance.fade()
             for row, length in enumerate(lengths):
-                if length and part.rows:
+                if length:
                     part.learn(row, tokens[row][:length])
             part.forget()  # learnt from
+
+
+def _worth(drafted: Sequence[TreeRow], state: DraftState) -> float:
+    """Draft tokens a row that are expected to be accepted, of rows that are not finished."""
+    rows = [row for row, is_active in zip(drafted, state.active, strict=True) if is_active]
+    return sum(map(expected_length, rows)) / max(len(rows), 1)

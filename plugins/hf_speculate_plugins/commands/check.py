@@ -20,7 +20,6 @@ from hf_speculate.commands import Prompt, builtin_prompts, console, find_device,
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
 from hf_speculate.models import unwrap
-from hf_speculate.speculator import AutoSpeculator
 from hf_speculate.target import quantization_label
 
 from ..calibration import AcceptanceRates, HeadCheck, Reader, check_head, measure_calibration, write_texts
@@ -103,6 +102,8 @@ def check(
     That is: prompts, chat template, thinking, adapter, quantisation, dtype, context.
     """
     logging.disable_progress_bar()
+    if calibrate:
+        _writable(head)
     if threads is not None:
         torch.set_num_threads(threads)
     given = None if not prompts else [prompt for path in prompts for prompt in _prompts(path, limit)]
@@ -149,16 +150,24 @@ def write_calibration(
     Raises:
         CheckpointError: the head is no local folder, or nothing can be written there.
     """
-    folder = os.fspath(head)
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is no local folder: calibration.json is written beside a head's files.")
-    drafter = AutoSpeculator.from_pretrained(folder, target=target, **options).drafter
-    table = measure_calibration(unwrap(target), drafter, prompts, max_new_tokens=max_new_tokens)
+    folder, model = _writable(head), unwrap(target)
+    # Not `AutoSpeculator`, which would refuse the broken table that is to be written anew.
+    drafter = drafter_class_for(folder).from_folder(folder, model, **options)
+    table = measure_calibration(model, drafter, prompts, max_new_tokens=max_new_tokens)
     try:
         table.save(folder)
     except OSError as error:
         raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
     refresh_hashes(folder)
+
+
+def _writable(head: str | os.PathLike) -> str:
+    folder = os.fspath(head)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is no local folder: calibration.json is written beside a head's files.")
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(f"calibration.json cannot be written to {folder}: no right to write there.")
+    return folder
 
 
 def _load(target: str, dtype: str, device: torch.device, dense: bool = False) -> tuple[Any, Any]:

@@ -432,6 +432,11 @@ class TestCommand:
         assert message in result.stderr
         assert result.stderr.startswith("hf-speculate: error: ")
 
+    def test_a_head_that_cannot_get_a_table_is_refused_before_the_target_is_loaded(self):
+        result = self.run("someone/some-head", "--target", "no-such-target", "--calibrate")
+        assert result.exit_code == 1
+        assert "someone/some-head is no local folder" in " ".join(result.stderr.split())
+
     def test_what_cannot_be_checked(self, good_head, target_folder):
         with pytest.raises(CheckpointError, match="'draft_model'; only eagle, medusa"):
             check(target_folder)
@@ -474,3 +479,9 @@ class TestCalibration:
         (folder / "calibration.json").write_text("{")
         with pytest.raises(CheckpointError, match="cannot be read"):
             AutoSpeculator.from_pretrained(folder, target=target())
+
+    def test_a_broken_table_is_written_anew(self, good_head, tmp_path):
+        folder = shutil.copytree(good_head, tmp_path / "head")
+        (folder / "calibration.json").write_text("{")
+        write_calibration(folder, target(), prompts()[:1], max_new_tokens=8)
+        assert AutoSpeculator.from_pretrained(folder, target=target()).drafter.calibration.greedy

@@ -7,38 +7,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_speculate import AutoSpeculator, DraftRequest, DraftState, Speculator
+from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import DraftChecks
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 from hf_speculate_plugins.prompt_lookup.index import SuffixIndex
+
+from ...support import text_drafters
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 
 
 def start(*texts, **options):
-    """A session that has seen the texts (left padded to one width): all but the last token as prompt."""
-    prompts = [text[:-1] for text in texts]
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    request = DraftRequest(target=None, input_ids=ids, attention_mask=None if mask.all() else mask)
-    session = PromptLookupDrafter(PromptLookupOptions(**options)).start(request)
-    first = torch.tensor([[text[-1]] for text in texts])
-    session.observe(torch.cat([ids[:, 1:], first], dim=1), {}, torch.full((len(texts),), width))
-    return session
+    return text_drafters.start(PromptLookupDrafter(PromptLookupOptions(**options)), *texts)
 
 
-def draft(session, *texts, max_depth=100, chains_only=False, active=None):
-    state = DraftState(
-        root_ids=torch.tensor([text[-1] for text in texts]),
-        active=active or (True,) * len(texts),
-        max_depth=max_depth,
-        chains_only=chains_only,
-        num_emitted=(1,) * len(texts),
-    )
-    tree = session.draft(state)
-    return DraftChecks("prompt_lookup", vocab_size=100).admit(tree, state.root_ids.tolist())
+def draft(session, *texts, **options):
+    state = text_drafters.state(*texts, **options)
+    return DraftChecks("prompt_lookup", vocab_size=100).admit(session.draft(state), state.root_ids.tolist())
 
 
 def branches(tree, row=0):

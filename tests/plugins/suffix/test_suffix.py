@@ -5,41 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate import AutoSpeculator, DraftRequest, DraftState
+from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.suffix import SuffixDrafter, SuffixOptions, SuffixStore
 
 from ...support.inputs import padded_batch
+from ...support.text_drafters import start, state
 
 
 VOCAB_SIZE = 100
 MODES = {"smoothed": {}, "counts": {"smoothing": False}, "path": {"smoothing": False, "tree": False}}
 
 
-def start(drafter, *texts, adapters=""):
-    """A session that has seen the texts (left padded to one width): all but the last token as prompt."""
-    prompts = [text[:-1] for text in texts]
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    request = DraftRequest(target=None, input_ids=ids, attention_mask=None if mask.all() else mask, adapters=adapters)
-    session = drafter.start(request)
-    first = torch.tensor([[text[-1]] for text in texts])
-    session.observe(torch.cat([ids[:, 1:], first], dim=1), {}, torch.full((len(texts),), width))
-    return session
-
-
-def draft(session, *texts, max_depth=100, chains_only=False, active=None):
+def draft(session, *texts, **options):
     """(tokens, parents) of every row, without padding."""
-    state = DraftState(
-        root_ids=torch.tensor([text[-1] for text in texts]),
-        active=active or (True,) * len(texts),
-        max_depth=max_depth,
-        chains_only=chains_only,
-        num_emitted=(1,) * len(texts),
-    )
-    host = session.draft(state).host
+    host = session.draft(state(*texts, **options)).host
     rows = []
     for tokens, parents in zip(host.token_ids, host.parents, strict=True):
         size = sum(parent != -2 for parent in parents)
