@@ -11,6 +11,7 @@ from .calibration import Calibration as Calibration
 from .calibration import CalibrationTable as CalibrationTable
 from .calibration import rising as rising
 from .checks import DraftChecks as DraftChecks
+from .choices import Choices as Choices
 from .contract import RAW_LAST as RAW_LAST
 from .contract import Drafter as Drafter
 from .contract import DraftSession as DraftSession

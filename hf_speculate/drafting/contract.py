@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from ..stats import OF_HEADS, Advice
 from ..tree import DraftTree
 from .calibration import CalibrationTable
+from .choices import Choices
 from .requests import DraftRequest, DraftState
 
 
@@ -39,9 +40,12 @@ class DraftSession(ABC):
     Attributes:
         carries_over: whether the next turn of a conversation can use what this session knows; then it is also told of
             the last rounds, after which nothing was drafted.
+        num_choices: how many of the target's most probable tokens `observe_choices` is told of at every node of a
+            round; 0: it is not called, and nothing is computed for it.
     """
 
     carries_over: bool = False
+    num_choices: int = 0
 
     @abstractmethod
     def draft(self, state: DraftState) -> DraftTree:
@@ -68,6 +72,10 @@ class DraftSession(ABC):
             features: the target's hidden state *at* path node j, for each index in `Drafter.feature_layers`.
             lengths: int64 on the CPU, how many columns of each row are real (0 for finished rows).
         """
+
+    def observe_choices(self, choices: Choices) -> None:
+        """Learns what the target found probable at the nodes of a round, where `num_choices` asks for it; before that
+        round's `observe`."""
 
     def close(self) -> None:
         """Releases what the session holds. Called exactly once, also after an error."""

@@ -15,6 +15,7 @@ from ..round import Round
 from ..tree import DraftTree
 from ..verification import RngState, Sampler, Sequences, score_only
 from .checks import DraftChecks
+from .choices import Choices
 from .contract import Drafter, DraftSession
 from .features import FeatureTaps
 from .observations import Observations
@@ -39,7 +40,8 @@ class Drafting:
         self._unobserved = Observations()
         self._open_session: DraftSession | None = None
         self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
-        self._checks = DraftChecks(drafter.name, num_embeddings(request.target))
+        self._num_ids = num_embeddings(request.target)
+        self._checks = DraftChecks(drafter.name, self._num_ids)
 
     def start(self) -> None:
         """Opens the session."""
@@ -74,6 +76,14 @@ class Drafting:
         if any(round.tokens):
             paths = [path[: len(emitted)] for path, emitted in zip(round.paths, round.tokens, strict=True)]
             self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows))
+
+    def observe_choices(self, round: Round, logits: Tensor, sampler: Sampler) -> None:
+        """Tells what the target found probable at the nodes of a round, [R, N, V], if the drafter wants to know."""
+        count = self._session.num_choices
+        if count and any(round.tokens):
+            known = logits[..., : self._num_ids]  # what can be drafted
+            choices = Choices.of(round.tree, known, score_only(sampler.processors), count)
+            self._ask(lambda: self._session.observe_choices(choices))
 
     def state(
         self,

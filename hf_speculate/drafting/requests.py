@@ -155,12 +155,12 @@ class DraftState:
         return rank_children(draft_logits, None if noise is None else noise[:, 0].to(draft_logits.device), self.warpers)
 
     def log_noise(
-        self, depths: Sequence[int], num_columns: int, token_ids: Int[Tensor, " W"] | None = None
+        self, depths: Sequence[int], num_columns: int | None = None, token_ids: Int[Tensor, " W"] | None = None
     ) -> Float[Tensor, "B D C"] | None:
         """log of the noise that chooses the children of nodes at `depths`, None for a greedy request.
 
         Args:
-            num_columns: W, of the draft logits.
+            num_columns: W, of the draft logits; None: of the target's.
             token_ids: see `child_scores`. Without it, C is the smaller of W and the target's vocabulary.
         """
         if self._noise is None:

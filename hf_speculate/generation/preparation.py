@@ -149,18 +149,19 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         lockstep_reason=lockstep,
         compiler=compiler,
         delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
-        listeners=_listeners(stats, sampler.records, sequences, scorer, drafting, policy),
+        listeners=_listeners(stats, sampler, sequences, scorer, drafting, policy),
     )
 
 
 def _listeners(
     stats: SpeculationStats,
-    records: Records,
+    sampler: Sampler,
     sequences: Sequences,
     scorer: Scorer,
     drafting: Drafting,
     policy: PolicySession,
 ) -> Sequence[Listener]:
+    records = sampler.records
     windows = layer_windows(scorer.model.config) if records.forward_kwargs else ()
 
     def count(round: Round, _output: Any) -> None:
@@ -171,6 +172,7 @@ def _listeners(
 
     def observe(round: Round, output: Any) -> None:
         with stats.timed("drafter_seconds"):
+            drafting.observe_choices(round, output.logits, sampler)
             drafting.observe(round, output.hidden_states)
 
     def learn(round: Round, _output: Any) -> None:

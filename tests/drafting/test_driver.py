@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import RAW_LAST, Choices, Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.drafting.driver import Drafting
 from hf_speculate.policy import Fixed
 from hf_speculate.round import Round
@@ -24,9 +25,10 @@ class Listener(Drafter, DraftSession):
 
     name = "listener"
 
-    def __init__(self, feature_layers=(), carries_over=False):
+    def __init__(self, feature_layers=(), carries_over=False, num_choices=0):
         self.feature_layers = feature_layers
         self.carries_over = carries_over
+        self.num_choices = num_choices
         self.seen = []
         self.num_closed = 0
 
@@ -42,6 +44,9 @@ class Listener(Drafter, DraftSession):
 
     def observe(self, tokens, features, lengths):
         self.seen.append((tokens.tolist(), {layer: states.clone() for layer, states in features.items()}, lengths))
+
+    def observe_choices(self, choices):
+        self.seen.append(choices)
 
     def close(self):
         self.num_closed += 1
@@ -81,6 +86,38 @@ def test_states_of_a_tree_are_those_of_the_path(tiny_model):
     run.observe(a_round([[0, 2], [0]], [[5, 6], [7]]), (None, torch.arange(6.0).view(2, 3, 1)))
     run.draft(state([6, 7]))
     assert listener.seen[0][1][1][..., 0].tolist() == [[0, 2], [3, 3]]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_choices_are_told_before_what_was_committed_to_those_who_want_them(tiny_model, prompt, do_sample):
+    """And they are the target's: its distribution after the nodes' text, as the request warps it."""
+    model, ids, listener = tiny_model(), prompt(9), Listener(num_choices=3)
+    request = {
+        "max_new_tokens": 8,
+        "do_sample": do_sample,
+        "temperature": 0.5 if do_sample else None,
+        "pad_token_id": 0,
+    }
+    text = model.generate(ids, speculator=Speculator(listener, policy=Fixed()), **request)
+    kinds = [isinstance(each, Choices) for each in listener.seen]
+    assert kinds[:5] == [False, True, False, True, False]  # the prompt's, then one of each a round
+    choices = listener.seen[1]
+    assert choices.tree.token_ids[0][0] == text[0, ids.shape[1]]
+    path = torch.tensor([choices.tree.token_ids[0]])
+    logits = model(torch.cat([ids, path], dim=1)).logits[0, -path.shape[1] :]
+    expected = (logits / (0.5 if do_sample else 1.0)).topk(3)
+    assert torch.equal(choices.token_ids[0], expected.indices)
+    assert torch.allclose(choices.probs[0], expected.values.softmax(-1), atol=1e-5)
+    assert torch.allclose(choices.first(2).probs[0].sum(-1), torch.ones(path.shape[1]))
+
+
+def test_choices_of_a_wide_vocabulary_are_those_of_topk():
+    tree = DraftTree.chain(torch.arange(6).view(2, 3))
+    for width in (64, 1000, 4096, 4100):
+        logits = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(width))
+        found, expected = Choices.of(tree, logits, (), 16), logits.topk(16)
+        assert torch.equal(found.token_ids, expected.indices)
+        assert torch.allclose(found.probs, expected.values.softmax(-1))
 
 
 def test_a_consumer_may_change_the_lists_that_it_gets(tiny_model, prompt):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, Observation
+from hf_speculate.drafting import Choices, Drafter, DraftRequest, DraftSession, DraftState, Observation
 from hf_speculate.tree import DraftTree, TreeRow
 
 from .merging import expected_length, merge_row
@@ -48,6 +48,7 @@ class CombinedSession(DraftSession):
             self._close_parts()
             raise
         self.carries_over = any(part.session.carries_over for part in self._parts)
+        self.num_choices = max(part.session.num_choices for part in self._parts)
         self._has_seen_prompt = False
 
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
@@ -58,6 +59,11 @@ class CombinedSession(DraftSession):
             if not self._has_seen_prompt:
                 part.read()
         self._has_seen_prompt = True
+
+    def observe_choices(self, choices: Choices) -> None:
+        for part in self._parts:
+            if count := part.session.num_choices:
+                part.session.observe_choices(choices.first(count))
 
     def draft(self, state: DraftState) -> DraftTree:
         for part in self._parts:

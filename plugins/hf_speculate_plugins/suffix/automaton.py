@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .contexts import ContextCounts, Followers
 from .drafts import Draft
 from .mixture import Component, Mixture
 from .options import SuffixOptions
+from .recycled import RecycledRow, RecycledRows
 
 
 # What a token has before any source is asked: about one over a vocabulary. It only keeps posteriors finite.
 _UNSEEN = 1e-5
 
 Tail = tuple[int, ...]
+Source = ContextCounts | RecycledRows
+Races = Callable[[Mapping[int, float], int], Mapping[int, float]]
 
 
 class Automaton:
@@ -23,14 +26,15 @@ class Automaton:
     q are the shares of what followed the context in a source, w is what the mixture has learnt of such contexts.
 
     Args:
-        sources: counts by name; of equal contexts the later source has the last word. All of the same orders.
+        sources: counts by name; of equal contexts the later source has the last word.
+        orders: lengths of contexts, rising: those of the counts.
         mixture: changed by `learn`.
     """
 
-    def __init__(self, sources: Mapping[str, ContextCounts], mixture: Mixture):
+    def __init__(self, sources: Mapping[str, Source], orders: Sequence[int], mixture: Mixture):
         self.sources = sources
+        self.orders = orders
         self.mixture = mixture
-        self.orders = next(iter(sources.values())).orders
 
     def probabilities(self, tail: Tail) -> dict[int, float]:
         """Token -> probability, of the tokens that are frequent after one of the contexts."""
@@ -52,18 +56,25 @@ class Automaton:
             probability = (1 - weight) * probability + own
             self.mixture.learn(component, own / probability)
 
-    def _components(self, tail: Tail) -> Iterator[tuple[Component, Followers]]:
+    def _components(self, tail: Tail) -> Iterator[tuple[Component, Followers | RecycledRow]]:
         for order in self.orders:
             if order > len(tail):
                 return
             context = tail[-order:]
             for source, counts in self.sources.items():
-                found = counts.followers.get(context)
+                found = counts.after(context)
                 if found is not None:
-                    yield Component.of(source, order, found.total), found
+                    yield Component.of(source, order, int(found.total)), found
 
 
-def draft_tree(automaton: Automaton, tail: Sequence[int], options: SuffixOptions, max_depth: int, chain: bool) -> Draft:
+def draft_tree(
+    automaton: Automaton,
+    tail: Sequence[int],
+    options: SuffixOptions,
+    max_depth: int,
+    chain: bool,
+    race: Races | None = None,
+) -> Draft:
     """The most probable paths after `tail`, best first.
 
     Contexts move along the path: a draft runs past the end of an occurrence, into shorter contexts and back.
@@ -72,6 +83,7 @@ def draft_tree(automaton: Automaton, tail: Sequence[int], options: SuffixOptions
         tail: the last tokens of the text, as many as the longest order.
         max_depth: of a node.
         chain: one path only, the most probable token after each.
+        race: what is known of a sampled request's choice of a child, see `Race`.
     """
     draft = Draft()
     longest, num_children = automaton.orders[-1], 1 if chain else options.children
@@ -82,7 +94,9 @@ def draft_tree(automaton: Automaton, tail: Sequence[int], options: SuffixOptions
         nonlocal num_pushed
         if depth >= max_depth:
             return
-        probabilities = automaton.probabilities(tail)
+        probabilities: Mapping[int, float] = automaton.probabilities(tail)
+        if race is not None:
+            probabilities = race(probabilities, depth)
         for token in heapq.nlargest(num_children, probabilities, key=probabilities.__getitem__):
             path_prob = prob * probabilities[token]
             if path_prob < options.floor:

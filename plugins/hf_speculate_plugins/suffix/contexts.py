@@ -63,6 +63,10 @@ class ContextCounts:
         self.orders = tuple(orders)
         self.followers: dict[tuple[int, ...], Followers] = {}
 
+    def after(self, context: tuple[int, ...]) -> Followers | None:
+        """What followed a context; None if that never came."""
+        return self.followers.get(context)
+
     def extend(self, cursor: list[int], tokens: Iterable[int]) -> None:
         """Appends tokens to a text.
 

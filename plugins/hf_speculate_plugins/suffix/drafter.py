@@ -16,6 +16,7 @@ from .corpus import read_corpus
 from .index import Index
 from .mixture import Mixture
 from .options import SuffixOptions
+from .recycled import RecycledRows
 from .rows import index_kind
 from .session import SuffixSession
 from .store import SuffixStore
@@ -93,4 +94,13 @@ class SuffixDrafter(Drafter):
         def keep(learnt: Mixture) -> None:
             self._mixtures[condition] = learnt
 
-        return SuffixSession(self.options, request, sources, self.store, mixture, keep)
+        return SuffixSession(self.options, request, sources, self._rows(request), self.store, mixture, keep)
+
+    def _rows(self, request: DraftRequest) -> RecycledRows | None:
+        """Where the choices of a request go: with a store, where those of others are."""
+        count = self.options.recycled if self.options.smoothing else 0
+        if not count:
+            return None
+        if self.store is not None:
+            return self.store.recycled(request.adapters, count)
+        return RecycledRows(num_embeddings(request.target), count)

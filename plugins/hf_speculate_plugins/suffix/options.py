@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from .store import SuffixStore
 
 
-_OF_SMOOTHING = ("orders", "children", "floor")
+_OF_SMOOTHING = ("orders", "children", "floor", "recycled")
 _OF_COUNTS = ("max_spec_factor", "max_spec_offset", "min_token_prob", "tree")
 
 
@@ -26,6 +26,8 @@ class SuffixOptions:
         orders: lengths of the contexts that are counted, rising.
         children: of a node.
         floor: smallest probability of a path.
+        recycled: how many of the tokens that the target found probable are remembered of every node that it scored,
+            right or wrong, as what follows that node's token; 0: none. Between requests they stay in the `store`.
         max_spec_factor, max_spec_offset: without smoothing, a match of m tokens is worth `m * factor + offset` nodes.
         min_token_prob: without smoothing, smallest probability of a path.
         tree: without smoothing, whether several continuations are drafted side by side.
@@ -44,6 +46,7 @@ class SuffixOptions:
     orders: Sequence[int] = (1, 2, 4, 8)
     children: int = 8
     floor: float = 0.01
+    recycled: int = 32
     max_spec_factor: float = 1.0
     max_spec_offset: float = 0.0
     min_token_prob: float = 0.1
@@ -56,6 +59,8 @@ class SuffixOptions:
         for name in ("depth", "max_nodes", "children"):
             if getattr(self, name) < 1:
                 raise ValueError(f"suffix: {name} must be at least 1, got {getattr(self, name)}.")
+        if self.recycled < 0:
+            raise ValueError(f"suffix: recycled must be at least 0, got {self.recycled}.")
         for name in ("floor", "min_token_prob"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"suffix: {name} is a probability, from 0 to 1, got {getattr(self, name)}.")

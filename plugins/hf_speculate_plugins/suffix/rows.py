@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .automaton import Automaton, draft_tree
+from .automaton import Automaton, Races, draft_tree
 from .contexts import ContextCounts
 from .counts import WindowCounts
 from .drafts import Draft, best_of
@@ -31,7 +31,7 @@ class SmoothedRow:
     def __init__(self, options: SuffixOptions, shared: Mapping[str, Any], mixture: Mixture):
         self.options = options
         self._counts, self._tail = ContextCounts(options.orders), []
-        self._automaton = Automaton({**shared, "local": self._counts}, mixture)
+        self._automaton = Automaton({**shared, "local": self._counts}, options.orders, mixture)
 
     def read(self, tokens: Sequence[int]) -> None:
         """The prompt."""
@@ -43,13 +43,14 @@ class SmoothedRow:
             self._automaton.learn(tuple(self._tail), token)
             self._counts.extend(self._tail, [token])
 
-    def draft(self, max_depth: int, chain: bool) -> Draft:
+    def draft(self, max_depth: int, chain: bool, race: Races | None = None) -> Draft:
         depth = min(max_depth, self.options.depth)
-        return draft_tree(self._automaton, self._tail, self.options, depth, chain)
+        return draft_tree(self._automaton, self._tail, self.options, depth, chain, race)
 
 
 class CountedRow:
-    """Drafts by counts, as SuffixDecoding does: the best of this text's draft and those of the other sources."""
+    """Drafts by counts, as SuffixDecoding does: the best of this text's draft and those of the other sources. It knows
+    nothing of noise."""
 
     def __init__(self, options: SuffixOptions, shared: Mapping[str, Any]):
         self.options = options
@@ -65,7 +66,7 @@ class CountedRow:
 
     append = read
 
-    def draft(self, max_depth: int, chain: bool) -> Draft:
+    def draft(self, max_depth: int, chain: bool, race: Races | None = None) -> Draft:
         options = self.options
         rule = MatchRule(
             max_tokens=options.max_nodes,

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
-from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import Choices, DraftRequest, DraftSession, DraftState
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .drafts import Draft
 from .index import Index
 from .mixture import Mixture
 from .options import SuffixOptions
+from .race import Race
+from .recycled import RecycledRows
 from .rows import CountedRow, SmoothedRow
 from .store import SuffixStore
 
@@ -22,6 +24,7 @@ class SuffixSession(DraftSession):
 
     Args:
         sources: counts of other texts, by name; the store's are among them.
+        recycled: where choices go; one of the sources. None: nobody asks for them.
         store: where the outputs go; its lock is held while sources are read.
         mixture: weights to begin with; changed.
         keep: what is told of them at the end.
@@ -32,6 +35,7 @@ class SuffixSession(DraftSession):
         options: SuffixOptions,
         request: DraftRequest,
         sources: Mapping[str, Index],
+        recycled: RecycledRows | None,
         store: SuffixStore | None,
         mixture: Mixture,
         keep: Callable[[Mixture], None],
@@ -39,11 +43,13 @@ class SuffixSession(DraftSession):
         self.options = options
         # The end of the output is not drafted after, but belongs into the store.
         self.carries_over = store is not None
-        self._store, self._mixture, self._keep = store, mixture, keep
+        self._recycled, self._store, self._mixture, self._keep = recycled, store, mixture, keep
+        self.num_choices = 0 if recycled is None else options.recycled
         self._lock = nullcontext() if store is None else store.lock
         self._rows: list[SmoothedRow | CountedRow] = []
         for prompt in request.row_texts:
-            row = SmoothedRow(options, sources, mixture) if options.smoothing else CountedRow(options, sources)
+            shared = sources if recycled is None else {"recycled": recycled, **sources}
+            row = SmoothedRow(options, shared, mixture) if options.smoothing else CountedRow(options, shared)
             row.read(prompt)
             self._rows.append(row)
         self._outputs: list[list[int]] = [[] for _ in self._rows]
@@ -62,11 +68,17 @@ class SuffixSession(DraftSession):
         if not self.options.smoothing:
             self._record()
 
+    def observe_choices(self, choices: Choices) -> None:
+        assert self._recycled is not None
+        with self._lock:
+            self._recycled.learn(choices)
+
     def draft(self, state: DraftState) -> DraftTree:
         drafts = []
         with self._lock:
-            for row, is_active in zip(self._rows, state.active, strict=True):
-                drafts.append(row.draft(state.max_depth, state.chains_only) if is_active else Draft())
+            for number, (row, is_active) in enumerate(zip(self._rows, state.active, strict=True)):
+                race = Race(state, number) if state.samples else None
+                drafts.append(row.draft(state.max_depth, state.chains_only, race) if is_active else Draft())
         return DraftTree.from_rows(
             [
                 TreeRow(

@@ -13,6 +13,7 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.files import json_writer, read_json, replace_files
 
 from .index import Index, IndexKind
+from .recycled import RecycledRows
 
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class _Request:
 
 
 class SuffixStore:
-    """Outputs of earlier requests, counted apart for each set of the target's adapters. May be shared by threads.
+    """Outputs of earlier requests, counted apart for each set of the target's adapters, and what the target found
+    probable after each token (`RecycledRows`; neither saved nor taken back with a request). May be shared by threads.
 
     Whoever may send requests can find out by their timing what others' requests have written here; texts are never
     changed by it. One store for people who may not read each other's texts is a leak.
@@ -57,6 +59,7 @@ class SuffixStore:
         self._vocab_size: int | None = None
         self._requests: dict[int, _Request] = {}  # oldest first
         self._indices: dict[str, Index] = {}
+        self._recycled: dict[tuple[str, int], RecycledRows] = {}
         self._num_begun = 0
 
     def __repr__(self) -> str:
@@ -97,6 +100,15 @@ class SuffixStore:
                 self._indices[adapters] = self._kind.make()
             return self._indices[adapters]
 
+    def recycled(self, adapters: str, num_choices: int) -> RecycledRows:
+        """The rows that requests with these adapters share; to be used with `lock` held."""
+        assert self._vocab_size is not None, "attach() comes first"
+        with self.lock:
+            key = adapters, num_choices
+            if key not in self._recycled:
+                self._recycled[key] = RecycledRows(self._vocab_size, num_choices)
+            return self._recycled[key]
+
     def begin(self, adapters: str) -> int:
         """Opens a request; returns its number, for `extend`."""
         with self.lock:
@@ -130,6 +142,7 @@ class SuffixStore:
     def clear(self) -> None:
         """Drops everything; requests that run on are not recorded."""
         with self.lock:
+            self._recycled.clear()
             for number in list(self._requests):
                 self.forget(number)
 

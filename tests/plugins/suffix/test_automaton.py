@@ -48,7 +48,7 @@ def interpolate(sources, weights, tail, token):
 @given(TEXT, TEXT)
 def test_probabilities_and_weights_are_those_of_the_definition(store_text, text):
     local, cursor = ContextCounts(ORDERS), []
-    automaton = Automaton({"store": counted(store_text), "local": local}, Mixture())
+    automaton = Automaton({"store": counted(store_text), "local": local}, ORDERS, Mixture())
     weights, trials = {}, {}
     for end, token in enumerate(text):
         sources = {"store": store_text, "local": text[:end]}
@@ -76,7 +76,7 @@ def test_the_past_is_halved():
 
 def test_weights_follow_what_explains_the_text():
     mixture = Mixture()
-    automaton = Automaton({"right": counted([1, 2]), "wrong": counted([1, 3])}, mixture)
+    automaton = Automaton({"right": counted([1, 2]), "wrong": counted([1, 3])}, ORDERS, mixture)
     for _ in range(50):
         automaton.learn((1,), 2)
     assert mixture.weight(Component("wrong", 1, 1)) < 0.05 < 0.9 < mixture.weight(Component("right", 1, 1))
@@ -109,7 +109,7 @@ def test_leading_followers_are_the_most_frequent(changes):
 class TestTree:
     def draft(self, text, max_depth=50, chain=False, **options):
         options = SuffixOptions(orders=ORDERS, **options)
-        automaton = Automaton({"local": counted(text)}, Mixture())
+        automaton = Automaton({"local": counted(text)}, ORDERS, Mixture())
         return draft_tree(automaton, text[-3:], options, max_depth, chain)
 
     def test_it_runs_on_past_the_end_of_the_only_occurrence(self):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from hf_speculate import AutoSpeculator
+from hf_speculate import AutoSpeculator, DraftRequest, DraftState
+from hf_speculate.drafting import Choices
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate.testing import check_lossless
+from hf_speculate.tree import HostTree
+from hf_speculate.verification import Noise
 from hf_speculate_plugins.suffix import SuffixDrafter, SuffixOptions, SuffixStore
+from hf_speculate_plugins.suffix.race import Race
 
 from ...support.inputs import padded_batch
 from ...support.text_drafters import start, state
@@ -116,6 +122,83 @@ def test_weights_are_carried_from_request_to_request_but_not_to_sampled_ones():
     assert owner._mixtures["", False].weights != weights
 
 
+class TestRecycledRows:
+    """What the target found probable after a token is drafted after it."""
+
+    def told(self, session, tokens, parents, followers, probs):
+        tree = HostTree([tokens], [parents])
+        session.observe_choices(Choices([0], tree, torch.tensor([followers]), torch.tensor([probs])))
+
+    def test_also_of_nodes_that_were_wrong(self):
+        text = [50, 60, 3]
+        session = start(drafter(recycled=2), text)
+        assert session.num_choices == 2
+        self.told(session, [60, 3, 9], [-1, 0, 0], [[1, 2], [7, 8], [4, 5]], [[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]])
+        [(tokens, parents)] = draft(session, text, max_depth=1)
+        assert (tokens, parents) == ([3, 7, 8], [-1, 0, 0])
+        [(tokens, _)] = draft(session, [50, 60, 9], max_depth=1)
+        session.observe(torch.tensor([[9]]), {}, torch.tensor([1]))
+        [(tokens, _)] = draft(session, [50, 60, 3, 9], max_depth=1)
+        assert tokens == [9, 4, 5]
+
+    def test_they_go_to_other_requests_with_a_store_only(self):
+        text = [50, 60, 3]
+        for store in (False, True):
+            owner = drafter(recycled=1, store=store)
+            self.told(start(owner, text), [3], [-1], [[7]], [[1.0]])
+            assert draft(start(owner, text), text, max_depth=1)[0][0] == ([3, 7] if store else [3])
+            assert draft(start(owner, text, adapters="other"), text, max_depth=1)[0][0] == [3]
+            if store:
+                owner.store.clear()
+                assert draft(start(owner, text), text, max_depth=1)[0][0] == [3]
+
+    def test_nobody_asks_for_them_without(self):
+        for options in ({"recycled": 0}, {"smoothing": False}):
+            assert start(drafter(**options), [1, 2]).num_choices == 0
+
+    def test_beside_another_drafter(self, tiny_model):
+        speculator = AutoSpeculator.from_name("combined", target=tiny_model(), parts=["suffix", "prompt_lookup"])
+        session = speculator.drafter.start(DraftRequest(target=tiny_model(), input_ids=torch.tensor([[1, 2, 3]])))
+        assert session.num_choices == 32
+
+
+def sampling(noise, **options):
+    options = {"num_emitted": (0,), **options}
+    rows = len(options["num_emitted"])
+    roots, active = torch.ones(rows, dtype=torch.long), (True,) * rows
+    return DraftState(root_ids=roots, active=active, max_depth=5, chains_only=False, _noise=noise, **options)
+
+
+def test_sampled_drafts_are_what_the_noise_will_choose():
+    """Of a target whose distributions are known, every token."""
+    torch.manual_seed(0)
+    noise = Noise(2, 50, torch.device("cpu"))
+    state = sampling(noise, num_emitted=(3, 1))
+    for row in (0, 1):
+        race = Race(state, row)
+        for depth in range(5):
+            probs = torch.rand(50, generator=torch.Generator().manual_seed(depth)).pow(6)
+            probs /= probs.sum()
+            found = race(dict(enumerate(probs.tolist())), depth)
+            chosen = (probs / noise.rows([state.num_emitted[row] + depth], [row])[0]).argmax()
+            assert max(found, key=found.__getitem__) == chosen
+            assert sum(found.values()) <= 1.0001
+
+
+def test_tokens_that_are_not_named_run_in_the_race():
+    """The likelier one wins as often as is told. False alarms: 6e-5 (4 standard deviations)."""
+    torch.manual_seed(1)
+    wins, told, count = 0, 0.0, 2000
+    for _ in range(count):
+        noise = Noise(1, 12, torch.device("cpu"))
+        torch.rand(12)  # the next noise is another
+        probs = torch.tensor([0.5, *[0.5 / 11] * 11])
+        told += Race(sampling(noise), 0)({0: 0.5}, 0)[0]
+        wins += int((probs / noise.row(0)[0]).argmax()) == 0
+    assert abs(wins - told) < 4 * math.sqrt(count) / 2
+    assert 0.4 < wins / count < 0.6
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -124,6 +207,7 @@ class TestBadInput:
             ({"max_nodes": 0}, "max_nodes must be at least 1"),
             ({"children": 0}, "children must be at least 1"),
             ({"floor": 1.5}, "floor is a probability"),
+            ({"recycled": -1}, "recycled must be at least 0, got -1"),
             ({"smoothing": False, "min_token_prob": -1.0}, "min_token_prob is a probability"),
             ({"orders": ()}, "orders are context lengths"),
             ({"orders": (0, 2)}, "orders are context lengths"),
