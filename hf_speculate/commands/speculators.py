@@ -13,6 +13,7 @@ from .targets import BUNDLED, SMOLLM2, bundled
 
 
 _BUNDLED_DRAFT = "pycoder-draft"
+_FROM_TEXT = ("prompt_lookup", "suffix")
 _BUNDLED_HEADS = ("pycoder-eagle3", "pycoder-medusa")
 _SMOLLM2_HEAD = "smollm2-eagle3"
 
@@ -44,25 +45,26 @@ def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
 
 
 def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
-    """Prompt lookup, and for the targets that heads are bundled for, these; for the bundled one a draft model too.
+    """What drafts from the text, and for the targets that heads are bundled for, these; for the bundled one a draft
+    model too.
 
     Args:
         branches: a level of the draft model; 1 is a chain.
     """
     if target == SMOLLM2:
         head = bundled(_SMOLLM2_HEAD)
-        return parse_specs(["prompt_lookup", *([head] if head else [])])
+        return parse_specs([*_FROM_TEXT, *([head] if head else [])])
     if target != bundled(BUNDLED):
-        return parse_specs(["prompt_lookup"])
+        return parse_specs(list(_FROM_TEXT))
     heads = [folder for folder in map(bundled, _BUNDLED_HEADS) if folder]
     draft = bundled(_BUNDLED_DRAFT)
     draft_specs = [f"draft_model:model={draft}" + (f",top_k={branches}" if branches > 1 else "")] if draft else []
-    return parse_specs(["prompt_lookup", *heads, *draft_specs])
+    return parse_specs([*_FROM_TEXT, *heads, *draft_specs])
 
 
 def table_specs(target: str) -> list[SpeculatorSpec]:
-    """Those of `default_specs`, and the bundled EAGLE-3 head beside prompt lookup and compiled."""
+    """Those of `default_specs`, and the bundled EAGLE-3 head beside `suffix` and compiled."""
     defaults, head = default_specs(target), bundled(_BUNDLED_HEADS[0])
     if target != bundled(BUNDLED) or head is None:
         return defaults
-    return [*defaults, *parse_specs([f"{head}+prompt_lookup", f"{head}:compile=true"])]
+    return [*defaults, *parse_specs([f"{head}+suffix", f"{head}:compile=true"])]

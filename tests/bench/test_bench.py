@@ -60,7 +60,7 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
 
 def test_json_prints_nothing_else(bench_folders):
     result = bench("generate", "--target", bench_folders / "target", *TINY, "--temperature", 0, "--json")
-    assert json.loads(result.stdout)["rows"][-1]["method"] == "prompt_lookup"
+    assert json.loads(result.stdout)["rows"][-1]["method"] == "suffix"
     assert result.stdout.count("\n") == 1
 
 
@@ -74,7 +74,7 @@ def test_batches_leave_out_what_stock_cannot_do(bench_folders):
         repeats=1,
     )
     found = bench_generate(settings)
-    assert [row["method"] for row in found["rows"]] == ["eager", "prompt_lookup"]
+    assert [row["method"] for row in found["rows"]] == ["eager", "prompt_lookup", "suffix"]
     ours = found["rows"][-1]
     assert ours["speedup"]["best_stock_speculative"] is None
     assert ours["identical"]["num_rows"] == 4  # 3 prompts, the last batch filled up
@@ -249,5 +249,5 @@ def test_own_options_beat_defaults(tiny_model):
 
 def test_the_table_of_the_documentation_is_about_the_bundled_heads():
     names = [spec.label for spec in table_specs(default_target())]
-    assert {"pycoder-eagle3", "pycoder-eagle3+prompt_lookup", "pycoder-eagle3:compile=True"} <= set(names)
-    assert [spec.label for spec in table_specs("someone/model")] == ["prompt_lookup"]
+    assert {"pycoder-eagle3", "pycoder-eagle3+suffix", "pycoder-eagle3:compile=True"} <= set(names)
+    assert [spec.label for spec in table_specs("someone/model")] == ["prompt_lookup", "suffix"]

@@ -63,7 +63,7 @@ class TestSmollm2:
         assert names[0] == "prompt_lookup"
         (tmp_path / "examples" / "smollm2-eagle3").mkdir(parents=True)
         (tmp_path / "examples" / "smollm2-eagle3" / "config.json").write_text("{}")
-        assert [spec.label for spec in default_specs("smollm2")] == ["prompt_lookup", "smollm2-eagle3"]
+        assert [spec.label for spec in default_specs("smollm2")] == ["prompt_lookup", "suffix", "smollm2-eagle3"]
 
 
 def test_gguf_files_are_targets(tmp_path, with_tokenizer):

@@ -11,14 +11,14 @@ class PromptLookupOptions:
 
     Attributes:
         max_ngram: longest suffix that is looked up.
-        min_ngram: shortest one; with 1 nearly every token has a match, most of them bad.
+        min_ngram: shortest one; after one token the copy is often wrong, which its value says.
         depth: tokens of a continuation that are drafted.
         branches: different continuations that are drafted side by side, the latest occurrence first.
         max_nodes: draft nodes altogether.
     """
 
     max_ngram: int = 5
-    min_ngram: int = 2
+    min_ngram: int = 1
     depth: int = 8
     branches: int = 2
     max_nodes: int = 12

@@ -121,7 +121,7 @@ class TestDraft:
         tree = draft(start(short, long), short, long)
         assert branches(tree, row=0) == alone == [(6, 5, 0)]
         text = [7, 0, 0]  # its last two tokens look like padding
-        assert draft(start(text, long), text, long).host.num_drafted(0) == 0
+        assert draft(start(text, long, min_ngram=2), text, long).host.num_drafted(0) == 0
 
     def test_rows_that_are_finished_are_left_alone(self):
         text = [1, 2, 40, 1, 2]
