@@ -41,7 +41,8 @@ class Choices:
             scores = warper(None, scores)
         values, token_ids = _largest(scores, min(count, scores.shape[-1]))
         shape = (*logits.shape[:2], -1)
-        return cls(tree.rows, tree.host, token_ids.view(shape).cpu(), values.softmax(-1).view(shape).cpu())
+        probs = values.softmax(-1).nan_to_num()  # where logits are not finite, nothing is probable
+        return cls(tree.rows, tree.host, token_ids.view(shape).cpu(), probs.view(shape).cpu())
 
     def first(self, count: int) -> Choices:
         """The `count` most probable ones."""

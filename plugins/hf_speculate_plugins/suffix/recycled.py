@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hf_speculate.drafting import Choices
+from hf_speculate.tree import ROOT_PARENT
 
 
 class RecycledRow(NamedTuple):
@@ -40,9 +41,11 @@ class RecycledRows:
 
     def learn(self, choices: Choices) -> None:
         """Of a token at several nodes, the last one counts."""
-        nodes = [(slot, node) for slot, tree in enumerate(choices.tree.rows()) for node in range(len(tree.parents))]
-        slots, places = torch.tensor(nodes).T
-        contexts = torch.tensor(choices.tree.token_ids)[slots, places]
+        last: dict[int, tuple[int, int]] = {}
+        for slot, row in enumerate(choices.tree.rows()):
+            nodes = zip(row.token_ids, row.parents, strict=True)
+            last |= {token: (slot, node) for node, (token, parent) in enumerate(nodes) if parent >= ROOT_PARENT}
+        contexts, (slots, places) = torch.tensor(list(last)), torch.tensor(list(last.values())).T
         count = choices.token_ids.shape[-1]
         self._tokens[contexts, :count] = choices.token_ids[slots, places].int()
         self._probs[contexts, :count] = choices.probs[slots, places]

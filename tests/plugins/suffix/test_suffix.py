@@ -141,6 +141,12 @@ class TestRecycledRows:
         [(tokens, _)] = draft(session, [50, 60, 3, 9], max_depth=1)
         assert tokens == [9, 4, 5]
 
+    def test_the_last_node_of_a_token_counts_and_padding_does_not(self):
+        text = [50, 60, 3]
+        session = start(drafter(recycled=1), text)
+        self.told(session, [3, 3, 3], [-1, 0, -2], [[1], [2], [4]], [[1.0]] * 3)
+        assert draft(session, text, max_depth=1)[0][0] == [3, 2]
+
     def test_they_go_to_other_requests_with_a_store_only(self):
         text = [50, 60, 3]
         for store in (False, True):
