@@ -37,14 +37,15 @@ class Automaton:
         self.mixture = mixture
 
     def probabilities(self, tail: Tail) -> dict[int, float]:
-        """Token -> probability, of the tokens that are frequent after one of the contexts."""
-        components = list(self._components(tail))
-        probabilities = dict.fromkeys((token for _, found in components for token in found.leading), 0.0)
-        for component, found in components:
+        """Token -> probability, as far as it comes from contexts after which the token is frequent."""
+        probabilities: dict[int, float] = {}
+        left = 1.0  # by the longer contexts
+        for component, found in reversed(list(self._components(tail))):
             weight, counts = self.mixture.weight(component), found.counts
-            rest, share = 1 - weight, weight / found.total
-            for token in probabilities:
-                probabilities[token] = rest * probabilities[token] + share * counts.get(token, 0)
+            share = left * weight / found.total
+            for token in found.leading:
+                probabilities[token] = probabilities.get(token, 0.0) + share * counts[token]
+            left *= 1 - weight
         return probabilities
 
     def learn(self, tail: Tail, token: int) -> None:

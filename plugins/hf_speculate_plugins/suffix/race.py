@@ -29,7 +29,8 @@ class Race:
         over many tokens is distributed as that of one with all their probability.
         """
         noise = self._noise(depth)
-        tokens = [token for token in probabilities if token < len(noise)]
+        num_tokens = len(noise)
+        tokens = [token for token in probabilities if token < num_tokens]
         rest = max(1.0 - sum(probabilities.values()), 0.0)
         logs = noise[tokens].tolist()
         worth = {token: probabilities[token] * math.exp(-log) for token, log in zip(tokens, logs, strict=True)}
