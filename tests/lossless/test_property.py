@@ -30,8 +30,10 @@ from hf_speculate import Speculator
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate.testing.lossless import TOLERANCE
 from hf_speculate.verification.noise import Noise
+from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
+from hf_speculate_plugins.suffix import SuffixDrafter
 
 from ..support.criteria import EndsRow
 from ..support.inputs import character_tokenizer
@@ -125,13 +127,18 @@ OUTPUTS = [(), (), ("scores", "logits"), ("hidden_states",), ("attentions", "sco
 SECOND_TURNS = [None, *((kind, again) for kind in ("whole text", "new tokens") for again in (False, True))]
 BRANCHINGS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 SCRIPTED = st.tuples(st.just("scripted"), BRANCHINGS, st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.integers(0, 99))
+PARTS = st.one_of(
+    SCRIPTED,
+    st.tuples(st.just("random"), st.integers(1, 20), st.integers(0, 99)),
+    st.tuples(st.just("suffix"), st.sampled_from([{}, {"recycled": 3}, {"smoothing": False}]), st.booleans()),
+    st.tuples(st.just("eagle"), st.integers(1, 4), st.integers(1, 4), st.integers(1, 12)),
+)
 DRAFTERS = st.one_of(
     SCRIPTED,
-    SCRIPTED,  # the one that is surely accepted
-    st.tuples(st.just("random"), st.integers(1, 20), st.integers(0, 99)),
+    PARTS,
+    st.tuples(st.just("combined"), PARTS, PARTS),
     st.tuples(st.just("prompt_lookup"), st.integers(1, 3), st.integers(1, 6), st.integers(1, 3)),
     st.tuples(st.just("draft_model"), st.sampled_from([0, 1]), st.integers(1, 4), st.integers(1, 3)),
-    st.tuples(st.just("eagle"), st.integers(1, 4), st.integers(1, 4), st.integers(1, 12)),
     st.tuples(st.just("medusa"), st.sampled_from([((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), ((0,), (0, 0))])),
     st.just(("empty",)),
 )
@@ -219,6 +226,9 @@ class Case:
 
 def make_drafter(case, model, tiny_model, script):
     kind, *options = case.drafter
+    if kind == "combined":
+        parts = [make_drafter(replace(case, drafter=part), model, tiny_model, script) for part in options]
+        return CombinedDrafter(parts)
     if case.architecture == "gpt2" and kind in ("eagle", "medusa", "draft_model"):
         kind, options = "scripted", ((2, 2, 1), 0.8, case.seed)  # those are made for the others
     if kind == "scripted":
@@ -229,6 +239,8 @@ def make_drafter(case, model, tiny_model, script):
     if kind == "prompt_lookup":
         min_ngram, depth, branches = options
         return PromptLookupDrafter.for_target(model, min_ngram=min_ngram, depth=depth, branches=branches)
+    if kind == "suffix":
+        return SuffixDrafter.for_target(model, **options[0], store=options[1])
     if kind == "draft_model":
         seed, depth, top_k = options
         draft = tiny_model(case.architecture, seed=seed)
@@ -392,7 +404,7 @@ def run(num_cases: int, tiny_model, prompt, part: int | None = None) -> Counter:
     return seen
 
 
-@pytest.mark.parametrize("part", quick(range(4)))
+@pytest.mark.parametrize("part", quick(range(1, 5)))
 def test_fifty_requests(tiny_model, prompt, part):
     assert run(50, tiny_model, prompt, part)["cases"] >= 50
 
