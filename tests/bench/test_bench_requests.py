@@ -41,7 +41,9 @@ def target(bench_folders):
 
 
 def test_acceptance_of_fixed_trees(target):
-    settings = AcceptanceSettings(target=target, nodes=[2, 6], max_new_tokens=10, limit=3)
+    settings = AcceptanceSettings(
+        target=target, speculators=["prompt_lookup"], nodes=[2, 6], max_new_tokens=10, limit=3
+    )
     found = bench_acceptance(settings)
     assert json.loads(json.dumps(found))["bench"] == "acceptance"
     assert [(row["temperature"], row["nodes"]) for row in found["rows"]] == [(0.0, 2), (0.0, 6), (1.0, 2), (1.0, 6)]
@@ -145,7 +147,13 @@ def test_fresh_begins_anew(target, monkeypatch):
 
 def test_batch_sizes_with_and_without_the_switch(target):
     settings = BatchSettings(
-        target=target, batch_sizes=[1, 2], temperatures=[0.0], max_new_tokens=8, repeats=1, limit=2
+        target=target,
+        speculators=["prompt_lookup"],
+        batch_sizes=[1, 2],
+        temperatures=[0.0],
+        max_new_tokens=8,
+        repeats=1,
+        limit=2,
     )
     found = bench_batch(settings)
     names = ["eager", "prompt_lookup:adaptive=True", "prompt_lookup:adaptive=False"]
