@@ -38,7 +38,7 @@ from ..errors import SpeculateError
 from ..specs import SpeculatorSpec
 from .acceptance import figures
 from .methods import speculator_methods
-from .runs import Request, generate_once
+from .runs import batches, fixed_length, generate_once
 
 
 _DEFAULT_SPECS = ("prompt_lookup", "suffix")
@@ -76,23 +76,16 @@ def bench_edits(settings: EditSettings) -> dict[str, Any]:
     name = settings.target or default_target()
     model, tokenizer = load_target(name, "auto", find_device(settings.device))
     edits = _replays(settings, tokenizer)
+    requests = batches([("edits", before) for before, _ in edits], 1, model.device)
     rows = []
     specs = settings.specs()
     with progress("edits", total=len(specs) * len(settings.nodes) * len(edits)) as advance:
         for spec, nodes in product(specs, settings.nodes):
             (method,) = speculator_methods([spec], model, adaptive=False, max_nodes=nodes)
             stats = []
-            for index, (before, after) in enumerate(edits):
-                ids = before[None].to(model.device)
-                arguments = {
-                    "max_new_tokens": len(after),
-                    "do_sample": False,
-                    "eos_token_id": None,
-                    "pad_token_id": 0,
-                    "logits_processor": [WritesText(len(before), after.to(model.device))],
-                }
-                request = Request(index, "edits", ids, torch.ones_like(ids))
-                found = generate_once(model, method, request, arguments).stats
+            for request, (before, after) in zip(requests, edits, strict=True):
+                writes = {"logits_processor": [WritesText(len(before), after.to(model.device))]}
+                found = generate_once(model, method, request, fixed_length(len(after)) | writes).stats
                 assert found is not None
                 stats.append(found)
                 advance(f"{spec.label}, {nodes} nodes")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..tree import DraftTree, HostTree
-from .ranking import Warpers
+from .ranking import Warpers, warped
 
 
 _BLOCK = 64
@@ -36,30 +35,27 @@ class Choices:
     @classmethod
     def of(cls, tree: DraftTree, logits: Float[Tensor, "R N V"], warpers: Warpers, count: int) -> Choices:
         """The first `count` ones; waits for the device."""
-        scores: Any = logits.float().flatten(0, 1)
-        for warper in warpers:
-            scores = warper(None, scores)
-        values, token_ids = _largest(scores, min(count, scores.shape[-1]))
-        shape = (*logits.shape[:2], -1)
+        values, token_ids = _largest(warped(logits, warpers), min(count, logits.shape[-1]))
         probs = values.softmax(-1).nan_to_num()  # where logits are not finite, nothing is probable
-        return cls(tree.rows, tree.host, token_ids.view(shape).cpu(), probs.view(shape).cpu())
+        return cls(tree.rows, tree.host, token_ids.cpu(), probs.cpu())
 
     def first(self, count: int) -> Choices:
         """The `count` most probable ones."""
         probs = self.probs[..., :count]
-        return Choices(self.rows, self.tree, self.token_ids[..., :count], probs / probs.sum(-1, keepdim=True))
+        probs = (probs / probs.sum(-1, keepdim=True)).nan_to_num()
+        return Choices(self.rows, self.tree, self.token_ids[..., :count], probs)
 
 
-def _largest(scores: Float[Tensor, "M V"], count: int) -> tuple[Tensor, Tensor]:
+def _largest(scores: Float[Tensor, "R N V"], count: int) -> tuple[Tensor, Tensor]:
     """`scores.topk(count)`, three to five times as fast on a CPU: the largest are in the blocks of largest maxima."""
     num_blocks = scores.shape[-1] // _BLOCK
     if num_blocks <= count:
         return scores.topk(count)
     whole = num_blocks * _BLOCK
-    blocks = scores[:, :whole].unflatten(-1, (num_blocks, _BLOCK))
+    blocks = scores[..., :whole].unflatten(-1, (num_blocks, _BLOCK))
     chosen = blocks.amax(-1).topk(count).indices
-    places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).flatten(1)
-    rest = torch.arange(whole, scores.shape[-1], device=scores.device).expand(len(scores), -1)
-    places = torch.cat([places, rest], dim=1)
-    values, found = scores.gather(1, places).topk(count)
-    return values, places.gather(1, found)
+    places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).flatten(-2)
+    rest = torch.arange(whole, scores.shape[-1], device=scores.device).expand(*scores.shape[:-1], -1)
+    places = torch.cat([places, rest], dim=-1)
+    values, found = scores.gather(-1, places).topk(count)
+    return values, places.gather(-1, found)

@@ -25,7 +25,12 @@ def rank_children(
     """
     if log_noise is None:
         return draft_logits
-    scores: Any = draft_logits.float().flatten(0, 1)
+    return warped(draft_logits, warpers)[..., : log_noise.shape[-1]] - log_noise[:, None]
+
+
+def warped(logits: Float[Tensor, "B N V"], warpers: Warpers) -> Float[Tensor, "B N V"]:
+    """What the warpers make of logits, float32."""
+    scores: Any = logits.float().flatten(0, 1)
     for warper in warpers:
         scores = warper(None, scores)
-    return scores.view(draft_logits.shape)[..., : log_noise.shape[-1]] - log_noise[:, None]
+    return scores.view(logits.shape)

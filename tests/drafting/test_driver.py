@@ -120,6 +120,12 @@ def test_choices_of_a_wide_vocabulary_are_those_of_topk():
         assert torch.allclose(found.probs, expected.values.softmax(-1))
 
 
+def test_where_logits_are_not_finite_nothing_is_probable():
+    choices = Choices.of(DraftTree.chain(torch.ones(1, 1, dtype=torch.long)), torch.full((1, 1, 8), torch.nan), (), 4)
+    assert not choices.probs.any()
+    assert not choices.first(2).probs.any()
+
+
 def test_a_consumer_may_change_the_lists_that_it_gets(tiny_model, prompt):
     model, ids, seen = tiny_model(), prompt(9), []
     for changes_them in (False, True):

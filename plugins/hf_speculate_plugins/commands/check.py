@@ -162,6 +162,7 @@ def write_calibration(
 
 
 def _writable(head: str | os.PathLike) -> str:
+    """The folder of a head to which a table can be written."""
     folder = os.fspath(head)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no local folder: calibration.json is written beside a head's files.")

@@ -65,7 +65,7 @@ class Automaton:
             for source, counts in self.sources.items():
                 found = counts.after(context)
                 if found is not None:
-                    yield Component.of(source, order, int(found.total)), found
+                    yield Component.of(source, order, found.total), found
 
 
 def draft_tree(

@@ -98,8 +98,8 @@ class SuffixDrafter(Drafter):
 
     def _rows(self, request: DraftRequest) -> RecycledRows | None:
         """Where the choices of a request go: with a store, where those of others are."""
-        count = self.options.recycled if self.options.smoothing else 0
-        if not count:
+        count, options = self.options.recycled, self.options
+        if not (count and options.smoothing and 1 in options.orders):  # they follow one token
             return None
         if self.store is not None:
             return self.store.recycled(request.adapters, count)

@@ -21,7 +21,7 @@ class RecycledRow(NamedTuple):
     """What followed a token: as `Followers`, with probabilities for counts."""
 
     counts: Mapping[int, float]
-    total: float = 1.0
+    total: int = 1
 
     @property
     def leading(self) -> Iterable[int]:

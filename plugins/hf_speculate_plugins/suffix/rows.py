@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .automaton import Automaton, Races, draft_tree
+from hf_speculate.drafting import DraftState
+
+from .automaton import Automaton, draft_tree
 from .contexts import ContextCounts
 from .counts import WindowCounts
 from .drafts import Draft, best_of
@@ -13,6 +15,7 @@ from .index import IndexKind
 from .matching import MatchRule, best_draft
 from .mixture import Mixture
 from .options import SuffixOptions
+from .race import Race
 
 
 def index_kind(options: SuffixOptions) -> IndexKind:
@@ -43,14 +46,15 @@ class SmoothedRow:
             self._automaton.learn(tuple(self._tail), token)
             self._counts.extend(self._tail, [token])
 
-    def draft(self, max_depth: int, chain: bool, race: Races | None = None) -> Draft:
-        depth = min(max_depth, self.options.depth)
-        return draft_tree(self._automaton, self._tail, self.options, depth, chain, race)
+    def draft(self, state: DraftState, number: int) -> Draft:
+        """Args: number: of the row in the request."""
+        depth = min(state.max_depth, self.options.depth)
+        race = Race(state, number) if state.samples else None
+        return draft_tree(self._automaton, self._tail, self.options, depth, state.chains_only, race)
 
 
 class CountedRow:
-    """Drafts by counts, as SuffixDecoding does: the best of this text's draft and those of the other sources. It knows
-    nothing of noise."""
+    """Drafts by counts, as SuffixDecoding does: the best of this text's draft and those of the other sources."""
 
     def __init__(self, options: SuffixOptions, shared: Mapping[str, Any]):
         self.options = options
@@ -66,14 +70,14 @@ class CountedRow:
 
     append = read
 
-    def draft(self, max_depth: int, chain: bool, race: Races | None = None) -> Draft:
+    def draft(self, state: DraftState, _number: int) -> Draft:
         options = self.options
         rule = MatchRule(
             max_tokens=options.max_nodes,
             factor=options.max_spec_factor,
             offset=options.max_spec_offset,
             floor=options.min_token_prob,
-            tree=options.tree and not chain,
-            max_depth=max_depth,
+            tree=options.tree and not state.chains_only,
+            max_depth=state.max_depth,
         )
         return best_of([best_draft(counts, self._context, rule) for counts in self._sources])

@@ -13,7 +13,6 @@ from .drafts import Draft
 from .index import Index
 from .mixture import Mixture
 from .options import SuffixOptions
-from .race import Race
 from .recycled import RecycledRows
 from .rows import CountedRow, SmoothedRow
 from .store import SuffixStore
@@ -24,7 +23,7 @@ class SuffixSession(DraftSession):
 
     Args:
         sources: counts of other texts, by name; the store's are among them.
-        recycled: where choices go; one of the sources. None: nobody asks for them.
+        recycled: where choices go, and one more source; None: nobody asks for them.
         store: where the outputs go; its lock is held while sources are read.
         mixture: weights to begin with; changed.
         keep: what is told of them at the end.
@@ -47,8 +46,8 @@ class SuffixSession(DraftSession):
         self.num_choices = 0 if recycled is None else options.recycled
         self._lock = nullcontext() if store is None else store.lock
         self._rows: list[SmoothedRow | CountedRow] = []
+        shared = sources if recycled is None else {"recycled": recycled, **sources}
         for prompt in request.row_texts:
-            shared = sources if recycled is None else {"recycled": recycled, **sources}
             row = SmoothedRow(options, shared, mixture) if options.smoothing else CountedRow(options, shared)
             row.read(prompt)
             self._rows.append(row)
@@ -77,8 +76,7 @@ class SuffixSession(DraftSession):
         drafts = []
         with self._lock:
             for number, (row, is_active) in enumerate(zip(self._rows, state.active, strict=True)):
-                race = Race(state, number) if state.samples else None
-                drafts.append(row.draft(state.max_depth, state.chains_only, race) if is_active else Draft())
+                drafts.append(row.draft(state, number) if is_active else Draft())
         return DraftTree.from_rows(
             [
                 TreeRow(
