@@ -128,6 +128,8 @@ class AdaptiveSession(PolicySession):
         if not round.depth:
             return
         self.known.gain.add(tokens - seconds / self._plain)
+        if not costs.rounds.is_established(drafted + 1, context):
+            seconds = max(seconds, round.seconds.total)  # sizes that are not known yet are thought to be cheap
         self._loss = max(self._loss + seconds - tokens * self._plain, -_BANK * self._plain)
         if drafted:
             self._learn_nodes(round, rows)

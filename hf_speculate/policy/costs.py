@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..drafting import rising
 
 
-_FIRST = 3  # observations that may hold a warm-up
+_FIRST = 2  # observations of a class, of which the shortest counts, until it is believed
+_WARM_UP = 0.25  # of an observation: what the first one of a size counts as
 _STEP = 0.02  # by which a later one moves what is expected at the most: times have stray values on one side
 # Of a one-token forward, before anything else was timed.
 _PER_NODE = 0.02
@@ -41,14 +42,29 @@ class _Observed:
 
     size: float
     ratio: float
-    count: int = 0
+    count: float = 0.0
+
+    @property
+    def is_established(self) -> bool:
+        return self.count >= _FIRST
+
+    def with_warm_up(self, ratio: float) -> _Observed:
+        if self.is_established:
+            return self
+        return _Observed(self.size, min(self.ratio, ratio), self.count + _WARM_UP)
+
+    def beside(self, expected: float) -> _Observed:
+        """What may be believed where others say `expected`."""
+        if self.is_established or self.ratio <= expected:
+            return self
+        return replace(self, ratio=expected + (self.ratio - expected) * self.count / _FIRST)
 
     def with_another(self, size: int, ratio: float) -> tuple[_Observed, float]:
         """What is then observed, and by which factor that moves what is expected of all sizes, as what slows one slows
         all; what is remembered of these relative to the others moves less."""
         step = max(min(ratio / max(self.ratio, 1e-9) - 1, _STEP), -_STEP)
         mean = self.size + (size - self.size) / min(self.count + 1, 2 * _FIRST)
-        if self.count < _FIRST:
+        if not self.is_established:
             return _Observed(mean, min(self.ratio, ratio), self.count + 1), 1.0
         return _Observed(mean, self.ratio * (1 + step / _FIRST), self.count + 1), 1 + step
 
@@ -56,7 +72,8 @@ class _Observed:
 class _Table:
     """How far observed seconds are from a shape: robust averages over sizes up to 1, 2, 4, 8, 16 …, linear in between,
     never less for more. (A table of every size keeps what a size took in a slow minute until it is tried again, and it
-    is not tried again.)"""
+    is not tried again.) A class that was seen once or twice counts little, unless it is faster than the others let
+    expect: what is slow at first would not be tried again either."""
 
     def __init__(self, shape: Shape):
         self.shape = shape
@@ -72,17 +89,27 @@ class _Table:
         """Ascending."""
         return self._known[0]
 
-    def record(self, size: int, seconds: float) -> float:
+    def record(self, size: int, seconds: float, is_warm_up: bool) -> float:
         """Learns one observation; see `_Observed.with_another`."""
         ratio = seconds / max(self.shape(size), 1e-9)
         known = self._observed.get(_class_of(size)) or _Observed(size, ratio)
-        new, factor = known.with_another(size, ratio)
+        new, factor = (known.with_warm_up(ratio), 1.0) if is_warm_up else known.with_another(size, ratio)
         self._observed = {**self._observed, _class_of(size): new}
         observed = [self._observed[each] for each in sorted(self._observed)]
-        shape = [max(self.shape(each.size), 1e-9) for each in observed]
-        pooled = rising([o.ratio * s for o, s in zip(observed, shape, strict=True)], [o.count for o in observed])
-        self._known = [each.size for each in observed], [p / s for p, s in zip(pooled, shape, strict=True)]
+        trusted = [each for each in observed if each.is_established] or [min(observed, key=lambda each: each.ratio)]
+        known = self._fitted(trusted)
+        self._known = self._fitted([each.beside(interpolate(*known, each.size)) for each in observed])
         return factor
+
+    def _fitted(self, observed: Sequence[_Observed]) -> tuple[list[float], list[float]]:
+        """Sizes and ratios; never less for more."""
+        shape = [max(self.shape(each.size), 1e-9) for each in observed]
+        pooled = rising([o.ratio * s for o, s in zip(observed, shape, strict=True)], [o.count + 1 for o in observed])
+        return [each.size for each in observed], [p / s for p, s in zip(pooled, shape, strict=True)]
+
+    def is_established(self, size: int) -> bool:
+        known = self._observed.get(_class_of(size))
+        return known is not None and known.is_established
 
     def at(self, size: float) -> float:
         sizes, ratios = self._known
@@ -111,6 +138,7 @@ class Timings:
     def __init__(self, shape: Shape, like: Timings | None = None):
         self._shape, self._like = shape, like
         self._tables: dict[int, _Table] = {}
+        self._sizes: set[int] = set()  # that were observed
         self._slowness = 1.0 if like is None else like._slowness  # of the machine, at the moment
 
     def __bool__(self) -> bool:
@@ -121,14 +149,21 @@ class Timings:
         """Whether seconds of `size` were observed near this context, here or of what is alike."""
         return size in self._table(context) or (self._like is not None and self._like.knows(size, context))
 
+    def is_established(self, size: int, context: int = 0) -> bool:
+        """Whether sizes like this one were observed near this context often enough to be believed."""
+        return self._table(context).is_established(size)
+
     def record(self, size: int, seconds: float, context: int = 0) -> None:
-        """Learns one observation. The shortest of the first three counts; later ones move an estimate of the median.
+        """Learns one observation. The first of every size is a warm-up (libraries prepare a kernel for it). Of the next
+        three of a class the shortest counts; later ones move an estimate of the median.
 
         Machines have slower and faster minutes: their pace is kept apart from what one size takes of another."""
         octave = _octave(context)
         if octave not in self._tables:
             self._tables = {**self._tables, octave: self._table(context)}
-        self._slowness *= self._tables[octave].record(size, seconds / self._slowness)
+        is_warm_up = size not in self._sizes
+        self._sizes.add(size)
+        self._slowness *= self._tables[octave].record(size, seconds / self._slowness, is_warm_up)
 
     def at(self, size: float, context: int = 0) -> float:
         """Estimated seconds; relative ones where nothing is known."""
@@ -165,7 +200,7 @@ class RoundCosts:
 
     def __init__(self, like: RoundCosts | None = None):
         self.rounds = Timings(lambda size: 1 + _PER_NODE * size, None if like is None else like.rounds)
-        self.drafting = Timings(float, None if like is None else like.drafting)
+        self.drafting = Timings(lambda depth: 1 + depth, None if like is None else like.drafting)
 
     def plain(self, context: int = 0) -> float:
         """Seconds of a round without a draft."""
