@@ -6,9 +6,12 @@ none is dropped or left at its initial value in silence. Nothing here knows a me
 
 from .accounting import KeyAccount, LoadReport, num_indexed
 from .config import ConfigValues
+from .decoder_config import Shapes, attention_sizes, layer_config_of, rope_of, windows_of
 from .reading import Checkpoint, read_checkpoint, read_config, tensor_shapes
+from .sharing import HeadSizes, OpenedHead, is_copy, shared_embeddings, shared_output
 from .stated_target import check_stated_target
 from .target_files import TargetFiles
+from .vocabulary import draft_vocabulary
 from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
 
 
@@ -16,14 +19,25 @@ __all__ = [
     "WEIGHT_TYPES",
     "Checkpoint",
     "ConfigValues",
+    "HeadSizes",
     "KeyAccount",
     "LoadReport",
+    "OpenedHead",
+    "Shapes",
     "TargetFiles",
+    "attention_sizes",
     "check_stated_target",
+    "draft_vocabulary",
+    "is_copy",
+    "layer_config_of",
     "listed",
     "num_indexed",
     "read_checkpoint",
     "read_config",
+    "rope_of",
+    "shared_embeddings",
+    "shared_output",
     "tensor_shapes",
+    "windows_of",
     "write_checkpoint",
 ]

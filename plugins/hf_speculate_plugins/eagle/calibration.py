@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_speculate.tree import additive
 
 from ..calibration import Alternative, Options, Text, accepted_lengths
-from .attention import CachedAttention
+from ..heads import CachedAttention
 from .checkpoint import LoadedHead, load_head
 from .head import EagleHead
 from .spec import Conventions, EagleSpec

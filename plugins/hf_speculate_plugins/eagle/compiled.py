@@ -25,12 +25,11 @@ from hf_speculate.target import NODE_BUCKETS, width_for
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan, additive
 
+from ..heads import CachedAttention, Reading
 from ..trees import Frontier, grow_tree, num_candidates
-from .attention import CachedAttention
 from .checkpoint import LoadedHead
 from .head import EagleHead
 from .options import EagleOptions
-from .reading import Reading
 from .steps import PlainSteps, parent_states, tree_of_levels
 
 

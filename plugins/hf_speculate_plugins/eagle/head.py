@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_speculate.drafting import finite
-from hf_speculate.target import unhooked
-from hf_speculate.transfers import to_device
 
+from ..heads import MLP, call_beside, rotary_embedding
 from .spec import EagleSpec
 
 
@@ -56,20 +53,6 @@ class Attention(nn.Module):
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), *rotary)
         mixed = attend(self.layer, queries, keys, values)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """Gated feed-forward of Llama."""
-
-    def __init__(self, spec: EagleSpec):
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-        self.activation = ACT2FN[spec.hidden_act]
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(inputs)) * self.up_proj(inputs))
 
 
 class DecoderLayer(nn.Module):
@@ -137,8 +120,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([first, *others])
         if spec.norm_logits or spec.feed_back_normed:
             self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        with torch.device("cpu"):  # computed, not loaded: must not end on the meta device
-            self.rotary = LlamaRotaryEmbedding(_rotary_config(spec))
+        self.rotary = rotary_embedding(spec)
 
     def _add_projection(self) -> None:
         spec = self.spec
@@ -160,11 +142,14 @@ class EagleHead(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return self.spec.windows
+
     def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
         """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
         module: Any = self.shared["embed_tokens"] or self.embed_tokens
-        embeddings = unhooked(module)(_beside(token_ids, module))
-        return embeddings.to(device=self.device, dtype=self.dtype)
+        return call_beside(module, token_ids).to(device=self.device, dtype=self.dtype)
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
         """The draft states that the target's features stand for, in `feature_layers` order.
@@ -221,21 +206,4 @@ class EagleHead(nn.Module):
     def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
         """Draft logits of `forward`'s states, and the states that the next draft step takes."""
         inputs, fed_back = self.finish(hidden)
-        module = self.output
-        return unhooked(module)(_beside(inputs, module)).to(hidden.device), fed_back
-
-
-def _beside(inputs: Tensor, module: Any) -> Tensor:
-    """`inputs` where a module's weight is. That of an offloaded one is nowhere: its hook fetches both when called."""
-    device = module.weight.device
-    return inputs if device.type == "meta" else to_device(inputs, device)
-
-
-def _rotary_config(spec: EagleSpec) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_position_embeddings,
-        rope_parameters=dict(spec.rope),
-    )
+        return call_beside(self.output, inputs).to(hidden.device), fed_back

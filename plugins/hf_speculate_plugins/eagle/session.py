@@ -11,12 +11,12 @@ from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, Dra
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
+from ..heads import Reading
 from ..trees import StaticTree, log_shares, path_sums
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps, problem_with_head
 from .levels import Level, forest_of, levels_of
 from .options import EagleOptions
-from .reading import Reading
 from .steps import PlainSteps, Steps, read_prompt
 
 

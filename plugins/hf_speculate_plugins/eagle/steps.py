@@ -12,12 +12,11 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
+from ..heads import CachedAttention, Reading
 from ..trees import Frontier, grow_tree
-from .attention import CachedAttention
 from .checkpoint import LoadedHead
 from .head import EagleHead
 from .options import EagleOptions
-from .reading import Reading
 
 
 RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]

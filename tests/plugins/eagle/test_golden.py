@@ -15,8 +15,8 @@ from hf_speculate.drafting import RAW_LAST, DraftRequest, DraftState
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, StaticTree, load_head
-from hf_speculate_plugins.eagle.attention import CachedAttention
 from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
+from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.paths import SHARED
 

@@ -9,9 +9,8 @@ from transformers import DynamicCache
 from hf_speculate import Speculator
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
-from hf_speculate_plugins.eagle.attention import CachedAttention
-from hf_speculate_plugins.eagle.reading import Reading
 from hf_speculate_plugins.eagle.steps import PlainSteps
+from hf_speculate_plugins.heads import CachedAttention, Reading
 
 from ...support.heads import EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, target
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_speculate.errors import CheckpointError
 
+from ...heads import sample_angles
 from ..head import EagleHead
 from ..spec import EagleSpec
-
-
-# Of the longest text that RoPE is tried with; float32 counts to here.
-_MAX_POSITION = 1 << 24
 
 
 def build_head(spec: EagleSpec, folder: str, embed_tokens: nn.Module | None, lm_head: nn.Module | None) -> EagleHead:
@@ -26,7 +21,7 @@ def build_head(spec: EagleSpec, folder: str, embed_tokens: nn.Module | None, lm_
     try:
         with torch.device("meta"):
             head = EagleHead(spec, embed_tokens, lm_head)
-        angles = _angles(head)
+        angles = sample_angles(head.rotary, spec)
     except Exception as error:  # what is wrong with types of RoPE and activations, transformers says in several ways
         raise CheckpointError(
             f"{folder}: config.json makes no EAGLE head ({type(error).__name__}: {error}); RoPE is {spec.rope}, the "
@@ -35,12 +30,3 @@ def build_head(spec: EagleSpec, folder: str, embed_tokens: nn.Module | None, lm_
     if not all(part.isfinite().all() and part.shape[-1] == spec.head_dim for part in angles):
         raise CheckpointError(f"{folder}: RoPE with {spec.rope} (config.json) gives no {spec.head_dim} angles.")
     return head
-
-
-def _angles(head: EagleHead) -> list[Tensor]:
-    """Cosines and sines at positions on both sides of every length at which a type of RoPE changes what it does."""
-    spec = head.spec
-    original = int(spec.rope.get("original_max_position_embeddings") or 1)
-    rotary, states = copy.deepcopy(head.rotary), torch.zeros(1, 1, spec.hidden_size)  # a copy: it remembers lengths
-    positions = (min(length, _MAX_POSITION) for length in (1, 2 * original, 2 * spec.max_position_embeddings))
-    return [part for position in positions for part in rotary(states, torch.tensor([[position]]))]

@@ -9,11 +9,18 @@ from torch import nn
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 
-from ...checkpoints import ConfigValues, LoadReport, TargetFiles
+from ...checkpoints import (
+    ConfigValues,
+    LoadReport,
+    OpenedHead,
+    TargetFiles,
+    is_copy,
+    shared_embeddings,
+    shared_output,
+)
 from ..spec import EagleSpec
 from .loading import assemble, check_sizes, open_head
 from .saving import check_layout, stores, write_head
-from .sharing import OpenedHead, is_copy, shared_embeddings, shared_output
 
 
 _EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -70,7 +77,7 @@ def describe_head(folder: str) -> SavedHead:
     return SavedHead(algorithm_tag(opened.spec), layout, verifier.text("name_or_path"))
 
 
-def _embeddings(opened: OpenedHead, layout: str, target: TargetFiles | None) -> nn.Module | None:
+def _embeddings(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles | None) -> nn.Module | None:
     """The target's embeddings where the file has none, or none worth keeping; None where its own are written."""
     is_stored, own = stores(layout, opened.spec)["embed_tokens"], opened.checkpoint.tensors.get(_EMBEDDINGS)
     if target is None or (own is None and not is_stored):
@@ -83,7 +90,7 @@ def _embeddings(opened: OpenedHead, layout: str, target: TargetFiles | None) -> 
     return shared_embeddings(opened, theirs)
 
 
-def _output(opened: OpenedHead, layout: str, target: TargetFiles | None) -> nn.Module | None:
+def _output(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles | None) -> nn.Module | None:
     """The target's output matrix where the file has none; None where its own is written."""
     spec = opened.spec
     if _OUTPUT in opened.checkpoint.tensors or spec.draft_vocab_size != spec.vocab_size:
@@ -102,7 +109,7 @@ def _absent(opened: OpenedHead) -> nn.Module:
     return nn.Embedding(opened.spec.vocab_size, opened.spec.hidden_size, device="meta")
 
 
-def _were_trained(opened: OpenedHead, target: TargetFiles | None) -> bool:
+def _were_trained(opened: OpenedHead[EagleSpec], target: TargetFiles | None) -> bool:
     """Whether embeddings in a file are the head's own. Unless something says otherwise they are."""
     config = ConfigValues(opened.checkpoint.folder, opened.checkpoint.config)
     if "embed_requires_grad" in config or target is None:
@@ -111,7 +118,7 @@ def _were_trained(opened: OpenedHead, target: TargetFiles | None) -> bool:
     return own.shape != theirs.shape or not is_copy(own, theirs)
 
 
-def _target_needed(opened: OpenedHead, layout: str, name: str) -> CheckpointError:
+def _target_needed(opened: OpenedHead[EagleSpec], layout: str, name: str) -> CheckpointError:
     return CheckpointError(
         f"{opened.checkpoint.folder} has no {name} (it is the target's), which the {layout} layout stores: give the "
         "target (--target)."

@@ -12,11 +12,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
 from hf_speculate.errors import CheckpointError
 
-from ...checkpoints import Checkpoint, ConfigValues, listed, num_indexed
+from ...checkpoints import (
+    Checkpoint,
+    ConfigValues,
+    attention_sizes,
+    layer_config_of,
+    listed,
+    num_indexed,
+    rope_of,
+    windows_of,
+)
 from ..spec import Dialect, EagleSpec
 from .contradictions import check_dimensions, check_stated_sizes
 
@@ -90,7 +97,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     check_dimensions(checkpoint.folder, shapes)
     config = ConfigValues(checkpoint.folder, checkpoint.config)
     dialect = _dialect(config, checkpoint.tensors, version)
-    layer_config = _layer_config(config)
+    layer_config = layer_config_of(config)
     num_layers = _num_layers(checkpoint.folder, shapes)
     try:
         spec = EagleSpec(
@@ -104,7 +111,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
             rms_norm_eps=layer_config.number("rms_norm_eps", 1e-6),
             rope=_rope(layer_config, dialect),
             max_position_embeddings=layer_config.size("max_position_embeddings", 2048, most=1 << 40),
-            windows=_windows(layer_config, num_layers),
+            windows=windows_of(layer_config, num_layers),
         )
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
@@ -127,60 +134,19 @@ def _dialect(config: ConfigValues, names: Iterable[str], version: int) -> Dialec
     return "specforge" if any(mark in config.values for mark in marks) else "safeailab"
 
 
-def _layer_config(config: ConfigValues) -> ConfigValues:
-    """The config of the decoder layers: the top level, or speculators' nested one.
-
-    The nested config may be a diff against the defaults of its class, so those are filled in.
-    """
-    if "transformer_layer_config" not in config:
-        return config
-    nested = config.inner("transformer_layer_config")
-    model_type = nested.text("model_type") or "llama"
-    try:
-        defaults = CONFIG_MAPPING[model_type]().to_dict()
-    except Exception as error:  # not known, or one that has no defaults
-        raise nested.wrong("model_type", "that of a decoder that transformers knows") from error
-    # Sizes must come from the file; a class's default window or layer types say nothing about it.
-    kept = ("hidden_act", "rms_norm_eps", "max_position_embeddings")
-    filled = {key: defaults[key] for key in kept if key in defaults}
-    theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
-    if theta is not None:
-        filled["default_rope_theta"] = theta
-    return ConfigValues(config.where, {**filled, **nested.values}, "transformer_layer_config.")
-
-
 def _num_layers(folder: str, shapes: Shapes) -> int:
     indices = [match[1] for name in shapes if (match := _LAYER.match(name))]
     return num_indexed(folder, "layer", indices, _MAX_LAYERS)
 
 
 def _sizes(shapes: Shapes, layer_config: ConfigValues, config: ConfigValues, version: int) -> dict[str, int]:
-    q_size, hidden_size = shapes[_Q_PROJ][0], shapes["layers.0.self_attn.o_proj.weight"][0]
-    kv_size = shapes[_K_PROJ][0]
-    q_norm = shapes.get("layers.0.self_attn.q_norm.weight")
-    # `head_dim` of configs is not always there and not always right: the tensors decide with the number of heads.
-    head_dim = q_norm[0] if q_norm else q_size // layer_config.size("num_attention_heads")
-    if not head_dim or q_size % head_dim or kv_size % head_dim:
-        raise CheckpointError(
-            f"q_proj has {q_size} rows and k_proj {kv_size}, which {layer_config.values.get('num_attention_heads')} "
-            "heads (num_attention_heads in config.json) do not divide."
-        )
-    num_heads, num_kv_heads = q_size // head_dim, kv_size // head_dim
-    if head_dim % 2 or num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{num_heads} heads of {head_dim} values, {num_kv_heads} of keys: RoPE turns pairs of values, and as many "
-            "heads must share each head of keys."
-        )
     vocab_size = _vocab_size(shapes, layer_config, config)
     own_head = shapes.get("lm_head.weight") if version == 3 else None
     return {
-        "hidden_size": hidden_size,
+        **attention_sizes(shapes, layer_config),
         "vocab_size": vocab_size,
         "draft_vocab_size": own_head[0] if own_head else shapes["d2t"][0] if "d2t" in shapes else vocab_size,
         "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
     }
 
 
@@ -260,26 +226,7 @@ def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) 
 
 
 def _rope(layer_config: ConfigValues, dialect: str) -> dict[str, Any]:
-    """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
-    if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
-        found = dict(found["full_attention"])
-    parameters = ConfigValues(layer_config.where, found, "rope_parameters.")
-    rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
-    if rope_type == "mrope":  # three equal position ids for text: plain RoPE
-        found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
-    theta = parameters.number("rope_theta", 0.0) or layer_config.number("rope_theta", 0.0)
-    theta = theta or layer_config.number("default_rope_theta", 0.0)
-    if dialect in ("eagle1", "safeailab") and rope_type in ("linear", "dynamic"):
-        theta = None  # the reference code scales plain RoPE and drops the base
-    found = {key: value for key, value in found.items() if key != "type"}
-    return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
-
-
-def _windows(layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
-    types = layer_config.texts("layer_types")
-    if not types or not layer_config.values.get("sliding_window"):
-        return (None,) * num_layers
-    window = layer_config.size("sliding_window", most=1 << 40)
-    windows = [window if kind == "sliding_attention" else None for kind in types[:num_layers]]
-    return (*windows, *[None] * (num_layers - len(windows)))
+    rope = rope_of(layer_config)
+    if dialect in ("eagle1", "safeailab") and rope["rope_type"] in ("linear", "dynamic"):
+        rope["rope_theta"] = 10000.0  # the reference code scales plain RoPE and drops the base
+    return rope

@@ -10,21 +10,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.errors import TargetMismatchError
 from hf_speculate.target import last_device
 
 from ...checkpoints import (
     Checkpoint,
     KeyAccount,
     LoadReport,
+    OpenedHead,
     check_stated_target,
+    draft_vocabulary,
     read_checkpoint,
+    shared_embeddings,
+    shared_output,
 )
 from ..head import EagleHead
 from ..spec import Conventions, EagleSpec
 from .building import build_head
 from .layouts import canonical_name, describe
-from .sharing import OpenedHead, shared_embeddings, shared_output
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | N
     return assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
 
 
-def open_head(folder: str, conventions: Conventions | None = None, target: PreTrainedModel | None = None) -> OpenedHead:
+def open_head(
+    folder: str, conventions: Conventions | None = None, target: PreTrainedModel | None = None
+) -> OpenedHead[EagleSpec]:
     """Reads the files of a head; with a target, whether it fits is checked before they are looked at closer.
 
     Raises: as `load_head`.
@@ -73,11 +78,11 @@ def open_head(folder: str, conventions: Conventions | None = None, target: PreTr
     canonical = {canonical_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     checkpoint = dataclasses.replace(checkpoint, tensors=canonical)
     keys = KeyAccount(checkpoint, f"EAGLE-{spec.version}, {spec.dialect}")
-    return OpenedHead(spec, checkpoint, keys, _target_ids(spec, checkpoint, keys))
+    return OpenedHead(spec, checkpoint, keys, draft_vocabulary(spec, checkpoint, keys))
 
 
 def assemble(
-    opened: OpenedHead,
+    opened: OpenedHead[EagleSpec],
     embed_tokens: nn.Module | None,
     lm_head: nn.Module | None,
     device: torch.device | None = None,
@@ -141,37 +146,6 @@ def _overridden(spec: EagleSpec, conventions: Conventions) -> EagleSpec:
     if conventions.rope_theta is not None:
         changes["rope"] = {**spec.rope, "rope_theta": float(conventions.rope_theta)}
     return dataclasses.replace(spec, **changes)
-
-
-def _target_ids(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> Tensor | None:
-    """Target id of every draft id, from `d2t` (offsets) and `t2d` (membership), which must agree."""
-    offsets = keys.optional_ids("d2t", (spec.draft_vocab_size,))
-    members = keys.optional_ids("t2d", (spec.vocab_size,))
-    keys.check()
-    if offsets is not None:
-        ids = torch.arange(spec.draft_vocab_size) + offsets.long()
-    elif members is not None:
-        ids = members.nonzero().flatten()
-    else:
-        if spec.draft_vocab_size == spec.vocab_size:
-            return None
-        raise CheckpointError(
-            f"{checkpoint.folder}: the head speaks {spec.draft_vocab_size} of {spec.vocab_size} tokens, but there is "
-            "neither d2t nor t2d to say which."
-        )
-    if members is not None and not torch.equal(ids, members.nonzero().flatten()):
-        raise CheckpointError(
-            f"{checkpoint.folder}: d2t (offsets: target id = draft id + d2t) and t2d (which target ids are in the "
-            "draft vocabulary) contradict each other."
-        )
-    num_different = len(ids.unique())
-    if num_different != spec.draft_vocab_size or ids.min() < 0 or ids.max() >= spec.vocab_size:
-        raise CheckpointError(
-            f"{checkpoint.folder}: d2t maps {spec.draft_vocab_size} draft ids to {num_different} different ids "
-            f"between {int(ids.min())} and {int(ids.max())}; the vocabulary has {spec.vocab_size}."
-        )
-    is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
-    return None if is_whole else ids
 
 
 def _ignore_leftovers(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> None:

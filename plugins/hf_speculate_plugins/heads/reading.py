@@ -8,6 +8,7 @@ own lengths; a hole is masked, never re-used before `keep`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,7 +20,18 @@ from hf_speculate.target import LayerType, visible_prefix
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
 
-from .head import EagleHead
+
+class ReadingHead(Protocol):
+    """Whose entries a reading holds."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Of every layer; None: it sees all."""
+        ...
 
 
 Place = tuple[Tensor, list[Tensor | None]]
@@ -38,14 +50,14 @@ class Reading:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: ReadingHead,
         prompt_mask: Bool[Tensor, "B J"] | None,
         positions: Int[Tensor, "B J"],
         cache: TreeCache | None = None,
     ):
         self.head = head
         self.cache = cache or TreeCache(DynamicCache(), positions.shape[0])
-        self._layers = [LayerType("", layer, window) for layer, window in enumerate(head.spec.windows)]
+        self._layers = [LayerType("", layer, window) for layer, window in enumerate(head.windows)]
         device = head.device
         self._prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
         self._prompt_positions = positions.to(device)
@@ -56,7 +68,7 @@ class Reading:
     @property
     def has_windows(self) -> bool:
         """Whether some layers do not see all of the text."""
-        return any(self.head.spec.windows)
+        return any(self.head.windows)
 
     def prompt_place(self, part: slice) -> tuple[Tensor, list[Tensor | None] | None]:
         """Positions and masks of some entries of the prompt, those before it being committed, those behind it not run.

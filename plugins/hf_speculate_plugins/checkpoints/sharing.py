@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_speculate.errors import CheckpointError
 
-from ...checkpoints import WEIGHT_TYPES, Checkpoint, ConfigValues, KeyAccount
-from ..spec import EagleSpec
+from .accounting import KeyAccount
+from .config import ConfigValues
+from .reading import Checkpoint
+from .weight_files import WEIGHT_TYPES
 
 
 # Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
@@ -19,29 +21,43 @@ from ..spec import EagleSpec
 _MIN_COSINE = 0.05
 
 
+class HeadSizes(Protocol):
+    """Width of a head's states, the target's vocabulary, and rows of the output matrix."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def draft_vocab_size(self) -> int: ...
+
+
+Spec = TypeVar("Spec", bound=HeadSizes)
+
+
 @dataclass(frozen=True)
-class OpenedHead:
+class OpenedHead(Generic[Spec]):
     """A head's files, understood; whose embeddings and output matrix it uses is still open.
 
     Attributes:
         spec: what it computes.
         checkpoint: the files, names canonical.
         keys: the books of this load.
-        target_ids: see `LoadedHead`; on the CPU.
+        target_ids: int64 [Vd] on the CPU, target id of each draft id; None where they are the same.
     """
 
-    spec: EagleSpec
+    spec: Spec
     checkpoint: Checkpoint
     keys: KeyAccount
     target_ids: Tensor | None
 
 
-def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None) -> nn.Module | None:
+def shared_embeddings(opened: OpenedHead[Any], theirs: Any, choice: str | None = None) -> nn.Module | None:
     """The target's embeddings if the head should use them; None if its own are to be loaded.
 
     Args:
         theirs: the target's embedding module.
-        choice: `Conventions.embeddings`.
+        choice: "own" or "target", if somebody knows; else they are compared.
     """
     name = "embed_tokens.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
@@ -67,7 +83,7 @@ def shared_embeddings(opened: OpenedHead, theirs: Any, choice: str | None = None
     return None
 
 
-def shared_output(opened: OpenedHead, theirs: Any) -> nn.Module | None:
+def shared_output(opened: OpenedHead[Any], theirs: Any) -> nn.Module | None:
     """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded."""
     name = "lm_head.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
@@ -88,7 +104,7 @@ def shared_output(opened: OpenedHead, theirs: Any) -> nn.Module | None:
     return theirs
 
 
-def _own(opened: OpenedHead, name: str) -> Tensor | None:
+def _own(opened: OpenedHead[Any], name: str) -> Tensor | None:
     """What the file has of it, in the books only where it is used."""
     own = opened.checkpoint.tensors.get(name)
     if own is not None and own.dtype not in WEIGHT_TYPES:

@@ -1,0 +1,95 @@
+"""What configs and tensors say of the decoder layers of a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_speculate.errors import CheckpointError
+
+from .config import ConfigValues
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_ATTENTION = "layers.0.self_attn."
+
+
+def layer_config_of(config: ConfigValues) -> ConfigValues:
+    """The config of the decoder layers: the top level, or speculators' nested one.
+
+    The nested config may be a diff against the defaults of its class, so those are filled in.
+    """
+    if "transformer_layer_config" not in config:
+        return config
+    nested = config.inner("transformer_layer_config")
+    model_type = nested.text("model_type") or "llama"
+    try:
+        defaults = CONFIG_MAPPING[model_type]().to_dict()
+    except Exception as error:  # not known, or one that has no defaults
+        raise nested.wrong("model_type", "that of a decoder that transformers knows") from error
+    # Sizes must come from the file; a class's default window or layer types say nothing about it.
+    kept = ("hidden_act", "rms_norm_eps", "max_position_embeddings")
+    filled = {key: defaults[key] for key in kept if key in defaults}
+    theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None:
+        filled["default_rope_theta"] = theta
+    return ConfigValues(config.where, {**filled, **nested.values}, "transformer_layer_config.")
+
+
+def attention_sizes(shapes: Shapes, layer_config: ConfigValues) -> dict[str, int]:
+    """`hidden_size`, `num_heads`, `num_kv_heads`, `head_dim` by the tensors of the first layer.
+
+    Raises:
+        CheckpointError: sizes that no attention has.
+        KeyError: a tensor is missing.
+    """
+    q_size, hidden_size = shapes[f"{_ATTENTION}q_proj.weight"][0], shapes[f"{_ATTENTION}o_proj.weight"][0]
+    kv_size = shapes[f"{_ATTENTION}k_proj.weight"][0]
+    q_norm = shapes.get(f"{_ATTENTION}q_norm.weight")
+    # `head_dim` of configs is not always there and not always right: the tensors decide with the number of heads.
+    head_dim = q_norm[0] if q_norm else q_size // layer_config.size("num_attention_heads")
+    if not head_dim or q_size % head_dim or kv_size % head_dim:
+        raise CheckpointError(
+            f"q_proj has {q_size} rows and k_proj {kv_size}, which {layer_config.values.get('num_attention_heads')} "
+            "heads (num_attention_heads in config.json) do not divide."
+        )
+    num_heads, num_kv_heads = q_size // head_dim, kv_size // head_dim
+    if head_dim % 2 or num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{num_heads} heads of {head_dim} values, {num_kv_heads} of keys: RoPE turns pairs of values, and as many "
+            "heads must share each head of keys."
+        )
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def rope_of(layer_config: ConfigValues) -> dict[str, Any]:
+    """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
+    if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
+        found = dict(found["full_attention"])
+    parameters = ConfigValues(layer_config.where, found, "rope_parameters.")
+    rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
+    if rope_type == "mrope":  # three equal position ids for text: plain RoPE
+        found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
+    theta = parameters.number("rope_theta", 0.0) or layer_config.number("rope_theta", 0.0)
+    theta = theta or layer_config.number("default_rope_theta", 0.0)
+    found = {key: value for key, value in found.items() if key != "type"}
+    return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
+
+
+def windows_of(layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
+    """Length of the sliding window of every layer, None for full attention."""
+    types = layer_config.texts("layer_types")
+    if not types or not layer_config.values.get("sliding_window"):
+        return (None,) * num_layers
+    window = layer_config.size("sliding_window", most=1 << 40)
+    windows = [window if kind == "sliding_attention" else None for kind in types[:num_layers]]
+    return (*windows, *[None] * (num_layers - len(windows)))
