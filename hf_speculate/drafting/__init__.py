@@ -28,6 +28,7 @@ from .observations import Observation as Observation
 from .observations import joined as joined
 from .ranking import Warpers as Warpers
 from .ranking import rank_children as rank_children
+from .ranking import warped as warped
 from .requests import Deepening as Deepening
 from .requests import DraftRequest as DraftRequest
 from .requests import DraftState as DraftState

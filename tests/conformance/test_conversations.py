@@ -16,7 +16,7 @@ from ..support.heads import DRAFTERS, target
 
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
-REMEMBERING = ("draft_model", "eagle1", "eagle3")
+REMEMBERING = ("draft_model", "eagle1", "eagle3", "dspark", "dflash2")
 
 
 def trees(model, speculator, **inputs):

@@ -36,7 +36,7 @@ VARIANTS = {
     },
 }
 # Drafters that need trained heads: their own tests run `check_drafter` on heads made for the purpose.
-TESTED_WITH_THEIR_HEADS = {"eagle", "medusa"}
+TESTED_WITH_THEIR_HEADS = {"block", "eagle", "medusa"}
 
 
 def test_no_installed_drafter_is_forgotten():

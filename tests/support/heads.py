@@ -17,6 +17,8 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
+from .block_heads import random_block
+
 
 HIDDEN, VOCAB, DEPTH = 32, 96, 7
 PLAIN = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
@@ -235,4 +237,6 @@ DRAFTERS = {
     "eagle1": _eagle("eagle1"),
     "eagle3": _eagle("safeailab"),
     "medusa": _medusa,
+    "dspark": lambda model, folder: random_block("dspark", model),
+    "dflash2": lambda model, folder: random_block("dflash2", model),
 }

@@ -70,6 +70,15 @@ class Reading:
         """Whether some layers do not see all of the text."""
         return any(self.head.windows)
 
+    @property
+    def prompt_positions(self) -> Int[Tensor, "B J"]:
+        """Of the prompt's entries."""
+        return self._prompt_positions
+
+    def entry_positions(self) -> Int[Tensor, "B M"]:
+        """Of the committed entries; of those that are not real, anything."""
+        return torch.arange(self.cache.append_index, device=self.head.device) + self._shift_column()
+
     def prompt_place(self, part: slice) -> tuple[Tensor, list[Tensor | None] | None]:
         """Positions and masks of some entries of the prompt, those before it being committed, those behind it not run.
 
@@ -129,6 +138,9 @@ class Reading:
         self.cache.truncate([num_entries])
         return Reading(self.head, None, torch.arange(num_entries, num_entries + num_new)[None], self.cache)
 
+    def _shift_column(self) -> Int[Tensor, "B 1"]:
+        return to_device(self._shifts, self.head.device)[:, None]
+
     def _masks(
         self, plan: TreePlan, positions: Tensor, first: int = 0, block: Tensor | None = None
     ) -> list[Tensor | None]:
@@ -158,8 +170,7 @@ class Reading:
         if layer.window is None:
             return mask
         num_prefix = mask.shape[-1] - plan.num_nodes
-        shifts = to_device(self._shifts, mask.device)[:, None]
-        earlier = torch.arange(num_prefix, device=mask.device) + shifts
+        earlier = torch.arange(num_prefix, device=mask.device) + self._shift_column()
         nodes, depths = positions, to_device(plan.depths, mask.device)
         if plan.num_nodes > positions.shape[1]:  # earlier nodes of the tree are in the cache
             nodes = positions[:, :1] - depths[:, -positions.shape[1]][:, None] + depths

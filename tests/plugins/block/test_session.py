@@ -1,0 +1,244 @@
+"""One-pass heads in requests: contract, batches, padding, trees and their plain reference, noise."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hf_speculate import Speculator
+from hf_speculate.drafting import DraftRequest, DraftState
+from hf_speculate.testing import check_drafter
+from hf_speculate.tree import PADDING_PARENT
+from hf_speculate_plugins.block import BlockDrafter, BlockOptions
+from hf_speculate_plugins.block.scores import BlockScores
+
+from ...support.block_heads import KINDS, loaded_block, random_block
+from ...support.heads import PLAIN, batch_of, left_padded, target
+
+
+PAIRED = ("dspark", "gated", "reduced")
+
+
+def state_for(roots, max_depth=99, **fields):
+    return DraftState(
+        root_ids=torch.tensor(roots),
+        active=fields.pop("active", (True,) * len(roots)),
+        max_depth=max_depth,
+        chains_only=fields.pop("chains_only", False),
+        num_emitted=(1,) * len(roots),
+        **fields,
+    )
+
+
+def shown(drafter, model, inputs):
+    """A session that was told of a prompt; roots are the last tokens."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    output = model(ids[:, :-1], attention_mask=None if mask is None else mask[:, :-1], output_hidden_states=True)
+    padded = None if mask is None or bool(mask.all()) else mask[:, :-1].bool()
+    session = drafter.start(DraftRequest(target=model, input_ids=ids[:, :-1], attention_mask=padded))
+    features = {layer: output.hidden_states[layer] for layer in drafter.feature_layers}
+    session.observe(ids[:, 1:], features, torch.full((len(ids),), ids.shape[1] - 1))
+    return session
+
+
+def nodes_of(tree, row=0):
+    """(path, value) of the draft nodes of a row, in their order."""
+    host, paths = tree.host, [()]
+    for token, parent in list(zip(host.token_ids[row], host.parents[row], strict=True))[1:]:
+        paths.append((*paths[parent], token) if parent != PADDING_PARENT else None)
+    return [(path, value) for path, value in zip(paths, host.values[row], strict=True) if path]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_contract_is_kept(prompt, kind):
+    model = target(dtype=torch.float64)
+    check_drafter(random_block(kind, model), model, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=10)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}])
+def test_texts_are_plains(prompt, kind, sampling):
+    model = target(dtype=torch.float64)
+    inputs = batch_of(prompt, 3)
+    texts = []
+    for speculator in (None, Speculator(random_block(kind, model))):
+        torch.manual_seed(1)
+        texts.append(
+            model.generate(**inputs, **({"speculator": speculator} if speculator else {}), **PLAIN, **sampling)
+        )
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_and_neighbours_do_not_matter(prompt, kind):
+    """A row drafts in a padded batch what it drafts alone, in rounds of different lengths too."""
+    model = target(dtype=torch.float64)
+    drafter = random_block(kind, model)
+    rows = [prompt(n, seed=n)[0] for n in (9, 4, 13)]
+    roots = [int(row[-1]) for row in rows]
+    together = shown(drafter, model, left_padded(rows))
+    alone = [shown(drafter, model, {"input_ids": row[None]}) for row in rows]
+    generator = torch.Generator().manual_seed(0)
+    for lengths in ((1, 1, 1), (2, 0, 3), (1, 4, 1)):
+        trees = together.draft(state_for(roots))
+        for row, session in enumerate(alone):
+            tree = session.draft(state_for(roots[row : row + 1]))
+            found, wanted = nodes_of(trees, row), nodes_of(tree)
+            assert [path for path, _ in found] == [path for path, _ in wanted]
+            assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-4)
+        tokens = torch.randint(3, 90, (3, max(lengths)), generator=generator)
+        features = {
+            layer: torch.randn(3, max(lengths), 32, generator=generator, dtype=torch.float64)
+            for layer in drafter.feature_layers
+        }
+        together.observe(tokens, features, torch.tensor(lengths))
+        for row, (session, length) in enumerate(zip(alone, lengths, strict=True)):
+            own = {layer: states[row : row + 1, :length] for layer, states in features.items()}
+            if length:
+                session.observe(tokens[row : row + 1, :length], own, torch.tensor([length]))
+                roots[row] = int(tokens[row, length - 1])
+
+
+@pytest.mark.parametrize("kind", [*PAIRED, "dflash", "rnn"])
+def test_trees_are_the_best_nodes_of_all(prompt, kind):
+    """Against every path of the vocabulary's best children, scored one by one with the whole matrix."""
+    model = target(dtype=torch.float64)
+    drafter = random_block(kind, model, max_nodes=15, top_k=4, candidates=96)
+    session = shown(drafter, model, {"input_ids": prompt(12)})
+    tree = session.draft(state_for([7], max_depth=3))
+    head, ids = drafter.head, drafter.target_ids
+    states = session._block(torch.tensor([7]))[0, drafter.spec.first_slot :]
+    logits = head.logits(states[None])[0]
+
+    def shares(path):
+        slot, previous, carried = len(path), torch.tensor([7, *path]), None
+        found = logits[slot]
+        if drafter.spec.markov is not None:
+            codes = head.markov_head.codes(previous)
+            carried = head.markov_head.start(codes[0])
+            for place in range(slot + 1):
+                inputs, carried = head.markov_head.inputs(states[place], codes[place], carried)
+            found = found + head.markov_head.bias(inputs)
+        best, columns = found.log_softmax(-1).topk(4)
+        return best.tolist(), (columns if ids is None else ids[columns]).tolist()
+
+    everything = {(): 0.0}
+    for depth in range(3):
+        for path in [path for path in everything if len(path) == depth]:
+            everything |= {(*path, token): everything[path] + share for share, token in zip(*shares(path), strict=True)}
+    del everything[()]
+    wanted = sorted(everything.items(), key=lambda item: -item[1])[:15]
+    found = nodes_of(tree)
+    assert [path for path, _ in found] == [path for path, _ in wanted]
+    assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "rnn", "dflash2"])
+def test_a_part_of_a_tree_is_the_smaller_tree(prompt, kind):
+    model = target(dtype=torch.float64)
+    session = shown(random_block(kind, model, max_nodes=20), model, {"input_ids": prompt(12)})
+    small = shown(random_block(kind, model, max_nodes=6), model, {"input_ids": prompt(12)})
+    assert nodes_of(session.draft(state_for([7])))[:6] == nodes_of(small.draft(state_for([7])))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "rnn"])
+def test_drafts_know_the_noise_of_their_steps(prompt, kind, monkeypatch):
+    """A head whose logits are the target's own drafts what will be sampled: with the noise nearly all is accepted."""
+    model = target(dtype=torch.float64, initializer_range=0.05)
+    flat = torch.zeros(96, dtype=torch.float64)
+    head = loaded_block(kind, model).head
+    monkeypatch.setattr(head, "logits", lambda states: flat.expand(*states.shape[:-1], 96))
+    if head.spec.markov is not None:
+        monkeypatch.setattr(head.markov_head, "bias", lambda inputs, columns=None: torch.zeros_like(flat[columns]))
+    # What the target samples from is nearly flat at this temperature.
+    request = {"do_sample": True, "temperature": 50.0, "top_k": 0, **PLAIN}
+    lengths = []
+    for with_noise in (True, False):
+        drafter = random_block(kind, model, top_k=1)
+        if not with_noise:
+            monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: None)
+            monkeypatch.setattr(DraftState, "samples", property(lambda self: False))
+        torch.manual_seed(0)
+        output = model.generate(
+            prompt(8), speculator=Speculator(drafter, adaptive=False), return_dict_in_generate=True, **request
+        )
+        lengths.append(output.speculation.mean_acceptance_length)
+    assert lengths[0] > 3
+    assert lengths[1] < 1.5
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "rnn"])
+def test_chains_only_gives_a_chain(prompt, kind):
+    model = target(dtype=torch.float64)
+    drafter = random_block(kind, model)
+    session = shown(drafter, model, {"input_ids": prompt(9)})
+    tree = session.draft(state_for([5], chains_only=True))
+    assert tree.host.parents[0] == list(range(-1, drafter.spec.max_depth))
+    assert session.draft(state_for([5], max_depth=2)).max_depth == 2
+    assert session.draft(state_for([5], max_depth=0)).num_nodes == 1
+
+
+def test_finished_rows_draft_nothing(prompt):
+    model = target(dtype=torch.float64)
+    session = shown(random_block("dspark", model), model, batch_of(prompt, 2))
+    tree = session.draft(state_for([5, 6], active=(True, False)))
+    assert len(nodes_of(tree, 0)) == 12
+    assert nodes_of(tree, 1) == []
+
+
+def test_an_unsure_slot_ends_the_draft(prompt):
+    model = target(dtype=torch.float64)
+    sizes = []
+    for least in (0.0, 0.5, 0.999):
+        session = shown(random_block("dspark", model, min_confidence=least), model, {"input_ids": prompt(9)})
+        sizes.append(session.draft(state_for([5], chains_only=True)).num_nodes)
+    assert sizes[0] == 6
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] == 1
+
+
+def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
+    """A token that only the noise lifts must be among those that are scored behind others."""
+    model = target(dtype=torch.float64)
+    drafter = random_block("dspark", model, candidates=2)
+    session = shown(drafter, model, {"input_ids": prompt(9)})
+    noise = torch.zeros(1, 1, 96, dtype=torch.float64)
+    noise[..., 33] = -40.0
+    monkeypatch.setattr(DraftState, "samples", property(lambda self: True))
+    monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: noise)
+    slots = session._block(torch.tensor([5]))
+    scores = BlockScores(drafter.head, None, drafter.options, state_for([5]), slots)
+    assert 33 in scores.candidates(1)[0].tolist()
+    tree = session.draft(state_for([5]))
+    assert [path for path, _ in nodes_of(tree)][:3] == [(33,), (33, 33), (33, 33, 33)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_nodes": 0}, "max_nodes must be at least 1"),
+        ({"depth": 0}, "depth must be None or at least 1"),
+        ({"min_confidence": 1.0}, "min_confidence must be from 0"),
+    ],
+)
+def test_impossible_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        BlockOptions(**options)
+
+
+def test_confidence_needs_its_head():
+    model = target()
+    with pytest.raises(ValueError, match="this one has none"):
+        BlockDrafter(loaded_block("gated", model), model, BlockOptions(min_confidence=0.5))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(("kind", "dtype"), itertools.product(["dspark", "dflash2"], [torch.bfloat16, torch.float16]))
+def test_half_precision(prompt, kind, dtype):
+    model = target(dtype=dtype)
+    output = model.generate(prompt(9), speculator=Speculator(random_block(kind, model)), **PLAIN)
+    assert output.shape[1] == 9 + PLAIN["max_new_tokens"]
