@@ -5,9 +5,11 @@ One `BlockSpec` describes the heads of all methods and dialects, one `BlockHead`
 their scores have is found node by node.
 """
 
+from .calibration import BlockReader
 from .checkpoint import LoadedHead, check_fits, load_head, write_head
 from .drafter import BlockDrafter
 from .head import BlockHead
+from .masks import block_masks
 from .options import BlockOptions, Conventions
 from .session import BlockSession
 from .spec import BlockSpec
@@ -17,10 +19,12 @@ __all__ = [
     "BlockDrafter",
     "BlockHead",
     "BlockOptions",
+    "BlockReader",
     "BlockSession",
     "BlockSpec",
     "Conventions",
     "LoadedHead",
+    "block_masks",
     "check_fits",
     "load_head",
     "write_head",

@@ -54,11 +54,11 @@ class MarkovHead(nn.Module):
             return torch.tanh(out), carried
         return codes, carried
 
-    def bias(self, inputs: Float[Tensor, "*N r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
-        """[*N, Vd], or at some columns of each slot [*N, M]."""
+    def bias(self, inputs: Float[Tensor, "*N P r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
+        """Behind each of P tokens: [*N, P, Vd], or at some columns [*N, P, M]."""
         if columns is None:
             return self.markov_w2(inputs)
-        return torch.einsum("...mr,...r->...m", functional.embedding(columns, self.markov_w2.weight), inputs)
+        return inputs @ functional.embedding(columns, self.markov_w2.weight).mT
 
 
 class CandidateSelector(nn.Module):
@@ -76,5 +76,6 @@ class CandidateSelector(nn.Module):
     def inputs(self, states: Float[Tensor, "*N H"], previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
         return functional.embedding(previous, self.predecessor_codebook) * self.hidden_projection(states)
 
-    def bias(self, inputs: Float[Tensor, "*N r"], columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N M"]:
-        return torch.einsum("...mr,...r->...m", functional.embedding(columns, self.successor_codebook), inputs)
+    def bias(self, inputs: Float[Tensor, "*N P r"], columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N P M"]:
+        """As `MarkovHead.bias`."""
+        return inputs @ functional.embedding(columns, self.successor_codebook).mT

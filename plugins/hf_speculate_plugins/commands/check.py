@@ -22,13 +22,14 @@ from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
 from hf_speculate.models import unwrap
 from hf_speculate.target import quantization_label
 
+from ..block import BlockReader
 from ..calibration import AcceptanceRates, HeadCheck, Reader, check_head, measure_calibration, write_texts
 from ..eagle import EagleReader
 from ..medusa import MedusaReader
 from .conditions import HeadMeasure, Use, find_conditions, with_adapter
 
 
-_READERS: dict[str, type] = {reader.name: reader for reader in (EagleReader, MedusaReader)}
+_READERS: dict[str, type] = {reader.name: reader for reader in (BlockReader, EagleReader, MedusaReader)}
 
 
 def check_checkpoint(
@@ -63,7 +64,7 @@ def check_checkpoint(
 
 
 def check(
-    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE or Medusa head.")],
+    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE, Medusa or one-pass head.")],
     target: Annotated[
         str, typer.Option(help="Folder, GGUF file, Hub id, or smollm2: the model that it was trained for.")
     ],

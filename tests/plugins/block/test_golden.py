@@ -190,7 +190,7 @@ def test_golden_selector_scores_behind_anchors(golden_root, name):
         candidates = vectors["candidate_ids"][block][None]
         chosen = vectors["block_target_ids"][block]
         previous = torch.cat([vectors["token_ids"][anchor][None], chosen[:-1]])[None]
-        bias = selector.bias(selector.inputs(hidden, previous), candidates)
+        bias = selector.bias(selector.inputs(hidden, previous)[:, :, None], candidates)[:, :, 0]
         logits = vectors["block_logits"][block][-hidden.shape[1] :]
         scores = logits.gather(-1, candidates[0]) + bias[0]
         torch.testing.assert_close(scores, vectors["path_scores"][block], **CLOSE)
@@ -203,14 +203,13 @@ def test_golden_selector_probabilities(golden_root, name):
     drafter, vectors = drafter_of(name), vectors_of(name)
     for number, root, session in rounds_of(name, drafter):
         scores = scores_of(drafter, session, root)
-        given = vectors["cond_parent_ids"][None]
-        for depth in range(drafter.spec.max_depth):
-            candidates = scores.candidates(depth)
-            expected_ids = vectors[f"round{number}_candidate_ids"][depth]
-            assert set(candidates[0].tolist()) == set(expected_ids.tolist())
-            order = [candidates[0].tolist().index(token) for token in expected_ids.tolist()]
-            found = scores.behind(depth, scores.inputs(depth, given), candidates)[0][:, order]
-            torch.testing.assert_close(found, vectors[f"round{number}_cond_log_q"][:, depth], **CLOSE)
+        given = vectors["cond_parent_ids"].expand(1, drafter.spec.max_depth, -1)
+        found = scores.behind(scores.inputs(given))[0]
+        for depth, candidates in enumerate(scores.candidates[0].tolist()):
+            expected_ids = vectors[f"round{number}_candidate_ids"][depth].tolist()
+            assert set(candidates) == set(expected_ids)
+            order = [candidates.index(token) for token in expected_ids]
+            torch.testing.assert_close(found[depth][:, order], vectors[f"round{number}_cond_log_q"][:, depth], **CLOSE)
 
 
 @pytest.mark.parametrize("name", WITH_PATHS)

@@ -153,7 +153,9 @@ def test_drafts_know_the_noise_of_their_steps(prompt, kind, monkeypatch):
     head = loaded_block(kind, model).head
     monkeypatch.setattr(head, "logits", lambda states: flat.expand(*states.shape[:-1], 96))
     if head.spec.markov is not None:
-        monkeypatch.setattr(head.markov_head, "bias", lambda inputs, columns=None: torch.zeros_like(flat[columns]))
+        monkeypatch.setattr(
+            head.markov_head, "bias", lambda inputs, columns: 0 * inputs[..., :1] + 0 * columns[..., None, :]
+        )
     # What the target samples from is nearly flat at this temperature.
     request = {"do_sample": True, "temperature": 50.0, "top_k": 0, **PLAIN}
     lengths = []
@@ -161,7 +163,6 @@ def test_drafts_know_the_noise_of_their_steps(prompt, kind, monkeypatch):
         drafter = random_block(kind, model, top_k=1)
         if not with_noise:
             monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: None)
-            monkeypatch.setattr(DraftState, "samples", property(lambda self: False))
         torch.manual_seed(0)
         output = model.generate(
             prompt(8), speculator=Speculator(drafter, adaptive=False), return_dict_in_generate=True, **request
@@ -206,13 +207,12 @@ def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
     model = target(dtype=torch.float64)
     drafter = random_block("dspark", model, candidates=2)
     session = shown(drafter, model, {"input_ids": prompt(9)})
-    noise = torch.zeros(1, 1, 96, dtype=torch.float64)
+    noise = torch.zeros(1, 5, 96, dtype=torch.float64)
     noise[..., 33] = -40.0
-    monkeypatch.setattr(DraftState, "samples", property(lambda self: True))
     monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: noise)
     slots = session._block(torch.tensor([5]))
     scores = BlockScores(drafter.head, None, drafter.options, state_for([5]), slots)
-    assert 33 in scores.candidates(1)[0].tolist()
+    assert 33 in scores.candidates[0, 1].tolist()
     tree = session.draft(state_for([5]))
     assert [path for path, _ in nodes_of(tree)][:3] == [(33,), (33, 33), (33, 33, 33)]
 

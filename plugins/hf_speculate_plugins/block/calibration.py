@@ -1,0 +1,140 @@
+"""A one-pass head read in several ways, to find out how it was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from ..calibration import Alternative, Options, Text, accepted_lengths
+from .checkpoint import LoadedHead, load_head
+from .head import BlockHead
+from .masks import block_masks
+from .options import Conventions
+from .spec import BlockSpec
+
+
+# Roots whose blocks are run at once: each has a copy of the text's keys and values.
+_CHUNK = 32
+
+
+class BlockReader:
+    """Reads the head in `folder` anew for every set of `Conventions`: the same way as a user who passes them."""
+
+    name = "block"
+
+    def __init__(self, folder: str, target: PreTrainedModel):
+        self._folder, self._target = folder, target
+        self._num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        self._options: Options = {}
+        self._loaded = load_head(folder, target)
+
+    def _load(self, options: Options) -> LoadedHead:
+        """The head as last time, or read anew."""
+        if options != self._options:
+            self._loaded = load_head(self._folder, self._target, Conventions(**options))
+            self._options = dict(options)
+        return self._loaded
+
+    def depth(self, depth: int) -> int:
+        # Read with another first slot it drafts one token less, or more.
+        return min(depth, self._loaded.spec.block_size - 1)
+
+    @torch.inference_mode()
+    def accepted(self, options: Options, texts: Sequence[Text], depth: int) -> Int[Tensor, " P"]:
+        loaded = self._load(options)
+        return torch.cat([_accepted(loaded, text, depth) for text in texts])
+
+    def alternatives(self, options: Options) -> list[Alternative]:
+        """One change each of what `options` leave open: layers, the first slot, causality, RoPE base."""
+        spec, found = self._load(options).spec, []
+        if "feature_layers" not in options:
+            for shift in (-1, 1):
+                layers = [layer + shift for layer in spec.feature_layers]
+                if min(layers) >= 0 and max(layers) <= self._num_layers:
+                    found.append(Alternative({"feature_layers": layers}, f"layers {shift:+d}, hidden states {layers}"))
+        if "first_slot" not in options:
+            places = {0: "the token behind its place (DeepSpec)", 1: "the token at its place (z-lab)"}
+            other = 1 - spec.first_slot
+            found.append(Alternative({"first_slot": other}, f"a slot that proposes {places[other]}"))
+        if "causal" not in options:
+            causal = not any(spec.causal)
+            meaning = "slots that see only those before them" if causal else "slots that see all of their block"
+            found.append(Alternative({"causal": causal}, meaning))
+        if "rope_theta" not in options:
+            found += self._other_bases(spec)
+        return found
+
+    def _other_bases(self, spec: BlockSpec) -> list[Alternative]:
+        targets = (getattr(self._target.config, "rope_parameters", None) or {}).get("rope_theta")
+        bases = dict.fromkeys(float(base) for base in (1e4, targets, 5e5, 1e6) if base)
+        return [
+            Alternative({"rope_theta": base}, f"RoPE base {base:g}" + (" (the target's)" if base == targets else ""))
+            for base in bases
+            if base != spec.rope["rope_theta"]
+        ]
+
+
+def _accepted(loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
+    """Accepted tokens of the greedy chains at all roots of a text."""
+    roots = text.roots(depth)
+    if not roots:
+        return torch.zeros(0, dtype=torch.long)
+    head, spec = loaded.head, loaded.spec
+    context = head.fuse([text.states[layer][None] for layer in spec.feature_layers])
+    drafted = []
+    for start in range(0, len(roots), _CHUNK):
+        anchors = torch.tensor(roots[start : start + _CHUNK], device=head.device)
+        slots = block_states(head, text.token_ids, context, anchors)[:, spec.first_slot : spec.first_slot + depth]
+        drafted.append(_greedy(loaded, slots, text.token_ids.to(head.device), anchors))
+    return accepted_lengths(torch.cat(drafted), text, roots)
+
+
+def block_states(
+    head: BlockHead, token_ids: Int[Tensor, " S"], context: Float[Tensor, "1 S H"], anchors: Int[Tensor, " P"]
+) -> Float[Tensor, "P B H"]:
+    """States of the blocks at P places of a text, each of which sees the context before its anchor."""
+    places = torch.arange(context.shape[1], device=head.device)[None]
+    read: dict[int, tuple[Tensor, Tensor]] = {}
+    head.read(context, places, lambda layer, keys, values: read.update({layer: (keys, values)}))
+    positions = anchors[:, None] + torch.arange(head.spec.block_size, device=head.device)
+    rows = places.expand(len(anchors), -1)
+    masks = block_masks(head.spec, positions, rows, rows < anchors[:, None], head.dtype)
+
+    def attend(layer: int, queries: Tensor, *own: Tensor) -> Tensor:
+        earlier = (part.expand(len(anchors), -1, -1, -1) for part in read[layer])
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(earlier, own, strict=True))
+        is_grouped = keys.shape[1] != queries.shape[1]
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=masks[layer], enable_gqa=is_grouped)
+
+    return head(head.block_ids(token_ids.to(head.device)[anchors]), positions, attend)
+
+
+def _greedy(
+    loaded: LoadedHead, slots: Float[Tensor, "P D H"], token_ids: Int[Tensor, " S"], anchors: Int[Tensor, " P"]
+) -> Int[Tensor, "P D"]:
+    """The best token of every slot, fed with the text's own tokens instead of the chain's: it is that chain as long as
+    it is right; what follows an error never counts."""
+    head, spec = loaded.head, loaded.spec
+    logits = head.logits(slots)
+    previous = token_ids[anchors[:, None] + torch.arange(slots.shape[1], device=anchors.device)]
+    if spec.markov is not None:
+        codes = head.markov_head.codes(previous)
+        carried, found = head.markov_head.start(codes[:, 0]), []
+        for slot in range(slots.shape[1]):
+            inputs, carried = head.markov_head.inputs(slots[:, slot], codes[:, slot], carried)
+            found.append(inputs)
+        logits = logits + head.markov_head.bias(torch.stack(found, dim=1))
+    if spec.selector_rank:
+        scores, candidates = logits.topk(spec.selector_top_k, dim=-1)
+        selector = head.candidate_selector
+        scores = scores + selector.bias(selector.inputs(slots, previous)[:, :, None], candidates)[:, :, 0]
+        best = candidates.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
+    else:
+        best = logits.argmax(-1)
+    drafted = best if loaded.target_ids is None else loaded.target_ids[best]
+    return drafted.cpu()
