@@ -28,6 +28,7 @@ from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
+from ..support.block_heads import random_block
 from ..support.criteria import EndsRows
 from ..support.hooks import all_rows_stay
 from ..support.inputs import padded_batch
@@ -55,6 +56,7 @@ def drafters(model, script):
         "draft_model tree": DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2)),
         "eagle": random_eagle(3, 2, 6, build_tiny_model()),
         "eagle chain": random_eagle(3, 1, 6, build_tiny_model()),
+        "block": random_block("dspark", build_tiny_model()),
         "medusa": random_medusa(MEDUSA_CHOICES, build_tiny_model()),
         "combined": CombinedDrafter([PromptLookupDrafter.for_target(model), RandomDrafter(vocab_size=VOCAB_SIZE)]),
     }

@@ -1,4 +1,4 @@
-"""Random one-pass heads of every kind, for `heads.target` and models of its width and vocabulary."""
+"""Random one-pass heads of every kind, for models of this width and vocabulary and at least two layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spec_of(kind, **changes) -> BlockSpec:
         head_dim=8,
         block_size=5,
         mask_token_id=VOCAB - 1,
-        feature_layers=(1, 3),
+        feature_layers=(0, 2),
         **fields,
     )
 
