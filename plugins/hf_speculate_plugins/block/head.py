@@ -235,7 +235,9 @@ class BlockHead(nn.Module):
 
     def logits(self, states: Float[Tensor, "B S H"]) -> Float[Tensor, "B S Vd"]:
         """What the slots say by themselves: without what a Markov head or a selector adds."""
-        logits = call_beside(self.output, states).to(states.device)
+        # Flat: torch 2.13 has no fast kernel on a CPU for a slice of bf16 states and a frozen weight.
+        logits = call_beside(self.output, states.reshape(-1, states.shape[-1])).to(states.device)
+        logits = logits.unflatten(0, states.shape[:-1])
         if self.spec.output_multiplier != 1.0:
             logits = logits * self.spec.output_multiplier
         if self.spec.softcap is not None:

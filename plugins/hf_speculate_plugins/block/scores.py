@@ -23,6 +23,9 @@ from .options import BlockOptions
 from .search import Children
 
 
+_CUT = -1e5  # behind everything that is not cut, and little enough for float32 to keep an order
+
+
 class BlockScores:
     """Of one block and all rows.
 
@@ -72,8 +75,11 @@ class BlockScores:
     @cached_property
     def candidates(self) -> Int[Tensor, "B D M"]:
         """Columns of the tokens of every slot that are scored behind others."""
-        # What the request cuts by the slot alone may come back with what the token before says.
-        ranked = torch.where(self.ranked.isfinite(), self.ranked, self._logits[..., : self.ranked.shape[-1]] - 1e6)
+        ranked = self.ranked
+        if self._noise is not None:
+            # What the request cuts by the slot alone may come back with what the token before says.
+            alone = self._logits[..., : ranked.shape[-1]].float()
+            ranked = torch.where(ranked.isfinite(), ranked, alone + _CUT)
         count = self._head.spec.selector_top_k or self._options.candidates
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 

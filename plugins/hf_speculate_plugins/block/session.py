@@ -44,6 +44,8 @@ class BlockSession(DraftSession):
         self._text = request.text
         self.carries_over = self._text is not None
         self._reading: Reading | None = None
+        if request.compiler is not None:
+            request.compiler.refuse("drafts of one-pass heads")
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:

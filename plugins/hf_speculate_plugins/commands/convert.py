@@ -72,7 +72,10 @@ def convert(
     destination: Annotated[Path, typer.Argument(help="Folder to write; absent or empty.")],
     layout: Annotated[
         str,
-        typer.Option(help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM). Medusa: fasterdecoding, vllm."),
+        typer.Option(
+            help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM). Medusa: fasterdecoding, vllm. "
+            "One-pass heads: zlab, deepspec, speculators."
+        ),
     ],
     target: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the target; only where the error asks for it.")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_speculate import Speculator
+from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.testing import check_drafter
 from hf_speculate.tree import PADDING_PARENT
@@ -217,6 +220,20 @@ def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
     assert [path for path, _ in nodes_of(tree)][:3] == [(33,), (33, 33), (33, 33, 33)]
 
 
+def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
+    """Top-k of 1 leaves one token of every slot; what the token before says may lift another one."""
+    model = target(dtype=torch.float64)
+    drafter = random_block("dspark", model, candidates=10)
+    session = shown(drafter, model, {"input_ids": prompt(9)})
+    monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: torch.zeros(1, 5, 96, dtype=torch.float64))
+    state = state_for([5], _warpers=LogitsProcessorList([TopKLogitsWarper(1)]))
+    slots = session._block(torch.tensor([5]))
+    scores = BlockScores(drafter.head, None, drafter.options, state, slots)
+    assert scores.ranked[0, 0].isfinite().sum() == 1
+    wanted = drafter.head.logits(slots).float().topk(10).indices
+    assert torch.equal(scores.candidates, wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -230,6 +247,13 @@ def test_impossible_options(options, message):
         BlockOptions(**options)
 
 
+def test_that_drafts_are_not_compiled_is_said(prompt):
+    model, fallbacks = target(), Counter()
+    request = DraftRequest(target=model, input_ids=prompt(4), compiler=Compiler("eager", fallbacks))
+    random_block("dspark", model).start(request)
+    assert fallbacks == {"not compiled: drafts of one-pass heads": 1}
+
+
 def test_confidence_needs_its_head():
     model = target()
     with pytest.raises(ValueError, match="this one has none"):
@@ -237,7 +261,9 @@ def test_confidence_needs_its_head():
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize(("kind", "dtype"), itertools.product(["dspark", "dflash2"], [torch.bfloat16, torch.float16]))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), list(itertools.product(["dspark", "dflash2"], [torch.bfloat16, torch.float16]))
+)
 def test_half_precision(prompt, kind, dtype):
     model = target(dtype=dtype)
     output = model.generate(prompt(9), speculator=Speculator(random_block(kind, model)), **PLAIN)

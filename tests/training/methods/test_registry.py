@@ -25,7 +25,7 @@ def install():
 
 
 def test_built_in_methods_enter_by_the_same_door():
-    assert {"eagle1", "eagle3", "medusa", "medusa2"} <= set(installed_methods())
+    assert {"dflash", "dspark", "eagle1", "eagle3", "medusa", "medusa2"} <= set(installed_methods())
     assert load_method("eagle3") is Eagle3Method
 
 

@@ -116,6 +116,7 @@ def _data_choices(config: PretrainedConfig, has_template: bool) -> list[Choice]:
 def _method_choices(config: PretrainedConfig, method: str) -> list[Choice]:
     why = {
         "draft_vocab_size": "the tokens that the data have most; the target's vocabulary is larger",
+        "anchors": "blocks that are trained in each row",
         "steps": "unrolled in training: how deep the head learns to draft",
         "soft": "learns the target's distribution, not the text's token",
     }

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hf_speculate.errors import SpeculateError
 
 
-# Matrices with one row for each token: of embeddings and output layers.
-_TOKEN_MATRICES = ("embed_tokens", "lm_head", "output_weight")
+# Matrices with one row for each token: of embeddings, output layers and Markov heads.
+_TOKEN_MATRICES = ("embed_tokens", "lm_head", "output_weight", "markov_w")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

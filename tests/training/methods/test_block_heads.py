@@ -1,0 +1,285 @@
+"""Fresh one-pass heads: shapes, what is shared, errors; that they learn, draft, are saved and gone on from."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_speculate import Speculator
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate_plugins.block import BlockDrafter
+from hf_speculate_training import HeadTrainer, HeadTrainingArguments
+from hf_speculate_training.data import Collator, DataOptions, prepare_data
+from hf_speculate_training.methods.block import (
+    BlockTrainingOptions,
+    DFlashMethod,
+    DFlashShape,
+    DSparkMethod,
+    DSparkShape,
+    DSparkTrainingOptions,
+    new_block,
+    warm_block,
+)
+from hf_speculate_training.run.building import build_method
+from hf_speculate_training.run.optimizers import is_layer_matrix
+from hf_speculate_training.run.recipe import MethodSection
+from hf_speculate_training.sections import RecipeError, read_section
+from hf_speculate_training.states import TargetReader
+from tests.support.models import build_tiny_model
+from tests.support.training import packed
+
+from .block_cases import DEPTH, KEPT, VOCAB, method, run, states_of, target
+
+
+SMALL = {"markov_rank": 8, "block_size": 4}
+
+
+class TestShapes:
+    def test_the_targets_matrices_are_shared_and_not_trained(self):
+        model = target(torch.float32)
+        made = DSparkMethod.for_target(model, DSparkShape(), DSparkTrainingOptions(), pytest.fail)
+        head = made.head
+        assert head.shared == {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+        assert all(name.startswith("head.") for name in made.state_dict())
+        assert not any("embed_tokens" in name or "lm_head" in name for name in made.state_dict())
+        assert all(p.dtype == torch.float32 and p.requires_grad for p in made.parameters())
+        assert not head.markov_head.markov_w2.weight.any()
+        assert head.markov_head.markov_w1.weight.all()
+        assert not head.confidence_head.proj.bias.any()
+        run(made, packed([12])).loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_a_draft_vocabulary_has_a_matrix_of_its_own(self):
+        model, counts = target(torch.float32), torch.zeros(VOCAB, dtype=torch.long)
+        counts[KEPT] = 1
+        shape = DFlashShape(draft_vocab_size=len(KEPT))
+        made = DFlashMethod.for_target(model, shape, BlockTrainingOptions(), lambda: counts)
+        assert torch.equal(made.draft_vocabulary, KEPT)
+        assert torch.equal(made.head.lm_head.weight, model.lm_head.weight[KEPT])
+        assert made.head.lm_head.weight.requires_grad
+        assert made.head.shared["lm_head"] is None
+
+    def test_sizes_follow_the_target(self):
+        spec = new_block(target(), DSparkShape()).spec
+        config = target().config
+        assert (spec.hidden_size, spec.intermediate_size, spec.num_heads) == (config.hidden_size, 48, 4)
+        assert (spec.num_kv_heads, spec.head_dim, spec.rope) == (2, config.head_dim, config.rope_parameters)
+        assert (spec.num_layers, spec.block_size, spec.first_slot, spec.max_depth) == (2, 7, 0, 7)
+        assert (spec.markov_rank, spec.mask_token_id, spec.qk_norm) == (64, VOCAB - 1, True)
+        assert new_block(target(), DFlashShape()).spec.markov is None
+
+    @pytest.mark.parametrize(
+        ("depth", "layers"),
+        [(1, (0,)), (2, (0, 1)), (5, (2, 3, 4)), (6, (2, 3, 4)), (28, (2, 14, 26)), (36, (2, 18, 34))],
+    )
+    def test_the_layers_that_are_read(self, depth, layers):
+        """From 6 layers on z-lab's rule: outputs 1 to L - 3, whose hidden states have one more."""
+        model = build_tiny_model(num_layers=depth)
+        assert new_block(model, DFlashShape(num_layers=1)).spec.feature_layers == layers
+
+    @pytest.mark.parametrize(
+        ("shape", "truncated", "dialect"),
+        [
+            (DSparkShape(), False, "deepspec"),
+            (DFlashShape(), False, "deepspec"),
+            (DFlashShape(first_slot=1), False, "zlab"),
+            (DFlashShape(first_slot=1, causal=True), False, "zlab"),
+            (DSparkShape(first_slot=1), False, "speculators"),
+            (DSparkShape(), True, "speculators"),
+        ],
+    )
+    def test_a_layout_that_can_say_it(self, shape, truncated, dialect):
+        model, ids = target(torch.float32), KEPT if truncated else None
+        kind = DSparkMethod if isinstance(shape, DSparkShape) else DFlashMethod
+        made = kind(new_block(model, shape, ids), model, ids)
+        assert made.head.spec.dialect == dialect
+        made.check_layout(model, dialect)
+
+    def test_muon_does_not_take_a_row_a_token(self):
+        names = dict(method("dspark").named_parameters())
+        taken = {name for name, parameter in names.items() if is_layer_matrix(name, parameter)}
+        assert "head.layers.0.self_attn.q_proj.weight" in taken
+        assert not any("markov_w" in name for name in taken)
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("section", "message"),
+        [
+            ({"name": "dflash", "options": {"anchors": 0}}, "anchors must be at least 1, got 0"),
+            ({"name": "dflash", "options": {"ce_weight": 0}}, "ce_weight and l1_weight are both 0"),
+            ({"name": "dflash", "options": {"l1_weight": -1}}, "l1_weight must be at least 0"),
+            ({"name": "dflash", "options": {"decay": 0}}, "decay must be above 0, or null for none, got 0"),
+            ({"name": "dflash", "options": {"loss": "mse"}}, "loss: input should be 'deepspec' or 'kl'"),
+            ({"name": "dflash", "options": {"loss": "kl", "d_pace": True}}, "d_pace goes by the text's tokens"),
+            ({"name": "dflash", "options": {"anchor": 3}}, "Did you mean 'anchors'"),
+            ({"name": "dflash", "options": {"confidence_weight": 1}}, "the head has no confidence head"),
+            ({"name": "dspark", "options": {"confidence_weight": 0}}, "set method.head.confidence to false"),
+            ({"name": "dspark", "head": {"confidence": False}}, "the head has no confidence head"),
+            ({"name": "dspark", "head": {"markov_rank": 0}}, "without one, train dflash"),
+            ({"name": "dspark", "head": {"markov": "lstm"}}, "markov: input should be 'vanilla', 'gated' or 'rnn'"),
+            ({"name": "dflash", "head": {"markov_rank": 8}}, "unknown key 'markov_rank' in method.head"),
+            ({"name": "dflash", "head": {"num_layers": 0}}, "num_layers must be at least 1"),
+            ({"name": "dflash", "head": {"first_slot": 2}}, "first_slot: input should be 0 or 1"),
+            ({"name": "dflash", "head": {"first_slot": 1, "block_size": 1}}, "block_size must be at least 2, got 1"),
+            ({"name": "dflash", "head": {"causal": True}}, "causal heads must have first_slot 1"),
+            ({"name": "dspark", "head": {"causal": True, "first_slot": 1}}, "causal must be false"),
+            ({"name": "dflash", "head": {"mask_token_id": -1}}, "mask_token_id must be a token, got -1"),
+            ({"name": "dflash", "head": {"feature_layers": []}}, "feature_layers must name at least one"),
+            ({"name": "dflash", "head": {"draft_vocab_size": 5}}, "chosen by the training data, and there are none"),
+            ({"name": "dflash", "head": {"block_size": 4}, "start_from": "x"}, "start_from brings a head"),
+        ],
+    )
+    def test_in_recipes(self, section, message):
+        with pytest.raises(RecipeError, match=message):
+            build_method(read_section(MethodSection, section, "method"), target(torch.float32), data=None)
+
+    @pytest.mark.parametrize(
+        ("shape", "message"),
+        [
+            (DFlashShape(feature_layers=(1, DEPTH + 1)), f"has {DEPTH} layers"),
+            (DFlashShape(mask_token_id=VOCAB), f"mask token of this dflash head is {VOCAB}"),
+        ],
+    )
+    def test_what_the_target_has_not(self, shape, message):
+        with pytest.raises(TargetMismatchError, match=message):
+            new_block(target(), shape)
+
+    def test_a_dflash2_head(self, golden_root):
+        folder = golden_root / "dflash2-zlab-base"
+        meta = json.loads((folder / "meta.json").read_text())
+        model = AutoModelForCausalLM.from_pretrained(golden_root / meta["target"])
+        with pytest.raises(RecipeError, match="selector is not trained here"):
+            DFlashMethod.from_folder(str(folder / "head"), model, BlockTrainingOptions())
+
+
+class TestLearning:
+    @pytest.mark.parametrize("name", ["dflash", "dspark"])
+    def test_overfitting_one_batch_accepts_every_draft(self, name):
+        """The text is the target's own greedy one, so a head that knows the batch drafts it to the last token."""
+        model = copy.deepcopy(target(torch.float32))
+        model.lm_head.weight *= 60  # a random target has no clear preferences, and whoever learns its distribution none
+        torch.manual_seed(0)
+        prompts = torch.randint(3, VOCAB, (2, 5))
+        text = model.generate(prompts, max_new_tokens=24, do_sample=False)
+        batch = packed([29], [29])
+        batch["input_ids"], batch["loss_mask"][:, :5] = text, False
+        kind, shape = (DFlashMethod, DFlashShape) if name == "dflash" else (DSparkMethod, DSparkShape)
+        head = shape(block_size=4, intermediate_size=128)
+        made = kind.for_target(model, head, kind.options_class(ce_weight=1.0), pytest.fail).train()
+        states = TargetReader(model, made.feature_layers)(batch)
+        optimizer = torch.optim.Adam(made.parameters(), lr=5e-3)
+        first = None
+        for _ in range(300):
+            optimizer.zero_grad()
+            output = made(batch, states)
+            first = first or float(output.loss.detach())
+            if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(4)):
+                break
+            output.loss.backward()
+            optimizer.step()
+        else:
+            pytest.fail(f"not learnt: {output.metrics}")
+        assert float(output.loss.detach()) < first / 2
+        speculator = Speculator(made.drafter(model, top_k=1))
+        again = model.generate(prompts, max_new_tokens=24, do_sample=False, speculator=speculator)
+        assert torch.equal(again, text)
+        # 1 token of the prefill, then rounds of 5 tokens and a last one of 3.
+        assert speculator.stats.rounds == 2 * 5
+        assert set(speculator.stats.acceptance_rate_by_depth.values()) == {1.0}
+
+    def test_training_goes_on_after_a_drafter_was_made(self):
+        made = method(dtype=torch.float32)
+        drafter = made.evaluation_drafter(target(torch.float32), 6, top_k=2)
+        assert isinstance(drafter, BlockDrafter)
+        assert (drafter.options.max_nodes, drafter.options.top_k) == (6, 2)
+        assert not any(p.requires_grad for p in drafter.head.parameters())
+        assert all(p.requires_grad for p in made.parameters())
+        with torch.no_grad():
+            made.head.fc.weight += 1
+        assert torch.equal(drafter.head.fc.weight, made.head.fc.weight), "same memory where the dtypes agree"
+
+    @pytest.mark.parametrize("truncated", [False, True])
+    def test_a_16_bit_target_and_a_head_in_float32(self, truncated):
+        model = target(torch.bfloat16)
+        ids = KEPT if truncated else None
+        made = DSparkMethod(new_block(model, DSparkShape(**SMALL), ids), model, ids)
+        batch = packed([12])
+        output = made(batch, TargetReader(model, made.feature_layers)(batch))
+        output.loss.backward()
+        assert {p.grad.dtype for p in made.parameters()} == {torch.float32}
+        drafter = made.drafter(model)
+        assert {p.dtype for p in drafter.head.parameters()} == {torch.bfloat16}
+        prompt = packed([6])["input_ids"]
+        plain = model.generate(prompt, max_new_tokens=8, do_sample=False)
+        drafted = model.generate(prompt, max_new_tokens=8, do_sample=False, speculator=Speculator(drafter))
+        assert drafted.shape == plain.shape
+
+    def test_a_published_head_is_gone_on_from(self, golden_root):
+        """DeepSpec's file with its own embeddings and output matrix, which stay as they are."""
+        folder = golden_root / "dspark-deepspec-vanilla"
+        meta = json.loads((folder / "meta.json").read_text())
+        model = AutoModelForCausalLM.from_pretrained(golden_root / meta["target"], dtype=torch.float32).eval()
+        made = DSparkMethod.from_folder(str(folder / "head"), model, DSparkTrainingOptions()).train()
+        frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
+        assert frozen == {"head.embed_tokens.weight", "head.lm_head.weight"}
+        batch = packed([12])
+        run_states = TargetReader(model, made.feature_layers)(batch)
+        made(batch, run_states).loss.backward()
+        assert all(p.grad is not None and p.grad.any() for p in made.parameters() if p.requires_grad)
+
+
+class TestInTheTrainer:
+    def test_killed_and_resumed_has_the_same_losses(self, saved_target, own_texts, byte_tokenizer, tmp_path):
+        """Anchors are drawn from torch's generator, which checkpoints hold."""
+        model = AutoModelForCausalLM.from_pretrained(saved_target).eval().requires_grad_(False)
+        data = prepare_data(str(own_texts), byte_tokenizer, DataOptions(max_length=48))
+
+        def losses(resume=None):
+            torch.manual_seed(0)
+            made = DSparkMethod(new_block(model, DSparkShape(**SMALL)), model, None, DSparkTrainingOptions(anchors=5))
+            args = HeadTrainingArguments(
+                output_dir=str(tmp_path / "out"),
+                max_steps=4,
+                per_device_train_batch_size=4,
+                logging_steps=1,
+                save_steps=2,
+                eval_strategy="steps",
+                eval_steps=1,  # which must not draw
+                use_cpu=True,
+                disable_tqdm=True,
+                learning_rate=1e-2,
+            )
+            rows = data.rows()
+            trainer = HeadTrainer(model, made, args, Collator(byte_tokenizer.pad_token_id), rows, rows)
+            trainer.train(resume_from_checkpoint=resume)
+            return {e["step"]: e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e}, trainer
+
+        whole, trainer = losses()
+        again, _ = losses(str(tmp_path / "out" / "checkpoint-2"))
+        assert {step: entry["eval_loss"] for step, entry in whole.items()} == {
+            step: entry["eval_loss"] for step, entry in again.items()
+        }
+        names = {name for entry in trainer.state.log_history for name in entry}
+        assert {"cross_entropy", "l1", "confidence", "loss_0", "accuracy_3", "eval_accuracy_0"} <= names
+        assert whole[4]["eval_loss"] < whole[1]["eval_loss"]
+
+    @pytest.mark.parametrize("truncated", [False, True])
+    def test_saved_and_gone_on_from(self, tmp_path, truncated):
+        model = target(torch.float32)
+        made = method("dspark", torch.float32, truncated=truncated)
+        made.save(tmp_path / "head", model)
+        head, target_ids = warm_block(tmp_path / "head", model)
+        assert (target_ids is None) != truncated
+        mine, theirs = dict(made.head.named_parameters()), dict(head.named_parameters())
+        assert {name for name, parameter in theirs.items() if parameter.requires_grad} == mine.keys()
+        for name, parameter in mine.items():
+            assert torch.equal(theirs[name], parameter), name
+        again = DSparkMethod(head, model, target_ids).eval()
+        batch = packed([12])
+        ours, theirs = again(batch, states_of(again, batch)).loss, run(made.eval(), batch).loss
+        torch.testing.assert_close(ours, theirs)
