@@ -16,7 +16,8 @@ from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
-from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, attention, compiled, head, steps
+from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, compiled, head, steps
+from hf_speculate_plugins.heads import attention
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
 from hf_speculate_plugins.medusa.compiled import CompiledForward
 from hf_speculate_plugins.medusa.session import MedusaSession
