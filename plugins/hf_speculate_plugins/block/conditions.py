@@ -54,8 +54,8 @@ class MarkovHead(nn.Module):
             return torch.tanh(out), carried
         return codes, carried
 
-    def bias(self, inputs: Float[Tensor, "*N P r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
-        """Behind each of P tokens: [*N, P, Vd], or at some columns [*N, P, M]."""
+    def bias(self, inputs: Float[Tensor, "... r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
+        """Behind the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r], [*N, P, M]."""
         if columns is None:
             return self.markov_w2(inputs)
         return inputs @ functional.embedding(columns, self.markov_w2.weight).mT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from hf_speculate.transfers import to_device
 _MAX_POSITION = 1 << 24
 
 
+@runtime_checkable
 class LayerSpec(Protocol):
     """What layers are built from; attributes as of `EagleSpec`."""
 

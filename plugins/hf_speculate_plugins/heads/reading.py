@@ -8,7 +8,7 @@ own lengths; a hole is masked, never re-used before `keep`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -21,6 +21,7 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
 
 
+@runtime_checkable
 class ReadingHead(Protocol):
     """Whose entries a reading holds."""
 
