@@ -438,7 +438,7 @@ class TestCommand:
         assert "someone/some-head is no local folder" in " ".join(result.stderr.split())
 
     def test_what_cannot_be_checked(self, good_head, target_folder):
-        with pytest.raises(CheckpointError, match="'draft_model'; only eagle, medusa"):
+        with pytest.raises(CheckpointError, match="'draft_model'; only block, eagle, medusa"):
             check(target_folder)
         other = LlamaForCausalLM(LlamaConfig(**{**target().config.to_dict(), "hidden_size": 64, "head_dim": 16}))
         with pytest.raises(TargetMismatchError, match="hidden size 32"):
