@@ -248,3 +248,13 @@ class TestValues:
             values = [generator.choice([math.nan, -math.inf, math.inf, generator.random()]) for _ in parents]
             best = TreeRow(range(12), parents, values).best(generator.randrange(12))
             assert all(parent < node for node, parent in enumerate(best.parents))
+
+
+def test_plans_that_are_kept_are_nobodys_mode():
+    """Made in inference mode, they would be of no use to somebody who wants gradients."""
+    with torch.inference_mode():
+        plan = TreePlan.from_parents([[-1, 0, 0, 1, 3, 3, 2, 6, 7]])
+        bias = plan.bias(torch.float32, torch.device("cpu"))
+    assert not plan.ancestors.is_inference()
+    assert not plan.depths.is_inference()
+    assert not bias.is_inference()

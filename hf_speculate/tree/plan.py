@@ -41,7 +41,8 @@ class TreePlan:
         """Additive form of `ancestors`: 0 where a node attends, the smallest number of `dtype` elsewhere [R, N, N]."""
         cache = self.__dict__.setdefault("_bias", {})
         if (dtype, device) not in cache:
-            cache[dtype, device] = additive(to_device(self.ancestors, device), dtype)
+            with torch.inference_mode(False):  # kept, as the plan is
+                cache[dtype, device] = additive(to_device(self.ancestors, device), dtype)
         return cache[dtype, device]
 
     def extended(self, parents: Int[Tensor, "R F"]) -> TreePlan:
@@ -99,6 +100,7 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # who asks first must not decide what later requests can do with it
 def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
     all_depths, all_ancestors = [], []
     for row_parents in parents:
