@@ -154,8 +154,8 @@ class Timings:
         return self._table(context).is_established(size)
 
     def record(self, size: int, seconds: float, context: int = 0) -> None:
-        """Learns one observation. The first of every size is a warm-up (libraries prepare a kernel for it). Of the next
-        three of a class the shortest counts; later ones move an estimate of the median.
+        """Learns one observation. The first of every size is a warm-up (libraries prepare a kernel for it). Of the
+        first ones of a class the shortest counts, in part; later ones move an estimate of the median.
 
         Machines have slower and faster minutes: their pace is kept apart from what one size takes of another."""
         octave = _octave(context)

@@ -176,7 +176,9 @@ def test_the_speed_is_near_that_of_the_best_fixed_tree(slope, is_asking, has_val
         return 0.7
 
     run = Simulation(slope, sureness, is_asking=is_asking, has_values=has_values).run(6000)
-    assert run.rate > 0.9 * best_fixed(slope, sureness, children=1 + has_values)
+    # Where nodes cost a fifth of a forward and nobody asks, exploring costs more than the loss bound forgives soon.
+    least = 0.9 if (slope, is_asking, has_values) == (0.2, False, True) else 0.93
+    assert run.rate > least * best_fixed(slope, sureness, children=1 + has_values)
 
 
 @pytest.mark.parametrize("slope", [0.005, 0.05, 0.2])

@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
-from ..calibration import Alternative, Options, Text, accepted_lengths
+from ..calibration import Alternative, ConventionReader, Options, Text, accepted_lengths
 from .checkpoint import LoadedHead, load_head
 from .head import BlockHead
 from .masks import block_masks
 from .options import Conventions
-from .spec import BlockSpec
 
 
 # Roots whose blocks are run at once: each has a copy of the text's keys and values.
 _CHUNK = 32
 
 
-class BlockReader:
-    """Reads the head in `folder` anew for every set of `Conventions`: the same way as a user who passes them."""
+class BlockReader(ConventionReader[LoadedHead]):
+    """Reads a head as `Conventions` have it."""
 
     name = "block"
 
-    def __init__(self, folder: str, target: PreTrainedModel):
-        self._folder, self._target = folder, target
-        self._num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        self._options: Options = {}
-        self._loaded = load_head(folder, target)
-
-    def _load(self, options: Options) -> LoadedHead:
-        """The head as last time, or read anew."""
-        if options != self._options:
-            self._loaded = load_head(self._folder, self._target, Conventions(**options))
-            self._options = dict(options)
-        return self._loaded
+    def read(self, options: Options) -> LoadedHead:
+        return load_head(self._folder, self._target, Conventions(**options))
 
     def depth(self, depth: int) -> int:
         # Read with another first slot it drafts one token less, or more.
-        return min(depth, self._loaded.spec.block_size - 1)
+        return min(depth, self._loaded.head.spec.block_size - 1)
 
-    @torch.inference_mode()
-    def accepted(self, options: Options, texts: Sequence[Text], depth: int) -> Int[Tensor, " P"]:
-        loaded = self._load(options)
-        return torch.cat([_accepted(loaded, text, depth) for text in texts])
+    def accepted_in(self, loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
+        return _accepted(loaded, text, depth)
 
     def alternatives(self, options: Options) -> list[Alternative]:
         """One change each of what `options` leave open: layers, the first slot, causality, RoPE base."""
-        spec, found = self._load(options).spec, []
+        spec, found = self.load(options).head.spec, []
         if "feature_layers" not in options:
             for shift in (-1, 1):
                 layers = [layer + shift for layer in spec.feature_layers]
@@ -66,17 +50,8 @@ class BlockReader:
             meaning = "slots that see only those before them" if causal else "slots that see all of their block"
             found.append(Alternative({"causal": causal}, meaning))
         if "rope_theta" not in options:
-            found += self._other_bases(spec)
+            found += self.other_bases(spec.rope)
         return found
-
-    def _other_bases(self, spec: BlockSpec) -> list[Alternative]:
-        targets = (getattr(self._target.config, "rope_parameters", None) or {}).get("rope_theta")
-        bases = dict.fromkeys(float(base) for base in (1e4, targets, 5e5, 1e6) if base)
-        return [
-            Alternative({"rope_theta": base}, f"RoPE base {base:g}" + (" (the target's)" if base == targets else ""))
-            for base in bases
-            if base != spec.rope["rope_theta"]
-        ]
 
 
 def _accepted(loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
@@ -84,7 +59,7 @@ def _accepted(loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
     roots = text.roots(depth)
     if not roots:
         return torch.zeros(0, dtype=torch.long)
-    head, spec = loaded.head, loaded.spec
+    head, spec = loaded.head, loaded.head.spec
     context = head.fuse([text.states[layer][None] for layer in spec.feature_layers])
     drafted = []
     for start in range(0, len(roots), _CHUNK):
@@ -119,7 +94,7 @@ def _greedy(
 ) -> Int[Tensor, "P D"]:
     """The best token of every slot, fed with the text's own tokens instead of the chain's: it is that chain as long as
     it is right; what follows an error never counts."""
-    head, spec = loaded.head, loaded.spec
+    head, spec = loaded.head, loaded.head.spec
     logits = head.logits(slots)
     previous = token_ids[anchors[:, None] + torch.arange(slots.shape[1], device=anchors.device)]
     if spec.markov is not None:

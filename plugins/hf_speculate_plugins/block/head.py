@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotat
 
 from hf_speculate.drafting import finite
 
-from ..heads import MLP, call_beside, rotary_embedding
+from ..heads import MLP, SharingHead, call_beside, rotary_embedding
 from .conditions import CandidateSelector, MarkovHead
 from .spec import BlockSpec
 
@@ -140,28 +140,14 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(spec.hidden_size + extra, 1)
 
 
-class BlockHead(nn.Module):
+class BlockHead(SharingHead[BlockSpec]):
     """A one-pass head of any method and dialect.
 
-    Args:
-        spec: what it computes.
-        embed_tokens, lm_head: the target's own modules where the head has none; they are referenced, neither copied
-            nor registered as submodules (`state_dict` and `.to` do not reach them).
-
-    Attributes:
-        shared: those modules of the target by name, None where the head has its own.
-
-    Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32.
+    Args: as of `SharingHead`.
     """
 
     def __init__(self, spec: BlockSpec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
-        super().__init__()
-        self.spec = spec
-        self.shared: dict[str, Any] = {"embed_tokens": embed_tokens, "lm_head": lm_head}
-        if embed_tokens is None:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        if lm_head is None:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        super().__init__(spec, embed_tokens, lm_head)
         if spec.adapts_features:
             self.hidden_dim_adapter = FeatureAdapter(spec)
         width = spec.hidden_size if spec.adapts_features else spec.target_hidden_size
@@ -176,23 +162,6 @@ class BlockHead(nn.Module):
         if spec.selector_rank:
             self.candidate_selector = CandidateSelector(spec)
         self.rotary = rotary_embedding(spec)
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        return self.spec.windows
-
-    @property
-    def output(self) -> Any:
-        """The module that makes logits: the head's own or the target's."""
-        return self.shared["lm_head"] or self.lm_head
 
     def fuse(self, features: Sequence[Float[Tensor, "B J Ht"]]) -> Float[Tensor, "B J H"]:
         """What the target's features, in `feature_layers` order, are to the layers: one state a token."""
@@ -226,8 +195,7 @@ class BlockHead(nn.Module):
         Returns:
             The states after the final norm.
         """
-        embedded = call_beside(self.shared["embed_tokens"] or self.embed_tokens, token_ids)
-        states = self.spec.embedding_scale * embedded.to(device=self.device, dtype=self.dtype)
+        states = self.spec.embedding_scale * self.embed(token_ids)
         rotary = self.rotary(states, position_ids)
         for layer in self.layers:
             states = layer(states, rotary, attend)

@@ -6,7 +6,7 @@ comes before temperature and cuts, the noise behind them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -61,7 +61,7 @@ class BlockScores:
         """What `best_tree` asks for, for each row: (row, depth, place) -> children."""
         spec = self._head.spec
         if spec.markov == "rnn":
-            return _Paths([self._of_row(row) for row in range(len(self._anchors))])
+            return _Paths(self)
         if spec.markov is None and not spec.selector_rank:
             shares, columns = log_shares(self.ranked[:, :, None], min(self._width, self.ranked.shape[-1]))
             return _Table(shares, self.to_target(columns), torch.zeros_like(columns))
@@ -91,45 +91,40 @@ class BlockScores:
         codes = self._head.markov_head.codes(previous)
         return self._head.markov_head.inputs(states, codes, codes)[0]
 
-    def behind(self, inputs: Float[Tensor, "B D P r"], first: int = 0) -> Float[Tensor, "B D P M"]:
+    def behind(self, inputs: Float[Tensor, "R E P r"], slot: int = 0, row: int = 0) -> Float[Tensor, "R E P M"]:
         """Log-probabilities of the candidates behind each of the tokens that `inputs` stand for.
 
         Args:
-            first: the slot that the first of `inputs` belong to.
+            slot, row: that the first of `inputs` belong to.
         """
-        head, slots = self._head, slice(first, first + inputs.shape[1])
+        head = self._head
         part = head.candidate_selector if head.spec.selector_rank else head.markov_head
-        candidates = self.candidates[:, slots]
-        alone = self._logits[:, slots].gather(-1, candidates)
-        scores = self._with_noise(alone[:, :, None] + part.bias(inputs, candidates), slots, candidates)
+        place = slice(row, row + inputs.shape[0]), slice(slot, slot + inputs.shape[1])
+        candidates = self.candidates[place]
+        alone = self._logits[place].gather(-1, candidates)
+        scores = self._with_noise(alone[:, :, None] + part.bias(inputs, candidates), place, candidates)
         if head.spec.selector_rank:
             return scores.log_softmax(-1)
         # Other tokens of the vocabulary keep what the slot alone gives them.
-        return scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), self._others[:, slots, None])
+        return scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), self._others[place][:, :, None])
 
     def to_target(self, columns: Int[Tensor, "*N"]) -> Int[Tensor, "*N"]:
         return columns if self._target_ids is None else self._target_ids[columns]
 
-    def start(self) -> tuple[int, Float[Tensor, " r"]]:
-        """What `follow` takes at the first slot, of the only row."""
-        markov = self._head.markov_head
-        return int(self._anchors[0]), markov.start(markov.codes(self._anchors[:1]))[0]
+    def start(self, row: int) -> tuple[int, Float[Tensor, " r"]]:
+        """What `follow` takes at the first slot of a row."""
+        markov, anchor = self._head.markov_head, self._anchors[row]
+        return int(anchor), markov.start(markov.codes(anchor))
 
-    def follow(self, depth: int, token_id: int, carried: Float[Tensor, " r"]) -> Children:
-        """Children behind a token of the slot before, of the only row, where a recurrent state comes along the path."""
+    def follow(self, row: int, depth: int, token_id: int, carried: Float[Tensor, " r"]) -> Children:
+        """Children behind a token of the slot before, where a recurrent state comes along the path."""
         markov = self._head.markov_head
         codes = markov.codes(torch.tensor([token_id], device=self._states.device))
-        inputs, carried = markov.inputs(self._states[0, depth, None], codes, carried[None])
-        scores = self.behind(inputs[None, None], depth)[0, 0, 0]
+        inputs, carried = markov.inputs(self._states[row, depth, None], codes, carried[None])
+        scores = self.behind(inputs[None, None], depth, row)[0, 0, 0]
         shares, places = scores.topk(min(self._width, len(scores)))
-        token_ids = self.to_target(self.candidates[0, depth, places]).tolist()
+        token_ids = self.to_target(self.candidates[row, depth, places]).tolist()
         return Children(shares.tolist(), token_ids, [(token, carried[0]) for token in token_ids])
-
-    def _of_row(self, row: int) -> BlockScores:
-        if len(self._anchors) == 1:
-            return self
-        states = self._states[row : row + 1]
-        return BlockScores(self._head, self._target_ids, self._options, self._state.select([row]), states)
 
     @cached_property
     def _previous(self) -> Int[Tensor, "B D M"]:
@@ -142,16 +137,19 @@ class BlockScores:
         """Of the tokens that are no candidates, together."""
         return self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
 
-    def _with_noise(self, logits: Tensor, slots: slice = slice(None), columns: Tensor | None = None) -> Tensor:
+    def _with_noise(
+        self, logits: Tensor, place: tuple[slice, ...] = (), columns: Int[Tensor, "R E M"] | None = None
+    ) -> Tensor:
         """Scores as `DraftState.child_scores` makes them.
 
         Args:
-            logits: [B, D, C], or of some columns behind P tokens each [B, D, P, M].
-            columns: these, [B, D, M].
+            logits: [B, D, C], or of some columns behind P tokens each [R, E, P, M].
+            place: of these among the rows and slots.
+            columns: these.
         """
         if self._noise is None:
             return logits.float()
-        noise = to_device(self._noise[:, slots], logits.device)
+        noise = to_device(self._noise[place], logits.device)
         flat = warped(logits.flatten(1, -2), self._state.warpers).view(logits.shape)
         if columns is None:
             return flat[..., : noise.shape[-1]] - noise
@@ -175,11 +173,10 @@ class _Table:
 class _Paths:
     """Children that depend on the whole path to them: scored when they are asked for."""
 
-    def __init__(self, rows: Sequence[BlockScores]):
-        self._rows = rows
+    def __init__(self, scores: BlockScores):
+        self._scores = scores
 
     @torch.no_grad()
     def __call__(self, row: int, depth: int, place: Any) -> Children:
-        scores = self._rows[row]
-        token_id, carried = scores.start() if depth == 0 else place
-        return scores.follow(depth, token_id, carried)
+        token_id, carried = self._scores.start(row) if depth == 0 else place
+        return self._scores.follow(row, depth, token_id, carried)

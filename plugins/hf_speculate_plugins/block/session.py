@@ -55,7 +55,10 @@ class BlockSession(DraftSession):
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
             self._text += tokens[0, -1:].tolist() if reading is None else tokens[0, : int(lengths[0])].tolist()
         if reading is None:
-            self._reading = reading = self._start_reading(*tokens.shape)
+            num_rows, count = tokens.shape
+            self._reading = reading = Reading.begin(
+                head, self._request, (num_rows, count), lambda first: self._resumed(first, count)
+            )
             self._append(reading, context, reading.prompt_positions)
             reading.keep_all()
         else:
@@ -66,7 +69,7 @@ class BlockSession(DraftSession):
     def draft(self, state: DraftState) -> DraftTree:
         if self._reading is None:
             raise RuntimeError("draft() before the first observe()")
-        spec, roots = self._loaded.spec, state.root_ids.tolist()
+        spec, roots = self._loaded.head.spec, state.root_ids.tolist()
         depth = min(self.options.depth or spec.max_depth, spec.max_depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
@@ -101,17 +104,6 @@ class BlockSession(DraftSession):
             return head(head.block_ids(to_device(anchors, head.device)), positions, attend)
         finally:
             reading.drop()
-
-    def _start_reading(self, batch_size: int, count: int) -> Reading:
-        """Positions are those of the text: where the start of it has no features, and no earlier turn has read it, the
-        head starts cold but at the right place."""
-        request, head = self._request, self._loaded.head
-        if request.attention_mask is None:
-            first = request.num_earlier + request.known_from
-            positions = (first + torch.arange(count)).expand(batch_size, -1)
-            return self._resumed(first, count) or Reading(head, None, positions)
-        positions = (request.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        return Reading(head, request.attention_mask[:, -count:].bool(), positions[:, -count:])
 
     def _resumed(self, first: int, count: int) -> Reading | None:
         """The last turn's reading, if it read all entries before `first` as the text now has them."""

@@ -9,6 +9,7 @@ adapters, quantisation, dtype, context) acceptance depends on.
 from .checking import Alternative, HeadCheck, Options, Reader, Trial, check_head
 from .conditions import Finding, Measured, compare_conditions, compare_context, compare_sets
 from .rates import AcceptanceRates
+from .readers import ConventionReader
 from .texts import Text, accepted_lengths, write_texts
 from .values import measure_calibration
 
@@ -16,6 +17,7 @@ from .values import measure_calibration
 __all__ = [
     "AcceptanceRates",
     "Alternative",
+    "ConventionReader",
     "Finding",
     "HeadCheck",
     "Measured",

@@ -6,12 +6,21 @@ none is dropped or left at its initial value in silence. Nothing here knows a me
 
 from .accounting import KeyAccount, LoadReport, num_indexed
 from .config import ConfigValues
-from .decoder_config import Shapes, attention_sizes, layer_config_of, rope_of, windows_of
+from .contradictions import check_dimensions, check_stated_sizes
+from .decoder_config import (
+    Shapes,
+    attention_sizes,
+    layer_config_of,
+    num_layers_of,
+    rope_of,
+    stated_sizes,
+    windows_of,
+)
 from .reading import Checkpoint, read_checkpoint, read_config, tensor_shapes
 from .sharing import HeadSizes, OpenedHead, is_copy, shared_embeddings, shared_output
-from .stated_target import check_stated_target
+from .stated_target import check_stated_target, facts_of_target, speculators_section, stated_name
 from .target_files import TargetFiles
-from .vocabulary import draft_vocabulary
+from .vocabulary import draft_vocabulary, vocabulary_tensors
 from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
 
 
@@ -26,18 +35,26 @@ __all__ = [
     "Shapes",
     "TargetFiles",
     "attention_sizes",
+    "check_dimensions",
+    "check_stated_sizes",
     "check_stated_target",
     "draft_vocabulary",
+    "facts_of_target",
     "is_copy",
     "layer_config_of",
     "listed",
     "num_indexed",
+    "num_layers_of",
     "read_checkpoint",
     "read_config",
     "rope_of",
     "shared_embeddings",
     "shared_output",
+    "speculators_section",
+    "stated_name",
+    "stated_sizes",
     "tensor_shapes",
+    "vocabulary_tensors",
     "windows_of",
     "write_checkpoint",
 ]

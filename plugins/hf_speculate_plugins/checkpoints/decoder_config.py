@@ -1,7 +1,8 @@
-"""What configs and tensors say of the decoder layers of a head."""
+"""What configs and tensors say of the decoder layers of a head, and what is said of them in a config."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_speculate.errors import CheckpointError
 
+from .accounting import num_indexed
 from .config import ConfigValues
 
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ATTENTION = "layers.0.self_attn."
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+_MAX_LAYERS = 64  # no published head has more than a handful; one is built before its tensors are asked for
 
 
 def layer_config_of(config: ConfigValues) -> ConfigValues:
@@ -37,6 +41,12 @@ def layer_config_of(config: ConfigValues) -> ConfigValues:
     if theta is not None:
         filled["default_rope_theta"] = theta
     return ConfigValues(config.where, {**filled, **nested.values}, "transformer_layer_config.")
+
+
+def num_layers_of(folder: str, shapes: Shapes) -> int:
+    """By the names of tensors; a gap is a missing tensor, not a smaller head."""
+    indices = [match[1] for name in shapes if (match := _LAYER.match(name))]
+    return num_indexed(folder, "layer", indices, _MAX_LAYERS)
 
 
 def attention_sizes(shapes: Shapes, layer_config: ConfigValues) -> dict[str, int]:
@@ -93,3 +103,20 @@ def windows_of(layer_config: ConfigValues, num_layers: int) -> tuple[int | None,
     window = layer_config.size("sliding_window", most=1 << 40)
     windows = [window if kind == "sliding_attention" else None for kind in types[:num_layers]]
     return (*windows, *[None] * (num_layers - len(windows)))
+
+
+def stated_sizes(spec: Any) -> dict[str, Any]:
+    """What every config says of a head's layers, as transformers names it."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "num_hidden_layers": spec.num_layers,
+        "head_dim": spec.head_dim,
+        "hidden_act": spec.hidden_act,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": False,
+    }

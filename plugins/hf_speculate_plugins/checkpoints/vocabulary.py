@@ -1,4 +1,4 @@
-"""Which of the target's tokens a head drafts."""
+"""Which of the target's tokens a head drafts, read from its files and written into them."""
 
 from __future__ import annotations
 
@@ -46,3 +46,12 @@ def draft_vocabulary(spec: HeadSizes, checkpoint: Checkpoint, keys: KeyAccount) 
         )
     is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
     return None if is_whole else ids
+
+
+def vocabulary_tensors(spec: HeadSizes, target_ids: Tensor | None) -> dict[str, Tensor]:
+    """What `draft_vocabulary` reads: offsets and members, on the CPU. None: every token is its own."""
+    own = torch.arange(spec.draft_vocab_size)
+    ids = own if target_ids is None else target_ids.cpu()
+    members = torch.zeros(spec.vocab_size, dtype=torch.bool)
+    members[ids] = True
+    return {"d2t": ids - own, "t2d": members}

@@ -8,52 +8,40 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from hf_speculate.tree import additive
 
-from ..calibration import Alternative, Options, Text, accepted_lengths
+from ..calibration import Alternative, ConventionReader, Options, Text, accepted_lengths
 from ..heads import CachedAttention
 from .checkpoint import LoadedHead, load_head
 from .head import EagleHead
 from .spec import Conventions, EagleSpec
 
 
-class EagleReader:
-    """Reads the head in `folder` anew for every set of `Conventions`: the same way as a user who passes them."""
+class EagleReader(ConventionReader[LoadedHead]):
+    """Reads a head as `Conventions` have it."""
 
     name = "eagle"
 
-    def __init__(self, folder: str, target: PreTrainedModel):
-        self._folder, self._target = folder, target
-        self._num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        self._options: Options = {}
-        self._loaded = load_head(folder, target)
-
-    def _load(self, options: Options) -> LoadedHead:
-        """The head as last time, or read anew."""
-        if options != self._options:
-            self._loaded = load_head(self._folder, self._target, Conventions(**options))
-            self._options = dict(options)
-        return self._loaded
+    def read(self, options: Options) -> LoadedHead:
+        return load_head(self._folder, self._target, Conventions(**options))
 
     def depth(self, depth: int) -> int:
         return depth
 
-    @torch.inference_mode()
-    def accepted(self, options: Options, texts: Sequence[Text], depth: int) -> Int[Tensor, " P"]:
-        loaded = self._load(options)
-        layers = loaded.spec.entry_layers(self._num_layers)
-        return torch.cat([_accepted(loaded, text, layers, depth) for text in texts])
+    def accepted_in(self, loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
+        layers = loaded.head.spec.entry_layers(self._num_layers)
+        return _accepted(loaded, text, layers, depth)
 
     def alternatives(self, options: Options) -> list[Alternative]:
         """One change each of what `options` leave open: layers, norms, RoPE base, embeddings."""
-        loaded = self._load(options)
-        spec, found = loaded.spec, []
+        loaded = self.load(options)
+        spec, found = loaded.head.spec, []
         if "feature_layers" not in options:
             found += self._other_layers(spec)
         if "rope_theta" not in options:
-            found += self._other_bases(spec)
+            found += self.other_bases(spec.rope)
         if spec.version == 3:
             for name, meaning in _SWITCHES.items():
                 if name not in options:
@@ -72,16 +60,6 @@ class EagleReader:
             Alternative({"feature_layers": list(other)}, f"{meaning}, hidden states {list(other)}")
             for other, meaning in choices.items()
             if other != layers and min(other) >= 0 and max(other) <= depth
-        ]
-
-    def _other_bases(self, spec: EagleSpec) -> list[Alternative]:
-        """10000, which some trainers use whatever the config says; the target's; Llama 3's and Qwen's."""
-        targets = (getattr(self._target.config, "rope_parameters", None) or {}).get("rope_theta")
-        bases = dict.fromkeys(float(base) for base in (1e4, targets, 5e5, 1e6) if base)
-        return [
-            Alternative({"rope_theta": base}, f"RoPE base {base:g}" + (" (the target's)" if base == targets else ""))
-            for base in bases
-            if base != spec.rope["rope_theta"]
         ]
 
 

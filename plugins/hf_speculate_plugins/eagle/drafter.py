@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import Conversations, Drafter, DraftRequest, SavedHead
-from hf_speculate.hub import local_folder
-from hf_speculate.options import read_options
+from hf_speculate.drafting import Conversations, DraftRequest, SavedHead
 
 from ..checkpoints import LoadReport, TargetFiles, tensor_shapes
+from ..heads import HeadDrafter
 from .checkpoint import (
     LayoutName,
     LoadedHead,
@@ -32,11 +29,7 @@ from .session import EagleSession, Turn
 from .spec import Conventions, EagleSpec
 
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-class EagleDrafter(Drafter):
+class EagleDrafter(HeadDrafter[EagleHead]):
     """Drafts with an EAGLE head.
 
     Args:
@@ -52,12 +45,8 @@ class EagleDrafter(Drafter):
     options_classes = (EagleOptions, Conventions)
 
     def __init__(self, loaded: LoadedHead, target: PreTrainedModel, options: EagleOptions | None = None):
-        self._loaded = loaded
-        self.options = options or EagleOptions()
+        super().__init__(loaded, target, options)
         self.conversations: Conversations[Turn] = Conversations()
-        self._target_name = getattr(target.config, "_name_or_path", None) or None
-        self._target_architectures = [type(target).__name__]
-        self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
         tree = self.options.static_tree
@@ -68,66 +57,30 @@ class EagleDrafter(Drafter):
         return f"EagleDrafter(EAGLE-{self.spec.version}, {self.spec.dialect}, {self.options})"
 
     @property
-    def head(self) -> EagleHead:
-        return self._loaded.head
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """See `LoadedHead`."""
-        return self._loaded.target_ids
-
-    @property
-    def report(self) -> LoadReport:
-        """What became of every key of the checkpoint."""
-        return self._loaded.report
-
-    @property
     def spec(self) -> EagleSpec:
         return self.head.spec
-
-    @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        """`head=` is the folder or Hub id of the head; the other options are those of `from_folder`."""
-        head = options.pop("head", None)
-        if head is None:
-            raise TypeError("eagle needs a trained head: from_name('eagle', target=..., head='folder or Hub id').")
-        return cls.from_folder(local_folder(head), target, **options)
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
         return eagle_version(tensor_shapes(folder)) is not None
 
     @classmethod
-    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
-        """Options are the fields of `EagleOptions` (how to draft) and `Conventions` (how to read the head)."""
-        names = {field.name for field in dataclasses.fields(Conventions)}
-        conventions = Conventions(**{name: options.pop(name) for name in list(options) if name in names})
-        chosen = read_options(EagleOptions, options, cls.name, also=sorted(names))
-        return cls(load_head(folder, target, conventions), target, chosen)
+    def load(cls, folder: str, target: PreTrainedModel, conventions: Conventions) -> LoadedHead:
+        return load_head(folder, target, conventions)
 
-    def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
-        """Writes the head in a published layout: "safeailab", "specforge" (SGLang) or "speculators" (vLLM);
-        "sglang" and "vllm" are other names of the last two.
+    def write(self, path: str | os.PathLike, layout: str, **of_target: Any) -> None:
+        write_head(path, self.head, self.target_ids, layout, **of_target)
+
+    @property
+    def algorithm(self) -> str:
+        return algorithm_tag(self.spec)
+
+    def check_layout(self, layout: LayoutName | str | None = None) -> str:
+        """The layout by its own name: "safeailab", "specforge" ("sglang") or "speculators" ("vllm").
 
         Args:
             layout: None: "speculators", for EAGLE-1 "safeailab", the only one that has it.
-        Raises:
-            CheckpointError: the layout cannot express this head.
         """
-        layout = self.check_layout(layout)
-        write_head(
-            path,
-            self.head,
-            self.target_ids,
-            layout,
-            num_target_layers=self._num_target_layers,
-            target_name=self._target_name,
-            target_architectures=self._target_architectures,
-        )
-        return SavedHead(algorithm_tag(self.spec), layout, self._target_name)
-
-    def check_layout(self, layout: LayoutName | str | None = None) -> str:
-        """See `save_pretrained`."""
         default = "speculators" if self.spec.version == 3 else "safeailab"
         return check_layout(layout or default, self.spec, self._num_target_layers)
 

@@ -11,7 +11,6 @@ position i, and predicts token i + 2. Deeper draft tokens take the head's own st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_speculate.drafting import finite
 
-from ..heads import MLP, call_beside, rotary_embedding
+from ..heads import MLP, SharingHead, call_beside, rotary_embedding
 from .spec import EagleSpec
 
 
@@ -91,29 +90,14 @@ class EntryLayer(DecoderLayer):
         return self._finish(residual, torch.cat([embeddings, normed], dim=-1), **attention)
 
 
-class EagleHead(nn.Module):
+class EagleHead(SharingHead[EagleSpec]):
     """An EAGLE head of any generation and dialect.
 
-    Args:
-        spec: what it computes.
-        embed_tokens, lm_head: the target's own modules where the head has none; they are referenced, neither copied
-            nor registered as submodules (`state_dict` and `.to` do not reach them).
-
-    Attributes:
-        shared: those modules of the target by name, None where the head has its own.
-
-    Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
-    dtype instead (`checkpoint`).
+    Args: as of `SharingHead`.
     """
 
     def __init__(self, spec: EagleSpec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
-        super().__init__()
-        self.spec = spec
-        self.shared: dict[str, Any] = {"embed_tokens": embed_tokens, "lm_head": lm_head}
-        if embed_tokens is None:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        if lm_head is None:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        super().__init__(spec, embed_tokens, lm_head)
         self._add_projection()
         first = EntryLayer(spec) if spec.version == 3 else DecoderLayer(spec, layer=0, norm_input=False)
         others = (DecoderLayer(spec, layer) for layer in range(1, spec.num_layers))
@@ -133,23 +117,6 @@ class EagleHead(nn.Module):
         if spec.fc_norm:
             norms = (nn.RMSNorm(spec.target_hidden_size, eps=spec.rms_norm_eps) for _ in range(spec.num_features))
             self.fc_norm = nn.ModuleList(norms)
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        return self.spec.windows
-
-    def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
-        """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
-        module: Any = self.shared["embed_tokens"] or self.embed_tokens
-        return call_beside(module, token_ids).to(device=self.device, dtype=self.dtype)
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
         """The draft states that the target's features stand for, in `feature_layers` order.
@@ -192,11 +159,6 @@ class EagleHead(nn.Module):
         for layer in list(self.layers)[1:]:
             hidden = layer(hidden, **attention)
         return hidden
-
-    @property
-    def output(self) -> Any:
-        """The module that makes draft logits: the head's own or the target's."""
-        return self.shared["lm_head"] or self.lm_head
 
     def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
         """What `output` takes for `forward`'s states, and the states that the next draft step takes."""

@@ -70,7 +70,10 @@ class EagleSession(DraftSession):
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
             self._text += tokens[0, -1:].tolist() if self._reading is None else tokens[0, : int(lengths[0])].tolist()
         if self._reading is None:
-            self._reading = self._start_reading(*tokens.shape)
+            num_rows, count = tokens.shape
+            self._reading = Reading.begin(
+                head, self._request, (num_rows, count), lambda first: self._resumed(first, count)
+            )
             self._steps = self._steps_behind(self._reading)
             self._root_hidden = read_prompt(head, self._reading, tokens, states)
             return
@@ -103,17 +106,6 @@ class EagleSession(DraftSession):
         if self._compiler is None:
             return plain
         return CompiledSteps(plain, self._loaded, reading, self.options, self._compiler)
-
-    def _start_reading(self, batch_size: int, count: int) -> Reading:
-        """Positions are those of the text: where the start of it has no features, and no earlier turn has read it, the
-        head starts cold but at the right place."""
-        request, head = self._request, self._loaded.head
-        if request.attention_mask is None:
-            first = request.num_earlier + request.known_from
-            positions = (first + torch.arange(count)).expand(batch_size, -1)
-            return self._resumed(first, count) or Reading(head, None, positions)
-        positions = (request.attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        return Reading(head, request.attention_mask[:, -count:].bool(), positions[:, -count:])
 
     def _resumed(self, first: int, count: int) -> Reading | None:
         """The last turn's reading, if it read all entries before `first` as the text now has them. (The last of them

@@ -1,21 +1,31 @@
 """What heads of decoder layers share, whatever they draft: layers, RoPE, attention over a cache, what one has read.
 
-Nothing here knows a method or a file.
+Drafters and sessions of methods are built on these; nothing here knows a method.
 """
 
 from .attention import CachedAttention
-from .layers import MLP, LayerSpec, call_beside, rotary_embedding, sample_angles
+from .drafter import HeadDrafter
+from .layers import MLP, LayerSpec, call_beside, rotary_embedding
+from .loading import LoadedHead, build_head, check_head_fits, fill_head, overridden
 from .reading import Place, Reading, ReadingHead
+from .sharing import HeadSpec, SharingHead
 
 
 __all__ = [
     "MLP",
     "CachedAttention",
+    "HeadDrafter",
+    "HeadSpec",
     "LayerSpec",
+    "LoadedHead",
     "Place",
     "Reading",
     "ReadingHead",
+    "SharingHead",
+    "build_head",
     "call_beside",
+    "check_head_fits",
+    "fill_head",
+    "overridden",
     "rotary_embedding",
-    "sample_angles",
 ]

@@ -7,7 +7,7 @@ own lengths; a hole is masked, never re-used before `keep`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache import TreeCache
+from hf_speculate.drafting import DraftRequest
 from hf_speculate.target import LayerType, visible_prefix
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
@@ -65,6 +66,28 @@ class Reading:
         # Behind the prompt, position = index in the cache + shift.
         last_index = self.cache.append_index + positions.shape[1] - 1
         self._shifts = [last - last_index for last in positions[:, -1].tolist()]
+
+    @classmethod
+    def begin(
+        cls, head: ReadingHead, request: DraftRequest, shape: tuple[int, int], resume: Callable[[int], Reading | None]
+    ) -> Reading:
+        """The reading of a request whose prompt has features at the last J places of its B rows.
+
+        Positions are those of the text: where the start of it has no features, and no earlier turn has read it, the
+        head starts cold but at the right place.
+
+        Args:
+            shape: B, J.
+            resume: gives, if there is one, the earlier turn's reading of so many entries, made ready for this one.
+        """
+        num_rows, count = shape
+        mask = request.attention_mask
+        if mask is None:
+            first = request.num_earlier + request.known_from
+            positions = (first + torch.arange(count)).expand(num_rows, -1)
+            return resume(first) or cls(head, None, positions)
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return cls(head, mask[:, -count:].bool(), positions[:, -count:])
 
     @property
     def has_windows(self) -> bool:

@@ -169,6 +169,8 @@ def test_conventions_override_the_file(tmp_path):
         (lambda c: c["dflash_config"].update(projector_type="domino"), "projector_type"),
         (lambda c: c["dflash_config"].update(attention_sink_bias=True), "attention_sink_bias"),
         (lambda c: c.update(rope_parameters={"rope_type": "none", "rope_theta": 1e4}), "makes no one-pass head"),
+        (lambda c: c.update(hidden_size=64), "hidden_size in config.json is 64, that of the weights 32"),
+        (lambda c: c.update(intermediate_size=7), "intermediate_size in config.json is 7, that of the weights 48"),
         (lambda c: c.clear(), "has no config.json"),
     ],
 )
@@ -184,6 +186,7 @@ def test_configs_that_lack_or_contradict_something(tmp_path, change, message):
         (lambda t: t.update({"extra.weight": torch.zeros(3)}), r"unknown: extra\.weight"),
         (lambda t: t.update({"norm.weight": torch.ones(5)}), r"norm\.weight has shape \(5,\)"),
         (lambda t: t["fc.weight"].fill_(torch.nan), "fc.weight"),
+        (lambda t: t.update({"fc.weight": torch.ones(32)}), r"fc\.weight has shape \(32,\), expected 2 dimensions"),
     ],
 )
 def test_tensors_that_lack_or_contradict_something(tmp_path, change, message):

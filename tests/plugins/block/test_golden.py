@@ -21,6 +21,7 @@ from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.paths import SHARED
+from ...support.recording import Recording
 
 
 GOLDEN = SHARED / "golden"
@@ -298,22 +299,8 @@ def test_golden_jetspec_trees_by_its_own_rule_and_by_ours(golden_root, name):
             assert torch.tensor(ours.values[0]).exp().sum() >= torch.tensor(list(theirs.values())).exp().sum() - 1e-5
 
 
-class Recording(BlockDrafter):
-    """Notes how many draft tokens every round accepted."""
-
-    def start(self, request):
-        session = super().start(request)
-        observe, self.accepted = session.observe, None
-
-        def spy(tokens, features, lengths):
-            if self.accepted is None:  # the prompt
-                self.accepted = []
-            else:
-                self.accepted.append(int(lengths[0]) - 1)
-            observe(tokens, features, lengths)
-
-        session.observe = spy
-        return session
+class Recorded(Recording, BlockDrafter):
+    pass
 
 
 RUNS = {
@@ -335,7 +322,7 @@ def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
         budget = run.get("budget")
         sure = run.get("confidence_threshold", 0.0)
         options = BlockOptions(top_k=96, max_nodes=budget) if budget else BlockOptions(top_k=1, min_confidence=sure)
-        drafter = Recording(loaded, target, options)
+        drafter = Recorded(loaded, target, options)
         prompt, text = torch.tensor([run["prompt"]]), run["output"]
         output = target.generate(
             prompt,

@@ -19,6 +19,7 @@ from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
 from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.paths import SHARED
+from ...support.recording import Recording
 
 
 GOLDEN = SHARED / "golden"
@@ -184,22 +185,8 @@ def test_golden_dynamic_trees_over_two_rounds(golden_root, name, index):
         assert paths_of(tree) == expected
 
 
-class Recording(EagleDrafter):
-    """Notes how many draft tokens every round accepted."""
-
-    def start(self, request):
-        session = super().start(request)
-        observe, self.accepted = session.observe, None
-
-        def spy(tokens, features, lengths):
-            if self.accepted is None:  # the prompt
-                self.accepted = []
-            else:
-                self.accepted.append(int(lengths[0]) - 1)
-            observe(tokens, features, lengths)
-
-        session.observe = spy
-        return session
+class Recorded(Recording, EagleDrafter):
+    pass
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -211,7 +198,7 @@ def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
     for run in runs:
         total, depth, top_k = (run["settings"][key] for key in ("total_token", "depth", "top_k"))
         options = EagleOptions(depth=depth + 1, top_k=top_k, max_nodes=total - 1)
-        drafter = Recording(loaded, target, options)
+        drafter = Recorded(loaded, target, options)
         prompt, expected, text = torch.tensor([run["prompt"]]), run["accept_lengths"], run["output"]
         output = target.generate(
             prompt,

@@ -111,7 +111,8 @@ def test_it_is_gone_on_from(trained, target, tmp_path):
     [
         (
             {"name": "recurent"},
-            "unknown training method 'recurent'.*Did you mean 'recurrent'.*Installed: .*eagle1, .*recurrent",
+            "unknown training method 'recurent'.*Did you mean 'recurrent'.*"
+            "Installed: dflash, dspark, eagle1, .*recurrent",
         ),
         ({"name": "recurrent", "options": {"step": 2}}, "unknown key 'step' in method.options.*Did you mean 'steps'"),
         (

@@ -75,7 +75,7 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe_values, place, key, s
         ({"data": {"long": "burn"}}, "data.long: input should be 'auto'"),
         (
             {"method": {"name": "eagle4"}},
-            "unknown training method 'eagle4'.*mean 'eagle3'.*Installed: .*eagle1, eagle3",
+            "unknown training method 'eagle4'.*mean 'eagle3'.*Installed: dflash, dspark, eagle1, eagle3",
         ),
         ({"method": {"options": 3}}, "method.options: input should be a valid dictionary"),
         ({"output": {"folder": None}}, "output.folder: input should be a valid string"),

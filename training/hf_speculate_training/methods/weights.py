@@ -32,6 +32,15 @@ def trainable(head: AnyModule) -> AnyModule:
     return head.requires_grad_(True)
 
 
+def initialise(head: nn.Module, std: float) -> None:
+    """Normal weights as the target's own; norms are ones already."""
+    for module in head.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
 def target_rows(target: PreTrainedModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
     """Rows of the target's output matrix, whatever it is kept in; None: all."""
     size = target.config.get_text_config(decoder=True).hidden_size

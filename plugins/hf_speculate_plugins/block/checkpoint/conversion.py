@@ -9,7 +9,16 @@ from torch import nn
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 
-from ...checkpoints import ConfigValues, LoadReport, OpenedHead, TargetFiles, shared_embeddings, shared_output
+from ...checkpoints import (
+    ConfigValues,
+    LoadReport,
+    OpenedHead,
+    TargetFiles,
+    facts_of_target,
+    shared_embeddings,
+    shared_output,
+    stated_name,
+)
 from ..spec import BlockSpec
 from .loading import assemble, check_sizes, open_head
 from .saving import check_layout, write_head
@@ -29,34 +38,25 @@ def convert_head(
     """
     opened = open_head(folder)
     layout = check_layout(layout, opened.spec)
-    config = ConfigValues(folder, opened.checkpoint.config)
     if target is not None:
         check_sizes(opened.spec, target.text_config, target.name)
     loaded = assemble(opened, _embeddings(opened, layout, target), _output(opened, layout, target))
-    verifier = config.inner("speculators_config").inner("verifier")
-    name = target.name if target else verifier.text("name_or_path") or config.text("base_model_name_or_path")
-    if target is not None:
-        num_layers = target.text_config.num_hidden_layers
-    else:
-        num_layers = config.size("num_target_layers") if "num_target_layers" in config else None
+    facts = facts_of_target(ConfigValues(folder, opened.checkpoint.config), target)
     write_head(
         path,
         loaded.head,
         loaded.target_ids,
         layout,
-        num_target_layers=num_layers,
-        target_name=name,
-        target_architectures=target.architectures if target else verifier.texts("architectures"),
+        **facts,
     )
-    return SavedHead(opened.spec.method, layout, name), loaded.report
+    return SavedHead(opened.spec.method, layout, facts["target_name"]), loaded.report
 
 
 def describe_head(folder: str) -> SavedHead:
     """Method, layout and target of the head in `folder`, as far as it says."""
     opened = open_head(folder)
-    config = ConfigValues(folder, opened.checkpoint.config)
-    name = config.inner("speculators_config").inner("verifier").text("name_or_path")
-    return SavedHead(opened.spec.method, opened.spec.dialect, name or config.text("base_model_name_or_path"))
+    name = stated_name(ConfigValues(folder, opened.checkpoint.config))
+    return SavedHead(opened.spec.method, opened.spec.dialect, name)
 
 
 def _embeddings(opened: OpenedHead[BlockSpec], layout: str, target: TargetFiles | None) -> nn.Module | None:

@@ -17,17 +17,18 @@ from ...checkpoints import (
     ConfigValues,
     Shapes,
     attention_sizes,
+    check_dimensions,
+    check_stated_sizes,
     layer_config_of,
     listed,
-    num_indexed,
+    num_layers_of,
     rope_of,
     windows_of,
 )
 from ..spec import BlockSpec, Dialect, MarkovKind, Method
 
 
-_LAYER = re.compile(r"^layers\.(\d+)\.")
-_MAX_LAYERS, _MAX_FEATURES, _MAX_BLOCK = 64, 256, 512
+_MAX_FEATURES, _MAX_BLOCK = 256, 512
 _SIGNS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")
 # Of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
@@ -54,13 +55,14 @@ def describe(checkpoint: Checkpoint) -> BlockSpec:
             f"{checkpoint.folder} has no config.json, which says block_size, the mask token and RoPE: copy it from "
             "where the head is from."
         )
+    check_dimensions(checkpoint.folder, shapes)
     config = ConfigValues(checkpoint.folder, checkpoint.config)
     nested, layer_config = config.inner("dflash_config"), layer_config_of(config)
     dialect = _dialect(config, nested)
-    num_layers = num_indexed(checkpoint.folder, "layer", _layer_indices(shapes), _MAX_LAYERS)
+    num_layers = num_layers_of(checkpoint.folder, shapes)
     try:
         sizes = attention_sizes(shapes, layer_config)
-        return BlockSpec(
+        spec = BlockSpec(
             dialect=dialect,
             num_layers=num_layers,
             intermediate_size=shapes["layers.0.mlp.gate_proj.weight"][0],
@@ -83,10 +85,8 @@ def describe(checkpoint: Checkpoint) -> BlockSpec:
         )
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
-
-
-def _layer_indices(shapes: Shapes) -> list[str]:
-    return [match[1] for name in shapes if (match := _LAYER.match(name))]
+    check_stated_sizes(config, layer_config, spec)
+    return spec
 
 
 def _dialect(config: ConfigValues, nested: ConfigValues) -> Dialect:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
@@ -15,7 +13,6 @@ from hf_speculate.target import last_device
 
 from ...checkpoints import (
     KeyAccount,
-    LoadReport,
     OpenedHead,
     check_stated_target,
     draft_vocabulary,
@@ -23,30 +20,16 @@ from ...checkpoints import (
     shared_embeddings,
     shared_output,
 )
-from ...heads import sample_angles
+from ...heads import LoadedHead as HeadOf
+from ...heads import build_head, check_head_fits, fill_head, overridden
 from ..head import BlockHead
 from ..options import Conventions
 from ..spec import BlockSpec
 from .layouts import describe
 
 
-@dataclass(frozen=True)
-class LoadedHead:
-    """A head ready to draft.
-
-    Attributes:
-        head: on the device of the target's last layer, in the target's dtype.
-        target_ids: int64 [Vd], target id of each draft id; None where they are the same.
-        report: what became of every key of the checkpoint.
-    """
-
-    head: BlockHead
-    target_ids: Tensor | None
-    report: LoadReport
-
-    @property
-    def spec(self) -> BlockSpec:
-        return self.head.spec
+LoadedHead = HeadOf[BlockHead]
+"""A one-pass head ready to draft."""
 
 
 def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | None = None) -> LoadedHead:
@@ -92,36 +75,9 @@ def assemble(
     Raises:
         CheckpointError: missing, unknown and misshapen tensors.
     """
-    head, keys = _built(opened, embed_tokens, lm_head), opened.keys
-    for name in opened.checkpoint.tensors:
-        if name.endswith("rotary_emb.inv_freq"):
-            keys.ignore(name, "recomputed from the config")
-    weights = {name: keys.take(name, parameter.shape) for name, parameter in head.named_parameters()}
-    report = keys.finish()
-    # A copy: what was read may be mapped from a file that somebody rewrites later.
-    placed = {name: weight.to(device=device, dtype=dtype, copy=True) for name, weight in weights.items()}
-    head.load_state_dict(placed, strict=True, assign=True)
-    head.rotary.to(device)
-    head.requires_grad_(False).eval()
-    ids = opened.target_ids
-    return LoadedHead(head, None if ids is None else ids.to(device), report)
-
-
-def _built(opened: OpenedHead[BlockSpec], embed_tokens: nn.Module | None, lm_head: nn.Module | None) -> BlockHead:
-    """The head on the meta device; raises `CheckpointError` for activations and RoPE that do not exist."""
-    spec, folder = opened.spec, opened.checkpoint.folder
-    try:
-        with torch.device("meta"):
-            head = BlockHead(spec, embed_tokens, lm_head)
-        angles = sample_angles(head.rotary, spec)
-    except Exception as error:  # what is wrong with types of RoPE and activations, transformers says in several ways
-        raise CheckpointError(
-            f"{folder}: config.json makes no one-pass head ({type(error).__name__}: {error}); RoPE is {spec.rope}, the "
-            f"activation {spec.hidden_act!r}."
-        ) from error
-    if not all(part.isfinite().all() and part.shape[-1] == spec.head_dim for part in angles):
-        raise CheckpointError(f"{folder}: RoPE with {spec.rope} (config.json) gives no {spec.head_dim} angles.")
-    return head
+    spec = opened.spec
+    head = build_head(lambda: BlockHead(spec, embed_tokens, lm_head), spec, opened.checkpoint.folder, "one-pass head")
+    return fill_head(head, opened, device, dtype)
 
 
 def check_fits(spec: BlockSpec, target: PreTrainedModel) -> None:
@@ -131,20 +87,7 @@ def check_fits(spec: BlockSpec, target: PreTrainedModel) -> None:
 
 def check_sizes(spec: BlockSpec, config: Any, name: str) -> None:
     """As `check_fits`, for the config of a text model; `name` is what messages call it."""
-    for what, ours, theirs in (
-        ("hidden size", spec.target_hidden_size, config.hidden_size),
-        ("vocabulary", spec.vocab_size, config.vocab_size),
-    ):
-        if ours != theirs:
-            raise TargetMismatchError(
-                f"this {spec.method} head was made for a target of {what} {ours}, but {name} has {theirs}."
-            )
-    layers, depth = spec.feature_layers, config.num_hidden_layers
-    if min(layers) < 0 or max(layers) > depth:
-        raise TargetMismatchError(
-            f"this {spec.method} head reads the target's hidden states {list(layers)}, but {name} has {depth} layers, "
-            f"that is hidden states 0 to {depth}."
-        )
+    check_head_fits(spec, spec.feature_layers, config, f"{spec.method} head", name)
     if spec.mask_token_id >= spec.vocab_size:
         raise TargetMismatchError(
             f"the mask token of this {spec.method} head is {spec.mask_token_id}, but {name} has {config.vocab_size} "
@@ -153,17 +96,10 @@ def check_sizes(spec: BlockSpec, config: Any, name: str) -> None:
 
 
 def _overridden(spec: BlockSpec, conventions: Conventions) -> BlockSpec:
-    changes: dict[str, Any] = {
-        name: value
-        for name in ("feature_layers", "mask_token_id", "first_slot")
-        if (value := getattr(conventions, name)) is not None
-    }
-    if conventions.causal is not None:
-        changes["causal"] = (conventions.causal,) * spec.num_layers
-    if conventions.rope_theta is not None:
-        changes["rope"] = {**spec.rope, "rope_theta": float(conventions.rope_theta)}
-    if len(changes.get("feature_layers", spec.feature_layers)) != spec.num_features:
+    causal = spec.causal if conventions.causal is None else (conventions.causal,) * spec.num_layers
+    changed = overridden(spec, conventions, ("feature_layers", "mask_token_id", "first_slot"), causal=causal)
+    if changed.num_features != spec.num_features:
         raise CheckpointError(
-            f"this head takes {spec.num_features} features, feature_layers names {len(changes['feature_layers'])}."
+            f"this head takes {spec.num_features} features, feature_layers names {changed.num_features}."
         )
-    return dataclasses.replace(spec, **changes)
+    return changed

@@ -10,13 +10,12 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.target import embedding_rows, output_rows
 
-from ...checkpoints import write_checkpoint
+from ...checkpoints import speculators_section, stated_sizes, vocabulary_tensors, write_checkpoint
 from ..head import BlockHead
 from ..spec import BlockSpec
 
@@ -143,9 +142,7 @@ def _tensors(head: BlockHead, target_ids: Tensor | None, layout: str) -> dict[st
         for name, rows in _shared_rows(head).items():
             tensors.setdefault(name, rows)
     if target_ids is not None:
-        members = torch.zeros(spec.vocab_size, dtype=torch.bool)
-        members[target_ids.cpu()] = True
-        tensors |= {"d2t": target_ids.cpu() - torch.arange(spec.draft_vocab_size), "t2d": members}
+        tensors |= vocabulary_tensors(spec, target_ids)
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
@@ -162,18 +159,8 @@ def _sizes(spec: BlockSpec) -> dict[str, Any]:
     window = next((window for window in spec.windows if window), None)
     return {
         "model_type": "qwen3",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "num_hidden_layers": spec.num_layers,
-        "head_dim": spec.head_dim,
-        "hidden_act": spec.hidden_act,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "vocab_size": spec.vocab_size,
+        **stated_sizes(spec),
         "attention_bias": False,
-        "tie_word_embeddings": False,
         "rope_parameters": dict(spec.rope),
         "layer_types": ["sliding_attention" if w else "full_attention" for w in spec.windows],
         "sliding_window": window,
@@ -226,12 +213,6 @@ def _speculators_config(
     """As vllm-project/speculators: the layers' config nested and complete, features as `hidden_states` indices."""
     class_name = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
     is_wide = spec.target_hidden_size != spec.hidden_size
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": spec.max_depth,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     config: dict[str, Any] = {
         "architectures": [class_name[spec.method]],
         "speculators_model_type": spec.method,
@@ -245,12 +226,7 @@ def _speculators_config(
         "target_hidden_size": spec.target_hidden_size if is_wide else None,
         "tie_word_embeddings": False,
         "transformer_layer_config": _sizes(spec),
-        "speculators_config": {
-            "algorithm": spec.method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target_name, "architectures": target_architectures or []},
-        },
+        "speculators_config": speculators_section(spec.method, spec.max_depth, target_name, target_architectures),
     }
     if spec.method == "dspark":
         config |= {

@@ -14,9 +14,11 @@ from ...checkpoints import (
     LoadReport,
     OpenedHead,
     TargetFiles,
+    facts_of_target,
     is_copy,
     shared_embeddings,
     shared_output,
+    stated_name,
 )
 from ..spec import EagleSpec
 from .loading import assemble, check_sizes, open_head
@@ -45,23 +47,16 @@ def convert_head(
         check_sizes(opened.spec, target.text_config, target.name)
     embed_tokens = _embeddings(opened, layout, target)
     loaded = assemble(opened, embed_tokens, _output(opened, layout, target))
-    verifier = config.inner("speculators_config").inner("verifier")
-    name = target.name if target else verifier.text("name_or_path")
-    if target is not None:
-        num_layers = target.text_config.num_hidden_layers
-    else:
-        num_layers = config.size("num_target_layers") if "num_target_layers" in config else None
+    facts = facts_of_target(config, target)
     write_head(
         path,
         loaded.head,
         loaded.target_ids,
         layout,
-        num_target_layers=num_layers,
-        target_name=name,
-        target_architectures=target.architectures if target else verifier.texts("architectures"),
+        **facts,
         embeddings_were_trained=embed_tokens is None and _were_trained(opened, target),
     )
-    return SavedHead(algorithm_tag(opened.spec), layout, name), loaded.report
+    return SavedHead(algorithm_tag(opened.spec), layout, facts["target_name"]), loaded.report
 
 
 def algorithm_tag(spec: EagleSpec) -> str:
@@ -72,9 +67,9 @@ def algorithm_tag(spec: EagleSpec) -> str:
 def describe_head(folder: str) -> SavedHead:
     """Method, layout and target of the head in `folder`, as far as it says."""
     opened = open_head(folder)
-    verifier = ConfigValues(folder, opened.checkpoint.config).inner("speculators_config").inner("verifier")
     layout = "safeailab" if opened.spec.version == 1 else opened.spec.dialect
-    return SavedHead(algorithm_tag(opened.spec), layout, verifier.text("name_or_path"))
+    name = stated_name(ConfigValues(folder, opened.checkpoint.config))
+    return SavedHead(algorithm_tag(opened.spec), layout, name)
 
 
 def _embeddings(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles | None) -> nn.Module | None:

@@ -9,7 +9,7 @@ ends here, in one `EagleSpec`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from hf_speculate.errors import CheckpointError
@@ -17,18 +17,18 @@ from hf_speculate.errors import CheckpointError
 from ...checkpoints import (
     Checkpoint,
     ConfigValues,
+    Shapes,
     attention_sizes,
+    check_dimensions,
+    check_stated_sizes,
     layer_config_of,
     listed,
-    num_indexed,
+    num_layers_of,
     rope_of,
     windows_of,
 )
 from ..spec import Dialect, EagleSpec
-from .contradictions import check_dimensions, check_stated_sizes
 
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 # Names of other dialects -> ours (those of speculators). ModelOpt numbers `midlayer` when there are several; old
 # speculators files of EAGLE-1 say `fusion_fc` and `transformer`.
@@ -38,9 +38,7 @@ _RENAMES = (
     (re.compile(r"^transformer\."), "layers.0."),
     (re.compile(r"^fusion_fc\."), "fc."),
 )
-_LAYER = re.compile(r"^layers\.(\d+)\.")
-# No published head has more than a handful of either. A layer is built before its tensors are asked for.
-_MAX_LAYERS, _MAX_FEATURES = 64, 256
+_MAX_FEATURES = 256  # no published head has more than a handful
 _Q_PROJ, _K_PROJ = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
 # Tensors that only heads of other families have: P-EAGLE, DFlash / DSpark / Domino, MTP.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
@@ -98,7 +96,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     config = ConfigValues(checkpoint.folder, checkpoint.config)
     dialect = _dialect(config, checkpoint.tensors, version)
     layer_config = layer_config_of(config)
-    num_layers = _num_layers(checkpoint.folder, shapes)
+    num_layers = num_layers_of(checkpoint.folder, shapes)
     try:
         spec = EagleSpec(
             dialect=dialect,
@@ -115,7 +113,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
         )
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
-    check_stated_sizes(config, layer_config, spec)
+    check_stated_sizes(config, layer_config, spec, drafts_all=version == 1)
     return spec
 
 
@@ -132,11 +130,6 @@ def _dialect(config: ConfigValues, names: Iterable[str], version: int) -> Dialec
     # SpecForge's exporters write transformers 5 configs; SafeAILab's own files are those of transformers 4.
     marks = ("norm_output", "fc_norm", "dtype", "rope_parameters", "eagle_config")
     return "specforge" if any(mark in config.values for mark in marks) else "safeailab"
-
-
-def _num_layers(folder: str, shapes: Shapes) -> int:
-    indices = [match[1] for name in shapes if (match := _LAYER.match(name))]
-    return num_indexed(folder, "layer", indices, _MAX_LAYERS)
 
 
 def _sizes(shapes: Shapes, layer_config: ConfigValues, config: ConfigValues, version: int) -> dict[str, int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import TargetMismatchError
@@ -16,7 +15,6 @@ from hf_speculate.target import last_device
 from ...checkpoints import (
     Checkpoint,
     KeyAccount,
-    LoadReport,
     OpenedHead,
     check_stated_target,
     draft_vocabulary,
@@ -24,29 +22,18 @@ from ...checkpoints import (
     shared_embeddings,
     shared_output,
 )
+from ...heads import LoadedHead as HeadOf
+from ...heads import build_head, check_head_fits, fill_head, overridden
 from ..head import EagleHead
 from ..spec import Conventions, EagleSpec
-from .building import build_head
 from .layouts import canonical_name, describe
 
 
-@dataclass(frozen=True)
-class LoadedHead:
-    """A head ready to draft.
+# Fields of `EagleSpec` that conventions replace.
+_OVERRIDES = ("feature_layers", "norm_before_residual", "norm_logits", "feed_back_normed")
 
-    Attributes:
-        head: on the device of the target's last layer, in the target's dtype.
-        target_ids: int64 [Vd], target id of each draft id; None where they are the same.
-        report: what became of every key of the checkpoint.
-    """
-
-    head: EagleHead
-    target_ids: Tensor | None
-    report: LoadReport
-
-    @property
-    def spec(self) -> EagleSpec:
-        return self.head.spec
+LoadedHead = HeadOf[EagleHead]
+"""An EAGLE head ready to draft."""
 
 
 def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | None = None) -> LoadedHead:
@@ -71,7 +58,7 @@ def open_head(
     Raises: as `load_head`.
     """
     checkpoint = read_checkpoint(folder)
-    spec = _overridden(describe(checkpoint), conventions or Conventions())
+    spec = overridden(describe(checkpoint), conventions or Conventions(), _OVERRIDES)
     if target is not None:
         check_fits(spec, target)
         check_stated_target(folder, checkpoint.config, target)
@@ -95,18 +82,10 @@ def assemble(
     Raises:
         CheckpointError: missing, unknown and misshapen tensors.
     """
-    spec, keys = opened.spec, opened.keys
-    head = build_head(spec, opened.checkpoint.folder, embed_tokens, lm_head)
-    _ignore_leftovers(spec, opened.checkpoint, keys)
-    weights = {name: keys.take(name, parameter.shape) for name, parameter in head.named_parameters()}
-    report = keys.finish()
-    # A copy: what was read may be mapped from a file that somebody rewrites later.
-    placed = {name: weight.to(device=device, dtype=dtype, copy=True) for name, weight in weights.items()}
-    head.load_state_dict(placed, strict=True, assign=True)
-    head.rotary.to(device)
-    head.requires_grad_(False).eval()
-    ids = opened.target_ids
-    return LoadedHead(head, None if ids is None else ids.to(device), report)
+    spec = opened.spec
+    head = build_head(lambda: EagleHead(spec, embed_tokens, lm_head), spec, opened.checkpoint.folder, "EAGLE head")
+    _ignore_leftovers(spec, opened.checkpoint, opened.keys)
+    return fill_head(head, opened, device, dtype)
 
 
 def check_fits(spec: EagleSpec, target: PreTrainedModel) -> None:
@@ -116,44 +95,19 @@ def check_fits(spec: EagleSpec, target: PreTrainedModel) -> None:
 
 def check_sizes(spec: EagleSpec, config: Any, name: str) -> None:
     """As `check_fits`, for the config of a text model; `name` is what messages call it."""
-    for what, ours, theirs in (
-        ("hidden size", spec.target_hidden_size, config.hidden_size),
-        ("vocabulary", spec.vocab_size, config.vocab_size),
-    ):
-        if ours != theirs:
-            raise TargetMismatchError(
-                f"this EAGLE head was made for a target of {what} {ours}, but {name} has {theirs}."
-            )
-    layers, depth = spec.resolved_layers(config.num_hidden_layers), config.num_hidden_layers
+    layers = spec.resolved_layers(config.num_hidden_layers)
+    check_head_fits(spec, layers, config, "EAGLE head", name)
     if len(layers) != spec.num_features:
         raise TargetMismatchError(
             f"this EAGLE head takes features of {spec.num_features} target layers, but {len(layers)} are named: "
             f"{list(layers)}."
         )
-    if min(layers) < 0 or max(layers) > depth:
-        raise TargetMismatchError(
-            f"this EAGLE head reads the target's hidden states {list(layers)}, but {name} has "
-            f"{depth} layers, that is hidden states 0 to {depth}."
-        )
-
-
-def _overridden(spec: EagleSpec, conventions: Conventions) -> EagleSpec:
-    changes = {
-        name: value
-        for name in ("feature_layers", "norm_before_residual", "norm_logits", "feed_back_normed")
-        if (value := getattr(conventions, name)) is not None
-    }
-    if conventions.rope_theta is not None:
-        changes["rope"] = {**spec.rope, "rope_theta": float(conventions.rope_theta)}
-    return dataclasses.replace(spec, **changes)
 
 
 def _ignore_leftovers(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> None:
     """What files hold beyond the head, each with the reason why it is not needed."""
     for name in checkpoint.tensors:
-        if name.endswith("rotary_emb.inv_freq"):
-            keys.ignore(name, "recomputed from the config")
-        elif name.startswith("parallel_draft_heads."):
+        if name.startswith("parallel_draft_heads."):
             keys.ignore(name, "ModelOpt's parallel heads are not used")
         elif name.startswith("verifier_"):
             keys.ignore(name, "a copy of the target's")

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_speculate.errors import CheckpointError
 from hf_speculate.target import embedding_rows, output_rows
 
-from ...checkpoints import write_checkpoint
+from ...checkpoints import speculators_section, stated_sizes, vocabulary_tensors, write_checkpoint
 from ..head import EagleHead
 from ..spec import EagleSpec
 
@@ -161,37 +161,12 @@ def _tensors(head: EagleHead, target_ids: Tensor | None, layout: str) -> dict[st
                 rows = output_rows(module, spec.hidden_size, head.dtype)
             tensors[f"{name}.weight"] = rows
     if spec.version == 3 and (target_ids is not None or layout == "specforge"):
-        tensors |= _draft_vocabulary(spec, target_ids)
+        tensors |= vocabulary_tensors(spec, target_ids)
     if layout == "specforge" and "norm.weight" not in tensors:
         tensors["norm.weight"] = torch.ones(spec.hidden_size, dtype=head.dtype)  # its module always has one
     if spec.version == 3 and layout != "speculators":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
-def _draft_vocabulary(spec: EagleSpec, target_ids: Tensor | None) -> dict[str, Tensor]:
-    """Which tokens the head speaks, as offsets and as members."""
-    own = torch.arange(spec.draft_vocab_size)
-    ids = own if target_ids is None else target_ids.cpu()
-    members = torch.zeros(spec.vocab_size, dtype=torch.bool)
-    members[ids] = True
-    return {"d2t": ids - own, "t2d": members}
-
-
-def _sizes(spec: EagleSpec) -> dict[str, Any]:
-    return {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "num_hidden_layers": spec.num_layers,
-        "head_dim": spec.head_dim,
-        "hidden_act": spec.hidden_act,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "vocab_size": spec.vocab_size,
-        "tie_word_embeddings": False,
-    }
 
 
 def _target_width(spec: EagleSpec) -> dict[str, int]:
@@ -200,7 +175,7 @@ def _target_width(spec: EagleSpec) -> dict[str, int]:
 
 def _safeailab_config(spec: EagleSpec) -> dict[str, Any]:
     """As SafeAILab's own files: transformers 4 names, the switches of EAGLE-1 as flags."""
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_sizes(spec)}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **stated_sizes(spec)}
     config["rope_theta"] = spec.rope["rope_theta"]
     if spec.version == 1:
         return {**config, "bias": spec.fc_bias, "qkv_bias": spec.qkv_bias}
@@ -213,7 +188,7 @@ def _specforge_config(spec: EagleSpec, layers: list[int] | None) -> dict[str, An
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **_sizes(spec),
+        **stated_sizes(spec),
         **_target_width(spec),
         "draft_vocab_size": spec.draft_vocab_size,
         "attention_bias": False,
@@ -237,7 +212,7 @@ def _speculators_config(
     """As vllm-project/speculators: the layers' config nested and complete, features as `hidden_states` indices."""
     nested: Mapping[str, Any] = {
         "model_type": "qwen3" if spec.qk_norm else "llama",
-        **_sizes(spec),
+        **stated_sizes(spec),
         "attention_bias": False,
         "rope_parameters": dict(spec.rope),
     }
@@ -245,7 +220,6 @@ def _speculators_config(
     if window is not None:
         kinds = ["sliding_attention" if w else "full_attention" for w in spec.windows]
         nested = {**nested, "sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -259,10 +233,5 @@ def _speculators_config(
         "norm_output": spec.feed_back_normed,
         "tie_word_embeddings": False,
         "transformer_layer_config": nested,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target_name, "architectures": target_architectures or []},
-        },
+        "speculators_config": speculators_section("eagle3", 5, target_name, target_architectures),
     }

@@ -7,7 +7,7 @@ the text's tokens never its input but for the anchor. Only what a Markov head ta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -16,16 +16,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.models import unwrap
-from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions, LoadedHead
-from hf_speculate_plugins.checkpoints import LoadReport
+from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions
 
 from ...data import Batch
 from ...sections import RecipeError
 from ...states import TargetStates
-from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput, TrainingMethod
-from ..teacher import Teacher
+from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
+from ..head_method import HeadMethod
 from ..vocabulary import DRAFT_VOCAB_SIZE, choose_vocabulary, suggested_vocabulary
-from ..weights import detached_copy
 from .attention import run_blocks
 from .blocks import Blocks
 from .new_head import new_block, warm_block
@@ -44,7 +42,7 @@ _NOT_ZERO = 1e-6
 _LARGE_ANCHORS = 512
 
 
-class BaseBlockMethod(TrainingMethod, Generic[Options]):
+class BaseBlockMethod(HeadMethod[BlockHead, Options]):
     """What the training of all one-pass heads shares.
 
     Metrics, beside `loss_k` and `accuracy_k` of the k-th proposal: the terms of the loss by the names of
@@ -64,12 +62,7 @@ class BaseBlockMethod(TrainingMethod, Generic[Options]):
         target_ids: Int[Tensor, " Vd"] | None = None,
         options: Options | None = None,
     ):
-        super().__init__()
-        config = target.config.get_text_config(decoder=True)
-        self.head = head
-        self.options: Options = self.options_class() if options is None else options
-        self.target_ids = target_ids
-        self.teacher = Teacher(target.get_output_embeddings(), target_ids, config.vocab_size)
+        super().__init__(head, target, target_ids, options)
         self.feature_layers = tuple(dict.fromkeys(head.spec.feature_layers))
         if self.options.confidence_weight and not head.spec.confidence:
             raise RecipeError("method.options.confidence_weight must be 0: the head has no confidence head.")
@@ -99,10 +92,6 @@ class BaseBlockMethod(TrainingMethod, Generic[Options]):
         model = unwrap(target)
         head, target_ids = warm_block(folder, model)
         return cls(head, model, target_ids, options)
-
-    @property
-    def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
-        return self.target_ids
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         batch = cast(Batch, {name: batch[name].to(self.head.device) for name in Batch.__required_keys__})
@@ -151,9 +140,7 @@ class BaseBlockMethod(TrainingMethod, Generic[Options]):
 
     def drafter(self, target: PreTrainedModel, **options: Any) -> BlockDrafter:
         """Options are those of `BlockOptions`."""
-        ids = None if self.target_ids is None else self.target_ids.to(self.head.device)
-        loaded = LoadedHead(detached_copy(self.head, target.dtype), ids, LoadReport("the head in training"))
-        return BlockDrafter(loaded, target, BlockOptions(**options))
+        return BlockDrafter(self.decoding_head(target), target, BlockOptions(**options))
 
     @property
     def _terms(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from hf_speculate.target import last_device
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError
-from ..weights import copy_rows, target_rows, trainable
+from ..weights import copy_rows, initialise, target_rows, trainable
 from .options import DFlashShape, DSparkShape
 
 
@@ -53,7 +53,9 @@ def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tenso
     shared = target.get_output_embeddings() if target_ids is None else None
     with torch.device("cpu"):
         head = BlockHead(spec, target.get_input_embeddings(), shared)
-    _initialise(head, config.initializer_range)
+    initialise(head, config.initializer_range)
+    if spec.markov is not None:
+        nn.init.zeros_(head.markov_head.markov_w2.weight)
     if target_ids is not None:
         copy_rows(head.lm_head.weight, target_rows(target, target_ids))
     return head.to(last_device(target))
@@ -68,7 +70,7 @@ def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Bloc
         RecipeError: a DFlash2 head, whose selector these methods do not train.
     """
     loaded = load_head(local_folder(os.fspath(folder)), target)
-    if loaded.spec.method == "dflash2":
+    if loaded.head.spec.method == "dflash2":
         raise RecipeError("method.start_from: this is a DFlash2 head, and its selector is not trained here.")
     head = trainable(loaded.head)
     for name in ("embed_tokens", "lm_head"):
@@ -133,14 +135,3 @@ def _dialect(shape: DFlashShape, target_ids: Tensor | None) -> Literal["zlab", "
     if target_ids is not None or (shape.first_slot and isinstance(shape, DSparkShape)):
         return "speculators"
     return "zlab" if shape.first_slot else "deepspec"
-
-
-def _initialise(head: BlockHead, std: float) -> None:
-    """Normal weights as the target's own; norms are ones already."""
-    for module in head.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    if head.spec.markov is not None:
-        nn.init.zeros_(head.markov_head.markov_w2.weight)

@@ -7,7 +7,7 @@ the target's distribution at token i + 1 + k. Tokens are those of the text, neve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -17,16 +17,13 @@ from transformers import PreTrainedModel
 
 from hf_speculate.models import unwrap
 from hf_speculate.target import is_dense
-from hf_speculate_plugins.checkpoints import LoadReport
-from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, LoadedHead
+from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions
 
 from ...data import Batch
 from ...states import TargetStates
-from ..contract import TrainingMethod
 from ..entries import Entries, tokens_ahead
+from ..head_method import HeadMethod
 from ..losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
-from ..teacher import Teacher
-from ..weights import detached_copy
 from .new_head import warm_eagle
 from .options import EagleTrainingOptions
 from .unrolled import StepMemory, UnrolledAttention, step_masks
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound=EagleTrainingOptions)
 
 
-class BaseEagleMethod(TrainingMethod, Generic[Options]):
+class BaseEagleMethod(HeadMethod[EagleHead, Options]):
     """What the training of all EAGLE heads shares.
 
     Args:
@@ -56,12 +53,8 @@ class BaseEagleMethod(TrainingMethod, Generic[Options]):
         target_ids: Int[Tensor, " Vd"] | None = None,
         options: Options | None = None,
     ):
-        super().__init__()
+        super().__init__(head, target, target_ids, options)
         config = target.config.get_text_config(decoder=True)
-        self.head = head
-        self.options: Options = self.options_class() if options is None else options
-        self.target_ids = target_ids
-        self.teacher = Teacher(target.get_output_embeddings(), target_ids, config.vocab_size)
         self.entry_layers = head.spec.entry_layers(config.num_hidden_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
 
@@ -70,10 +63,6 @@ class BaseEagleMethod(TrainingMethod, Generic[Options]):
         model = unwrap(target)
         head, target_ids = warm_eagle(folder, model)
         return cls(head, model, target_ids, options)
-
-    @property
-    def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
-        return self.target_ids
 
     def unroll(self, batch: Batch, states: TargetStates) -> list[Float[Tensor, "B S Hd"]]:
         """What the output matrix takes, at every token, for each unrolled step."""
@@ -100,9 +89,7 @@ class BaseEagleMethod(TrainingMethod, Generic[Options]):
 
     def drafter(self, target: PreTrainedModel, **options: Any) -> EagleDrafter:
         """Options are those of `EagleOptions`."""
-        report = LoadReport("the head in training")
-        loaded = LoadedHead(detached_copy(self.head, target.dtype), self._placed_ids(), report)
-        return EagleDrafter(loaded, target, EagleOptions(**options))
+        return EagleDrafter(self.decoding_head(target), target, EagleOptions(**options))
 
     def _run_step(self, token_ids, state, position_ids, attend_args) -> tuple[Tensor, StepMemory]:
         attend = UnrolledAttention(*attend_args)

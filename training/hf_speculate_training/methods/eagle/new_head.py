@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.errors import TargetMismatchError
@@ -19,7 +19,7 @@ from hf_speculate.hub import local_folder
 from hf_speculate.target import embedding_rows, last_device
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 
-from ..weights import copy_rows, target_rows, trainable
+from ..weights import copy_rows, initialise, target_rows, trainable
 
 
 _MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
@@ -72,7 +72,7 @@ def new_eagle3(
     shares_embeddings = not (own_embeddings or width != config.hidden_size)
     with torch.device("cpu"):
         head = EagleHead(spec, target.get_input_embeddings() if shares_embeddings else None)
-    _initialise(head, config.initializer_range)
+    initialise(head, config.initializer_range)
     if not shares_embeddings:
         copy_rows(head.embed_tokens.weight, embedding_rows(target.get_input_embeddings(), config.vocab_size))
     copy_rows(head.lm_head.weight, target_rows(target, target_ids))
@@ -92,7 +92,7 @@ def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any)
     check_fits(spec, target)
     with torch.device("cpu"):
         head = EagleHead(spec, target.get_input_embeddings(), target.get_output_embeddings())
-    _initialise(head, config.initializer_range)
+    initialise(head, config.initializer_range)
     return head.to(last_device(target))
 
 
@@ -151,12 +151,3 @@ def _head_sizes(config: Any, width: int, num_heads: int | None, num_kv_heads: in
             f"width {width}: heads must have an even size, and be a multiple of the key heads."
         )
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-
-
-def _initialise(head: EagleHead, std: float) -> None:
-    """Normal weights as the target's own; norms are ones already."""
-    for module in head.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)

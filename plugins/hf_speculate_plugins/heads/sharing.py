@@ -1,0 +1,75 @@
+"""A head that uses modules of its target instead of copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..checkpoints import HeadSizes
+from .layers import LayerSpec, call_beside
+
+
+class HeadSpec(HeadSizes, LayerSpec, Protocol):
+    """What is known of every head of decoder layers."""
+
+    @property
+    def target_hidden_size(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
+Spec = TypeVar("Spec", bound=HeadSpec)
+
+
+class SharingHead(nn.Module, Generic[Spec]):
+    """What heads of decoder layers have beside their layers.
+
+    Args:
+        spec: what the head computes.
+        embed_tokens, lm_head: the target's own modules where the head has none; they are referenced, neither copied
+            nor registered as submodules (`state_dict` and `.to` do not reach them).
+
+    Attributes:
+        shared: those modules of the target by name, None where the head has its own.
+
+    Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
+    dtype instead (`checkpoint`).
+    """
+
+    fc: nn.Linear  # what the target's features are projected with
+    rotary: nn.Module
+
+    def __init__(self, spec: Spec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
+        super().__init__()
+        self.spec = spec
+        self.shared: dict[str, Any] = {"embed_tokens": embed_tokens, "lm_head": lm_head}
+        if embed_tokens is None:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if lm_head is None:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return self.spec.windows
+
+    def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
+        """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
+        module: Any = self.shared["embed_tokens"] or self.embed_tokens
+        return call_beside(module, token_ids).to(device=self.device, dtype=self.dtype)
+
+    @property
+    def output(self) -> Any:
+        """The module that makes draft logits: the head's own or the target's."""
+        return self.shared["lm_head"] or self.lm_head
