@@ -132,7 +132,7 @@ PARTS = st.one_of(
     SCRIPTED,
     st.tuples(st.just("random"), st.integers(1, 20), st.integers(0, 99)),
     st.tuples(st.just("suffix"), st.sampled_from([{}, {"recycled": 3}, {"smoothing": False}]), st.booleans()),
-    st.tuples(st.just("eagle"), st.integers(1, 4), st.integers(1, 4), st.integers(1, 12)),
+    st.tuples(st.just("eagle"), st.integers(1, 4), st.integers(1, 4), st.integers(1, 12), st.booleans()),
     st.tuples(st.just("block"), st.sampled_from(sorted(KINDS)), st.integers(1, 12), st.integers(1, 4)),
 )
 DRAFTERS = st.one_of(
@@ -248,7 +248,8 @@ def make_drafter(case, model, tiny_model, script):
         draft = tiny_model(case.architecture, seed=seed)
         return DraftModelDrafter(draft, DraftModelOptions(depth=depth, top_k=top_k))
     if kind == "eagle":
-        return random_eagle(*options, model)
+        depth, top_k, max_nodes, parallel = options
+        return random_eagle(depth, top_k, max_nodes, model, parallel)
     if kind == "block":
         return random_block(options[0], model, max_nodes=options[1], top_k=options[2])
     return random_medusa(options[0], model) if kind == "medusa" else EmptyDrafter()

@@ -119,6 +119,7 @@ WHOLE = {("safeailab", "dynamic"), ("eagle1", "dynamic")}
         ("safeailab", "static", 3),
         ("speculators", "dynamic", 3),  # two layers, one of them with a window
         ("eagle1", "dynamic", 1),  # with the target's output matrix
+        ("speculators-parallel", "dynamic", 3),  # its masks are a level
     ],
 )
 @pytest.mark.usefixtures("heads_only")

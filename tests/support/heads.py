@@ -100,7 +100,7 @@ def make_tensors(layout: str, rand) -> tuple[dict, dict]:
         tensors |= layer_tensors("layers.0.", rand, HIDDEN, qkv_bias=True)
         return config, tensors | {"fc.weight": rand(HIDDEN, 2 * HIDDEN), "fc.bias": rand(HIDDEN)}
     hidden = 24 if layout == "safeailab-narrow" else HIDDEN
-    prefix = "layers.0." if layout in ("speculators", "deepspec") else "midlayer."
+    prefix = "layers.0." if layout in ("speculators", "speculators-parallel", "deepspec") else "midlayer."
     qk_norm = layout in ("speculators", "deepspec")
     size = VOCAB if layout == "deepspec" else 48
     num_features = {"deepspec": 5, "speculators": 4}.get(layout, 3)
@@ -135,12 +135,25 @@ def make_tensors(layout: str, rand) -> tuple[dict, dict]:
         config |= {"transformer_layer_config": nested, "eagle_aux_hidden_state_layer_ids": [1, 2, 4, 5]}
         config |= {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
         config["embed_requires_grad"] = True
+    elif layout == "speculators-parallel":
+        tensors |= layer_tensors("layers.1.", rand, hidden) | {"layers.1.input_layernorm.weight": 1 + rand(hidden)}
+        tensors |= {"embed_tokens.weight": rand(VOCAB, hidden), "mask_hidden": rand(1, 1, 3 * HIDDEN)}
+        config = {"transformer_layer_config": {**config, "num_hidden_layers": 2}, "draft_vocab_size": size}
+        config |= {"speculators_model_type": "peagle", "mask_token_id": VOCAB - 1, "norm_before_residual": False}
     elif layout == "deepspec":
         config |= {"target_layer_ids": [0, 1, 3, 4, 5], "num_target_layers": DEPTH, "head_dim": 8}
     return config, tensors
 
 
-EAGLE_LAYOUTS = ["eagle1", "safeailab", "safeailab-narrow", "specforge", "speculators", "deepspec"]
+EAGLE_LAYOUTS = [
+    "eagle1",
+    "safeailab",
+    "safeailab-narrow",
+    "specforge",
+    "speculators",
+    "deepspec",
+    "speculators-parallel",
+]
 
 
 def write_head(folder, layout: str = "safeailab", change=None, file: str | None = None) -> str:
@@ -236,6 +249,7 @@ DRAFTERS = {
     "draft_model": _draft_model,
     "eagle1": _eagle("eagle1"),
     "eagle3": _eagle("safeailab"),
+    "peagle": _eagle("speculators-parallel"),
     "medusa": _medusa,
     "dspark": lambda model, folder: random_block("dspark", model),
     "dflash2": lambda model, folder: random_block("dflash2", model),

@@ -53,8 +53,10 @@ def write_eagle_head(folder: Path, hidden: int, vocab_size: int) -> str:
 
 
 @cache
-def random_eagle(depth, top_k, max_nodes, model):
+def random_eagle(depth, top_k, max_nodes, model, parallel=False):
     spec = EagleSpec(
+        parallel=parallel,
+        mask_token_id=1 if parallel else None,
         dialect="specforge",
         version=3,
         hidden_size=HIDDEN,
@@ -70,6 +72,8 @@ def random_eagle(depth, top_k, max_nodes, model):
     )
     torch.manual_seed(0)
     head = EagleHead(spec).eval().requires_grad_(False)
+    if parallel:
+        torch.nn.init.normal_(head.mask_hidden)
     options = EagleOptions(depth=depth, top_k=top_k, max_nodes=max_nodes)
     return EagleDrafter(LoadedHead(head, None, LoadReport("made here")), model, options)
 

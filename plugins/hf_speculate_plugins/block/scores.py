@@ -6,7 +6,6 @@ comes before temperature and cuts, the noise behind them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState, warped
 from hf_speculate.transfers import to_device
 
-from ..trees import log_shares
+from ..trees import Children, ChildrenOf, SlotTable, slot_scores, slot_table
 from .head import BlockHead
 from .options import BlockOptions
-from .search import Children
 
 
 _CUT = -1e5  # behind everything that is not cut, and little enough for float32 to keep an order
@@ -54,23 +52,22 @@ class BlockScores:
         self._noise = state.log_noise(range(states.shape[1]), self._logits.shape[-1], target_ids)
         self._anchors = to_device(state.root_ids, states.device)
         self._width = 1 if state.chains_only else options.top_k
-        self.ranked = self._with_noise(self._logits)
+        self.ranked = slot_scores(self._logits, self._noise, state.warpers).float()
 
     @torch.no_grad()
-    def children(self) -> Callable[[int, int, Any], Children]:
-        """What `best_tree` asks for, for each row: (row, depth, place) -> children."""
+    def children(self) -> ChildrenOf:
+        """What `best_trees` asks for."""
         spec = self._head.spec
         if spec.markov == "rnn":
             return _Paths(self)
         if spec.markov is None and not spec.selector_rank:
-            shares, columns = log_shares(self.ranked[:, :, None], min(self._width, self.ranked.shape[-1]))
-            return _Table(shares, self.to_target(columns), torch.zeros_like(columns))
+            return slot_table(self.ranked, self._target_ids, self._width)
         scores = self.behind(self.inputs(self._previous))
         shares, places = scores.topk(min(self._width, scores.shape[-1]), dim=-1)
         columns = self.candidates[:, :, None].expand_as(scores).gather(-1, places)
         if self._options.min_confidence and spec.confidence:
             shares = shares.masked_fill(~self._is_sure(self._previous)[..., None], -torch.inf)
-        return _Table(shares, self.to_target(columns), places)
+        return SlotTable(shares, self.to_target(columns), places)
 
     @cached_property
     def candidates(self) -> Int[Tensor, "B D M"]:
@@ -138,36 +135,22 @@ class BlockScores:
         return self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
 
     def _with_noise(
-        self, logits: Tensor, place: tuple[slice, ...] = (), columns: Int[Tensor, "R E M"] | None = None
-    ) -> Tensor:
-        """Scores as `DraftState.child_scores` makes them.
+        self, logits: Float[Tensor, "R E P M"], place: tuple[slice, ...], columns: Int[Tensor, "R E M"]
+    ) -> Float[Tensor, "R E P M"]:
+        """Scores as `DraftState.child_scores` makes them, of some columns behind P tokens each.
 
         Args:
-            logits: [B, D, C], or of some columns behind P tokens each [R, E, P, M].
             place: of these among the rows and slots.
-            columns: these.
         """
         if self._noise is None:
             return logits.float()
         noise = to_device(self._noise[place], logits.device)
         flat = warped(logits.flatten(1, -2), self._state.warpers).view(logits.shape)
-        if columns is None:
-            return flat[..., : noise.shape[-1]] - noise
         return flat - noise.gather(-1, columns)[:, :, None]
 
     def _is_sure(self, previous: Int[Tensor, "B D P"]) -> Tensor:
         states = self._states[:, :, None].expand(-1, -1, previous.shape[-1], -1)
         return torch.sigmoid(self._head.confidence(states, previous)) >= self._options.min_confidence
-
-
-class _Table:
-    """Children that depend on no more than their parent's token: [B, D, P, K], on the host."""
-
-    def __init__(self, shares: Tensor, token_ids: Tensor, places: Tensor):
-        self._tables = [table.cpu().numpy() for table in (shares.float(), token_ids, places)]
-
-    def __call__(self, row: int, depth: int, place: int) -> Children:
-        return Children(*(table[row, depth, place].tolist() for table in self._tables))
 
 
 class _Paths:

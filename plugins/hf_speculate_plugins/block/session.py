@@ -9,14 +9,14 @@ from torch import Tensor
 
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState
 from hf_speculate.transfers import to_device
-from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
+from hf_speculate.tree import DraftTree
 
 from ..heads import CachedAttention, Reading
+from ..trees import best_trees
 from .checkpoint import LoadedHead
 from .masks import block_masks
 from .options import BlockOptions
 from .scores import BlockScores
-from .search import best_tree
 
 
 class BlockSession(DraftSession):
@@ -69,19 +69,13 @@ class BlockSession(DraftSession):
     def draft(self, state: DraftState) -> DraftTree:
         if self._reading is None:
             raise RuntimeError("draft() before the first observe()")
-        spec, roots = self._loaded.head.spec, state.root_ids.tolist()
+        spec = self._loaded.head.spec
         depth = min(self.options.depth or spec.max_depth, spec.max_depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
         slots = self._block(state.root_ids)[:, spec.first_slot : spec.first_slot + depth]
         scores = BlockScores(self._loaded.head, self._loaded.target_ids, self.options, state, slots)
-        children, rows = scores.children(), []
-        for row, root in enumerate(roots):
-            if not state.active[row]:
-                rows.append(TreeRow([root], [ROOT_PARENT], [0.0]))
-                continue
-            rows.append(best_tree(root, lambda *at, r=row: children(r, *at), self.options.max_nodes, depth))
-        return DraftTree.from_rows(rows)
+        return best_trees(state, scores.children(), self.options.max_nodes, depth)
 
     def close(self) -> None:
         """Leaves what was read to the next turn."""

@@ -76,7 +76,8 @@ def shared_embeddings(opened: OpenedHead[Any], theirs: Any, choice: str | None =
     if is_copy(own, theirs.weight):
         keys.share(name, "equal to the target's")
         return theirs
-    was_trained = ConfigValues(checkpoint.folder, checkpoint.config).flag("embed_requires_grad", False)
+    config, is_parallel = ConfigValues(checkpoint.folder, checkpoint.config), "mask_hidden" in checkpoint.tensors
+    was_trained = config.flag("embed_requires_grad", is_parallel)  # P-EAGLE's always are
     if not was_trained and _mean_cosine(own, theirs) < _MIN_COSINE:
         keys.share(name, "those in the file look random; pass embeddings='own' to use them")
         return theirs

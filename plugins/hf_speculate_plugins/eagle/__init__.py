@@ -1,7 +1,8 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 heads (arXiv:2401.15077, 2406.16858, 2503.01840).
+"""EAGLE-1, EAGLE-2, EAGLE-3 and P-EAGLE heads (arXiv:2401.15077, 2406.16858, 2503.01840, 2602.01469).
 
 A head of one layer or a few reads the target's features and drafts from its own states, one level of a tree after the
-other. One `EagleSpec` describes the heads of all generations and dialects, and one `EagleHead` computes them.
+other; P-EAGLE's drafts all levels at once, from masks. One `EagleSpec` describes the heads of all generations and
+dialects, and one `EagleHead` computes them.
 """
 
 from ..trees import StaticTree

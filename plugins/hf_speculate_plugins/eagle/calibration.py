@@ -44,7 +44,7 @@ class EagleReader(ConventionReader[LoadedHead]):
             found += self.other_bases(spec.rope)
         if spec.version == 3:
             for name, meaning in _SWITCHES.items():
-                if name not in options:
+                if name not in options and not (spec.parallel and name == "feed_back_normed"):
                     value = not getattr(spec, name)
                     found.append(Alternative({name: value}, meaning[value]))
         if "embeddings" not in options:
@@ -121,7 +121,10 @@ def chain_logits(
     steps = [logits[0]]
     for step in range(1, depth):
         masks = [_step_mask(count, starts, step, window, head.dtype) for window in head.spec.windows]
-        chosen = tokens[starts + 1 + step][None]
+        if head.spec.parallel:
+            chosen, states = head.masks(1, len(entries))
+        else:
+            chosen = tokens[starts + 1 + step][None]
         hidden = head(chosen, states, (starts + step)[None], CachedAttention(cache, masks))
         logits, states = head.read(hidden)
         steps.append(logits[0])

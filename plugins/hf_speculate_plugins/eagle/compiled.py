@@ -139,7 +139,8 @@ class CompiledSteps:
         count = token_ids.shape[1]
         inputs = token_ids, states, *self._reading.node_place(plan, count)
         plain = partial(self._plain.level, token_ids, states, plan)
-        logits, fed_back = self._run(eagle_level, self._options.max_frontier, inputs, plain)
+        width = self._options.depth - 1 if self._head.spec.parallel else self._options.max_frontier
+        logits, fed_back = self._run(eagle_level, width, inputs, plain)
         return logits[:, :count], fed_back[:, :count]
 
     def tree(self, root: Tensor, state: DraftState, depth: int) -> DraftTree:

@@ -1,4 +1,4 @@
-"""The EAGLE drafter: EAGLE-1, EAGLE-2 (the same files with dynamic trees) and EAGLE-3 heads in all their layouts."""
+"""The EAGLE drafter: EAGLE-1, EAGLE-2 (the same files with dynamic trees), EAGLE-3 and P-EAGLE in all their layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ..heads import HeadDrafter
 from .checkpoint import (
     LayoutName,
     LoadedHead,
-    algorithm_tag,
     check_fits,
     check_layout,
     convert_head,
@@ -50,11 +49,15 @@ class EagleDrafter(HeadDrafter[EagleHead]):
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
         tree = self.options.static_tree
+        if tree is not None and self.spec.parallel:
+            raise ValueError(
+                "eagle: P-EAGLE heads score all levels at once and draft their best tree: tree= has no use."
+            )
         if tree is not None and max(tree.widths) > self.spec.draft_vocab_size:
             raise ValueError(f"eagle: the static tree needs {max(tree.widths)} children; the head has fewer tokens.")
 
     def __repr__(self) -> str:
-        return f"EagleDrafter(EAGLE-{self.spec.version}, {self.spec.dialect}, {self.options})"
+        return f"EagleDrafter({self.spec.kind}, {self.spec.dialect}, {self.options})"
 
     @property
     def spec(self) -> EagleSpec:
@@ -73,7 +76,7 @@ class EagleDrafter(HeadDrafter[EagleHead]):
 
     @property
     def algorithm(self) -> str:
-        return algorithm_tag(self.spec)
+        return self.spec.algorithm
 
     def check_layout(self, layout: LayoutName | str | None = None) -> str:
         """The layout by its own name: "safeailab", "specforge" ("sglang") or "speculators" ("vllm").

@@ -1,8 +1,9 @@
 """The forward pass of EAGLE heads.
 
-Sources: EAGLE-1 (Li et al., arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840) and the code that writes the published files,
-see `checkpoint`. Entry i of a head pairs the target's feature at position i with the embedding of token i + 1, has RoPE
-position i, and predicts token i + 2. Deeper draft tokens take the head's own state instead of the feature.
+Sources: EAGLE-1 (Li et al., arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469) and the code that
+writes the published files, see `checkpoint`. Entry i of a head pairs the target's feature at position i with the
+embedding of token i + 1, has RoPE position i, and predicts token i + 2. Deeper draft tokens take the head's own state
+instead of the feature; in P-EAGLE, which is EAGLE-3 otherwise, a learnt mask instead of both.
 
     EAGLE-1:  x = fc([embedding ; feature]);  y = layers(x);                     logits = target's output matrix(y)
     EAGLE-3:  g = fc([low ; mid ; high]);     y = layers([embedding ; g], g);    logits = output matrix(norm(y))
@@ -117,6 +118,8 @@ class EagleHead(SharingHead[EagleSpec]):
         if spec.fc_norm:
             norms = (nn.RMSNorm(spec.target_hidden_size, eps=spec.rms_norm_eps) for _ in range(spec.num_features))
             self.fc_norm = nn.ModuleList(norms)
+        if spec.parallel:
+            self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_inputs))
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
         """The draft states that the target's features stand for, in `feature_layers` order.
@@ -159,6 +162,14 @@ class EagleHead(SharingHead[EagleSpec]):
         for layer in list(self.layers)[1:]:
             hidden = layer(hidden, **attention)
         return hidden
+
+    def masks(self, batch_size: int, count: int) -> tuple[Int[Tensor, "B D"], Float[Tensor, "B D Hd"]]:
+        """What `forward` takes behind the last entry, for so many deeper tokens: their ids and states (P-EAGLE)."""
+        mask = self.spec.mask_token_id
+        assert mask is not None
+        features = self.mask_hidden.chunk(self.spec.num_features, dim=-1)
+        token_ids = torch.full((batch_size, count), mask, device=self.device)
+        return token_ids, self.fuse(features).expand(batch_size, count, -1)
 
     def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
         """What `output` takes for `forward`'s states, and the states that the next draft step takes."""

@@ -12,7 +12,7 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..heads import Reading
-from ..trees import StaticTree, log_shares, path_sums
+from ..trees import StaticTree, best_trees, log_shares, path_sums, slot_scores, slot_table
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps, problem_with_head
 from .levels import Level, forest_of, levels_of
@@ -87,6 +87,8 @@ class EagleSession(DraftSession):
             raise RuntimeError("draft() before the first observe()")
         options = self.options
         try:
+            if self._loaded.spec.parallel:
+                return self._draft_parallel(state, steps, root)
             if state.chains_only or (options.top_k == 1 and options.static_tree is None):
                 return self._draft_chain(state, steps, root)
             if options.static_tree is not None:
@@ -150,6 +152,20 @@ class EagleSession(DraftSession):
             drafted.append(self._to_target(columns[..., 0]))
             values.append(values[-1] + shares[..., 0])
         return DraftTree.chain(torch.cat(drafted, dim=1), torch.cat(values, dim=1))
+
+    @torch.no_grad()
+    def _draft_parallel(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
+        """The best tree of what the last entry and the masks behind it propose: two forwards of any depth."""
+        head, options, target_ids = self._loaded.head, self.options, self._loaded.target_ids
+        depth = min(options.depth, state.max_depth)
+        logits, _ = head.read(root[:, None])
+        if depth > 1:
+            plan = TreePlan.from_parents([range(-1, depth - 2)])
+            logits = torch.cat([logits, steps.level(*head.masks(len(root), depth - 1), plan)[0]], dim=1)
+        noise = state.log_noise(range(logits.shape[1]), logits.shape[-1], target_ids)
+        scores = slot_scores(logits, noise, state.warpers)
+        table = slot_table(scores, target_ids, 1 if state.chains_only else options.top_k)
+        return best_trees(state, table, options.max_nodes, depth)
 
     def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)

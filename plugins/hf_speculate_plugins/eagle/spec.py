@@ -43,6 +43,9 @@ class EagleSpec:
         norm_logits: RMSNorm before the output matrix.
         feed_back_normed: the next draft step gets the normed state ("norm_output" of speculators and vLLM).
         windows: for each layer the length of its sliding attention window, None for full attention.
+        parallel: P-EAGLE: a forward behind the last entry takes masks instead of tokens and states, one for each deeper
+            draft token, so that a draft takes no forward a level.
+        mask_token_id: whose embedding these masks have. None: the file does not say (SpecForge's do not).
     """
 
     dialect: Dialect
@@ -74,6 +77,20 @@ class EagleSpec:
     norm_logits: bool = True
     feed_back_normed: bool = False
     windows: tuple[int | None, ...] = (None,)
+    parallel: bool = False
+    mask_token_id: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """What people call such heads."""
+        return "P-EAGLE" if self.parallel else f"EAGLE-{self.version}"
+
+    @property
+    def algorithm(self) -> Literal["eagle", "eagle3", "peagle"]:
+        """What the Hub calls the method."""
+        if self.parallel:
+            return "peagle"
+        return "eagle3" if self.version == 3 else "eagle"
 
     def resolved_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """`feature_layers` for a target of L layers.
@@ -111,6 +128,7 @@ class Conventions:
         feature_layers: indices into the target's `hidden_states`, in concatenation order.
         rope_theta: base of the rotary embedding.
         norm_before_residual, norm_logits, feed_back_normed: see `EagleSpec`.
+        mask_token_id: of P-EAGLE heads, see `EagleSpec`.
         embeddings: "own" uses the file's token embeddings, "target" the target's; None decides by comparing them.
     """
 
@@ -119,6 +137,7 @@ class Conventions:
     norm_before_residual: bool | None = None
     norm_logits: bool | None = None
     feed_back_normed: bool | None = None
+    mask_token_id: int | None = None
     embeddings: Literal["own", "target"] | None = None
 
     def __post_init__(self) -> None:

@@ -1,11 +1,29 @@
 """How draft trees are shaped, for every method that drafts one.
 
 Static trees have a structure that is fixed beforehand, a list of choices; dynamic trees are grown level by level where
-the drafter is sure. Nothing here knows what scores the tokens.
+the drafter is sure; where all levels are scored at once, the best tree is found. Nothing here knows what scores the
+tokens.
 """
 
+from .best_first import Children, ChildrenOf, SlotTable, best_tree, best_trees, slot_scores, slot_table
 from .dynamic import Frontier, grow_tree, log_shares, num_candidates
 from .static import Choices, StaticTree, canonical, path_sums
 
 
-__all__ = ["Choices", "Frontier", "StaticTree", "canonical", "grow_tree", "log_shares", "num_candidates", "path_sums"]
+__all__ = [
+    "Children",
+    "ChildrenOf",
+    "Choices",
+    "Frontier",
+    "SlotTable",
+    "StaticTree",
+    "best_tree",
+    "best_trees",
+    "canonical",
+    "grow_tree",
+    "log_shares",
+    "num_candidates",
+    "path_sums",
+    "slot_scores",
+    "slot_table",
+]

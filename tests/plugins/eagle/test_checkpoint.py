@@ -31,7 +31,7 @@ class TestLayouts:
         assert drafter_class_for(folder) is EagleDrafter
         drafter = AutoSpeculator.from_pretrained(folder, target=target(), depth=3).drafter
         assert drafter.options == EagleOptions(depth=3)
-        assert drafter.spec.dialect == layout.removesuffix("-narrow")
+        assert drafter.spec.dialect == layout.removesuffix("-narrow").removesuffix("-parallel")
         assert not any(p.requires_grad for p in drafter.head.parameters())
 
     def test_from_name_takes_a_folder(self, head):
@@ -140,6 +140,52 @@ class TestLayouts:
         assert torch.equal(drafter.target_ids, expected)
 
 
+class TestMasksOfParallelHeads:
+    @pytest.mark.parametrize("key", ["mask_token_id", "ptd_token_id", "pard_token"])
+    def test_the_token_under_every_name(self, head, key):
+        def change(config, tensors):
+            config[key] = config.pop("mask_token_id")
+            tensors["mask_hidden"] = tensors["mask_hidden"][0]  # NeMo writes two dimensions
+
+        drafter = EagleDrafter.from_folder(head("speculators-parallel", change=change), target())
+        assert (drafter.spec.parallel, drafter.spec.mask_token_id) == (True, VOCAB - 1)
+        assert (drafter.algorithm, drafter.spec.kind) == ("peagle", "P-EAGLE")
+
+    def test_a_file_that_does_not_name_it(self, head, tmp_path):
+        def change(config, tensors):
+            del config["mask_token_id"]
+
+        folder = head("speculators-parallel", change=change)
+        with pytest.raises(CheckpointError, match=r"does not name its mask token .* give mask_token_id="):
+            EagleDrafter.from_folder(folder, target())
+        assert EagleDrafter.from_folder(folder, target(), mask_token_id=3).spec.mask_token_id == 3
+        with pytest.raises(CheckpointError, match="a mask token that nobody has named"):
+            EagleDrafter.convert(folder, tmp_path / "saved", "speculators")
+        assert not (tmp_path / "saved").exists()
+
+    @pytest.mark.parametrize("value", [-1, 1.5, "<mask>", True])
+    def test_no_token(self, head, value):
+        folder = head("speculators-parallel", change=lambda config, _: config.update(mask_token_id=value))
+        with pytest.raises(CheckpointError, match=r"mask_token_id .* a token id"):
+            EagleDrafter.from_folder(folder, target())
+
+    def test_a_token_that_the_target_has_not(self, head):
+        for token in (VOCAB, -1):
+            with pytest.raises(TargetMismatchError, match=f"is {token}, but LlamaForCausalLM has {VOCAB} tokens"):
+                EagleDrafter.from_folder(head("speculators-parallel"), target(), mask_token_id=token)
+
+    def test_heads_without_masks(self, head):
+        with pytest.raises(ValueError, match=r"mask_token_id is for P-EAGLE heads; the head in .* is EAGLE-3"):
+            EagleDrafter.from_folder(head(), target(), mask_token_id=3)
+
+    def test_embeddings_are_the_heads_own(self, head):
+        """P-EAGLE trains them: those that are unlike the target's are not taken for rubbish."""
+        drafter = EagleDrafter.from_folder(head("speculators-parallel"), target())
+        assert "embed_tokens.weight" in drafter.report.used
+        saved = EagleDrafter.describe(head("speculators-parallel"))
+        assert (saved.algorithm, saved.layout) == ("peagle", "speculators")
+
+
 class TestSaving:
     """What is written in a layout is read back as the same head."""
 
@@ -155,6 +201,7 @@ class TestSaving:
             ("specforge", "specforge"),
             ("speculators", "speculators"),
             ("deepspec", "speculators"),
+            ("speculators-parallel", "speculators"),
         ],
     )
     def test_round_trip(self, head, tmp_path, source, layout):
@@ -177,6 +224,8 @@ class TestSaving:
         drafter = EagleDrafter.from_folder(head("speculators"), target())
         with pytest.raises(CheckpointError, match=r"specforge layout cannot .* more than one layer, norms of queries"):
             drafter.save_pretrained(tmp_path / "saved", layout="specforge")
+        with pytest.raises(CheckpointError, match=r"specforge layout cannot .* the mask of P-EAGLE"):
+            EagleDrafter.from_folder(head("speculators-parallel"), target()).check_layout("specforge")
         drafter = EagleDrafter.from_folder(head("specforge"), target())
         for layout in ("safeailab", "speculators"):
             with pytest.raises(CheckpointError, match="logits without a norm"):

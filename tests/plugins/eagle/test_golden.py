@@ -14,7 +14,8 @@ from hf_speculate import Speculator
 from hf_speculate.drafting import RAW_LAST, DraftRequest, DraftState
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
-from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, StaticTree, load_head
+from hf_speculate_plugins.eagle import Conventions, EagleDrafter, EagleOptions, StaticTree, load_head
+from hf_speculate_plugins.eagle.calibration import chain_logits
 from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
 from hf_speculate_plugins.heads import CachedAttention
 
@@ -43,6 +44,7 @@ HEADS = [
     "eagle3-speculators-qwen3-31",
     "eagle3-speculators-qwen3-defaults",
 ]
+PARALLEL = ["peagle-specforge-llama", "peagle-speculators-llama-4layers", "peagle-speculators-qwen3-nbf"]
 WITH_TREES = [name for name in HEADS if name.startswith(("eagle1-", "eagle3-safeai-"))]
 WITH_RUNS = [name for name in WITH_TREES if name != "eagle3-safeai-targethidden"]
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -61,7 +63,11 @@ def vectors_of(name: str) -> dict[str, torch.Tensor]:
 
 @cache
 def loaded_head(name: str):
-    return load_head(str(GOLDEN / name / "head"), target_of(name))
+    # SpecForge's files do not say which token the masks of P-EAGLE are.
+    mask = (
+        json.loads((GOLDEN / name / "meta.json").read_text())["mask_token_id"] if "peagle-specforge" in name else None
+    )
+    return load_head(str(GOLDEN / name / "head"), target_of(name), Conventions(mask_token_id=mask))
 
 
 def drafter_of(name: str, **options) -> EagleDrafter:
@@ -105,11 +111,11 @@ def unpadded(rows: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def test_golden_folders_are_all_covered(golden_root):
-    found = {path.name for path in golden_root.iterdir() if path.name.startswith(("eagle1-", "eagle3-"))}
-    assert found == set(HEADS)
+    found = {path.name for path in golden_root.iterdir() if path.name.startswith(("eagle1-", "eagle3-", "peagle-"))}
+    assert found == {*HEADS, *PARALLEL}
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", HEADS + PARALLEL)
 class TestForward:
     def test_golden_feature_layers(self, golden_root, name):
         drafter, vectors = drafter_of(name), vectors_of(name)
@@ -145,7 +151,8 @@ class TestForward:
         hidden = head(ids[:, 1:], fused, vectors["position_ids"][None], attend)
         logits, fed_back = head.read(hidden)
         torch.testing.assert_close(hidden[0], vectors["tf_hidden"], **CLOSE)
-        torch.testing.assert_close(fed_back[0], vectors["tf_feedback"], **CLOSE)
+        if "tf_feedback" in vectors:
+            torch.testing.assert_close(fed_back[0], vectors["tf_feedback"], **CLOSE)
         torch.testing.assert_close(logits[0], vectors["tf_logits"], **CLOSE)
         drafted = logits[0].argmax(-1)
         assert torch.equal(drafted, vectors["tf_draft_ids"])
@@ -156,6 +163,8 @@ class TestForward:
             torch.testing.assert_close(cache.layers[0].values[0], vectors["tf_value_cache"], **CLOSE)
 
     def test_golden_chain(self, golden_root, name, monkeypatch):
+        if name in PARALLEL:
+            return  # see `test_golden_parallel_rollouts`
         drafter, vectors = drafter_of(name, depth=5, top_k=1), vectors_of(name)
         session = start(name, drafter)
         seen = []
@@ -166,6 +175,39 @@ class TestForward:
         for column, key in enumerate(("chain_hidden", "chain_logits", "chain_feedback")):
             if key in vectors:
                 torch.testing.assert_close(torch.cat([step[column][0] for step in seen]), vectors[key], **CLOSE)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_golden_parallel_rollouts(golden_root, name, monkeypatch):
+    """A draft behind each of the entries, in a session that was shown the text up to there."""
+    vectors = vectors_of(name)
+    ids, rollouts = vectors["token_ids"], vectors["parallel_logits"]
+    depth = rollouts.shape[1]
+    drafter = drafter_of(name, depth=depth, top_k=1)
+    head, features = drafter.head, features_of(name, drafter)
+    torch.testing.assert_close(head.masks(1, 1)[1][0, 0], vectors["mask_fused"], **CLOSE)
+    seen = []
+    read = head.read
+    monkeypatch.setattr(head, "read", lambda hidden: seen.append((hidden, *read(hidden))) or seen[-1][1:])
+    for anchor in range(len(rollouts)):
+        session = drafter.start(DraftRequest(target=target_of(name), input_ids=ids[None, : anchor + 1]))
+        known = {layer: states[:, : anchor + 1] for layer, states in features.items()}
+        session.observe(ids[None, 1 : anchor + 2], known, torch.tensor([anchor + 1]))
+        seen.clear()
+        tree = session.draft(state_for(int(ids[anchor + 1])))
+        assert tree.token_ids[0, 1:].tolist() == vectors["parallel_target_ids"][anchor].tolist()
+        hidden, logits = (torch.cat([step[column][0] for step in seen]) for column in (0, 1))
+        torch.testing.assert_close(hidden, vectors["parallel_hidden"][anchor], **CLOSE)
+        torch.testing.assert_close(logits, rollouts[anchor], **CLOSE)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_golden_parallel_rollouts_as_check_computes_them(golden_root, name):
+    drafter, vectors = drafter_of(name), vectors_of(name)
+    states, rollouts = drafter.head.fuse(list(features_of(name, drafter).values())), vectors["parallel_logits"]
+    entries = range(len(rollouts) - rollouts.shape[1])
+    logits = chain_logits(drafter.head, vectors["token_ids"][:-1], states, entries, rollouts.shape[1])
+    torch.testing.assert_close(logits, rollouts[: len(entries)], **CLOSE)
 
 
 @pytest.mark.parametrize("name", WITH_TREES)

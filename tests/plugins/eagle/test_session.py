@@ -36,7 +36,14 @@ class TestTextIsTheTargets:
             assert speculator.stats.rounds > 0
 
     @pytest.mark.parametrize(
-        ("layout", "shape"), [("eagle1", "chain"), ("speculators", "dynamic"), ("safeailab", "static")]
+        ("layout", "shape"),
+        [
+            ("eagle1", "chain"),
+            ("speculators", "dynamic"),
+            ("safeailab", "static"),
+            ("speculators-parallel", "dynamic"),
+            ("speculators-parallel", "chain"),
+        ],
     )
     def test_conformance(self, head, prompt, layout, shape):
         drafter = EagleDrafter.from_folder(head(layout), target(), **SHAPES[shape])

@@ -16,8 +16,10 @@ from hf_speculate_training.methods.eagle import (
     new_eagle3,
     warm_eagle,
 )
+from hf_speculate_training.sections import RecipeError
 from hf_speculate_training.states import TargetReader
 from tests.support.models import build_tiny_model
+from tests.support.tiny_heads import random_eagle
 
 
 KEPT = torch.arange(1, 96, 3)
@@ -93,6 +95,11 @@ class TestEagle3Heads:
         for name, parameter in method.head.named_parameters():
             assert torch.equal(parameters[name], parameter), name
             assert parameters[name].requires_grad
+
+    def test_parallel_heads_are_not_gone_on_from(self, tmp_path):
+        random_eagle(2, 2, 4, target(), parallel=True).save_pretrained(tmp_path / "head")
+        with pytest.raises(RecipeError, match=r"method\.start_from: this is a P-EAGLE head"):
+            warm_eagle(tmp_path / "head", target())
 
 
 class TestEagle1:

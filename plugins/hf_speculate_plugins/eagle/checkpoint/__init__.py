@@ -4,7 +4,7 @@ Dialects differ in names, in how they count layers and in what a flag means; all
 A layout that cannot say what a head computes is refused. No other room of this method opens a file.
 """
 
-from .conversion import algorithm_tag, convert_head, describe_head
+from .conversion import convert_head, describe_head
 from .layouts import eagle_version
 from .loading import LoadedHead, check_fits, load_head
 from .saving import LayoutName, check_layout, write_head
@@ -13,7 +13,6 @@ from .saving import LayoutName, check_layout, write_head
 __all__ = [
     "LayoutName",
     "LoadedHead",
-    "algorithm_tag",
     "check_fits",
     "check_layout",
     "convert_head",

@@ -56,12 +56,7 @@ def convert_head(
         **facts,
         embeddings_were_trained=embed_tokens is None and _were_trained(opened, target),
     )
-    return SavedHead(algorithm_tag(opened.spec), layout, facts["target_name"]), loaded.report
-
-
-def algorithm_tag(spec: EagleSpec) -> str:
-    """What the Hub calls the method of a head."""
-    return "eagle3" if spec.version == 3 else "eagle"
+    return SavedHead(opened.spec.algorithm, layout, facts["target_name"]), loaded.report
 
 
 def describe_head(folder: str) -> SavedHead:
@@ -69,7 +64,7 @@ def describe_head(folder: str) -> SavedHead:
     opened = open_head(folder)
     layout = "safeailab" if opened.spec.version == 1 else opened.spec.dialect
     name = stated_name(ConfigValues(folder, opened.checkpoint.config))
-    return SavedHead(algorithm_tag(opened.spec), layout, name)
+    return SavedHead(opened.spec.algorithm, layout, name)
 
 
 def _embeddings(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles | None) -> nn.Module | None:

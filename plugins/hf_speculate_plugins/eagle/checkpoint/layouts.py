@@ -38,10 +38,13 @@ _RENAMES = (
     (re.compile(r"^transformer\."), "layers.0."),
     (re.compile(r"^fusion_fc\."), "fc."),
 )
+MASK = "mask_hidden"  # of P-EAGLE heads
+# What its embedding is found by: speculators' name, and those of vLLM.
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 _MAX_FEATURES = 256  # no published head has more than a handful
 _Q_PROJ, _K_PROJ = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
-# Tensors that only heads of other families have: P-EAGLE, DFlash / DSpark / Domino, MTP.
-_OTHER_FAMILIES = re.compile(r"^(mask_hidden|hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
+# Tensors that only heads of other families have: DFlash / DSpark / Domino, MTP.
+_OTHER_FAMILIES = re.compile(r"^(hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
 _MODELOPT_FLAGS = (
     "use_input_layernorm_in_first_layer",
     "use_last_layernorm",
@@ -105,6 +108,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
             **_sizes(shapes, layer_config, config, version),
             **_features(shapes, config, dialect, version),
             **_switches(shapes, config, dialect, version),
+            **_mask(shapes, config),
             hidden_act=layer_config.text("hidden_act") or "silu",
             rms_norm_eps=layer_config.number("rms_norm_eps", 1e-6),
             rope=_rope(layer_config, dialect),
@@ -122,7 +126,10 @@ def _dialect(config: ConfigValues, names: Iterable[str], version: int) -> Dialec
         return "eagle1"
     if "speculators_model_type" in config.values:
         return "speculators"
+    names = set(names)
     if not any(name.startswith("midlayer.") for name in names):
+        if MASK in names:
+            return "specforge"
         return "deepspec" if "target_layer_ids" in config.values else "speculators"
     nested = config.inner("eagle_config").values
     if any(flag in nested for flag in _MODELOPT_FLAGS):
@@ -216,6 +223,18 @@ def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) 
     if nested.flag("return_hidden_post_norm", False):
         switches["feed_back_normed"] = True
     return switches
+
+
+def _mask(shapes: Shapes, config: ConfigValues) -> dict[str, Any]:
+    if MASK not in shapes:
+        return {}
+    key = next((key for key in _MASK_TOKENS if config.values.get(key) is not None), None)
+    if key is None:
+        return {"parallel": True}
+    value = config.values[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise config.wrong(key, "a token id")
+    return {"parallel": True, "mask_token_id": value}
 
 
 def _rope(layer_config: ConfigValues, dialect: str) -> dict[str, Any]:

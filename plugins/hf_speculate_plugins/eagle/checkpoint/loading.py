@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_speculate.errors import TargetMismatchError
+from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.target import last_device
 
 from ...checkpoints import (
@@ -26,11 +26,11 @@ from ...heads import LoadedHead as HeadOf
 from ...heads import build_head, check_head_fits, fill_head, overridden
 from ..head import EagleHead
 from ..spec import Conventions, EagleSpec
-from .layouts import canonical_name, describe
+from .layouts import MASK, canonical_name, describe
 
 
 # Fields of `EagleSpec` that conventions replace.
-_OVERRIDES = ("feature_layers", "norm_before_residual", "norm_logits", "feed_back_normed")
+_OVERRIDES = ("feature_layers", "norm_before_residual", "norm_logits", "feed_back_normed", "mask_token_id")
 
 LoadedHead = HeadOf[EagleHead]
 """An EAGLE head ready to draft."""
@@ -45,6 +45,11 @@ def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | N
     """
     conventions = conventions or Conventions()
     opened = open_head(folder, conventions, target)
+    if opened.spec.parallel and opened.spec.mask_token_id is None:
+        raise CheckpointError(
+            f"{folder} is a P-EAGLE head whose config.json does not name its mask token (SpecForge's do not): give "
+            "mask_token_id=..., what its training had; without word of that, the tokenizer's mask token."
+        )
     embed_tokens = shared_embeddings(opened, target.get_input_embeddings(), conventions.embeddings)
     lm_head = shared_output(opened, target.get_output_embeddings())
     return assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
@@ -59,12 +64,16 @@ def open_head(
     """
     checkpoint = read_checkpoint(folder)
     spec = overridden(describe(checkpoint), conventions or Conventions(), _OVERRIDES)
+    if spec.mask_token_id is not None and not spec.parallel:
+        raise ValueError(f"eagle: mask_token_id is for P-EAGLE heads; the head in {folder} is {spec.kind}.")
     if target is not None:
         check_fits(spec, target)
         check_stated_target(folder, checkpoint.config, target)
     canonical = {canonical_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+    if MASK in canonical:  # some have one dimension less
+        canonical[MASK] = canonical[MASK].reshape(1, 1, -1)
     checkpoint = dataclasses.replace(checkpoint, tensors=canonical)
-    keys = KeyAccount(checkpoint, f"EAGLE-{spec.version}, {spec.dialect}")
+    keys = KeyAccount(checkpoint, f"{spec.kind}, {spec.dialect}")
     return OpenedHead(spec, checkpoint, keys, draft_vocabulary(spec, checkpoint, keys))
 
 
@@ -101,6 +110,10 @@ def check_sizes(spec: EagleSpec, config: Any, name: str) -> None:
         raise TargetMismatchError(
             f"this EAGLE head takes features of {spec.num_features} target layers, but {len(layers)} are named: "
             f"{list(layers)}."
+        )
+    if spec.mask_token_id is not None and not 0 <= spec.mask_token_id < config.vocab_size:
+        raise TargetMismatchError(
+            f"the mask token of this P-EAGLE head is {spec.mask_token_id}, but {name} has {config.vocab_size} tokens."
         )
 
 

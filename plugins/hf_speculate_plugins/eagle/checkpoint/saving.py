@@ -36,6 +36,7 @@ _NEEDS_SPECULATORS: tuple[_Limit, ...] = (
     ("a normed state fed back", lambda spec: spec.feed_back_normed),
     ("sliding windows", lambda spec: any(spec.windows)),
     ("other than three features", lambda spec: spec.version == 3 and spec.num_features != 3),
+    ("the mask of P-EAGLE", lambda spec: spec.parallel),
 )
 _COMMON: tuple[_Limit, ...] = (
     ("a first layer without a norm on the embedding", lambda spec: not spec.norm_embedding),
@@ -57,6 +58,7 @@ _LIMITS: dict[str, tuple[_Limit, ...]] = {
         ("EAGLE-1", lambda spec: spec.version == 1),
         ("logits without a norm", lambda spec: not spec.norm_logits),
         ("windows of different lengths", lambda spec: len({w for w in spec.windows if w}) > 1),
+        ("a mask token that nobody has named", lambda spec: spec.parallel and spec.mask_token_id is None),
     ),
 }
 
@@ -220,9 +222,10 @@ def _speculators_config(
     if window is not None:
         kinds = ["sliding_attention" if w else "full_attention" for w in spec.windows]
         nested = {**nested, "sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
+    masked = {"mask_token_id": spec.mask_token_id} if spec.parallel else {}
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if spec.parallel else "Eagle3DraftModel"],
+        "speculators_model_type": spec.algorithm,
         "speculators_version": "0.9.0",
         "draft_vocab_size": spec.draft_vocab_size,
         "target_hidden_size": _target_width(spec).get("target_hidden_size"),
@@ -231,7 +234,8 @@ def _speculators_config(
         "norm_before_fc": spec.norm_before_fc,
         "fc_norm": spec.fc_norm,
         "norm_output": spec.feed_back_normed,
+        **masked,
         "tie_word_embeddings": False,
         "transformer_layer_config": nested,
-        "speculators_config": speculators_section("eagle3", 5, target_name, target_architectures),
+        "speculators_config": speculators_section(spec.algorithm, 5, target_name, target_architectures),
     }

@@ -19,6 +19,7 @@ from hf_speculate.hub import local_folder
 from hf_speculate.target import embedding_rows, last_device
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 
+from ...sections import RecipeError
 from ..weights import copy_rows, initialise, target_rows, trainable
 
 
@@ -97,8 +98,14 @@ def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any)
 
 
 def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
-    """A published EAGLE head (folder or Hub id) to train on, and its draft vocabulary."""
+    """A published EAGLE head (folder or Hub id) to train on, and its draft vocabulary.
+
+    Raises:
+        RecipeError: a P-EAGLE head, whose masks these methods do not train.
+    """
     loaded = load_head(local_folder(os.fspath(folder)), target)
+    if loaded.head.spec.parallel:
+        raise RecipeError("method.start_from: this is a P-EAGLE head, and its masks are not trained here.")
     return trainable(loaded.head), loaded.target_ids
 
 
