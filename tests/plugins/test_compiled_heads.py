@@ -16,13 +16,16 @@ from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
-from hf_speculate_plugins.eagle import EagleDrafter, EagleSession, compiled, head, steps
-from hf_speculate_plugins.heads import attention
+from hf_speculate_plugins import block, eagle
+from hf_speculate_plugins.block.session import BlockSession
+from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
+from hf_speculate_plugins.heads import attention, layers, sharing
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
 from hf_speculate_plugins.medusa.compiled import CompiledForward
 from hf_speculate_plugins.medusa.session import MedusaSession
-from hf_speculate_plugins.trees import dynamic
+from hf_speculate_plugins.trees import best_first, dynamic
 
+from ..support.block_heads import random_block
 from ..support.heads import (
     DEPTH,
     HIDDEN,
@@ -37,6 +40,11 @@ from ..support.heads import (
 )
 
 
+CHECKED = (
+    *(eagle.head, eagle.steps, eagle.compiled),
+    *(block.head, block.steps, block.compiled, block.scores, block.conditions, block.masks),
+    *(attention, layers, sharing, best_first, dynamic, ranking, tree),
+)
 # Shape checks are decorators that dynamo cannot trace.
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -48,7 +56,7 @@ REQUEST = {**PLAIN, "max_new_tokens": 16}
 def _without_checks(fresh_dynamo, monkeypatch):
     """Of shapes, which only tests have around functions: dynamo cannot look into these."""
     graphs_of(target(), "eager").by_key.clear()
-    for module in (head, attention, steps, compiled, dynamic, ranking, tree):
+    for module in CHECKED:
         for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
             for name, value in list(vars(owner).items()):
                 if getattr(owner, "__module__", module.__name__) != module.__name__:
@@ -71,7 +79,7 @@ def heads_only(monkeypatch):
 def drafts(monkeypatch):
     """The trees of all sessions of this test, as tokens and parents."""
     found = []
-    for session in (EagleSession, MedusaSession):
+    for session in (EagleSession, MedusaSession, BlockSession):
 
         def draft(self, state, original=session.draft):
             tree = original(self, state)
@@ -130,6 +138,38 @@ def test_eagle_drafts_what_it_drafts_uncompiled(tmp_path, prompt, drafts, layout
     last = "eagle_tree" if (layout, shape) in WHOLE else "eagle_level"
     assert {name for name, _ in keys} == {"eagle_entries", last}
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "options"),
+    [
+        ("dspark", 1, {}),
+        ("dspark", 3, {"top_k": 1}),
+        ("dflash", 3, {}),
+        ("gated", 1, {"min_confidence": 0.0, "candidates": 7}),
+        ("reduced", 1, {}),  # with a vocabulary of its own
+        ("windows", 3, {}),  # two kinds of masks
+        ("jetspec", 1, {}),
+        ("dflash2", 3, {}),
+    ],
+)
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.usefixtures("heads_only")
+def test_one_pass_heads_draft_what_they_draft_uncompiled(prompt, drafts, kind, size, options, do_sample):
+    drafter = random_block(kind, target(), **options)
+    graphs_of(drafter.head, "eager").by_key.clear()
+    assert_same_drafts(drafter, drafts, batch_of(prompt, size), do_sample=do_sample)
+    assert sorted(name for name, _ in graphs_of(drafter.head, "eager").by_key) == ["block_context", "block_tables"]
+
+
+@pytest.mark.usefixtures("heads_only")
+def test_drafts_along_paths_are_not_compiled(prompt):
+    model, texts = target(), []
+    compiled = Speculator(random_block("rnn", model), compile="eager")
+    for speculator in (None, compiled):
+        texts.append(model.generate(prompt(9), speculator=speculator, do_sample=False, **REQUEST).tolist())
+    assert texts[0] == texts[1]
+    assert set(compiled.stats.fallbacks) == {"not compiled: drafts of a recurrent Markov head"}
 
 
 @pytest.mark.parametrize("outputs", [None, 0])

@@ -170,6 +170,10 @@ class BlockHead(SharingHead[BlockSpec]):
             placed = [self.hidden_dim_adapter.proj(feature) for feature in placed]
         return self.hidden_norm(finite(self.fc(torch.cat(placed, dim=-1))))
 
+    def fuse_joined(self, joined: Float[Tensor, "B J W"]) -> Float[Tensor, "B J H"]:
+        """`fuse` of features side by side, in `feature_layers` order."""
+        return self.fuse(joined.chunk(self.spec.num_features, dim=-1))
+
     def read(self, context: Float[Tensor, "B J H"], position_ids: Int[Tensor, "B J"], append: Append) -> None:
         """Hands every layer's keys and values of context entries to `append`."""
         rotary = self.rotary(context, position_ids)

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState
-from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import CachedAttention, Reading
+from ..heads import Reading, problem_with_head
 from ..trees import best_trees
 from .checkpoint import LoadedHead
-from .masks import block_masks
+from .compiled import CompiledSteps
 from .options import BlockOptions
-from .scores import BlockScores
+from .steps import PlainSteps, Steps, read_prompt
 
 
 class BlockSession(DraftSession):
@@ -43,61 +42,51 @@ class BlockSession(DraftSession):
         self._loaded, self._request, self._conversations = loaded, request, conversations
         self._text = request.text
         self.carries_over = self._text is not None
+        self._compiler = request.compiler
+        if self._compiler is not None and (problem := problem_with_head(loaded.head)):
+            self._compiler.refuse(problem)
+            self._compiler = None
         self._reading: Reading | None = None
-        if request.compiler is not None:
-            request.compiler.refuse("drafts of one-pass heads")
+        self._steps: Steps | None = None
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
-        head, reading = self._loaded.head, self._reading
-        context = head.fuse([features[layer] for layer in head.spec.feature_layers])
+        head, reading, steps = self._loaded.head, self._reading, self._steps
+        joined = torch.cat([features[layer] for layer in head.spec.feature_layers], dim=-1)
         if self._text is not None:
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
             self._text += tokens[0, -1:].tolist() if reading is None else tokens[0, : int(lengths[0])].tolist()
-        if reading is None:
+        if reading is None or steps is None:
             num_rows, count = tokens.shape
             self._reading = reading = Reading.begin(
                 head, self._request, (num_rows, count), lambda first: self._resumed(first, count)
             )
-            self._append(reading, context, reading.prompt_positions)
-            reading.keep_all()
+            read_prompt(head, reading, joined)
+            self._steps = PlainSteps(self._loaded, reading, self.options)
+            if self._compiler is not None:
+                self._steps = CompiledSteps(self._steps, self._loaded, reading, self.options, self._compiler)
         else:
-            self._append(reading, context, reading.positions_at(torch.arange(tokens.shape[1])[None]))
+            steps.context(joined)
             reading.keep(lengths.tolist())
 
     @torch.no_grad()
     def draft(self, state: DraftState) -> DraftTree:
-        if self._reading is None:
+        reading, steps, spec = self._reading, self._steps, self._loaded.head.spec
+        if reading is None or steps is None:
             raise RuntimeError("draft() before the first observe()")
-        spec = self._loaded.head.spec
         depth = min(self.options.depth or spec.max_depth, spec.max_depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
-        slots = self._block(state.root_ids)[:, spec.first_slot : spec.first_slot + depth]
-        scores = BlockScores(self._loaded.head, self._loaded.target_ids, self.options, state, slots)
-        return best_trees(state, scores.children(), self.options.max_nodes, depth)
+        try:
+            return best_trees(state, steps.children(state, depth), self.options.max_nodes, depth)
+        finally:
+            reading.drop()
 
     def close(self) -> None:
         """Leaves what was read to the next turn."""
         if self._reading is not None and self._text is not None and self._request.cache is not None:
             self._conversations.keep(self._request.cache, self._text, self._reading)
-        self._reading = None
-
-    def _append(self, reading: Reading, context: Tensor, positions: Tensor) -> None:
-        cache = reading.cache.cache
-        self._loaded.head.read(context, positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
-
-    def _block(self, anchors: Tensor) -> Tensor:
-        """States of all slots behind what was read, [B, S, H]."""
-        reading, head = self._reading, self._loaded.head
-        assert reading is not None
-        positions = reading.positions_at(torch.arange(head.spec.block_size)[None])
-        masks = block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
-        attend = CachedAttention(reading.cache.cache, masks)
-        try:
-            return head(head.block_ids(to_device(anchors, head.device)), positions, attend)
-        finally:
-            reading.drop()
+        self._reading = self._steps = None
 
     def _resumed(self, first: int, count: int) -> Reading | None:
         """The last turn's reading, if it read all entries before `first` as the text now has them."""

@@ -11,10 +11,10 @@ from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, Dra
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..heads import Reading
-from ..trees import StaticTree, best_trees, log_shares, path_sums, slot_scores, slot_table
+from ..heads import Reading, problem_with_head
+from ..trees import SlotTable, StaticTree, best_trees, log_shares, path_sums, slot_children, slot_scores
 from .checkpoint import LoadedHead
-from .compiled import CompiledSteps, problem_with_head
+from .compiled import CompiledSteps
 from .levels import Level, forest_of, levels_of
 from .options import EagleOptions
 from .steps import PlainSteps, Steps, read_prompt
@@ -164,8 +164,8 @@ class EagleSession(DraftSession):
             logits = torch.cat([logits, steps.level(*head.masks(len(root), depth - 1), plan)[0]], dim=1)
         noise = state.log_noise(range(logits.shape[1]), logits.shape[-1], target_ids)
         scores = slot_scores(logits, noise, state.warpers)
-        table = slot_table(scores, target_ids, 1 if state.chains_only else options.top_k)
-        return best_trees(state, table, options.max_nodes, depth)
+        children = slot_children(scores, target_ids, 1 if state.chains_only else options.top_k)
+        return best_trees(state, SlotTable(*children), options.max_nodes, depth)
 
     def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)

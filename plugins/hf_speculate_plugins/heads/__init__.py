@@ -1,9 +1,11 @@
-"""What heads of decoder layers share, whatever they draft: layers, RoPE, attention over a cache, what one has read.
+"""What heads of decoder layers share, whatever they draft: layers, RoPE, attention over a cache, what one has read,
+forwards that are compiled.
 
 Drafters and sessions of methods are built on these; nothing here knows a method.
 """
 
 from .attention import CachedAttention
+from .compiled import CompiledForwards, form_of, problem_with_head
 from .drafter import HeadDrafter
 from .layers import MLP, LayerSpec, call_beside, rotary_embedding
 from .loading import LoadedHead, build_head, check_head_fits, fill_head, overridden
@@ -14,6 +16,7 @@ from .sharing import HeadSpec, SharingHead
 __all__ = [
     "MLP",
     "CachedAttention",
+    "CompiledForwards",
     "HeadDrafter",
     "HeadSpec",
     "LayerSpec",
@@ -26,6 +29,8 @@ __all__ = [
     "call_beside",
     "check_head_fits",
     "fill_head",
+    "form_of",
     "overridden",
+    "problem_with_head",
     "rotary_embedding",
 ]

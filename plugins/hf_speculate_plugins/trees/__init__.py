@@ -5,7 +5,7 @@ the drafter is sure; where all levels are scored at once, the best tree is found
 tokens.
 """
 
-from .best_first import Children, ChildrenOf, SlotTable, best_tree, best_trees, slot_scores, slot_table
+from .best_first import Children, ChildrenOf, SlotTable, best_tree, best_trees, slot_children, slot_scores
 from .dynamic import Frontier, grow_tree, log_shares, num_candidates
 from .static import Choices, StaticTree, canonical, path_sums
 
@@ -24,6 +24,6 @@ __all__ = [
     "log_shares",
     "num_candidates",
     "path_sums",
+    "slot_children",
     "slot_scores",
-    "slot_table",
 ]

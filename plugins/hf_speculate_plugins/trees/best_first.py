@@ -97,24 +97,25 @@ class SlotTable:
         self,
         shares: Float[Tensor, "B D P K"],
         token_ids: Int[Tensor, "B D P K"],
-        places: Int[Tensor, "B D P K"] | None = None,
+        places: Int[Tensor, "B D P K"],
     ):
-        places = torch.zeros_like(token_ids) if places is None else places
         self._tables = [table.cpu().numpy() for table in (shares.float(), token_ids, places)]
 
     def __call__(self, row: int, depth: int, place: int) -> Children:
         return Children(*(table[row, depth, place].tolist() for table in self._tables))
 
 
-def slot_table(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> SlotTable:
-    """The children that slots propose whatever their parent is.
+def slot_children(
+    scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int
+) -> tuple[Float[Tensor, "B D 1 K"], Int[Tensor, "B D 1 K"], Int[Tensor, "B D 1 K"]]:
+    """The arguments of a `SlotTable` of children that slots propose whatever their parent is.
 
     Args:
         scores: see `slot_scores`.
         width: children of a node at the most.
     """
     shares, columns = log_shares(scores[:, :, None], min(width, scores.shape[-1]))
-    return SlotTable(shares, columns if target_ids is None else target_ids[columns])
+    return shares, columns if target_ids is None else target_ids[columns], torch.zeros_like(columns)
 
 
 def slot_scores(

@@ -16,7 +16,7 @@ from hf_speculate import Speculator
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate_plugins.block import BlockDrafter, BlockOptions, load_head
 from hf_speculate_plugins.block.masks import block_masks
-from hf_speculate_plugins.block.scores import BlockScores
+from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.heads import CachedAttention
 
@@ -102,8 +102,15 @@ def rounds_of(name, drafter):
 
 def scores_of(drafter, session, root, **state):
     spec = drafter.spec
-    slots = session._block(torch.tensor([int(root)]))[:, spec.first_slot :]
-    return BlockScores(drafter.head, drafter.target_ids, drafter.options, state_for(root, **state), slots)
+    slots = slots_of(session, root)[:, spec.first_slot :]
+    request = BlockRequest.of(drafter._loaded, drafter.options, state_for(root, **state), spec.max_depth)
+    return BlockScores(drafter.head, request, slots)
+
+
+def slots_of(session, root):
+    states = session._steps.slots(torch.tensor([int(root)]))
+    session._reading.drop()
+    return states
 
 
 def paths_of(row):
@@ -143,7 +150,7 @@ def test_golden_blocks_of_two_rounds(golden_root, name):
     drafter, vectors = drafter_of(name), vectors_of(name)
     head = drafter.head
     for number, root, session in rounds_of(name, drafter):
-        hidden, logits = session._block(root[None]), vectors[f"round{number}_block_logits"]
+        hidden, logits = slots_of(session, root), vectors[f"round{number}_block_logits"]
         torch.testing.assert_close(hidden[0], vectors[f"round{number}_block_hidden"], **CLOSE)
         torch.testing.assert_close(head.logits(hidden)[0, -len(logits) :], logits, **CLOSE)
 
@@ -219,7 +226,7 @@ def test_golden_logits_behind_given_tokens(golden_root, name):
     drafter, vectors = drafter_of(name), vectors_of(name)
     head = drafter.head
     for number, root, session in rounds_of(name, drafter):
-        hidden = session._block(root[None])
+        hidden = slots_of(session, root)
         logits = head.logits(hidden)[0]
         for path, expected in zip(vectors["path_ids"], vectors[f"round{number}_path_logits"], strict=True):
             previous = torch.cat([root[None], path[:-1]])
@@ -289,7 +296,7 @@ def test_golden_jetspec_trees_by_its_own_rule_and_by_ours(golden_root, name):
         width, budget = vectors[f"tree{index}_settings"].tolist()
         drafter = drafter_of(name, max_nodes=budget - 1, top_k=96)
         for number, root, session in rounds_of(name, drafter):
-            logits = drafter.head.logits(session._block(root[None]))[0, 1:]
+            logits = drafter.head.logits(slots_of(session, root))[0, 1:]
             theirs = jetspec_tree(logits, width, budget, int(root))
             prefix = f"round{number}_tree{index}"
             paths = [path[1:] for path in unpadded(vectors[f"{prefix}_node_paths"])]  # theirs begin with the root

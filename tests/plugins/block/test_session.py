@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_speculate import Speculator
-from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.testing import check_drafter
 from hf_speculate.tree import PADDING_PARENT
 from hf_speculate_plugins.block import BlockDrafter, BlockOptions
-from hf_speculate_plugins.block.scores import BlockScores
+from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 
 from ...support.block_heads import KINDS, loaded_block, random_block
 from ...support.heads import PLAIN, batch_of, left_padded, target
@@ -44,6 +42,18 @@ def shown(drafter, model, inputs):
     features = {layer: output.hidden_states[layer] for layer in drafter.feature_layers}
     session.observe(ids[:, 1:], features, torch.full((len(ids),), ids.shape[1] - 1))
     return session
+
+
+def slots_of(session, anchor):
+    """States of all slots of a block."""
+    states = session._steps.slots(torch.tensor([anchor]))
+    session._reading.drop()
+    return states
+
+
+def scores_of(drafter, state, slots):
+    request = BlockRequest.of(drafter._loaded, drafter.options, state, slots.shape[1])
+    return BlockScores(drafter.head, request, slots)
 
 
 def nodes_of(tree, row=0):
@@ -113,7 +123,7 @@ def test_trees_are_the_best_nodes_of_all(prompt, kind):
     session = shown(drafter, model, {"input_ids": prompt(12)})
     tree = session.draft(state_for([7], max_depth=3))
     head, ids = drafter.head, drafter.target_ids
-    states = session._block(torch.tensor([7]))[0, drafter.spec.first_slot :]
+    states = slots_of(session, 7)[0, drafter.spec.first_slot :]
     logits = head.logits(states[None])[0]
 
     def shares(path):
@@ -213,8 +223,8 @@ def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
     noise = torch.zeros(1, 5, 96, dtype=torch.float64)
     noise[..., 33] = -40.0
     monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: noise)
-    slots = session._block(torch.tensor([5]))
-    scores = BlockScores(drafter.head, None, drafter.options, state_for([5]), slots)
+    slots = slots_of(session, 5)
+    scores = scores_of(drafter, state_for([5]), slots)
     assert 33 in scores.candidates[0, 1].tolist()
     tree = session.draft(state_for([5]))
     assert [path for path, _ in nodes_of(tree)][:3] == [(33,), (33, 33), (33, 33, 33)]
@@ -227,8 +237,8 @@ def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
     session = shown(drafter, model, {"input_ids": prompt(9)})
     monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: torch.zeros(1, 5, 96, dtype=torch.float64))
     state = state_for([5], _warpers=LogitsProcessorList([TopKLogitsWarper(1)]))
-    slots = session._block(torch.tensor([5]))
-    scores = BlockScores(drafter.head, None, drafter.options, state, slots)
+    slots = slots_of(session, 5)
+    scores = scores_of(drafter, state, slots)
     assert scores.ranked[0, 0].isfinite().sum() == 1
     wanted = drafter.head.logits(slots).float().topk(10).indices
     assert torch.equal(scores.candidates, wanted)
@@ -245,13 +255,6 @@ def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
 def test_impossible_options(options, message):
     with pytest.raises(ValueError, match=message):
         BlockOptions(**options)
-
-
-def test_that_drafts_are_not_compiled_is_said(prompt):
-    model, fallbacks = target(), Counter()
-    request = DraftRequest(target=model, input_ids=prompt(4), compiler=Compiler("eager", fallbacks))
-    random_block("dspark", model).start(request)
-    assert fallbacks == {"not compiled: drafts of one-pass heads": 1}
 
 
 def test_confidence_needs_its_head():

@@ -1,0 +1,124 @@
+"""Steps of a head with fixed shapes, so that they can be compiled: committed tokens, and a block with its scores.
+
+See `CompiledForwards`. The reference is `PlainSteps`. All slots of a block are scored, whatever the depth of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_speculate.compilation import Compiler, StaticLayer, capacity_for, padded_mask
+from hf_speculate.drafting import DraftState, Warpers
+
+from ..heads import CachedAttention, CompiledForwards, Reading, form_of
+from ..trees import ChildrenOf, SlotTable
+from .checkpoint import LoadedHead
+from .head import BlockHead
+from .masks import block_masks
+from .options import BlockOptions
+from .scores import BlockRequest, BlockScores
+from .steps import PlainSteps
+
+
+def block_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tensor, masks: Any) -> None:
+    context = head.fuse_joined(joined)
+    head.read(context, positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
+
+
+def block_tables(
+    head: BlockHead,
+    layers: Sequence[tuple[Tensor, Tensor]],
+    inputs: dict[str, Tensor],
+    masks: Sequence[Tensor],
+    warpers: Warpers,
+    options: BlockOptions,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`BlockScores.tables` of a block.
+
+    Args:
+        layers: keys and values of each, `[B, heads, M, head_dim]`.
+        inputs: `anchors` [B]; `positions` of the slots [B, S], and where they are written, `slots` [S]; `log_noise`
+            [B, D, C] and `target_ids` [Vd], where there are any.
+        masks: additive [B, 1, S, M], one a layer.
+    """
+    cache = Cache(layers=[StaticLayer(keys, values, inputs["slots"]) for keys, values in layers])
+    token_ids = head.block_ids(inputs["anchors"])
+    states = head(token_ids, inputs["positions"], CachedAttention(cache, masks))[:, head.spec.first_slot :]
+    request = BlockRequest(
+        inputs.get("target_ids"), options, width, inputs["anchors"], inputs.get("log_noise"), warpers
+    )
+    return BlockScores(head, request, states).tables()
+
+
+class CompiledSteps:
+    """`Steps` whose forwards are compiled.
+
+    Args:
+        plain: does the same uncompiled.
+        loaded: the head; one that has no `problem_with_head`.
+        reading: what it has read.
+        options: how much is drafted.
+        compiler: of the request.
+    """
+
+    def __init__(
+        self, plain: PlainSteps, loaded: LoadedHead, reading: Reading, options: BlockOptions, compiler: Compiler
+    ):
+        self._plain, self._reading, self._options, self._compiler = plain, reading, options, compiler
+        self._loaded, self._head = loaded, loaded.head
+        self._forwards = CompiledForwards(loaded.head, reading, compiler)
+
+    def context(self, joined: Tensor) -> None:
+        positions = self._reading.positions_at(torch.arange(joined.shape[1])[None]).expand(joined.shape[:2])
+        inputs, width = (joined.to(self._head.device), positions), self._head.spec.max_depth + 1
+        self._forwards.append(block_context, width, inputs, (), partial(self._plain.context, joined))
+
+    def children(self, state: DraftState, depth: int) -> ChildrenOf:
+        """As one graph, but for recurrent Markov heads: what follows a path is scored when the path is known."""
+        head, size = self._head, self._head.spec.block_size
+        plain = partial(self._plain.children, state, depth)
+        if head.spec.markov == "rnn":
+            self._compiler.refuse("drafts of a recurrent Markov head")
+            return plain()
+        width = 1 if state.chains_only else self._options.top_k
+        batch_size, capacity = len(state.root_ids), capacity_for(self._forwards.end + size)
+        key = batch_size, capacity, width, head.dtype, self._options, *form_of(state)
+
+        def arguments() -> tuple[Any, ...]:
+            return self._arguments(state, batch_size, capacity)
+
+        result = self._compiler.run(head, head.device, key, block_tables, arguments, plain)
+        return SlotTable(*result) if isinstance(result, tuple) else result
+
+    def _arguments(self, state: DraftState, batch_size: int, capacity: int) -> tuple[Any, ...]:
+        """The arguments of `block_tables`, its inputs in buffers."""
+        head, reading, end = self._head, self._reading, self._forwards.end
+        spec, device = head.spec, head.device
+        request = BlockRequest.of(self._loaded, self._options, state, spec.max_depth)
+        positions = reading.positions_at(torch.arange(spec.block_size)[None])
+        inputs = {
+            "anchors": request.anchors,
+            "positions": positions,
+            "slots": torch.arange(end, end + spec.block_size, device=device),
+        }
+        if request.log_noise is not None:
+            inputs["log_noise"] = request.log_noise
+        layers, buffers = self._forwards.place(batch_size, capacity)
+        inputs = {name: buffers.filled(f"block {name}", each) for name, each in inputs.items()}
+        if request.target_ids is not None:
+            inputs["target_ids"] = request.target_ids
+        like = torch.zeros(batch_size, spec.block_size, dtype=head.dtype, device=device)
+        seen = end + spec.block_size
+        masks = block_masks(spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
+        placed = [
+            buffers.filled(f"block mask {layer}", padded_mask(mask, like, seen, spec.block_size, capacity))
+            for layer, mask in enumerate(masks)
+        ]
+        return head, layers, inputs, placed, tuple(request.warpers), self._options, request.width

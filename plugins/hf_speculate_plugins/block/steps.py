@@ -1,0 +1,75 @@
+"""What a session has its head do: read the context, and score a block."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hf_speculate.drafting import DraftState
+
+from ..heads import CachedAttention, Reading
+from ..trees import ChildrenOf
+from .checkpoint import LoadedHead
+from .head import BlockHead
+from .masks import block_masks
+from .options import BlockOptions
+from .scores import BlockRequest, BlockScores
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """Forwards of a head behind one reading. They append entries; what stays is said to the reading."""
+
+    def context(self, joined: Float[Tensor, "B J W"]) -> None:
+        """Appends what the features of J committed tokens, side by side, are to the layers."""
+        ...
+
+    def children(self, state: DraftState, depth: int) -> ChildrenOf:
+        """What may follow every node of a tree of this depth."""
+        ...
+
+
+class PlainSteps:
+    """`Steps` as they are.
+
+    Args:
+        loaded: the head.
+        reading: what it has read.
+        options: how much is drafted.
+    """
+
+    def __init__(self, loaded: LoadedHead, reading: Reading, options: BlockOptions):
+        self._loaded, self._reading, self._options = loaded, reading, options
+
+    def context(self, joined: Tensor) -> None:
+        positions = self._reading.positions_at(torch.arange(joined.shape[1])[None])
+        _append(self._loaded.head, self._reading, joined, positions)
+
+    def children(self, state: DraftState, depth: int) -> ChildrenOf:
+        head, request = self._loaded.head, BlockRequest.of(self._loaded, self._options, state, depth)
+        first = head.spec.first_slot
+        slots = self.slots(request.anchors)[:, first : first + depth]
+        return BlockScores(head, request, slots).children()
+
+    @torch.no_grad()
+    def slots(self, anchors: Int[Tensor, " B"]) -> Float[Tensor, "B S H"]:
+        """States of all slots behind what was read."""
+        head, reading = self._loaded.head, self._reading
+        positions = reading.positions_at(torch.arange(head.spec.block_size)[None])
+        masks = block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
+        return head(head.block_ids(anchors), positions, CachedAttention(reading.cache.cache, masks))
+
+
+@torch.no_grad()
+def read_prompt(head: BlockHead, reading: Reading, joined: Float[Tensor, "B J W"]) -> None:
+    """Commits the prompt's features. Prompts have many lengths: this is never compiled."""
+    _append(head, reading, joined, reading.prompt_positions)
+    reading.keep_all()
+
+
+def _append(head: BlockHead, reading: Reading, joined: Tensor, positions: Tensor) -> None:
+    cache = reading.cache.cache
+    head.read(head.fuse_joined(joined), positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
