@@ -99,7 +99,7 @@ def _greedy(
     previous = token_ids[anchors[:, None] + torch.arange(slots.shape[1], device=anchors.device)]
     if spec.markov is not None:
         codes = head.markov_head.codes(previous)
-        carried, found = head.markov_head.start(codes[:, 0]), []
+        carried, found = None, []
         for slot in range(slots.shape[1]):
             inputs, carried = head.markov_head.inputs(slots[:, slot], codes[:, slot], carried)
             found.append(inputs)

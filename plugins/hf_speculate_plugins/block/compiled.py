@@ -1,6 +1,6 @@
-"""Steps of a head with fixed shapes, so that they can be compiled: committed tokens, and a block with its scores.
+"""Steps of a head with fixed shapes, so that they can be compiled: committed tokens, and a block with its tree.
 
-See `CompiledForwards`. The reference is `PlainSteps`. All slots of a block are scored, whatever the depth of the tree.
+See `CompiledForwards`. The reference is `PlainSteps`. A tree that is to be less deep than the block is cut.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.compilation import Compiler, StaticLayer, capacity_for, padded_mask
 from hf_speculate.drafting import DraftState, Warpers
+from hf_speculate.transfers import to_device
+from hf_speculate.tree import DraftTree
 
 from ..heads import CachedAttention, CompiledForwards, Reading, form_of
-from ..trees import ChildrenOf, SlotTable
+from ..trees import best_tree
 from .checkpoint import LoadedHead
 from .head import BlockHead
 from .masks import block_masks
@@ -31,7 +33,7 @@ def block_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tens
     head.read(context, positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
 
 
-def block_tables(
+def block_tree(
     head: BlockHead,
     layers: Sequence[tuple[Tensor, Tensor]],
     inputs: dict[str, Tensor],
@@ -40,12 +42,12 @@ def block_tables(
     options: BlockOptions,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`BlockScores.tables` of a block.
+    """Tokens, parents and values of the best tree of a block [B, n].
 
     Args:
         layers: keys and values of each, `[B, heads, M, head_dim]`.
-        inputs: `anchors` [B]; `positions` of the slots [B, S], and where they are written, `slots` [S]; `log_noise`
-            [B, D, C] and `target_ids` [Vd], where there are any.
+        inputs: `anchors` [B]; `positions` of the slots [B, S], and where they are written, `slots` [S]; `limit`,
+            depth of the tree; `log_noise` [B, D, C] and `target_ids` [Vd], where there are any.
         masks: additive [B, 1, S, M], one a layer.
     """
     cache = Cache(layers=[StaticLayer(keys, values, inputs["slots"]) for keys, values in layers])
@@ -54,7 +56,10 @@ def block_tables(
     request = BlockRequest(
         inputs.get("target_ids"), options, width, inputs["anchors"], inputs.get("log_noise"), warpers
     )
-    return BlockScores(head, request, states).tables()
+    depth, shares_of = states.shape[1], BlockScores(head, request, states).shares()
+    tree = best_tree(request.anchors, shares_of, depth=depth, max_nodes=options.max_nodes, limit=inputs["limit"])
+    assert tree.values is not None
+    return tree.token_ids, tree.parents_on_device, tree.values
 
 
 class CompiledSteps:
@@ -80,25 +85,24 @@ class CompiledSteps:
         inputs, width = (joined.to(self._head.device), positions), self._head.spec.max_depth + 1
         self._forwards.append(block_context, width, inputs, (), partial(self._plain.context, joined))
 
-    def children(self, state: DraftState, depth: int) -> ChildrenOf:
-        """As one graph, but for recurrent Markov heads: what follows a path is scored when the path is known."""
+    def tree(self, state: DraftState, depth: int) -> DraftTree:
         head, size = self._head, self._head.spec.block_size
-        plain = partial(self._plain.children, state, depth)
-        if head.spec.markov == "rnn":
-            self._compiler.refuse("drafts of a recurrent Markov head")
-            return plain()
+        plain = partial(self._plain.tree, state, depth)
         width = 1 if state.chains_only else self._options.top_k
         batch_size, capacity = len(state.root_ids), capacity_for(self._forwards.end + size)
         key = batch_size, capacity, width, head.dtype, self._options, *form_of(state)
 
         def arguments() -> tuple[Any, ...]:
-            return self._arguments(state, batch_size, capacity)
+            return self._arguments(state, depth, batch_size, capacity)
 
-        result = self._compiler.run(head, head.device, key, block_tables, arguments, plain)
-        return SlotTable(*result) if isinstance(result, tuple) else result
+        result = self._compiler.run(head, head.device, key, block_tree, arguments, plain)
+        if isinstance(result, DraftTree):
+            return result
+        tokens, parents, values = result
+        return DraftTree(tokens, parents, max_depth=head.spec.max_depth, values=values)
 
-    def _arguments(self, state: DraftState, batch_size: int, capacity: int) -> tuple[Any, ...]:
-        """The arguments of `block_tables`, its inputs in buffers."""
+    def _arguments(self, state: DraftState, depth: int, batch_size: int, capacity: int) -> tuple[Any, ...]:
+        """The arguments of `block_tree`, its inputs in buffers."""
         head, reading, end = self._head, self._reading, self._forwards.end
         spec, device = head.spec, head.device
         request = BlockRequest.of(self._loaded, self._options, state, spec.max_depth)
@@ -107,6 +111,7 @@ class CompiledSteps:
             "anchors": request.anchors,
             "positions": positions,
             "slots": torch.arange(end, end + spec.block_size, device=device),
+            "limit": to_device([depth], device),
         }
         if request.log_noise is not None:
             inputs["log_noise"] = request.log_noise

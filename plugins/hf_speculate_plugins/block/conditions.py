@@ -31,23 +31,20 @@ class MarkovHead(nn.Module):
     def codes(self, previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
         return self.markov_w1(previous)
 
-    def start(self, codes: Float[Tensor, "*N r"]) -> Float[Tensor, "*N r"]:
-        """The recurrent state before the first slot."""
-        return torch.zeros_like(codes)
-
     def inputs(
-        self, states: Float[Tensor, "*N H"], codes: Float[Tensor, "*N r"], carried: Float[Tensor, "*N r"]
-    ) -> tuple[Float[Tensor, "*N r"], Float[Tensor, "*N r"]]:
+        self, states: Float[Tensor, "*N H"], codes: Float[Tensor, "*N r"], carried: Float[Tensor, "*N r"] | None = None
+    ) -> tuple[Float[Tensor, "*N r"], Float[Tensor, "*N r"] | None]:
         """What `markov_w2` takes, and the recurrent state behind these slots.
 
         Args:
             states: of the slots.
             codes: of the tokens before them.
-            carried: the recurrent state before them; only "rnn" has one.
+            carried: the recurrent state before them; only "rnn" has one, None: at the first slot.
         """
         if self.kind == "gated":
             return torch.sigmoid(self.gate_proj(torch.cat([states, codes], dim=-1))) * codes, carried
         if self.kind == "rnn":
+            carried = torch.zeros_like(codes) if carried is None else carried
             gate, new, out = self.joint_proj(torch.cat([carried, codes, states], dim=-1)).chunk(3, dim=-1)
             gate = torch.sigmoid(gate)
             carried = gate * carried + (1 - gate) * torch.tanh(new)

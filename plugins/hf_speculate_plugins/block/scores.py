@@ -1,4 +1,4 @@
-"""What a block says of every node that a tree could have: tables of all slots, and along paths for recurrent heads.
+"""What a block says of every node that a tree could have: its slot, and what the path before it adds.
 
 The noise of a step belongs to the step, not to the path: it is added before candidates are chosen. A Markov head's bias
 comes before temperature and cuts, the noise behind them.
@@ -6,7 +6,7 @@ comes before temperature and cuts, the noise behind them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState, Warpers, warped
 from hf_speculate.transfers import to_device
 
-from ..trees import Children, ChildrenOf, SlotTable, slot_children, slot_scores
+from ..trees import Shares, log_shares, slot_scores, slot_shares
 from .checkpoint import LoadedHead
 from .head import BlockHead
 from .options import BlockOptions
@@ -68,34 +68,51 @@ class BlockScores:
     """
 
     candidates: Tensor
+    _carried: Tensor | None = None
 
     def __init__(self, head: BlockHead, request: BlockRequest, states: Float[Tensor, "B D H"]):
         self._head, self._request, self._states = head, request, states
         self._logits = head.logits(states)
         self.ranked = slot_scores(self._logits, request.log_noise, request.warpers).float()
-        self._scores_pairs = head.spec.markov is not None or head.spec.selector_rank > 0
-        if self._scores_pairs:
+        if head.spec.scores_pairs:
             self.candidates = self._candidates()
+            self._alone = self._logits.gather(-1, self.candidates)
+            self._noise = None if request.log_noise is None else request.log_noise.gather(-1, self.candidates)
             # Tokens that are no candidates, together.
             self._others = self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
 
-    def children(self) -> ChildrenOf:
-        """What `best_trees` asks for."""
-        return _Paths(self) if self._head.spec.markov == "rnn" else SlotTable(*self.tables())
+    def shares(self) -> Shares:
+        """What `best_tree` asks for."""
+        if self._head.spec.scores_pairs:
+            return self._behind_parents
+        shares, columns = log_shares(self.ranked, min(self._request.width, self.ranked.shape[-1]))
+        return slot_shares(shares, self.to_target(columns))
 
-    @torch.no_grad()
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of a `SlotTable`, of heads whose children depend on no more than their parent."""
-        request, width = self._request, self._request.width
-        if not self._scores_pairs:
-            return slot_children(self.ranked, request.target_ids, width)
-        previous = self._previous()
-        scores = self.behind(self.inputs(previous))
-        shares, places = scores.topk(min(width, scores.shape[-1]), dim=-1)
-        columns = self.candidates[:, :, None].expand_as(scores).gather(-1, places)
-        if request.options.min_confidence and self._head.spec.confidence:
-            shares = shares.masked_fill(~self._is_sure(previous)[..., None], -torch.inf)
-        return shares, self.to_target(columns), places
+    def behind(
+        self, depth: int, token_ids: Int[Tensor, "B W"], carried: Float[Tensor, "B W r"] | None = None
+    ) -> tuple[Float[Tensor, "B W M"], Float[Tensor, "B W r"] | None]:
+        """Log-probabilities of a slot's candidates behind tokens of the slot before, and the recurrent state behind
+        these tokens.
+
+        Args:
+            carried: before them; None at the first slot, and of heads without.
+        """
+        inputs, carried = self._inputs(depth, token_ids, carried)
+        part = self._head.candidate_selector if self._head.spec.selector_rank else self._head.markov_head
+        scores = self._alone[:, depth, None] + part.bias(inputs, self.candidates[:, depth])
+        if self._noise is None:
+            scores = scores.float()
+        else:
+            scores = warped(scores, self._request.warpers) - self._noise[:, depth, None]
+        if self._head.spec.selector_rank:
+            return scores.log_softmax(-1), carried
+        # Other tokens of the vocabulary keep what the slot alone gives them.
+        others = self._others[:, depth, None]
+        return scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), others), carried
+
+    def to_target(self, columns: Int[Tensor, "*N"]) -> Int[Tensor, "*N"]:
+        target_ids = self._request.target_ids
+        return columns if target_ids is None else target_ids[columns]
 
     def _candidates(self) -> Int[Tensor, "B D M"]:
         ranked = self.ranked
@@ -106,80 +123,25 @@ class BlockScores:
         count = self._head.spec.selector_top_k or self._request.options.candidates
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 
-    def inputs(self, previous: Int[Tensor, "B D P"]) -> Float[Tensor, "B D P r"]:
-        """What the tokens before each slot are to its Markov head or selector."""
-        states = self._states[:, :, None].expand(-1, -1, previous.shape[-1], -1)
-        if self._head.spec.selector_rank:
-            return self._head.candidate_selector.inputs(states, previous)
-        codes = self._head.markov_head.codes(previous)
-        return self._head.markov_head.inputs(states, codes, codes)[0]
-
-    def behind(self, inputs: Float[Tensor, "R E P r"], slot: int = 0, row: int = 0) -> Float[Tensor, "R E P M"]:
-        """Log-probabilities of the candidates behind each of the tokens that `inputs` stand for.
-
-        Args:
-            slot, row: that the first of `inputs` belong to.
-        """
-        head = self._head
-        part = head.candidate_selector if head.spec.selector_rank else head.markov_head
-        place = slice(row, row + inputs.shape[0]), slice(slot, slot + inputs.shape[1])
-        candidates = self.candidates[place]
-        alone = self._logits[place].gather(-1, candidates)
-        scores = self._with_noise(alone[:, :, None] + part.bias(inputs, candidates), place, candidates)
+    def _inputs(self, depth: int, token_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the tokens are to the Markov head or selector of a slot, and the recurrent state."""
+        head, states = self._head, self._states[:, depth, None].expand(-1, token_ids.shape[1], -1)
         if head.spec.selector_rank:
-            return scores.log_softmax(-1)
-        # Other tokens of the vocabulary keep what the slot alone gives them.
-        return scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), self._others[place][:, :, None])
+            return head.candidate_selector.inputs(states, token_ids), None
+        return head.markov_head.inputs(states, head.markov_head.codes(token_ids), carried)
 
-    def to_target(self, columns: Int[Tensor, "*N"]) -> Int[Tensor, "*N"]:
-        target_ids = self._request.target_ids
-        return columns if target_ids is None else target_ids[columns]
+    def _behind_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Shares`."""
+        carried = None
+        if depth and self._carried is not None:
+            carried = self._carried.gather(1, previous[..., None].expand(-1, -1, self._carried.shape[-1]))
+        scores, self._carried = self.behind(depth, token_ids, carried)
+        shares, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
+        if self._request.options.min_confidence and self._head.spec.confidence:
+            shares = shares.masked_fill(~self._is_sure(depth, token_ids)[..., None], -torch.inf)
+        columns = self.candidates[:, depth, None].expand_as(scores).gather(-1, places)
+        return shares, self.to_target(columns)
 
-    def start(self, row: int) -> tuple[int, Float[Tensor, " r"]]:
-        """What `follow` takes at the first slot of a row."""
-        markov, anchor = self._head.markov_head, self._request.anchors[row]
-        return int(anchor), markov.start(markov.codes(anchor))
-
-    def follow(self, row: int, depth: int, token_id: int, carried: Float[Tensor, " r"]) -> Children:
-        """Children behind a token of the slot before, where a recurrent state comes along the path."""
-        markov = self._head.markov_head
-        codes = markov.codes(torch.tensor([token_id], device=self._states.device))
-        inputs, carried = markov.inputs(self._states[row, depth, None], codes, carried[None])
-        scores = self.behind(inputs[None, None], depth, row)[0, 0, 0]
-        shares, places = scores.topk(min(self._request.width, len(scores)))
-        token_ids = self.to_target(self.candidates[row, depth, places]).tolist()
-        return Children(shares.tolist(), token_ids, [(token, carried[0]) for token in token_ids])
-
-    def _previous(self) -> Int[Tensor, "B D M"]:
-        """Tokens before each slot: its predecessor's candidates; before the first one the anchor, all the same."""
-        anchors = self._request.anchors[:, None, None].expand(-1, 1, self.candidates.shape[-1])
-        return torch.cat([anchors, self.to_target(self.candidates[:, :-1])], dim=1)
-
-    def _with_noise(
-        self, logits: Float[Tensor, "R E P M"], place: tuple[slice, ...], columns: Int[Tensor, "R E M"]
-    ) -> Float[Tensor, "R E P M"]:
-        """Scores as `DraftState.child_scores` makes them, of some columns behind P tokens each.
-
-        Args:
-            place: of these among the rows and slots.
-        """
-        if self._request.log_noise is None:
-            return logits.float()
-        flat = warped(logits.flatten(1, -2), self._request.warpers).view(logits.shape)
-        return flat - self._request.log_noise[place].gather(-1, columns)[:, :, None]
-
-    def _is_sure(self, previous: Int[Tensor, "B D P"]) -> Tensor:
-        states = self._states[:, :, None].expand(-1, -1, previous.shape[-1], -1)
-        return torch.sigmoid(self._head.confidence(states, previous)) >= self._request.options.min_confidence
-
-
-class _Paths:
-    """Children that depend on the whole path to them: scored when they are asked for."""
-
-    def __init__(self, scores: BlockScores):
-        self._scores = scores
-
-    @torch.no_grad()
-    def __call__(self, row: int, depth: int, place: Any) -> Children:
-        token_id, carried = self._scores.start(row) if depth == 0 else place
-        return self._scores.follow(row, depth, token_id, carried)
+    def _is_sure(self, depth: int, token_ids: Tensor) -> Tensor:
+        states = self._states[:, depth, None].expand(-1, token_ids.shape[1], -1)
+        return torch.sigmoid(self._head.confidence(states, token_ids)) >= self._request.options.min_confidence

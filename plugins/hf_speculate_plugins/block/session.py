@@ -11,7 +11,7 @@ from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, Dra
 from hf_speculate.tree import DraftTree
 
 from ..heads import Reading, problem_with_head
-from ..trees import best_trees
+from ..trees import trimmed
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps
 from .options import BlockOptions
@@ -78,7 +78,7 @@ class BlockSession(DraftSession):
         if not depth:
             return DraftTree.root_only(state.root_ids)
         try:
-            return best_trees(state, steps.children(state, depth), self.options.max_nodes, depth)
+            return trimmed(steps.tree(state, depth), state.active)
         finally:
             reading.drop()
 

@@ -96,6 +96,11 @@ class BlockSpec:
         return len(self.feature_layers)
 
     @property
+    def scores_pairs(self) -> bool:
+        """Whether what a slot says depends on the token before it."""
+        return self.markov is not None or self.selector_rank > 0
+
+    @property
     def max_depth(self) -> int:
         """Of a draft: slots that propose."""
         return self.block_size - self.first_slot

@@ -9,9 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hf_speculate.drafting import DraftState
+from hf_speculate.tree import DraftTree
 
 from ..heads import CachedAttention, Reading
-from ..trees import ChildrenOf
+from ..trees import best_tree
 from .checkpoint import LoadedHead
 from .head import BlockHead
 from .masks import block_masks
@@ -27,8 +28,8 @@ class Steps(Protocol):
         """Appends what the features of J committed tokens, side by side, are to the layers."""
         ...
 
-    def children(self, state: DraftState, depth: int) -> ChildrenOf:
-        """What may follow every node of a tree of this depth."""
+    def tree(self, state: DraftState, depth: int) -> DraftTree:
+        """The best tree of this depth (>= 1); behind its nodes may be some of value -inf."""
         ...
 
 
@@ -48,11 +49,13 @@ class PlainSteps:
         positions = self._reading.positions_at(torch.arange(joined.shape[1])[None])
         _append(self._loaded.head, self._reading, joined, positions)
 
-    def children(self, state: DraftState, depth: int) -> ChildrenOf:
+    @torch.no_grad()
+    def tree(self, state: DraftState, depth: int) -> DraftTree:
         head, request = self._loaded.head, BlockRequest.of(self._loaded, self._options, state, depth)
         first = head.spec.first_slot
         slots = self.slots(request.anchors)[:, first : first + depth]
-        return BlockScores(head, request, slots).children()
+        shares_of = BlockScores(head, request, slots).shares()
+        return best_tree(request.anchors, shares_of, depth=depth, max_nodes=self._options.max_nodes)
 
     @torch.no_grad()
     def slots(self, anchors: Int[Tensor, " B"]) -> Float[Tensor, "B S H"]:

@@ -12,7 +12,7 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..heads import Reading, problem_with_head
-from ..trees import SlotTable, StaticTree, best_trees, log_shares, path_sums, slot_children, slot_scores
+from ..trees import StaticTree, best_tree, log_shares, path_sums, slot_scores, slot_shares, trimmed
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps
 from .levels import Level, forest_of, levels_of
@@ -164,8 +164,11 @@ class EagleSession(DraftSession):
             logits = torch.cat([logits, steps.level(*head.masks(len(root), depth - 1), plan)[0]], dim=1)
         noise = state.log_noise(range(logits.shape[1]), logits.shape[-1], target_ids)
         scores = slot_scores(logits, noise, state.warpers)
-        children = slot_children(scores, target_ids, 1 if state.chains_only else options.top_k)
-        return best_trees(state, SlotTable(*children), options.max_nodes, depth)
+        width = 1 if state.chains_only else min(options.top_k, scores.shape[-1])
+        shares, columns = log_shares(scores, width)
+        roots = to_device(state.root_ids, root.device)
+        shares_of = slot_shares(shares, self._to_target(columns))
+        return trimmed(best_tree(roots, shares_of, depth=depth, max_nodes=options.max_nodes), state.active)
 
     def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
         tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)

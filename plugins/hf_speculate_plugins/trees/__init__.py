@@ -5,25 +5,23 @@ the drafter is sure; where all levels are scored at once, the best tree is found
 tokens.
 """
 
-from .best_first import Children, ChildrenOf, SlotTable, best_tree, best_trees, slot_children, slot_scores
+from .best import Shares, best_tree, slot_scores, slot_shares, trimmed
 from .dynamic import Frontier, grow_tree, log_shares, num_candidates
 from .static import Choices, StaticTree, canonical, path_sums
 
 
 __all__ = [
-    "Children",
-    "ChildrenOf",
     "Choices",
     "Frontier",
-    "SlotTable",
+    "Shares",
     "StaticTree",
     "best_tree",
-    "best_trees",
     "canonical",
     "grow_tree",
     "log_shares",
     "num_candidates",
     "path_sums",
-    "slot_children",
     "slot_scores",
+    "slot_shares",
+    "trimmed",
 ]

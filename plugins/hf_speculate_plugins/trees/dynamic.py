@@ -110,7 +110,7 @@ def grow_tree(
         forest_tokens = torch.cat([forest_tokens, frontier_tokens], dim=1)
         pool_size += candidates.shape[1]
 
-    return _best_nodes(
+    return best_nodes(
         to_device(root_ids, device),
         torch.cat(pool_values, dim=1),
         torch.cat(pool_tokens, dim=1),
@@ -135,10 +135,13 @@ def num_candidates(depth: int, width: int) -> int:
     return width + (depth - 1) * width * width
 
 
-def _best_nodes(
+def best_nodes(
     root_ids: Tensor, values: Tensor, tokens: Tensor, parents: Tensor, max_nodes: int, depth: int
 ) -> DraftTree:
-    """The `max_nodes` best of the pool, the best first.
+    """The `max_nodes` best of a pool of nodes, the best first.
+
+    Args:
+        values, tokens, parents: [B, P] of the pool; parents are indices into it, negative for the root's children.
 
     A child is never better than its parent, and the sort is stable, so that with equal values the parent, which comes
     first in the pool, is first: every beginning is a tree.

@@ -185,7 +185,7 @@ def test_golden_blocks_behind_anchors(golden_root, name):
         if "path_logits" in vectors:
             previous = vectors["path_prev_ids"][block][None]
             markov = head.markov_head
-            inputs, _ = markov.inputs(hidden, markov.codes(previous), markov.codes(previous))
+            inputs, _ = markov.inputs(hidden, markov.codes(previous))
             torch.testing.assert_close((logits + markov.bias(inputs))[0], vectors["path_logits"][block], **CLOSE)
 
 
@@ -212,12 +212,12 @@ def test_golden_selector_probabilities(golden_root, name):
     for number, root, session in rounds_of(name, drafter):
         scores = scores_of(drafter, session, root)
         given = vectors["cond_parent_ids"].expand(1, drafter.spec.max_depth, -1)
-        found = scores.behind(scores.inputs(given))[0]
         for depth, candidates in enumerate(scores.candidates[0].tolist()):
             expected_ids = vectors[f"round{number}_candidate_ids"][depth].tolist()
             assert set(candidates) == set(expected_ids)
             order = [candidates.index(token) for token in expected_ids]
-            torch.testing.assert_close(found[depth][:, order], vectors[f"round{number}_cond_log_q"][:, depth], **CLOSE)
+            found = scores.behind(depth, given[:, depth])[0][0]
+            torch.testing.assert_close(found[:, order], vectors[f"round{number}_cond_log_q"][:, depth], **CLOSE)
 
 
 @pytest.mark.parametrize("name", WITH_PATHS)
@@ -230,7 +230,7 @@ def test_golden_logits_behind_given_tokens(golden_root, name):
         logits = head.logits(hidden)[0]
         for path, expected in zip(vectors["path_ids"], vectors[f"round{number}_path_logits"], strict=True):
             previous = torch.cat([root[None], path[:-1]])
-            carried = head.markov_head.start(head.markov_head.codes(root[None]))
+            carried = None
             for slot in range(len(path)):
                 codes = head.markov_head.codes(previous[slot][None])
                 inputs, carried = head.markov_head.inputs(hidden[0, slot, None], codes, carried)
@@ -239,7 +239,7 @@ def test_golden_logits_behind_given_tokens(golden_root, name):
             continue
         for index, parent in enumerate(vectors["cond_parent_ids"]):
             codes = head.markov_head.codes(parent.expand(1, hidden.shape[1]))
-            inputs, _ = head.markov_head.inputs(hidden, codes, codes)
+            inputs, _ = head.markov_head.inputs(hidden, codes)
             expected = vectors[f"round{number}_cond_logits"][index]
             torch.testing.assert_close(logits + head.markov_head.bias(inputs)[0], expected, **CLOSE)
             if f"round{number}_cond_confidence_logits" in vectors:

@@ -131,7 +131,7 @@ def test_trees_are_the_best_nodes_of_all(prompt, kind):
         found = logits[slot]
         if drafter.spec.markov is not None:
             codes = head.markov_head.codes(previous)
-            carried = head.markov_head.start(codes[0])
+            carried = None
             for place in range(slot + 1):
                 inputs, carried = head.markov_head.inputs(states[place], codes[place], carried)
             found = found + head.markov_head.bias(inputs)

@@ -48,7 +48,8 @@ class TestShapes:
         assert not any("embed_tokens" in name or "lm_head" in name for name in made.state_dict())
         assert all(p.dtype == torch.float32 and p.requires_grad for p in made.parameters())
         assert not head.markov_head.markov_w2.weight.any()
-        assert head.markov_head.markov_w1.weight.all()
+        codes, rows = head.markov_head.markov_w1.weight[:, :32], model.get_input_embeddings().weight
+        assert torch.allclose(codes @ codes.mT, (codes.norm() / rows.norm()).square() * (rows @ rows.mT), atol=1e-4)
         assert not head.confidence_head.proj.bias.any()
         run(made, packed([12])).loss.backward()
         assert all(p.grad is None for p in model.parameters())

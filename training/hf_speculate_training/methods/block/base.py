@@ -154,7 +154,7 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
             return None
         markov = self.head.markov_head
         codes = markov.codes(blocks.previous)
-        carried, inputs = markov.start(codes[:, :, 0]), []
+        carried, inputs = None, []
         for depth in range(codes.shape[2]):
             each, carried = markov.inputs(slots[:, :, depth], codes[:, :, depth], carried)
             inputs.append(each)

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.hub import local_folder
-from hf_speculate.target import last_device
+from hf_speculate.target import embedding_rows, last_device
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError
@@ -24,13 +24,15 @@ from .options import DFlashShape, DSparkShape
 
 _NUM_FEATURES = 3
 _LARGE_HIDDEN_SIZE, _LARGE_RANK, _SMALL_RANK = 2048, 256, 64
+_CODE_STD = 0.3  # of fresh Markov codes
 
 
 def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tensor, " Vd"] | None = None) -> BlockHead:
     """A fresh one-pass head of Qwen3's layers, as wide as the target.
 
     Embeddings and output matrix are the target's own and not trained; with a draft vocabulary the head has an output
-    matrix, which begins as the target's rows. The bias of a Markov head is 0 at first.
+    matrix, which begins as the target's rows. The bias of a Markov head is 0 at first, and its codes are what the
+    target's embeddings differ in most: codes that begin at random are learnt later (docs/log.md).
 
     Args:
         shape: see `DFlashShape`, `DSparkShape`. Without `feature_layers` three of the target's states are read, spread
@@ -55,7 +57,7 @@ def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tenso
         head = BlockHead(spec, target.get_input_embeddings(), shared)
     initialise(head, config.initializer_range)
     if spec.markov is not None:
-        nn.init.zeros_(head.markov_head.markov_w2.weight)
+        _begin_markov(head, target)
     if target_ids is not None:
         copy_rows(head.lm_head.weight, target_rows(target, target_ids))
     return head.to(last_device(target))
@@ -77,6 +79,14 @@ def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Bloc
         if hasattr(head, name) and (name == "embed_tokens" or loaded.target_ids is None):
             getattr(head, name).requires_grad_(False)
     return head, loaded.target_ids
+
+
+@torch.no_grad()
+def _begin_markov(head: BlockHead, target: PreTrainedModel) -> None:
+    codes, output = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+    copy_rows(codes, embedding_rows(target.get_input_embeddings(), len(codes)))
+    codes.mul_(_CODE_STD / codes.std())
+    output.zero_()
 
 
 def _sizes(config: Any, shape: DFlashShape) -> dict[str, Any]:
