@@ -55,7 +55,11 @@ class MarkovHead(nn.Module):
         """Behind the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r], [*N, P, M]."""
         if columns is None:
             return self.markov_w2(inputs)
-        return inputs @ functional.embedding(columns, self.markov_w2.weight).mT
+        return inputs @ self.rows(columns).mT
+
+    def rows(self, columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N M r"]:
+        """What `bias` takes of the output matrix."""
+        return functional.embedding(columns, self.markov_w2.weight)
 
 
 class CandidateSelector(nn.Module):
@@ -75,4 +79,7 @@ class CandidateSelector(nn.Module):
 
     def bias(self, inputs: Float[Tensor, "*N P r"], columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N P M"]:
         """As `MarkovHead.bias`."""
-        return inputs @ functional.embedding(columns, self.successor_codebook).mT
+        return inputs @ self.rows(columns).mT
+
+    def rows(self, columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N M r"]:
+        return functional.embedding(columns, self.successor_codebook)

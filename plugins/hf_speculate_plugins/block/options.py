@@ -15,22 +15,24 @@ class BlockOptions:
         max_nodes: draft nodes of a tree, the root not counted; they are the best ones that the head's scores have.
         top_k: children of a node at the most; 1 drafts a chain.
         depth: of a draft; None: as many slots as the head has.
-        candidates: tokens of a slot that are scored behind each token of the slot before, where the head scores pairs.
+        candidates: tokens of a slot that are scored behind tokens of the slot before, where the head scores pairs. None:
+            64, of sampled requests 256, whose noise lifts tokens from far behind.
         min_confidence: a DSpark head's own: what follows a slot that is less sure is not drafted; 0 never cuts.
     """
 
     max_nodes: int = 24
     top_k: int = 8
     depth: int | None = None
-    candidates: int = 64
+    candidates: int | None = None
     min_confidence: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("max_nodes", "top_k", "candidates"):
+        for name in ("max_nodes", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"block: {name} must be at least 1, got {getattr(self, name)}.")
-        if self.depth is not None and self.depth < 1:
-            raise ValueError(f"block: depth must be None or at least 1, got {self.depth}.")
+        for name in ("depth", "candidates"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"block: {name} must be None or at least 1, got {getattr(self, name)}.")
         if not 0 <= self.min_confidence < 1:
             raise ValueError(f"block: min_confidence must be from 0 to below 1, got {self.min_confidence}.")
 

@@ -21,6 +21,8 @@ from .head import BlockHead
 from .options import BlockOptions
 
 
+# See `BlockOptions.candidates`.
+_CANDIDATES, _SAMPLED_CANDIDATES = 64, 256
 _CUT = -1e5  # behind everything that is not cut, and little enough for float32 to keep an order
 
 
@@ -77,6 +79,8 @@ class BlockScores:
         if head.spec.scores_pairs:
             self.candidates = self._candidates()
             self._alone = self._logits.gather(-1, self.candidates)
+            part = head.candidate_selector if head.spec.selector_rank else head.markov_head
+            self._rows = part.rows(self.candidates)
             self._noise = None if request.log_noise is None else request.log_noise.gather(-1, self.candidates)
             # Tokens that are no candidates, together.
             self._others = self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
@@ -98,8 +102,7 @@ class BlockScores:
             carried: before them; None at the first slot, and of heads without.
         """
         inputs, carried = self._inputs(depth, token_ids, carried)
-        part = self._head.candidate_selector if self._head.spec.selector_rank else self._head.markov_head
-        scores = self._alone[:, depth, None] + part.bias(inputs, self.candidates[:, depth])
+        scores = self._alone[:, depth, None] + inputs @ self._rows[:, depth].mT
         if self._noise is None:
             scores = scores.float()
         else:
@@ -120,7 +123,8 @@ class BlockScores:
             # What the request cuts by the slot alone may come back with what the token before says.
             alone = self._logits[..., : ranked.shape[-1]].float()
             ranked = torch.where(ranked.isfinite(), ranked, alone + _CUT)
-        count = self._head.spec.selector_top_k or self._request.options.candidates
+        default = _CANDIDATES if self._request.log_noise is None else _SAMPLED_CANDIDATES
+        count = self._head.spec.selector_top_k or self._request.options.candidates or default
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 
     def _inputs(self, depth: int, token_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:

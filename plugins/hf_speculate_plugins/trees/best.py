@@ -45,7 +45,8 @@ def best_tree(
     tokens, values = root_ids[:, None], torch.zeros(len(root_ids), 1, device=root_ids.device)
     in_pool, previous = torch.full_like(tokens, ROOT_PARENT), torch.zeros_like(tokens)
     pool: list[tuple[Tensor, Tensor, Tensor]] = []
-    pool_size = 0
+    pool_size, best = 0, values[:, :0]
+    on_host = limit is None and root_ids.device.type == "cpu"
     for level in range(depth):
         shares, child_tokens = shares_of(level, tokens, previous)
         if limit is not None:
@@ -58,6 +59,12 @@ def best_tree(
         values, chosen = candidates.topk(min(max_nodes, candidates.shape[1]), dim=-1)
         tokens, previous, in_pool = child_tokens.gather(1, chosen), chosen // width, pool_size + chosen
         pool_size += candidates.shape[1]
+        if on_host:  # where looking costs nothing: nothing below this level is worth as much as what there is
+            best = torch.cat([best, values], dim=1)
+            best = best.topk(min(max_nodes, best.shape[1]), dim=-1).values
+            if best.shape[1] == max_nodes and bool((values[:, 0] <= best[:, -1]).all()):
+                depth = level + 1
+                break
     values, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*pool, strict=True))
     return best_nodes(root_ids, values, tokens, parents, max_nodes, depth)
 

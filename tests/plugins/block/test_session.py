@@ -167,7 +167,7 @@ def test_drafts_know_the_noise_of_their_steps(prompt, kind, monkeypatch):
     monkeypatch.setattr(head, "logits", lambda states: flat.expand(*states.shape[:-1], 96))
     if head.spec.markov is not None:
         monkeypatch.setattr(
-            head.markov_head, "bias", lambda inputs, columns: 0 * inputs[..., :1] + 0 * columns[..., None, :]
+            head.markov_head, "rows", lambda columns: torch.zeros(*columns.shape, 4, dtype=torch.float64)
         )
     # What the target samples from is nearly flat at this temperature.
     request = {"do_sample": True, "temperature": 50.0, "top_k": 0, **PLAIN}
@@ -213,6 +213,18 @@ def test_an_unsure_slot_ends_the_draft(prompt):
     assert sizes[0] == 6
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[2] == 1
+
+
+@pytest.mark.parametrize(("options", "greedy", "sampled"), [({}, 3, 7), ({"candidates": 5}, 5, 5)])
+def test_sampled_requests_score_more_candidates(prompt, monkeypatch, options, greedy, sampled):
+    monkeypatch.setattr("hf_speculate_plugins.block.scores._CANDIDATES", 3)
+    monkeypatch.setattr("hf_speculate_plugins.block.scores._SAMPLED_CANDIDATES", 7)
+    model = target(dtype=torch.float64)
+    drafter = random_block("dspark", model, **options)
+    slots = slots_of(shown(drafter, model, {"input_ids": prompt(9)}), 5)
+    assert scores_of(drafter, state_for([5]), slots).candidates.shape[-1] == greedy
+    monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: torch.zeros(1, 5, 96, dtype=torch.float64))
+    assert scores_of(drafter, state_for([5]), slots).candidates.shape[-1] == sampled
 
 
 def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
