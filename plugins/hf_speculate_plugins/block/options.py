@@ -15,8 +15,8 @@ class BlockOptions:
         max_nodes: draft nodes of a tree, the root not counted; they are the best ones that the head's scores have.
         top_k: children of a node at the most; 1 drafts a chain.
         depth: of a draft; None: as many slots as the head has.
-        candidates: tokens of a slot that are scored behind tokens of the slot before, where the head scores pairs. None:
-            64, of sampled requests 256, whose noise lifts tokens from far behind.
+        candidates: tokens of a slot that are scored behind tokens of the slot before, where the head scores pairs.
+            None: 64, of sampled requests 256, whose noise lifts tokens from far behind.
         min_confidence: a DSpark head's own: what follows a slot that is less sure is not drafted; 0 never cuts.
     """
 

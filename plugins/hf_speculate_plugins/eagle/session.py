@@ -158,6 +158,8 @@ class EagleSession(DraftSession):
         """The best tree of what the last entry and the masks behind it propose: two forwards of any depth."""
         head, options, target_ids = self._loaded.head, self.options, self._loaded.target_ids
         depth = min(options.depth, state.max_depth)
+        if not depth:
+            return DraftTree.root_only(state.root_ids)
         logits, _ = head.read(root[:, None])
         if depth > 1:
             plan = TreePlan.from_parents([range(-1, depth - 2)])
