@@ -22,15 +22,13 @@ from ..heads import CachedAttention, CompiledForwards, Reading, form_of
 from ..trees import best_tree
 from .checkpoint import LoadedHead
 from .head import BlockHead
-from .masks import block_masks
 from .options import BlockOptions
-from .scores import BlockRequest, BlockScores
-from .steps import PlainSteps
+from .scores import BlockRequest, BlockScores, num_children
+from .steps import PlainSteps, append_context, block_place
 
 
 def block_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tensor, masks: Any) -> None:
-    context = head.fuse_joined(joined)
-    head.read(context, positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
+    append_context(head, cache, joined, positions)
 
 
 def block_tree(
@@ -82,13 +80,13 @@ class CompiledSteps:
 
     def context(self, joined: Tensor) -> None:
         positions = self._reading.positions_at(torch.arange(joined.shape[1])[None]).expand(joined.shape[:2])
-        inputs, width = (joined.to(self._head.device), positions), self._head.spec.max_depth + 1
+        inputs, width = (joined, positions), self._head.spec.max_depth + 1
         self._forwards.append(block_context, width, inputs, (), partial(self._plain.context, joined))
 
     def tree(self, state: DraftState, depth: int) -> DraftTree:
         head, size = self._head, self._head.spec.block_size
         plain = partial(self._plain.tree, state, depth)
-        width = 1 if state.chains_only else self._options.top_k
+        width = num_children(self._options, state)
         batch_size, capacity = len(state.root_ids), capacity_for(self._forwards.end + size)
         key = batch_size, capacity, width, head.dtype, self._options, *form_of(state)
 
@@ -106,7 +104,7 @@ class CompiledSteps:
         head, reading, end = self._head, self._reading, self._forwards.end
         spec, device = head.spec, head.device
         request = BlockRequest.of(self._loaded, self._options, state, spec.max_depth)
-        positions = reading.positions_at(torch.arange(spec.block_size)[None])
+        positions, masks = block_place(head, reading)
         inputs = {
             "anchors": request.anchors,
             "positions": positions,
@@ -121,7 +119,6 @@ class CompiledSteps:
             inputs["target_ids"] = request.target_ids
         like = torch.zeros(batch_size, spec.block_size, dtype=head.dtype, device=device)
         seen = end + spec.block_size
-        masks = block_masks(spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
         placed = [
             buffers.filled(f"block mask {layer}", padded_mask(mask, like, seen, spec.block_size, capacity))
             for layer, mask in enumerate(masks)

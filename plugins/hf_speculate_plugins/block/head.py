@@ -165,14 +165,18 @@ class BlockHead(SharingHead[BlockSpec]):
 
     def fuse(self, features: Sequence[Float[Tensor, "B J Ht"]]) -> Float[Tensor, "B J H"]:
         """What the target's features, in `feature_layers` order, are to the layers: one state a token."""
-        placed = [feature.to(device=self.device, dtype=self.dtype) for feature in features]
-        if self.spec.adapts_features:
-            placed = [self.hidden_dim_adapter.proj(feature) for feature in placed]
-        return self.hidden_norm(finite(self.fc(torch.cat(placed, dim=-1))))
+        return self.fuse_joined(self.join(features))
+
+    def join(self, features: Sequence[Float[Tensor, "B J Ht"]]) -> Float[Tensor, "B J W"]:
+        """Features, which may lie on several devices, side by side as the head takes them."""
+        return torch.cat([feature.to(device=self.device, dtype=self.dtype) for feature in features], dim=-1)
 
     def fuse_joined(self, joined: Float[Tensor, "B J W"]) -> Float[Tensor, "B J H"]:
-        """`fuse` of features side by side, in `feature_layers` order."""
-        return self.fuse(joined.chunk(self.spec.num_features, dim=-1))
+        """`fuse` of what `join` made."""
+        if self.spec.adapts_features:
+            features = joined.chunk(self.spec.num_features, dim=-1)
+            joined = torch.cat([self.hidden_dim_adapter.proj(feature) for feature in features], dim=-1)
+        return self.hidden_norm(finite(self.fc(joined)))
 
     def read(self, context: Float[Tensor, "B J H"], position_ids: Int[Tensor, "B J"], append: Append) -> None:
         """Hands every layer's keys and values of context entries to `append`."""

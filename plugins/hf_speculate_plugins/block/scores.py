@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState, Warpers, warped
 from hf_speculate.transfers import to_device
 
-from ..trees import Shares, log_shares, slot_scores, slot_shares
+from ..trees import Shares, slot_scores, slot_shares
 from .checkpoint import LoadedHead
 from .head import BlockHead
 from .options import BlockOptions
@@ -50,9 +50,14 @@ class BlockRequest(NamedTuple):
         """At the situation before a round, for so many slots; tensors on the head's device."""
         device, target_ids = loaded.head.device, loaded.target_ids
         noise = state.log_noise(range(depth), loaded.spec.draft_vocab_size, target_ids)
-        width = 1 if state.chains_only else options.top_k
+        width = num_children(options, state)
         anchors, noise = to_device(state.root_ids, device), None if noise is None else noise.to(device)
         return cls(target_ids, options, width, anchors, noise, state.warpers)
+
+
+def num_children(options: BlockOptions, state: DraftState) -> int:
+    """Of a node at the most."""
+    return 1 if state.chains_only else options.top_k
 
 
 class BlockScores:
@@ -89,8 +94,7 @@ class BlockScores:
         """What `best_tree` asks for."""
         if self._head.spec.scores_pairs:
             return self._behind_parents
-        shares, columns = log_shares(self.ranked, min(self._request.width, self.ranked.shape[-1]))
-        return slot_shares(shares, self.to_target(columns))
+        return slot_shares(self.ranked, self._request.target_ids, self._request.width)
 
     def behind(
         self, depth: int, token_ids: Int[Tensor, "B W"], carried: Float[Tensor, "B W r"] | None = None

@@ -52,7 +52,7 @@ class BlockSession(DraftSession):
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
         head, reading, steps = self._loaded.head, self._reading, self._steps
-        joined = torch.cat([features[layer] for layer in head.spec.feature_layers], dim=-1)
+        joined = head.join([features[layer] for layer in head.spec.feature_layers])
         if self._text is not None:
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
             self._text += tokens[0, -1:].tolist() if reading is None else tokens[0, : int(lengths[0])].tolist()

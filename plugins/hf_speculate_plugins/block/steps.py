@@ -7,11 +7,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import DraftState
 from hf_speculate.tree import DraftTree
 
-from ..heads import CachedAttention, Reading
+from ..heads import CachedAttention, Place, Reading
 from ..trees import best_tree
 from .checkpoint import LoadedHead
 from .head import BlockHead
@@ -25,7 +26,7 @@ class Steps(Protocol):
     """Forwards of a head behind one reading. They append entries; what stays is said to the reading."""
 
     def context(self, joined: Float[Tensor, "B J W"]) -> None:
-        """Appends what the features of J committed tokens, side by side, are to the layers."""
+        """Appends what the features of J committed tokens, from `BlockHead.join`, are to the layers."""
         ...
 
     def tree(self, state: DraftState, depth: int) -> DraftTree:
@@ -47,7 +48,7 @@ class PlainSteps:
 
     def context(self, joined: Tensor) -> None:
         positions = self._reading.positions_at(torch.arange(joined.shape[1])[None])
-        _append(self._loaded.head, self._reading, joined, positions)
+        append_context(self._loaded.head, self._reading.cache.cache, joined, positions)
 
     @torch.no_grad()
     def tree(self, state: DraftState, depth: int) -> DraftTree:
@@ -60,19 +61,24 @@ class PlainSteps:
     @torch.no_grad()
     def slots(self, anchors: Int[Tensor, " B"]) -> Float[Tensor, "B S H"]:
         """States of all slots behind what was read."""
-        head, reading = self._loaded.head, self._reading
-        positions = reading.positions_at(torch.arange(head.spec.block_size)[None])
-        masks = block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
-        return head(head.block_ids(anchors), positions, CachedAttention(reading.cache.cache, masks))
+        head = self._loaded.head
+        positions, masks = block_place(head, self._reading)
+        return head(head.block_ids(anchors), positions, CachedAttention(self._reading.cache.cache, masks))
 
 
 @torch.no_grad()
 def read_prompt(head: BlockHead, reading: Reading, joined: Float[Tensor, "B J W"]) -> None:
     """Commits the prompt's features. Prompts have many lengths: this is never compiled."""
-    _append(head, reading, joined, reading.prompt_positions)
+    append_context(head, reading.cache.cache, joined, reading.prompt_positions)
     reading.keep_all()
 
 
-def _append(head: BlockHead, reading: Reading, joined: Tensor, positions: Tensor) -> None:
-    cache = reading.cache.cache
+def block_place(head: BlockHead, reading: Reading) -> Place:
+    """Of the slots of a block behind what was read."""
+    positions = reading.positions_at(torch.arange(head.spec.block_size)[None])
+    return positions, block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
+
+
+def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tensor) -> None:
+    """What J features side by side are to the layers, into `cache`."""
     head.read(head.fuse_joined(joined), positions, lambda layer, *keys_values: cache.update(*keys_values, layer))

@@ -49,6 +49,13 @@ class ConfigValues:
             raise self.wrong(key, f"an integer from 1 to {most}")
         return value
 
+    def token(self, key: str) -> int | None:
+        """A token id; None if nothing is said."""
+        value = self.values.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise self.wrong(key, "a token id")
+        return value
+
     def number(self, key: str, default: float) -> float:
         """A finite number that is not negative."""
         value = self.values.get(key)

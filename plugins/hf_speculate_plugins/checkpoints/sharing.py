@@ -52,12 +52,15 @@ class OpenedHead(Generic[Spec]):
     target_ids: Tensor | None
 
 
-def shared_embeddings(opened: OpenedHead[Any], theirs: Any, choice: str | None = None) -> nn.Module | None:
+def shared_embeddings(
+    opened: OpenedHead[Any], theirs: Any, choice: str | None = None, *, trained: bool = False
+) -> nn.Module | None:
     """The target's embeddings if the head should use them; None if its own are to be loaded.
 
     Args:
         theirs: the target's embedding module.
         choice: "own" or "target", if somebody knows; else they are compared.
+        trained: whether such heads train theirs, where the config does not say.
     """
     name = "embed_tokens.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
@@ -76,8 +79,7 @@ def shared_embeddings(opened: OpenedHead[Any], theirs: Any, choice: str | None =
     if is_copy(own, theirs.weight):
         keys.share(name, "equal to the target's")
         return theirs
-    config, is_parallel = ConfigValues(checkpoint.folder, checkpoint.config), "mask_hidden" in checkpoint.tensors
-    was_trained = config.flag("embed_requires_grad", is_parallel)  # P-EAGLE's always are
+    was_trained = ConfigValues(checkpoint.folder, checkpoint.config).flag("embed_requires_grad", trained)
     if not was_trained and _mean_cosine(own, theirs) < _MIN_COSINE:
         keys.share(name, "those in the file look random; pass embeddings='own' to use them")
         return theirs

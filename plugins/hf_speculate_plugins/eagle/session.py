@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -153,6 +154,11 @@ class EagleSession(DraftSession):
             values.append(values[-1] + shares[..., 0])
         return DraftTree.chain(torch.cat(drafted, dim=1), torch.cat(values, dim=1))
 
+    @cached_property
+    def _mask(self) -> tuple[Tensor, Tensor]:
+        """What stands for every deeper token of a P-EAGLE draft; a projection as large as a target's layer's."""
+        return self._loaded.head.masks(1, 1)
+
     @torch.no_grad()
     def _draft_parallel(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
         """The best tree of what the last entry and the masks behind it propose: two forwards of any depth."""
@@ -163,13 +169,12 @@ class EagleSession(DraftSession):
         logits, _ = head.read(root[:, None])
         if depth > 1:
             plan = TreePlan.from_parents([range(-1, depth - 2)])
-            logits = torch.cat([logits, steps.level(*head.masks(len(root), depth - 1), plan)[0]], dim=1)
+            token_ids, states = (mask.expand(len(root), depth - 1, *mask.shape[2:]) for mask in self._mask)
+            logits = torch.cat([logits, steps.level(token_ids, states, plan)[0]], dim=1)
         noise = state.log_noise(range(logits.shape[1]), logits.shape[-1], target_ids)
         scores = slot_scores(logits, noise, state.warpers)
-        width = 1 if state.chains_only else min(options.top_k, scores.shape[-1])
-        shares, columns = log_shares(scores, width)
+        shares_of = slot_shares(scores, target_ids, 1 if state.chains_only else options.top_k)
         roots = to_device(state.root_ids, root.device)
-        shares_of = slot_shares(shares, self._to_target(columns))
         return trimmed(best_tree(roots, shares_of, depth=depth, max_nodes=options.max_nodes), state.active)
 
     def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:

@@ -110,6 +110,13 @@ def check_head_fits(spec: HeadSpec, layers: Sequence[int], config: Any, kind: st
         )
 
 
+def check_mask_token(token: int, vocab_size: int, kind: str, name: str) -> None:
+    """Raises `TargetMismatchError` unless the mask token of a head is one of the target's; names as in
+    `check_head_fits`."""
+    if not 0 <= token < vocab_size:
+        raise TargetMismatchError(f"the mask token of this {kind} is {token}, but {name} has {vocab_size} tokens.")
+
+
 AnySpec = TypeVar("AnySpec", bound=Any)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_speculate.drafting import Warpers, rank_children
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
-from .dynamic import best_nodes
+from .dynamic import best_nodes, log_shares
 
 
 Shares = Callable[[int, Int[Tensor, "B W"], Int[Tensor, "B W"]], tuple[Float[Tensor, "B W K"], Int[Tensor, "B W K"]]]
@@ -94,9 +94,16 @@ def slot_scores(
     return scores[:, 0].unflatten(0, logits.shape[:2])
 
 
-def slot_shares(shares: Float[Tensor, "B D K"], token_ids: Int[Tensor, "B D K"]) -> Shares:
-    """`Shares` of slots that propose the same whatever a node's path is."""
-    return partial(_of_slot, shares, token_ids)
+def slot_shares(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> Shares:
+    """`Shares` of slots that propose the same whatever a node's path is.
+
+    Args:
+        scores: see `slot_scores`.
+        target_ids: target id of each column; None where they are the same.
+        width: children of a node at the most.
+    """
+    shares, columns = log_shares(scores, min(width, scores.shape[-1]))
+    return partial(_of_slot, shares, columns if target_ids is None else target_ids[columns])
 
 
 def _of_slot(shares: Tensor, token_ids: Tensor, depth: int, tokens: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:

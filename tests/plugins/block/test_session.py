@@ -17,6 +17,7 @@ from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 
 from ...support.block_heads import KINDS, loaded_block, random_block
 from ...support.heads import PLAIN, batch_of, left_padded, target
+from ...support.pretended_device import PretendedDevice
 
 
 PAIRED = ("dspark", "gated", "reduced")
@@ -183,6 +184,20 @@ def test_drafts_know_the_noise_of_their_steps(prompt, kind, monkeypatch):
         lengths.append(output.speculation.mean_acceptance_length)
     assert lengths[0] > 3
     assert lengths[1] < 1.5
+
+
+def test_features_may_lie_on_several_devices(prompt):
+    """Those of a target whose layers are spread over devices."""
+    model, ids, together = target(), prompt(9), []
+    drafter = random_block("dspark", model)
+    states = model(ids[:, :-1], output_hidden_states=True).hidden_states
+    with PretendedDevice() as device:
+        for elsewhere in ((), drafter.feature_layers[-1:]):
+            session = drafter.start(DraftRequest(target=model, input_ids=ids[:, :-1]))
+            features = {n: states[n].to(device.name) if n in elsewhere else states[n] for n in drafter.feature_layers}
+            session.observe(ids[:, 1:], features, torch.tensor([ids.shape[1] - 1]))
+            together.append(nodes_of(session.draft(state_for([5]))))
+    assert together[0] == together[1]
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash", "rnn"])

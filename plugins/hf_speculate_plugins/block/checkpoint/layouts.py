@@ -176,11 +176,8 @@ def _method(config: ConfigValues, nested: ConfigValues, dialect: Dialect) -> Met
 
 def _mask_token_id(config: ConfigValues, nested: ConfigValues) -> int:
     for place in (nested, config):
-        if place.values.get("mask_token_id") is not None:
-            value = place.values["mask_token_id"]
-            if type(value) is not int or value < 0:
-                raise place.wrong("mask_token_id", "a token id")
-            return value
+        if (token := place.token("mask_token_id")) is not None:
+            return token
     raise CheckpointError(f"{config.where}: config.json lacks mask_token_id, what the slots behind the anchor hold.")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.errors import CheckpointError
 from hf_speculate.target import last_device
 
 from ...checkpoints import (
@@ -21,7 +21,7 @@ from ...checkpoints import (
     shared_output,
 )
 from ...heads import LoadedHead as HeadOf
-from ...heads import build_head, check_head_fits, fill_head, overridden
+from ...heads import build_head, check_head_fits, check_mask_token, fill_head, overridden
 from ..head import BlockHead
 from ..options import Conventions
 from ..spec import BlockSpec
@@ -88,11 +88,7 @@ def check_fits(spec: BlockSpec, target: PreTrainedModel) -> None:
 def check_sizes(spec: BlockSpec, config: Any, name: str) -> None:
     """As `check_fits`, for the config of a text model; `name` is what messages call it."""
     check_head_fits(spec, spec.feature_layers, config, f"{spec.method} head", name)
-    if spec.mask_token_id >= spec.vocab_size:
-        raise TargetMismatchError(
-            f"the mask token of this {spec.method} head is {spec.mask_token_id}, but {name} has {config.vocab_size} "
-            "tokens."
-        )
+    check_mask_token(spec.mask_token_id, config.vocab_size, f"{spec.method} head", name)
 
 
 def _overridden(spec: BlockSpec, conventions: Conventions) -> BlockSpec:

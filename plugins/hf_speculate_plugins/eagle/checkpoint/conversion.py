@@ -77,7 +77,7 @@ def _embeddings(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles 
     theirs = target.input_embeddings()
     if is_stored and own is not None and own.shape == theirs.weight.shape and is_copy(own, theirs.weight):
         return None  # what the file has is written as it is, bit for bit
-    return shared_embeddings(opened, theirs)
+    return shared_embeddings(opened, theirs, trained=opened.spec.parallel)
 
 
 def _output(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles | None) -> nn.Module | None:

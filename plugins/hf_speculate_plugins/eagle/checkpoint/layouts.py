@@ -228,13 +228,8 @@ def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) 
 def _mask(shapes: Shapes, config: ConfigValues) -> dict[str, Any]:
     if MASK not in shapes:
         return {}
-    key = next((key for key in _MASK_TOKENS if config.values.get(key) is not None), None)
-    if key is None:
-        return {"parallel": True}
-    value = config.values[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise config.wrong(key, "a token id")
-    return {"parallel": True, "mask_token_id": value}
+    tokens = (config.token(key) for key in _MASK_TOKENS)
+    return {"parallel": True, "mask_token_id": next((token for token in tokens if token is not None), None)}
 
 
 def _rope(layer_config: ConfigValues, dialect: str) -> dict[str, Any]:

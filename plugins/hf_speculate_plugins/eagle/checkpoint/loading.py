@@ -23,7 +23,7 @@ from ...checkpoints import (
     shared_output,
 )
 from ...heads import LoadedHead as HeadOf
-from ...heads import build_head, check_head_fits, fill_head, overridden
+from ...heads import build_head, check_head_fits, check_mask_token, fill_head, overridden
 from ..head import EagleHead
 from ..spec import Conventions, EagleSpec
 from .layouts import MASK, canonical_name, describe
@@ -50,7 +50,9 @@ def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | N
             f"{folder} is a P-EAGLE head whose config.json does not name its mask token (SpecForge's do not): give "
             "mask_token_id=..., what its training had; without word of that, the tokenizer's mask token."
         )
-    embed_tokens = shared_embeddings(opened, target.get_input_embeddings(), conventions.embeddings)
+    embed_tokens = shared_embeddings(
+        opened, target.get_input_embeddings(), conventions.embeddings, trained=opened.spec.parallel
+    )
     lm_head = shared_output(opened, target.get_output_embeddings())
     return assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
 
@@ -111,10 +113,8 @@ def check_sizes(spec: EagleSpec, config: Any, name: str) -> None:
             f"this EAGLE head takes features of {spec.num_features} target layers, but {len(layers)} are named: "
             f"{list(layers)}."
         )
-    if spec.mask_token_id is not None and not 0 <= spec.mask_token_id < config.vocab_size:
-        raise TargetMismatchError(
-            f"the mask token of this P-EAGLE head is {spec.mask_token_id}, but {name} has {config.vocab_size} tokens."
-        )
+    if spec.mask_token_id is not None:
+        check_mask_token(spec.mask_token_id, config.vocab_size, "P-EAGLE head", name)
 
 
 def _ignore_leftovers(spec: EagleSpec, checkpoint: Checkpoint, keys: KeyAccount) -> None:
