@@ -114,6 +114,25 @@ class PreallocatedLayer(DynamicLayer):
             self._buffers[name] = grown
         self._is_owned = True
 
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Keys and values with their room to grow; nothing before the first append."""
+        return tuple(self._buffers.values())
+
+    def make_room(self, num_entries: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """The buffers of keys and values `[B, heads, capacity, head_dim]`, with room for entries behind those there are,
+        which the caller writes and counts (`length`).
+
+        Args:
+            shape: B, heads and head_dim of a layer that holds nothing yet; of its dtype and device it must know.
+        """
+        capacity = self.length + num_entries
+        if not self._is_owned or self._buffers["keys"].shape[-2] < capacity or not self._is_writable():
+            batch_size, heads, head_dim = shape
+            like = torch.empty(batch_size, heads, 0, head_dim, dtype=self.dtype, device=self.device)
+            self.reserve(capacity, like, like)
+        return self._buffers["keys"], self._buffers["values"]
+
     def _allocate(self, _name: str, like: Tensor, num_entries: int) -> Tensor:
         capacity = max(num_entries, int(GROWTH * self.length), MIN_CAPACITY)
         return like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3])

@@ -32,6 +32,7 @@ from .model import (
     plan_model,
     read_vector,
 )
+from .fused import fuse_layers
 from .modules import FusedLinear, PackedEmbedding, PackedLinear, PackedMatrix, Projection
 from .quantizer import PackedGgufQuantizer
 from .reading import read_header
@@ -127,6 +128,7 @@ def build_model(
     if remaining:
         raise CheckpointError(f"{plan.file.path!r} has nothing for {', '.join(remaining)}.")
     model.requires_grad_(False).eval()
+    fuse_layers(model.model)
     model.hf_quantizer = PackedGgufQuantizer()
     # Embeddings and output layer are packed apart: nothing must ever make them one again.
     model._tied_weights_keys = {}

@@ -1,4 +1,4 @@
-"""Compiles `native.cpp` at first use, keeps the library in the user's cache (`kernel_cache`), and calls it.
+"""Compiles `kernel/` at first use, keeps the library in the user's cache (`kernel_cache`), and calls it.
 
 The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library is looked up by a hash of the
 source, the flags and the CPU, and one of the compiler: a folder that several machines share is no danger. Where there
@@ -32,7 +32,7 @@ from .kernel_cache import KernelCache, load
 
 logger = logging.get_logger(__name__)
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 
 # Rows of a matrix that lie together.
 TILE_ROWS = 16
@@ -50,12 +50,14 @@ class NoCompilerError(NativeError):
 
 
 class Library:
-    """The functions of `native.cpp`.
+    """The functions of `kernel.cpp`.
 
     Args:
         content: the shared library.
 
     Attributes:
+        kinds: the number of each block type.
+        run_layers, find_runs: for `native_layers`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -72,24 +74,27 @@ class Library:
             ("hfs_tile_bytes", size, (integer, size)),
             ("hfs_pack", ctypes.c_bool, (integer, pointer, size, size, pointer, integer)),
             ("hfs_multiply", ctypes.c_bool, (integer, pointer, size, size, pointer, size, pointer, integer, integer)),
+            ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
+            ("hfs_layers", ctypes.c_bool, (pointer,)),
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
+        self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
         self._functions = functions
-        self._kinds = {name: functions.hfs_kind(name.encode()) for name in FORMATS}
+        self.kinds = {name: functions.hfs_kind(name.encode()) for name in FORMATS}
         self.bf16: int = functions.hfs_bf16()
         self.has_threads: bool = functions.hfs_has_threads()
 
     def tile_bytes(self, block_type: str, in_features: int) -> int:
         """Bytes of 16 rows."""
-        return self._functions.hfs_tile_bytes(self._kinds[block_type], in_features)
+        return self._functions.hfs_tile_bytes(self.kinds[block_type], in_features)
 
     def pack(
         self, block_type: str, rows: UInt8[Tensor, "R bytes"], in_features: int, tiles: UInt8[Tensor, "T bytes"]
     ) -> bool:
         """Writes rows of blocks into tiles of zeros; False where a scale or an offset is not finite."""
         rows = rows.contiguous()
-        kind, threads = self._kinds[block_type], torch.get_num_threads()
+        kind, threads = self.kinds[block_type], torch.get_num_threads()
         return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
 
     def multiply(
@@ -100,7 +105,7 @@ class Library:
         values = (inputs if bf16 else inputs.float()).contiguous()
         products = torch.empty(len(inputs), out_features, dtype=values.dtype)
         is_done = self._functions.hfs_multiply(
-            self._kinds[block_type],
+            self.kinds[block_type],
             tiles.data_ptr(),
             inputs.shape[1],
             out_features,
@@ -181,7 +186,7 @@ def _first_usable(cache: KernelCache, names: Sequence[str]) -> Library | None:
 
 
 def compile_source(compiler: Sequence[str]) -> bytes:
-    """The shared library that a compiler makes of `native.cpp`; raises `NativeError`."""
+    """The shared library that a compiler makes of `kernel.cpp`; raises `NativeError`."""
     command = [*compiler, *_FLAGS, _tune()]
     logger.info(f"compiling {SOURCE}")
     with tempfile.TemporaryDirectory(prefix="hf_speculate-") as folder:
@@ -225,8 +230,8 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def _kind() -> str:
     """How the names of all libraries begin that serve here, whatever compiler made them."""
-    source = SOURCE.read_text(encoding="utf-8")
-    return f"native-{_digest(source, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
+    sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    return f"native-{_digest(*sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
 
 
 def _digest(*parts: str) -> str:

@@ -33,6 +33,8 @@ int hfs_bf16() {{ return {answer}; }}
 long long hfs_tile_bytes(int, long long) {{ return 0; }}
 bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}
+long long hfs_runs() {{ return 0; }}
+bool hfs_layers() {{ return true; }}
 }}
 """
 

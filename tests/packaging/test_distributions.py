@@ -17,7 +17,8 @@ from ..support.paths import REPOSITORY
 PACKAGES = {"hf_speculate": "", "hf_speculate_plugins": "plugins/", "hf_speculate_training": "training/"}
 # What a file without a package around it is there for.
 NEEDED = (
-    "hf_speculate/gguf/native.cpp",
+    "hf_speculate/gguf/kernel/kernel.cpp",
+    "hf_speculate/gguf/kernel/layer.h",
     "hf_speculate/generation/tried_classes.json",
     "hf_speculate/commands/chat_prompts.jsonl",
     "hf_speculate/commands/python_prompts.jsonl",

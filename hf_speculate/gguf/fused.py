@@ -1,0 +1,282 @@
+"""Decoder layers of packed models in native calls: one for all of them where nobody looks in between, else one each.
+
+The layers stay transformers' own: only their `forward` asks first whether the kernel computes the same as the modules.
+It does not where somebody looks into a layer or has changed it (hooks, adapters, devices, gradients, autocast, outputs
+of attentions, graphs), nor for caches and masks that it does not know, nor for more rows than it takes. Then the modules
+run; they are the plain reference of the kernel.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_modules
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
+
+from ..target.attention import grouped_sdpa
+from .native_caches import appendable_layers, make_room
+from .native_layers import MOST_ROWS, NativeLayers, find_sight, fits_kernel
+
+
+# Whose hooks on a layer only read what it computes: transformers' for hidden states, and the taps of drafters.
+_READERS = (output_capturing.__name__, "hf_speculate")
+
+
+def fuse_layers(decoder: Any) -> int:
+    """Lets the kernel compute those layers of a packed Llama or Qwen2 that it can; how many they are."""
+    layers = list(decoder.layers)
+    forwards = [FusedForward(layer) for layer in layers if fits_kernel(layer)]
+    for forward in forwards:
+        forward.layer.forward = forward
+    if forwards and len(forwards) == len(layers):
+        stack = _Stack(decoder, forwards)
+        decoder.register_forward_pre_hook(_Visit(stack, "enter"))
+        decoder.register_forward_hook(_Visit(stack, "leave"), always_call=True)
+    return len(forwards)
+
+
+@dataclass
+class _Arguments:
+    """What a layer is called with."""
+
+    inputs: Tensor
+    mask: Tensor | None
+    cache: Cache | None
+    rotary: tuple[Tensor, Tensor] | None
+    others: dict[str, Any]
+
+
+class FusedForward:
+    """The `forward` of one layer.
+
+    Args:
+        layer: of transformers' Llama or Qwen2, one that `fits_kernel`.
+    """
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self.stack: _Stack | None = None
+        self._span: _Span | None = _Span([layer])
+
+    def __getstate__(self):
+        """A copy computes layer by layer, and with the modules where it is one of a layer that was changed."""
+        return {"layer": self.layer, "stack": None, "_span": None}
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As `LlamaDecoderLayer.forward`."""
+        if not torch.compiler.is_compiling():
+            arguments = _Arguments(hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+            outputs = self.stack.outputs(self.layer, arguments) if self.stack is not None else None
+            if outputs is None and (found := self._alone(arguments)) is not None:
+                outputs = found[0]
+            if outputs is not None:
+                return outputs
+        return type(self.layer).forward(
+            self.layer,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+
+    def _alone(self, arguments: _Arguments) -> Tensor | None:
+        if self._span is None and fits_kernel(self.layer):
+            self._span = _Span([self.layer])
+        return None if self._span is None else self._span.run(arguments)
+
+
+class _Span:
+    """Consecutive layers, and how they were when they were loaded: who changes or watches them changes this."""
+
+    def __init__(self, layers: Sequence[Any]):
+        inner = [module for layer in layers for module in layer.modules() if module is not layer]
+        self._layers = layers
+        self._hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._attributes = [module.__dict__ for module in inner]
+        self._children = [module._modules for layer in layers for module in layer.modules() if module._modules]
+        self._children_before = [dict(children) for children in self._children]
+        self._native: NativeLayers | None = None
+
+    def run(self, arguments: _Arguments) -> Tensor | None:
+        """[L, B, N, H]: the outputs of each layer; None, and nothing done, where the modules are to compute them."""
+        inputs, cache, rotary = arguments.inputs, arguments.cache, arguments.rotary
+        if cache is None or rotary is None or not (_serves(inputs) and self._is_untouched()):
+            return None
+        attention = self._layers[0].self_attn
+        cache_layers = appendable_layers(cache, attention.layer_idx, len(self._layers))
+        if not cache_layers or not _is_stock_attention(attention.config, arguments.others):
+            return None
+        num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
+        sees_before, sight = _sight(arguments.mask, inputs, num_keys)
+        if not sees_before and sight is None:
+            return None
+        if self._native is None or not self._native.is_current():
+            self._native = NativeLayers(self._layers)
+        cos, sin = (states.contiguous() for states in rotary)
+        if not cos.dtype is sin.dtype is inputs.dtype is self._native.dtype:
+            return None
+        shape = inputs.shape[0], attention.config.num_key_value_heads, attention.head_dim
+        buffers = make_room(cache_layers, inputs, shape)
+        if buffers is None:
+            return None
+        outputs = self._native.run(inputs.contiguous(), (cos, sin), buffers, num_keys, sight)
+        for layer in cache_layers:
+            layer.length = num_keys
+        return outputs
+
+    def _is_untouched(self) -> bool:
+        """Whether the modules are those that were loaded, and nobody watches them."""
+        return (
+            all(map(_sleeps, filter(None, self._hooks)))
+            and not any(map(operator.contains, self._attributes, repeat("forward")))
+            and self._children == self._children_before
+            and not any(layer.training for layer in self._layers)
+            and not torch_modules._global_forward_hooks
+            and not torch_modules._global_forward_pre_hooks
+        )
+
+
+class _Stack:
+    """All layers of a decoder, which calls them one after the other: the first one computes them all.
+
+    What the others are about to be asked for is kept by thread. Layers that somebody else calls are computed one by one,
+    and so are those after one whose output is not what the next one is given.
+    """
+
+    def __init__(self, decoder: Any, forwards: Sequence[FusedForward]):
+        self._decoder_layers, self._config = decoder.layers, decoder.config
+        self._layers = [forward.layer for forward in forwards]
+        self._forwards = list(forwards)
+        self._numbers = {id(layer): number for number, layer in enumerate(self._layers)}
+        self._span = _Span(self._layers)
+        self._hooks = [layer._forward_hooks for layer in self._layers]
+        self._pre_hooks = [layer._forward_pre_hooks for layer in self._layers]
+        self._entered: set[int] = set()
+        self._ahead: dict[int, list[Tensor]] = {}
+        for forward in forwards:
+            forward.stack = self
+
+    def enter(self) -> None:
+        self._entered.add(threading.get_ident())
+
+    def leave(self) -> None:
+        thread = threading.get_ident()
+        self._entered.discard(thread)
+        self._ahead.pop(thread, None)
+
+    def outputs(self, layer: Any, arguments: _Arguments) -> Tensor | None:
+        """What a layer answers; None where it was not computed ahead and cannot be now."""
+        thread, number = threading.get_ident(), self._numbers[id(layer)]
+        if number == 0:
+            if thread not in self._entered or not self._is_whole():
+                return None
+            found = self._span.run(arguments)
+            if found is None:
+                return None
+            self._ahead[thread] = list(found.unbind())
+            return self._ahead[thread][0]
+        ahead = self._ahead.get(thread)
+        return ahead[number] if ahead is not None and arguments.inputs is ahead[number - 1] else None
+
+    def _is_whole(self) -> bool:
+        """Whether the decoder calls these layers only, and nobody may change anything between them."""
+        return (
+            list(self._decoder_layers._modules.values()) == self._layers
+            and self._config.num_hidden_layers == len(self._layers)
+            and all(layer.__dict__.get("forward") is own for layer, own in zip(self._layers, self._forwards, strict=True))
+            and not any(self._pre_hooks)
+            and all(_only_reads(hook) for hooks in self._hooks if hooks for hook in hooks.values())
+        )
+
+
+class _Visit:
+    """A hook that tells a stack whether its decoder calls the layers. A copy, for the decoder's copy, tells nobody."""
+
+    def __init__(self, stack: _Stack | None, event: str):
+        self._stack, self._event = stack, event
+
+    def __getstate__(self):
+        return {"_stack": None, "_event": self._event}
+
+    def __call__(self, *_: Any) -> None:
+        if self._stack is not None and not torch.compiler.is_compiling():
+            getattr(self._stack, self._event)()
+
+
+def _serves(inputs: Tensor) -> bool:
+    """Whether the kernel takes these rows."""
+    return (
+        type(inputs) is Tensor
+        and inputs.is_cpu
+        and inputs.dtype in (torch.bfloat16, torch.float32)
+        and 0 < inputs.shape[0] * inputs.shape[1] <= MOST_ROWS
+        and not (inputs.requires_grad and torch.is_grad_enabled())
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _is_stock_attention(config: Any, others: dict[str, Any]) -> bool:
+    """Whether the model is to compute what the kernel does, and nothing else is asked of it."""
+    if others.get("output_attentions") or "is_causal" in others:
+        return False
+    attention = config._attn_implementation
+    if attention == "sdpa":
+        return ALL_ATTENTION_FUNCTIONS["sdpa"] in (grouped_sdpa, sdpa_attention_forward)
+    return attention == "eager"
+
+
+def _sight(mask: Tensor | None, inputs: Tensor, num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:
+    """Whether every query sees what lies before it and itself; else what it sees, None if that cannot be said."""
+    batch_size, num_queries, _ = inputs.shape
+    if mask is None:
+        return num_queries in (1, num_keys), None
+    if type(mask) is not Tensor or mask.dim() != 4 or not mask.is_cpu:
+        return False, None
+    batch_rows, heads, rows, columns = mask.shape
+    is_folded = rows > num_queries and rows % num_queries == 0
+    is_long = columns == num_keys or (is_folded and columns == 0)
+    if batch_rows not in (1, batch_size) or heads != 1 or not is_long or not (rows == num_queries or is_folded):
+        return False, None
+    return False, find_sight(mask, batch_size, num_queries, num_keys)
+
+
+def _sleeps(hooks: dict[int, Any]) -> bool:
+    """Whether hooks of an inner module are transformers' own for attentions, and none is collected.
+
+    They stay on a model for ever once it was asked for any outputs.
+    """
+    collected = output_capturing._active_collector.get()
+    if collected is not None and "attentions" in collected:
+        return False
+    return all(getattr(hook, "__module__", None) == output_capturing.__name__ for hook in hooks.values())
+
+
+def _only_reads(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    name = getattr(hook, "__module__", None) or ""
+    return any(name == reader or name.startswith(f"{reader}.") for reader in _READERS)

@@ -1,0 +1,225 @@
+// What GGUF's blocks hold, and how it lies in memory here.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// Finite float16. Subnormals without arithmetic on them, which may be switched off.
+INLINE Floats widen_halves(const uint8_t* from) {
+#if HAS_BF16
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  const Words halves = __builtin_convertvector(load<Halves>(from), Words), bits = (halves & 0x7fff) << 13;
+  const Floats normal = reinterpret<Floats>(bits + (112u << 23));
+  const Floats subnormal = reinterpret<Floats>(bits + (113u << 23)) - 0x1p-14f;
+  const Floats value = (bits >> 23) == 0 ? subnormal : normal;
+  return reinterpret<Floats>(reinterpret<Words>(value) | (halves & 0x8000) << 16);
+#endif
+}
+
+// In two steps: GCC makes sixteen scalar ones of a single conversion.
+INLINE Floats widen_bytes(const uint8_t* from) {
+#if HAS_BF16
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+#endif
+}
+
+// How a type lies in a tile of 16 rows of a matrix, one a lane; a cell is 32 of its columns. In memory: the low bits of the
+// codes of all cells, their high bits, then scales and offsets. Codes lie in 32-bit lanes, those of even columns in the
+// lower half of a lane and those of odd ones in the upper, ascending from bit 0; codes of eight bits as signed integers,
+// [pair of columns, lane, 2]. A code has LOW + HIGH bits, the integer is code - BIAS; GROUP columns share scale and offset:
+// float16 ones, or (SUPER) 8-bit ones times float16 ones of 256 columns.
+template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_> struct Layout {
+  static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, BIAS = BIAS_, BITS = LOW + HIGH;
+  static constexpr bool SUPER = SUPER_, OFFSET = OFFSET_;
+  static constexpr int GROUPS = COLUMNS / GROUP, KINDS = OFFSET ? 2 : 1, PER_HALF = 16 / LOW;
+  static constexpr int64_t LOW_BYTES = 64 * LOW, HIGH_BYTES = 64 * HIGH;
+  static constexpr int64_t CELL_FACTORS = KINDS * LANES * (SUPER ? GROUPS : 2);
+  static constexpr int64_t SUPER_FACTORS = SUPER ? KINDS * LANES * 2 : 0;
+
+  static int64_t high_at(int64_t cells) { return cells * LOW_BYTES; }
+  static int64_t factors_at(int64_t cells) { return cells * (LOW_BYTES + HIGH_BYTES); }
+  static int64_t super_at(int64_t cells) { return factors_at(cells) + cells * CELL_FACTORS; }
+  static int64_t tile_bytes(int64_t cells) {
+    return (super_at(cells) + cells / SUPER_CELLS * SUPER_FACTORS + 63) / 64 * 64;
+  }
+
+  // Scales and offsets of one cell after the other.
+  struct Factors {
+    Floats scales[GROUPS], offsets[GROUPS], super_scale = {}, super_offset = {};
+
+    INLINE void read(const uint8_t* tile, int64_t cells, int64_t cell) {
+      const uint8_t* at = tile + factors_at(cells) + cell * CELL_FACTORS;
+      if constexpr (!SUPER) {
+        scales[0] = widen_halves(at);
+        if (OFFSET) offsets[0] = widen_halves(at + 2 * LANES);
+        return;
+      }
+      if (cell % SUPER_CELLS == 0) {
+        const uint8_t* super = tile + super_at(cells) + cell / SUPER_CELLS * SUPER_FACTORS;
+        super_scale = widen_halves(super);
+        if (OFFSET) super_offset = -widen_halves(super + 2 * LANES);
+      }
+      for (int g = 0; g < GROUPS; g++, at += KINDS * LANES) {
+        scales[g] = super_scale * widen_bytes(at);
+        if (OFFSET) offsets[g] = super_offset * widen_bytes(at + LANES);
+      }
+    }
+  };
+
+  // The integers of a cell: for products in float32 a column at a time, for bfloat16 [lane, 2] two.
+  struct Codes {
+    const uint8_t *low, *high;
+#if HAS_BF16
+    __m512i first, second;
+#endif
+
+    INLINE Codes() {
+#if HAS_BF16
+      alignas(64) uint16_t table[64];
+      for (int i = 0; i < 64; i++) table[i] = reinterpret<uint32_t>(float((i & ((1 << BITS) - 1)) - BIAS)) >> 16;
+      first = load<__m512i>(table), second = load<__m512i>(table + 32);
+#endif
+    }
+
+    INLINE void go_to(const uint8_t* tile, int64_t cells, int64_t cell) {
+      low = tile + cell * LOW_BYTES, high = tile + high_at(cells) + cell * HIGH_BYTES;
+    }
+
+    INLINE Floats at(int i, float) const {
+      const int pair = i / 2, half = 16 * (i % 2);
+      if constexpr (LOW == 8) {
+        const Ints v = reinterpret<Ints>(__builtin_convertvector(load<Halves>(low + 32 * pair), Words));
+        return __builtin_convertvector(v << (24 - half / 2) >> 24, Floats);
+      }
+      Words v = load<Words>(low + 64 * (pair / PER_HALF)) >> (half + LOW * (pair % PER_HALF)) & ((1u << LOW) - 1);
+      if (HIGH) {
+        const Words h = load<Words>(high + 64 * (pair * HIGH / 16)) >> (half + pair * HIGH % 16);
+        v |= (h & ((1u << HIGH) - 1)) << LOW;
+      }
+      return __builtin_convertvector(reinterpret<Ints>(v) - BIAS, Floats);
+    }
+
+#if HAS_BF16
+    INLINE Floats at(int p, uint16_t) const {
+      if constexpr (LOW == 8) {
+        const __m512i even = _mm512_cvtepi8_epi32(load<__m128i>(low + 32 * p));
+        const __m512i odd = _mm512_cvtepi8_epi32(load<__m128i>(low + 32 * p + 16));
+        return reinterpret<Floats>(_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(odd), _mm512_cvtepi32_ps(even)));
+      } else {
+        Shorts v = load<Shorts>(low + 64 * (p / PER_HALF)) >> uint16_t(LOW * (p % PER_HALF));
+        if constexpr (HIGH > 0) {
+          const int at = p * HIGH % 16;
+          const Shorts h = load<Shorts>(high + 64 * (p * HIGH / 16));
+          const Shorts moved = at > LOW ? h >> uint16_t(at > LOW ? at - LOW : 0) : h << uint16_t(at > LOW ? 0 : LOW - at);
+          v = (v & uint16_t((1 << LOW) - 1)) | (moved & uint16_t(~((1 << LOW) - 1)));
+        }
+        // A lookup looks at 5 or 6 bits; the table repeats itself for those above a code.
+        return reinterpret<Floats>(BITS > 5 ? _mm512_permutex2var_epi16(first, (__m512i)v, second)
+                                            : _mm512_permutexvar_epi16((__m512i)v, first));
+      }
+    }
+#endif
+  };
+};
+
+// ---- types: what their blocks hold ----
+
+int nibble(const uint8_t* q, int i, int n) { return q[i % n] >> 4 * (i / n) & 15; }
+int two_bits(const uint8_t* q, int i) { return q[i % 32 + i / 128 * 32] >> 2 * (i / 32 % 4) & 3; }
+int bit(const uint8_t* q, int i) { return q[i % 32] >> i / 32 & 1; }
+int bit_in_order(const uint8_t* q, int i) { return q[i / 8] >> i % 8 & 1; }
+
+// Scales and offsets of Q4_K and Q5_K.
+int six_bits(const uint8_t* s, int g, bool offset) {
+  if (g < 4) return s[g + 4 * offset] & 63;
+  return (offset ? s[g + 4] >> 4 : s[g + 4] & 15) | (s[offset ? g : g - 4] >> 2 & 48);
+}
+
+// A block has SIZE weights in BYTES bytes, its float16 scale at D and offset at M; code(block, weight);
+// factor(block, group, whether of the offset).
+struct Q4_0 : Layout<4, 0, 32, false, false, 8> {
+  static constexpr int SIZE = 32, BYTES = 18, D = 0, M = 0;
+  static int code(const uint8_t* b, int i) { return nibble(b + 2, i, 16); }
+};
+struct Q4_1 : Layout<4, 0, 32, false, true, 0> {
+  static constexpr int SIZE = 32, BYTES = 20, D = 0, M = 2;
+  static int code(const uint8_t* b, int i) { return nibble(b + 4, i, 16); }
+};
+struct Q5_0 : Layout<4, 1, 32, false, false, 16> {
+  static constexpr int SIZE = 32, BYTES = 22, D = 0, M = 0;
+  static int code(const uint8_t* b, int i) { return nibble(b + 6, i, 16) | bit_in_order(b + 2, i) << 4; }
+};
+struct Q5_1 : Layout<4, 1, 32, false, true, 0> {
+  static constexpr int SIZE = 32, BYTES = 24, D = 0, M = 2;
+  static int code(const uint8_t* b, int i) { return nibble(b + 8, i, 16) | bit_in_order(b + 4, i) << 4; }
+};
+struct Q8_0 : Layout<8, 0, 32, false, false, 128> {
+  static constexpr int SIZE = 32, BYTES = 34, D = 0, M = 0;
+  static int code(const uint8_t* b, int i) { return b[2 + i] ^ 128; }
+};
+struct Q2_K : Layout<2, 0, 16, true, true, 0> {
+  static constexpr int SIZE = 256, BYTES = 84, D = 80, M = 82;
+  static int code(const uint8_t* b, int i) { return two_bits(b + 16, i); }
+  static int factor(const uint8_t* b, int g, bool offset) { return offset ? b[g] >> 4 : b[g] & 15; }
+};
+struct Q3_K : Layout<2, 1, 16, true, false, 4> {
+  static constexpr int SIZE = 256, BYTES = 110, D = 108, M = 0;
+  static int code(const uint8_t* b, int i) { return two_bits(b + 32, i) | bit(b, i) << 2; }
+  static int factor(const uint8_t* b, int g, bool) {
+    return (nibble(b + 96, g, 8) | (b[104 + g % 4] >> 2 * (g / 4) & 3) << 4) - 32;
+  }
+};
+struct Q4_K : Layout<4, 0, 32, true, true, 0> {
+  static constexpr int SIZE = 256, BYTES = 144, D = 0, M = 2;
+  static int code(const uint8_t* b, int i) { return nibble(b + 16 + i / 64 * 32, i % 64, 32); }
+  static int factor(const uint8_t* b, int g, bool offset) { return six_bits(b + 4, g, offset); }
+};
+struct Q5_K : Layout<4, 1, 32, true, true, 0> {
+  static constexpr int SIZE = 256, BYTES = 176, D = 0, M = 2;
+  static int code(const uint8_t* b, int i) { return nibble(b + 48 + i / 64 * 32, i % 64, 32) | bit(b + 16, i) << 4; }
+  static int factor(const uint8_t* b, int g, bool offset) { return six_bits(b + 4, g, offset); }
+};
+struct Q6_K : Layout<4, 2, 16, true, false, 32> {
+  static constexpr int SIZE = 256, BYTES = 210, D = 208, M = 0;
+  static int code(const uint8_t* b, int i) { return nibble(b + i / 128 * 64, i % 128, 64) | two_bits(b + 128, i) << 4; }
+  static int factor(const uint8_t* b, int g, bool) { return int8_t(b[192 + g]); }
+};
+
+void put(uint8_t* plane, int width, int column, int64_t lane, uint32_t value) {
+  const int bits = column / 2 * width;
+  uint8_t* at = plane + 64 * (bits / 16) + 4 * lane;
+  store(at, load<uint32_t>(at) | value << (16 * (column % 2) + bits % 16));
+}
+
+// Up to 16 rows into a tile of zeros; false where a float16 is not finite.
+template <class F> bool pack(const uint8_t* block, int64_t rows, int64_t cells, uint8_t* tile) {
+  constexpr int CELLS = F::SIZE / COLUMNS;
+  bool finite = true;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t first = 0; first < cells; first += CELLS, block += F::BYTES) {
+      for (int i = 0; i < F::SIZE; i++) {
+        const int64_t cell = first + i / COLUMNS;
+        const int code = F::code(block, i);
+        uint8_t* low = tile + cell * F::LOW_BYTES;
+        if (F::LOW == 8) low[(i % COLUMNS / 2 * LANES + r) * 2 + i % 2] = code - F::BIAS;
+        else put(low, F::LOW, i % COLUMNS, r, code & ((1 << F::LOW) - 1));
+        if (F::HIGH) put(tile + F::high_at(cells) + cell * F::HIGH_BYTES, F::HIGH, i % COLUMNS, r, code >> F::LOW);
+      }
+      uint8_t* factors = tile + F::factors_at(cells) + first * F::CELL_FACTORS;
+      uint8_t* halves = F::SUPER ? tile + F::super_at(cells) + first / SUPER_CELLS * F::SUPER_FACTORS : factors;
+      for (int k = 0; k < F::KINDS; k++) {
+        const uint16_t half = load<uint16_t>(block + (k ? F::M : F::D));
+        finite &= (half & 0x7c00) != 0x7c00;
+        store(halves + 2 * (k * LANES + r), half);
+        if constexpr (F::SUPER)
+          for (int g = 0; g < F::SIZE / F::GROUP; g++) factors[(g * F::KINDS + k) * LANES + r] = F::factor(block, g, k);
+      }
+    }
+  return finite;
+}
+
+}  // namespace

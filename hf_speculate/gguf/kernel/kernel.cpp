@@ -1,0 +1,157 @@
+// Packed GGUF matrices on CPUs: products, and whole decoder layers; compiled at first use and called by `native.py`.
+//
+//     y[m, n] = sum over the groups of row n of  scale * sum((code - bias) * x[m]) + offset * sum(x[m])
+//
+// A tile is 16 rows of a matrix, one a lane; a cell is 32 of its columns. A cell is decoded once and multiplied with all
+// rows of the input: as bfloat16, which holds the integers exactly, by AMX or vdpbf16ps, or as float32. Sums are float32.
+// Neither the number of rows nor that of threads changes the bits of a row.
+
+#include "layer.h"
+
+namespace {
+
+// Rows [cell, row, 32] of an input [row, column]; those behind the last are 0.
+template <class T> void arrange(const T* x, int64_t stride, int64_t count, int64_t cell, int sum_group, Inputs<T> to) {
+  for (int64_t m = 0; m < to.rows; m++) {
+    T* row = to.at(cell, m);
+    if (m < count) memcpy(row, x + m * stride + cell * COLUMNS, COLUMNS * sizeof(T));
+    else memset(row, 0, COLUMNS * sizeof(T));
+    if (sum_group == 16) sum_groups<16>(to, cell, m);
+    if (sum_group == 32) sum_groups<32>(to, cell, m);
+  }
+}
+
+template <class T> struct Output {
+  T* y;
+  int64_t count, stride;
+
+  static void put(void* to, int64_t column, int64_t lanes, const float* products) {
+    const Output& out = *(Output*)to;
+    for (int64_t m = 0; m < out.count; m++) {
+      alignas(64) T values[LANES];
+      narrow(values, load<Floats>(products + m * LANES));
+      memcpy(out.y + m * out.stride + column, values, lanes * sizeof(T));
+    }
+  }
+};
+
+template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool amx, int threads) {
+  if (!count) return true;
+  const Kind& kind = KINDS[w.kind];
+  const int64_t cells = w.in_features / COLUMNS, most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
+  const int64_t value_bytes = most * w.in_features * sizeof(T), groups = kind.sum_group ? COLUMNS / kind.sum_group : 0;
+  if (!scratch.reserve(Scratch::rounded(value_bytes) + cells * groups * most * sizeof(float))) return false;
+  T* values = scratch.take<T>(most * w.in_features);
+  float* sums = scratch.take<float>(cells * groups * most);
+  for (int64_t m = 0; m < count; m += CHUNK) {
+    const int64_t now = count - m < CHUNK ? count - m : CHUNK;
+    const Inputs<T> in{values, sums, amx && now > LANES ? (now + LANES - 1) / LANES * LANES : now};
+    const T* from = x + m * w.in_features;
+    Output<T> output{y + m * w.out_features, now, w.out_features};
+    Team::run(threads, [&](Team& team, int) {
+      team.share(cells, [&](int64_t i, int64_t end) {
+        for (; i < end; i++) arrange(from, w.in_features, now, i, kind.sum_group, in);
+      });
+      team.share((w.out_features + LANES - 1) / LANES, [&](int64_t i, int64_t end) {
+        kind.tiles_of(T())(w, in, amx, i, end, {&output, Output<T>::put});
+      });
+    });
+  }
+  return true;
+}
+
+int shows(float value) { return value == 0 ? 1 : value <= -3.3e38f ? 0 : -1; }
+int shows_half(uint16_t value) { return value == 0 || value == 0x8000 ? 1 : value == 0xfbff || value == 0xfc00 ? 0 : -1; }
+
+}  // namespace
+
+extern "C" {
+
+// The number of a type; -1: unknown.
+int hfs_kind(const char* name) {
+  for (unsigned i = 0; i < sizeof KINDS / sizeof *KINDS; i++)
+    if (!strcmp(KINDS[i].name, name)) return i;
+  return -1;
+}
+
+bool hfs_has_threads() { return has_threads(); }
+
+// What multiplies bfloat16: 0 nothing (convert to float32), 1 vdpbf16ps, 2 AMX.
+int hfs_bf16() {
+#if HAS_AMX
+  if (may_use_amx()) return 2;
+#endif
+#if HAS_BF16
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+int64_t hfs_tile_bytes(int number, int64_t in_features) { return KINDS[number].tile_bytes(in_features / COLUMNS); }
+
+// Rows of blocks into tiles that are zero; false where a scale or an offset is not finite.
+bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_features, uint8_t* tiles, int threads) {
+  const Kind& kind = KINDS[number];
+  const int64_t row_bytes = in_features / kind.block_size * kind.block_bytes, cells = in_features / COLUMNS;
+  std::atomic<bool> finite{true};
+  parallel(threads, (rows + LANES - 1) / LANES, [&](int64_t i, int64_t end) {
+    for (; i < end; i++) {
+      const int64_t row = i * LANES, count = rows - row < LANES ? rows - row : LANES;
+      if (!kind.pack(blocks + row * row_bytes, count, cells, tiles + i * kind.tile_bytes(cells))) finite = false;
+    }
+  });
+  return finite;
+}
+
+// y [count, out_features] = x [count, in_features] times the matrix; both are float32, or bfloat16 where `bf16` is
+// what hfs_bf16 said. False: out of memory.
+bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t out_features, const void* x,
+                  int64_t count, void* y, int bf16, int threads) {
+  const Matrix w{number, in_features, out_features, tiles, nullptr};
+  if (bf16) return multiply(w, (const uint16_t*)x, count, (uint16_t*)y, bf16 == 2, threads);
+  return multiply(w, (const float*)x, count, (float*)y, false, threads);
+}
+
+// The runs of entries that each query of a mask sees; a mask with fewer columns hides nothing of the first entries.
+// Kinds: 0 bool, 1 float32, 2 bfloat16, 3 float16, in which 0 shows and the lowest value or less hides. Strides are in
+// values. The number of runs; -1: other values, -2: more than `most`.
+int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_stride, int64_t batch_size,
+                 int64_t num_queries, int64_t columns, int64_t num_keys, int32_t* offsets, int32_t* runs, int64_t most) {
+  int64_t count = 0;
+  for (int64_t row = 0; row < batch_size * num_queries; row++) {
+    const int64_t at = row / num_queries * batch_stride + row % num_queries * row_stride;
+    const int64_t shift = num_keys - columns;
+    bool sees = shift > 0;
+    offsets[row] = count;
+    int32_t first = 0;
+    for (int64_t i = 0; i <= columns; i++) {
+      int shown = 0;  // 1 shown, 0 hidden, -1 neither
+      if (i == columns) shown = 0;
+      else if (kind == 0) shown = ((const uint8_t*)mask)[at + i] != 0;
+      else if (kind == 1) shown = shows(((const float*)mask)[at + i]);
+      else if (kind == 2) shown = shows(to_float(((const uint16_t*)mask)[at + i]));
+      else shown = shows_half(((const uint16_t*)mask)[at + i]);
+      if (shown < 0) return -1;
+      if (shown && !sees) first = i + shift;
+      if (!shown && sees) {
+        if (count == most) return -2;
+        runs[2 * count] = first, runs[2 * count + 1] = i + shift;
+        count++;
+      }
+      sees = shown;
+    }
+  }
+  offsets[batch_size * num_queries] = count;
+  return count;
+}
+
+// Decoder layers one after the other; float32, or bfloat16 where `call.bf16` is what hfs_bf16 said. At most 128 rows.
+// False: out of memory.
+bool hfs_layers(const Call* call) {
+#if HAS_BF16
+  if (call->bf16) return run_layers<uint16_t>(*call);
+#endif
+  return run_layers<float>(*call);
+}
+}

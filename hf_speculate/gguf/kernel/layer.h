@@ -1,0 +1,340 @@
+// Decoder layers of Llama and Qwen2, one or all of them in one call.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+
+#include "attention.h"
+#include "threads.h"
+
+namespace {
+
+template <class T> struct Sink {
+  void* to;
+  // Products [row, lane] of the columns from `column` on.
+  void (*put)(void* to, int64_t column, int64_t lanes, const float* products);
+};
+
+// A packed matrix, as `native_layers.py` says it.
+struct Matrix {
+  int64_t kind, in_features, out_features;
+  const uint8_t* tiles;
+  const void* bias;  // in the type of the inputs, or null
+};
+
+template <class F, class T>
+void multiply_tiles(const Matrix& w, Inputs<T> x, bool amx, int64_t i, int64_t end, const Sink<T>& sink) {
+  alignas(64) float products[CHUNK * LANES];
+  const int64_t cells = w.in_features / COLUMNS, tile_bytes = F::tile_bytes(cells);
+  const Multiplier<F, T> multiply(x, amx);
+  for (; i < end; i++) {
+    const int64_t column = i * LANES, left = w.out_features - column, lanes = left < LANES ? left : LANES;
+    multiply(w.tiles + i * tile_bytes, cells, products);
+    if (w.bias) {
+      alignas(64) T bias[LANES] = {};
+      memcpy(bias, (const T*)w.bias + column, lanes * sizeof(T));
+      for (int64_t m = 0; m < x.rows; m++)
+        store(products + m * LANES, load<Floats>(products + m * LANES) + widen(bias));
+    }
+    sink.put(sink.to, column, lanes, products);
+  }
+}
+
+template <class T> using Tiles = void (*)(const Matrix&, Inputs<T>, bool, int64_t, int64_t, const Sink<T>&);
+
+struct Kind {
+  const char* name;
+  int64_t block_size, block_bytes;
+  int sum_group;  // columns whose sum is needed; 0: none
+  int64_t (*tile_bytes)(int64_t cells);
+  bool (*pack)(const uint8_t* blocks, int64_t rows, int64_t cells, uint8_t* tile);
+  Tiles<float> tiles;
+  Tiles<uint16_t> tiles_bf16;
+
+  Tiles<float> tiles_of(float) const { return tiles; }
+  Tiles<uint16_t> tiles_of(uint16_t) const { return tiles_bf16; }
+};
+
+template <class F> constexpr Kind kind(const char* name) {
+  return {name, F::SIZE, F::BYTES, F::OFFSET ? F::GROUP : 0, F::tile_bytes, pack<F>, multiply_tiles<F, float>,
+#if HAS_BF16
+          multiply_tiles<F, uint16_t>
+#else
+          nullptr
+#endif
+  };
+}
+
+const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0"), kind<Q5_1>("Q5_1"),
+                      kind<Q8_0>("Q8_0"), kind<Q2_K>("Q2_K"), kind<Q3_K>("Q3_K"), kind<Q4_K>("Q4_K"),
+                      kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K")};
+
+// Memory of the calling thread that is kept from call to call.
+class Scratch {
+ public:
+  ~Scratch() { free(memory); }
+
+  bool reserve(int64_t bytes) {
+    used = 0;
+    if (bytes <= size) return true;
+    free(memory);
+    size = bytes * 5 / 4 / 64 * 64 + 64;
+    memory = (uint8_t*)aligned_alloc(64, size);
+    if (!memory) size = 0;
+    return memory;
+  }
+
+  template <class T> T* take(int64_t count) {
+    T* taken = (T*)(memory + used);
+    used += rounded(count * sizeof(T));
+    return taken;
+  }
+
+  static int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+ private:
+  uint8_t* memory = nullptr;
+  int64_t size = 0, used = 0;
+};
+
+inline thread_local Scratch scratch;
+
+// What does not change from call to call. Matrices of one input stand together, their outputs beside each other.
+struct Layer {
+  int64_t hidden, heads, kv_heads, head_dim, inner;
+  int64_t q_at, k_at, v_at, gate_at, up_at;  // columns of the outputs
+  double eps, scale;
+  const void *attention_norm, *mlp_norm;
+  Matrix qkv[3], output[1], gate_up[2], down[1];  // without tiles: none
+};
+
+struct Call {
+  const void* x;  // [batch row, query, hidden]
+  void* y;        // outputs of each layer, as x
+  int64_t num_layers;
+  const Layer* const* layers;  // of the same sizes
+  int64_t batch_size, num_queries, num_keys;  // the queries' own keys are the last ones
+  const void *cos, *sin;  // [batch row or 1, query, head_dim]
+  int64_t rotary_stride;  // from batch row to batch row
+  void *const *keys, *const *values;  // of each layer's cache [batch row, KV head, entry, head_dim]
+  const int64_t *batch_strides, *head_strides;
+  const int32_t *offsets, *runs;
+  int64_t bf16, threads;
+};
+
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Inputs of a stage: as they are multiplied, with the sums that its matrices need.
+template <class T> struct Arranged {
+  Inputs<T> x;
+  float* sums[2];  // over 16 columns, over 32
+
+  Inputs<T> of(const Kind& kind) const { return {x.values, sums[kind.sum_group == COLUMNS], x.rows}; }
+};
+
+// One layer of a call, as one thread of a team sees it; all threads share the memory of `Stack`.
+template <class T> struct Memory {
+  Arranged<T> in;
+  float *products, *residual;
+  T* queries;
+};
+
+template <class T> class LayerRun {
+ public:
+  LayerRun(const Call& call, int64_t number, const Memory<T>& memory, int64_t rows)
+      : layer(*call.layers[number]), call(call), amx(call.bf16 == 2), count(call.batch_size * call.num_queries),
+        rows(rows), q_size(layer.heads * layer.head_dim), kv_size(layer.kv_heads * layer.head_dim), in(memory.in),
+        products(memory.products), residual(memory.residual), queries(memory.queries), keys((T*)call.keys[number]),
+        values((T*)call.values[number]), batch_stride(call.batch_strides[number]), head_stride(call.head_strides[number]),
+        y((T*)call.y + number * count * layer.hidden),
+        x(number ? y - count * layer.hidden : (const T*)call.x) {}
+
+  Attention<T> attention() const {
+    return {queries, keys, values, batch_stride, head_stride, call.batch_size, call.num_queries, call.num_keys,
+            layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets, call.runs, in.x};
+  }
+
+  void work(Team& team, float* own) {
+    team.share(rows, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) normalize(x + m * layer.hidden, layer.attention_norm, layer.qkv, 3, m);
+    });
+    multiply(team, layer.qkv, 3, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
+               ((LayerRun*)to)->put(column, lanes, found, ((LayerRun*)to)->q_size + 2 * ((LayerRun*)to)->kv_size);
+             }});
+    const int64_t slots = layer.heads + 2 * layer.kv_heads;
+    team.share(count * slots, [&](int64_t i, int64_t end) {
+      for (; i < end; i++) place(i / slots, i % slots);
+    });
+    const Attention<T> a = attention();
+    team.share(a.items(), [&](int64_t i, int64_t end) {
+      for (; i < end; i++) attend(a, i, own);
+    });
+    team.share(rows, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) finish(q_size, layer.output, 1, m);
+    });
+    multiply(team, layer.output, 1, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
+               ((LayerRun*)to)->add_attention(column, found);
+             }});
+    team.share(rows, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) normalize(residual + m * layer.hidden, layer.mlp_norm, layer.gate_up, 2, m);
+    });
+    multiply(team, layer.gate_up, 2, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
+               ((LayerRun*)to)->put(column, lanes, found, 2 * ((LayerRun*)to)->layer.inner);
+             }});
+    team.share(rows, [&](int64_t m, int64_t end) {
+      for (; m < end; m++) activate(m);
+    });
+    multiply(team, layer.down, 1, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
+               ((LayerRun*)to)->add_mlp(column, found);
+             }});
+  }
+
+ private:
+  // All matrices of a stage, as if they were one.
+  void multiply(Team& team, const Matrix* matrices, int most, Sink<T> sink) {
+    int64_t tiles = 0;
+    for (int i = 0; i < most && matrices[i].tiles; i++) tiles += matrices[i].out_features / LANES;
+    team.share(tiles, [&](int64_t begin, int64_t end) {
+      int64_t first = 0;
+      for (int i = 0; i < most && matrices[i].tiles; i++) {
+        const Matrix& matrix = matrices[i];
+        const int64_t own = matrix.out_features / LANES;
+        const int64_t from = begin > first ? begin - first : 0, to = end - first < own ? end - first : own;
+        if (from < to) {
+          const Kind& kind = KINDS[matrix.kind];
+          Shifted shifted{sink, first * LANES};
+          kind.tiles_of(T())(matrix, in.of(kind), amx, from, to, {&shifted, Shifted::put});
+        }
+        first += own;
+      }
+    });
+  }
+
+  struct Shifted {
+    Sink<T> sink;
+    int64_t by;
+
+    static void put(void* to, int64_t column, int64_t lanes, const float* products) {
+      const Shifted& shifted = *(Shifted*)to;
+      shifted.sink.put(shifted.sink.to, column + shifted.by, lanes, products);
+    }
+  };
+
+  // RMSNorm of a row, arranged.
+  template <class From> void normalize(const From* from, const void* weights, const Matrix* matrices, int most, int64_t m) {
+    if (m < count) {
+      Floats squares = {};
+      for (int64_t i = 0; i < layer.hidden; i += LANES) squares += widen(from + i) * widen(from + i);
+      const float factor = 1 / sqrtf(sum_of(squares) / layer.hidden + (float)layer.eps);
+      for (int64_t i = 0; i < layer.hidden; i += LANES)
+        narrow(in.x.at(i / COLUMNS, m) + i % COLUMNS, widen(from + i) * factor * widen((const T*)weights + i));
+    }
+    finish(layer.hidden, matrices, most, m);
+  }
+
+  // silu(gate) * up, arranged.
+  void activate(int64_t m) {
+    const float *gate = products + m * 2 * layer.inner + layer.gate_at, *up = gate - layer.gate_at + layer.up_at;
+    for (int64_t i = 0; m < count && i < layer.inner; i += LANES) {
+      const Floats g = load<Floats>(gate + i);
+      narrow(in.x.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-g) + 1.0f) * load<Floats>(up + i));
+    }
+    finish(layer.inner, layer.down, 1, m);
+  }
+
+  // Sums of an arranged row; rows that only fill are 0.
+  void finish(int64_t columns, const Matrix* matrices, int most, int64_t m) {
+    for (int64_t cell = 0; m >= count && cell < columns / COLUMNS; cell++) memset(in.x.at(cell, m), 0, COLUMNS * sizeof(T));
+    bool needs[2] = {};
+    for (int i = 0; i < most && matrices[i].tiles; i++)
+      if (const int group = KINDS[matrices[i].kind].sum_group) needs[group == COLUMNS] = true;
+    for (int64_t cell = 0; cell < columns / COLUMNS; cell++) {
+      if (needs[0]) sum_groups<16>(Inputs<T>{in.x.values, in.sums[0], rows}, cell, m);
+      if (needs[1]) sum_groups<32>(Inputs<T>{in.x.values, in.sums[1], rows}, cell, m);
+    }
+  }
+
+  // A head of a row to where attention finds it: queries and keys turned by their places.
+  void place(int64_t m, int64_t slot) {
+    const int64_t b = m / call.num_queries, query = m % call.num_queries, size = layer.head_dim, half = size / 2;
+    const bool is_query = slot < layer.heads, is_key = !is_query && slot < layer.heads + layer.kv_heads;
+    const int64_t head = is_query ? slot : (slot - layer.heads) % layer.kv_heads;
+    const int64_t at = is_query ? layer.q_at : is_key ? layer.k_at : layer.v_at;
+    const float* x = products + m * (q_size + 2 * kv_size) + at + head * size;
+    const int64_t entry = call.num_keys - call.num_queries + query;
+    const int64_t in_cache = b * batch_stride + head * head_stride + entry * size;
+    T* to = is_query ? queries + m * q_size + head * size : (is_key ? keys : values) + in_cache;
+    float turned[MOST_HEAD_DIM];
+    if (is_query || is_key) {
+      const T* cos = (const T*)call.cos + b * call.rotary_stride + query * size;
+      const T* sin = (const T*)call.sin + b * call.rotary_stride + query * size;
+      for (int64_t d = 0; d < half; d++) {
+        turned[d] = x[d] * to_float(cos[d]) - x[d + half] * to_float(sin[d]);
+        turned[d + half] = x[d + half] * to_float(cos[d + half]) + x[d] * to_float(sin[d + half]);
+      }
+      x = turned;
+    }
+    for (int64_t d = 0; d < size; d += LANES) narrow(to + d, load<Floats>(x + d));
+  }
+
+  void put(int64_t column, int64_t lanes, const float* found, int64_t width) {
+    for (int64_t m = 0; m < count; m++) memcpy(products + m * width + column, found + m * LANES, lanes * sizeof(float));
+  }
+
+  void add_attention(int64_t column, const float* found) {
+    for (int64_t m = 0; m < count; m++) {
+      const Floats before = widen(x + m * layer.hidden + column);
+      store(residual + m * layer.hidden + column, before + load<Floats>(found + m * LANES));
+    }
+  }
+
+  void add_mlp(int64_t column, const float* found) {
+    for (int64_t m = 0; m < count; m++) {
+      const Floats before = load<Floats>(residual + m * layer.hidden + column);
+      narrow(y + m * layer.hidden + column, before + load<Floats>(found + m * LANES));
+    }
+  }
+
+  static constexpr int MOST_HEAD_DIM = 512;
+
+  const Layer& layer;
+  const Call& call;
+  const bool amx;
+  const int64_t count, rows, q_size, kv_size;
+  const Arranged<T> in;
+  float *const products, *const residual;
+  T *const queries, *const keys, *const values;
+  const int64_t batch_stride, head_stride;
+  T* const y;
+  const T* const x;
+};
+
+// All layers of a call; false: out of memory.
+template <class T> bool run_layers(const Call& call) {
+  const Layer& layer = *call.layers[0];
+  const int64_t count = call.batch_size * call.num_queries;
+  const int64_t rows = call.bf16 == 2 && count > LANES ? (count + LANES - 1) / LANES * LANES : count;
+  const int64_t q_size = layer.heads * layer.head_dim, kv_size = layer.kv_heads * layer.head_dim;
+  const int64_t widest = larger(larger(layer.hidden, q_size), layer.inner), cells = widest / COLUMNS;
+  const int64_t num_products = rows * larger(q_size + 2 * kv_size, 2 * layer.inner);
+  const int64_t per_thread = Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats());
+  if (!scratch.reserve(Scratch::rounded(rows * widest * sizeof(T)) + 3 * Scratch::rounded(8 * cells * rows) +
+                       Scratch::rounded(sizeof(float) * num_products) +
+                       Scratch::rounded(sizeof(float) * rows * layer.hidden) +
+                       Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads))
+    return false;
+  Memory<T> memory;
+  memory.in.x = {scratch.take<T>(rows * widest), nullptr, rows};
+  memory.in.sums[0] = scratch.take<float>(2 * cells * rows), memory.in.sums[1] = scratch.take<float>(cells * rows);
+  memory.products = scratch.take<float>(num_products);
+  memory.residual = scratch.take<float>(rows * layer.hidden);
+  memory.queries = scratch.take<T>(rows * q_size);
+  uint8_t* own = scratch.take<uint8_t>(per_thread * call.threads);
+  Team::run(call.threads, [&](Team& team, int thread) {
+    for (int64_t i = 0; i < call.num_layers; i++)
+      LayerRun<T>(call, i, memory, rows).work(team, (float*)(own + thread * per_thread));
+  });
+  return true;
+}
+
+}  // namespace

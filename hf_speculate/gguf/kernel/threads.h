@@ -1,0 +1,70 @@
+// torch's threads.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+
+// Of the OpenMP library that torch uses: its threads are ours.
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+extern "C" int omp_get_num_threads() __attribute__((weak));
+
+namespace {
+
+inline bool has_threads() { return GOMP_parallel && omp_get_num_threads; }
+
+// Threads that do the same steps, each of them together.
+class Team {
+ public:
+  // body(team, number of the thread) in as many threads as there are, at most `threads`.
+  template <class Body> static void run(int threads, const Body& body) {
+    struct Job {
+      const Body& body;
+      Team team;
+      std::atomic<int> tickets{0};
+    } job{body};
+    auto work = [](void* data) {
+      Job& job = *(Job*)data;
+      job.team.size = has_threads() ? omp_get_num_threads() : 1;  // not always those that were asked for
+      job.body(job.team, job.tickets.fetch_add(1));
+    };
+    if (threads > 1 && has_threads()) GOMP_parallel(work, &job, threads, 0);
+    else job.team.size = 1, job.body(job.team, 0);
+  }
+
+  // body(begin, end) over 0 .. count, some at a time. Returns when all are done.
+  template <class Body> void share(int64_t count, const Body& body) {
+    if (size == 1) return body(0, count);
+    const int64_t step = count / (8 * size) + 1;
+    for (int64_t i; (i = next.fetch_add(step)) < count;) body(i, i + step < count ? i + step : count);
+    wait();
+  }
+
+ private:
+  void wait() {
+    const int now = round.load();
+    if (arrived.fetch_add(1) + 1 == size) {
+      arrived = 0;
+      next = 0;
+      round.store(now + 1);
+      return;
+    }
+    for (int turns = 0; round.load(std::memory_order_acquire) == now; turns++) {
+      if (turns > 20000) sched_yield();  // somebody else has the core of a thread that we wait for
+#if defined(__x86_64__)
+      else __builtin_ia32_pause();
+#endif
+    }
+  }
+
+  std::atomic<int> size{1}, arrived{0}, round{0};
+  std::atomic<int64_t> next{0};
+};
+
+// body(begin, end) over 0 .. count, some at a time, by torch's threads.
+template <class Body> void parallel(int threads, int64_t count, const Body& body) {
+  Team::run(count > 1 ? threads : 1, [&](Team& team, int) { team.share(count, body); });
+}
+
+}  // namespace

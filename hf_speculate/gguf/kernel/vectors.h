@@ -1,0 +1,119 @@
+// Vectors of sixteen lanes, as the compiler maps them to any CPU; what instruction sets there are; exp.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && !defined(HFS_PORTABLE)
+#include <immintrin.h>
+#define HAS_BF16 1
+#if defined(__AMX_BF16__) && defined(__linux__) && !defined(HFS_NO_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_AMX 1
+#endif
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int LANES = 16, COLUMNS = 32, SUPER_CELLS = 8;
+constexpr int CHUNK = 128;  // rows of the input at a time
+constexpr int CELL = COLUMNS * LANES;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Shorts __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+template <class V> INLINE V load(const void* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+template <class V> INLINE void store(void* to, const V& v) { memcpy(to, &v, sizeof v); }
+template <class V, class U> INLINE V reinterpret(const U& u) { return load<V>(&u); }
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(uint16_t x) { return reinterpret<float>(uint32_t(x) << 16); }
+
+// Sixteen values of memory as float32.
+INLINE Floats widen(const float* from) { return load<Floats>(from); }
+INLINE Floats widen(const uint16_t* from) {
+#if HAS_BF16
+  return reinterpret<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16));
+#else
+  return reinterpret<Floats>(__builtin_convertvector(load<Halves>(from), Words) << 16);
+#endif
+}
+
+// ... and back; bfloat16 is rounded to nearest, ties to even.
+INLINE void narrow(float* to, const Floats& v) { store(to, v); }
+INLINE void narrow(uint16_t* to, const Floats& v) {
+#if HAS_BF16
+  store(to, _mm512_cvtneps_pbh((__m512)v));
+#else
+  const Words bits = reinterpret<Words>(v);
+  const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Words quiet = (bits >> 16) | 64;  // a NaN must not be rounded to infinity
+  store(to, __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves));
+#endif
+}
+
+// Lanes of two vectors, alternating: of their lower halves, or of their upper ones.
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+INLINE Words lower_lanes(Words a, Words b) { return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
+INLINE Words upper_lanes(Words a, Words b) {
+  return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// Rows become columns: each round turns the bits of (row, lane) by one.
+INLINE void transpose(Words v[LANES]) {
+  for (int round = 0; round < 4; round++) {
+    Words turned[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES / 2; i++) {
+      turned[2 * i] = lower_lanes(v[i], v[i + LANES / 2]);
+      turned[2 * i + 1] = upper_lanes(v[i], v[i + LANES / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) v[i] = turned[i];
+  }
+}
+
+// Always in this order, so that it does not depend on what stands around it.
+INLINE float sum_of(const Floats& v) {
+  float part[LANES];
+  store(part, v);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) part[i] += part[i + width];
+  return part[0];
+}
+
+// e^x to 2 units in the last place; 0 below -87, as at 88 above that. Cody-Waite reduction, polynomial of Cephes.
+INLINE Floats exponential(Floats x) {
+  const Floats low = Floats{} - 87.0f, high = Floats{} + 88.0f;
+  const Ints vanishes = x < low;
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  const Ints exponent = reinterpret<Ints>(shifted) << 23;
+  const Floats value = reinterpret<Floats>(reinterpret<Ints>(y) + exponent);
+  return reinterpret<Floats>(reinterpret<Ints>(value) & ~vanishes);
+}
+
+}  // namespace

@@ -1,0 +1,61 @@
+"""transformers' caches as the native kernel writes them: in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..cache.layers import PreallocatedLayer
+
+
+def appendable_layers(cache: Cache, first: int, count: int) -> list[PreallocatedLayer]:
+    """Layers of a cache in which entries can be written in place; those of transformers' own become such layers.
+
+    Empty where they are of another kind, or of different lengths.
+    """
+    if type(cache).update is not Cache.update or cache.offloading:
+        return []
+    layers = cache.layers
+    while len(layers) < first + count and cache.layer_class_to_replicate in (DynamicLayer, PreallocatedLayer):
+        layers.append(PreallocatedLayer())
+    found = layers[first : first + count]
+    if len(found) < count or any(type(layer) not in (PreallocatedLayer, DynamicLayer) for layer in found):
+        return []
+    for index, layer in enumerate(found):
+        if type(layer) is DynamicLayer:
+            layers[first + index] = found[index] = PreallocatedLayer.from_layer(layer)
+    length = found[0].get_seq_length()
+    return found if all(layer.get_seq_length() == length for layer in found) else []
+
+
+def make_room(
+    layers: Sequence[PreallocatedLayer], inputs: Tensor, shape: tuple[int, int, int]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """The buffers of keys and values of each layer, with room for the rows of `inputs` behind the entries there are.
+
+    Args:
+        inputs: [B, N, H].
+        shape: B, heads and head_dim of the layers.
+    Returns:
+        None where entries lie otherwise than the kernel reads them; no entry was changed.
+    """
+    for layer in layers:
+        if not layer.is_initialized or not layer.buffers:
+            like = inputs.new_empty(*shape[:2], 0, shape[2])
+            layer.lazy_initialization(like, like)
+        elif not all(_fits(states, shape, inputs.dtype) for states in layer.buffers):
+            return None
+    found = [layer.make_room(inputs.shape[1], shape) for layer in layers]
+    for keys, values in found:
+        strides = keys.stride()
+        if strides != values.stride() or strides[2:] != (shape[2], 1):
+            return None
+    return found
+
+
+def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
+    found = states.shape[0], states.shape[1], states.shape[3]
+    return found == shape and states.dtype is dtype and states.is_cpu and not states.requires_grad
