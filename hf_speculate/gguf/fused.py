@@ -102,6 +102,11 @@ class FusedForward:
             **kwargs,
         )
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the layer is as it was loaded, so that the kernel serves whom it can."""
+        return self._span is not None and self._span.is_untouched()
+
     def _alone(self, arguments: _Arguments) -> Tensor | None:
         if self._span is None and fits_kernel(self.layer):
             self._span = _Span([self.layer])
@@ -123,7 +128,7 @@ class _Span:
     def run(self, arguments: _Arguments) -> Tensor | None:
         """[L, B, N, H]: the outputs of each layer; None, and nothing done, where the modules are to compute them."""
         inputs, cache, rotary = arguments.inputs, arguments.cache, arguments.rotary
-        if cache is None or rotary is None or not (_serves(inputs) and self._is_untouched()):
+        if cache is None or rotary is None or not (_serves(inputs) and self.is_untouched()):
             return None
         attention = self._layers[0].self_attn
         cache_layers = appendable_layers(cache, attention.layer_idx, len(self._layers))
@@ -147,7 +152,7 @@ class _Span:
             layer.length = num_keys
         return outputs
 
-    def _is_untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether the modules are those that were loaded, and nobody watches them."""
         return (
             all(map(_sleeps, filter(None, self._hooks)))

@@ -45,13 +45,15 @@ def _forward(model: Any, cache: Cache, inputs: dict[str, Tensor], options: dict[
 
 
 def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: bool) -> Scorer:
-    """A scorer that does what `scorer` does with compiled forwards; `scorer` itself where that cannot be.
+    """A scorer that does what `scorer` does with compiled forwards; `scorer` itself where that cannot or need not be.
 
     Args:
         compiler: of the request.
         has_taps: whether the drafter reads a layer by a hook.
         is_private: nobody but the request will have its cache, so that buffers of earlier requests can serve.
     """
+    if _has_native_layers(scorer.model):
+        return scorer
     problem = problem_with_static(scorer)
     if has_taps:
         problem = "the drafter reads the last layer by a hook, which breaks the graph"
@@ -59,6 +61,12 @@ def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: 
         compiler.refuse(problem)
         return scorer
     return StaticScorer(scorer, compiler, is_private)
+
+
+def _has_native_layers(model: Any) -> bool:
+    """Whether a kernel computes the layers (`gguf.fused`), as a graph's modules would slower and with other rounding."""
+    layers = getattr(model.get_decoder(), "layers", ())
+    return any(getattr(layer.__dict__.get("forward"), "is_native", False) for layer in layers)
 
 
 def problem_with_static(scorer: Scorer) -> str:

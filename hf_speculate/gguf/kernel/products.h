@@ -33,7 +33,7 @@ template <int GROUP, class T> void sum_groups(Inputs<T> x, int64_t cell, int64_t
 template <class F> INLINE void prefetch(const uint8_t* tile, int64_t cell) {
   constexpr int64_t BYTES = F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS + (F::SUPER_FACTORS + SUPER_CELLS - 1) / SUPER_CELLS;
 #pragma GCC unroll 16
-  for (int64_t b = 0; b < BYTES; b += 64) __builtin_prefetch(tile + cell * BYTES + b + AHEAD, 0, 2);
+  for (int64_t b = 0; b < BYTES; b += 64) __builtin_prefetch(tile + cell * BYTES + b + AHEAD, 0, 0);
 }
 
 // A step is what a lane of 32 bits holds: one float32, two bfloat16.
