@@ -120,8 +120,8 @@ class PreallocatedLayer(DynamicLayer):
         return tuple(self._buffers.values())
 
     def make_room(self, num_entries: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """The buffers of keys and values `[B, heads, capacity, head_dim]`, with room for entries behind those there are,
-        which the caller writes and counts (`length`).
+        """The buffers of keys and values `[B, heads, capacity, head_dim]`, with room for entries behind those there
+        are, which the caller writes and counts (`length`).
 
         Args:
             shape: B, heads and head_dim of a layer that holds nothing yet; of its dtype and device it must know.

@@ -2,8 +2,8 @@
 
 The layers stay transformers' own: only their `forward` asks first whether the kernel computes the same as the modules.
 It does not where somebody looks into a layer or has changed it (hooks, adapters, devices, gradients, autocast, outputs
-of attentions, graphs), nor for caches and masks that it does not know, nor for more rows than it takes. Then the modules
-run; they are the plain reference of the kernel.
+of attentions, graphs), nor for caches and masks that it does not know, nor for more rows than it takes. Then the
+modules run; they are the plain reference of the kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from ..target.attention import grouped_sdpa
+from ..target import grouped_sdpa
 from .native_caches import appendable_layers, make_room
 from .native_layers import MOST_ROWS, NativeLayers, find_sight, fits_kernel
 
@@ -167,12 +167,12 @@ class _Span:
 class _Stack:
     """All layers of a decoder, which calls them one after the other: the first one computes them all.
 
-    What the others are about to be asked for is kept by thread. Layers that somebody else calls are computed one by one,
-    and so are those after one whose output is not what the next one is given.
+    What the others are about to be asked for is kept by thread. Layers that somebody else calls are computed one by
+    one, and so are those after one whose output is not what the next one is given.
     """
 
     def __init__(self, decoder: Any, forwards: Sequence[FusedForward]):
-        self._decoder_layers, self._config = decoder.layers, decoder.config
+        self._decoder = decoder
         self._layers = [forward.layer for forward in forwards]
         self._forwards = list(forwards)
         self._numbers = {id(layer): number for number, layer in enumerate(self._layers)}
@@ -209,9 +209,11 @@ class _Stack:
     def _is_whole(self) -> bool:
         """Whether the decoder calls these layers only, and nobody may change anything between them."""
         return (
-            list(self._decoder_layers._modules.values()) == self._layers
-            and self._config.num_hidden_layers == len(self._layers)
-            and all(layer.__dict__.get("forward") is own for layer, own in zip(self._layers, self._forwards, strict=True))
+            list(self._decoder.layers) == self._layers
+            and self._decoder.config.num_hidden_layers == len(self._layers)
+            and all(
+                layer.__dict__.get("forward") is own for layer, own in zip(self._layers, self._forwards, strict=True)
+            )
             and not any(self._pre_hooks)
             and all(_only_reads(hook) for hooks in self._hooks if hooks for hook in hooks.values())
         )

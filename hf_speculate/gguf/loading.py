@@ -19,6 +19,7 @@ from ..errors import CheckpointError
 from ..models import GenerativeModel
 from .backends import Backend, DequantizeBackend, choose_backend
 from .formats import DENSE_TYPES, FORMATS, dense_values
+from .fused import fuse_layers
 from .matrices import Matrix, TensorRows, half_split_order
 from .model import (
     ATTENTION,
@@ -32,7 +33,6 @@ from .model import (
     plan_model,
     read_vector,
 )
-from .fused import fuse_layers
 from .modules import FusedLinear, PackedEmbedding, PackedLinear, PackedMatrix, Projection
 from .quantizer import PackedGgufQuantizer
 from .reading import read_header

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..cache.layers import PreallocatedLayer
+from ..cache import PreallocatedLayer
 
 
 def appendable_layers(cache: Cache, first: int, count: int) -> list[PreallocatedLayer]:
@@ -21,12 +22,15 @@ def appendable_layers(cache: Cache, first: int, count: int) -> list[Preallocated
     layers = cache.layers
     while len(layers) < first + count and cache.layer_class_to_replicate in (DynamicLayer, PreallocatedLayer):
         layers.append(PreallocatedLayer())
-    found = layers[first : first + count]
-    if len(found) < count or any(type(layer) not in (PreallocatedLayer, DynamicLayer) for layer in found):
+    kinds = [type(layer) for layer in layers[first : first + count]]
+    if len(kinds) < count or not set(kinds) <= {PreallocatedLayer, DynamicLayer}:
         return []
-    for index, layer in enumerate(found):
+    found: list[PreallocatedLayer] = []
+    for index in range(first, first + count):
+        layer: Any = layers[index]
         if type(layer) is DynamicLayer:
-            layers[first + index] = found[index] = PreallocatedLayer.from_layer(layer)
+            layer = layers[index] = PreallocatedLayer.from_layer(layer)
+        found.append(layer)
     length = found[0].get_seq_length()
     return found if all(layer.get_seq_length() == length for layer in found) else []
 

@@ -217,13 +217,17 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -
     """What each query of a mask sees, as runs of entries.
 
     Args:
-        mask: [B or 1, 1, at least N, S], 0 or True where an entry is seen, the lowest value or False where it is not; or
-            as `target.attention.fold` makes them.
+        mask: [B or 1, 1, at least N, S], 0 or True where an entry is seen, the lowest value or False where it is not;
+            or as `target.fold` makes them.
     Returns:
-        int32 [B * N + 1], where the runs of each query begin, and int32 [runs, 2], each from its first entry to its end;
-        None where the mask holds other values, or more runs than trees need.
+        int32 [B * N + 1], where the runs of each query begin, and int32 [runs, 2], each from its first entry to its
+        end; None where the mask holds other values, or more runs than trees need.
     """
-    kind, num_rows, most = _MASK_KINDS.get(mask.dtype), batch_size * num_queries, batch_size * num_queries * (num_queries + 2)
+    kind, num_rows, most = (
+        _MASK_KINDS.get(mask.dtype),
+        batch_size * num_queries,
+        batch_size * num_queries * (num_queries + 2),
+    )
     if kind is None or mask.stride(-1) != 1:
         return None
     offsets, runs = torch.empty(num_rows + 1, dtype=torch.int32), torch.empty(most, 2, dtype=torch.int32)

@@ -64,7 +64,7 @@ def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: 
 
 
 def _has_native_layers(model: Any) -> bool:
-    """Whether a kernel computes the layers (`gguf.fused`), as a graph's modules would slower and with other rounding."""
+    """Whether a kernel computes the layers (`gguf.fused`), as modules in a graph would slower and rounded otherwise."""
     layers = getattr(model.get_decoder(), "layers", ())
     return any(getattr(layer.__dict__.get("forward"), "is_native", False) for layer in layers)
 

@@ -1,0 +1,382 @@
+"""Layers in one native call: as modules compute them, the same bits whatever is beside a row; modules for who looks."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_speculate.cache import PreallocatedLayer
+from hf_speculate.gguf import load_model, native
+from hf_speculate.gguf.fused import FusedForward, fuse_layers
+from hf_speculate.gguf.native_layers import MOST_ROWS
+from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
+from hf_speculate.target.attention import TreeAttention, fold
+
+
+pytestmark = pytest.mark.rest
+
+MIXED = {"attn_v": "Q6_K", "attn_k": "Q2_K", "ffn_up": "Q5_1"}
+RECIPES = {
+    "Q4_0": one_type("Q4_0"),
+    "Q8_0": one_type("Q8_0"),
+    "Q2_K": one_type("Q2_K"),
+    # What needs sums over 16 columns beside what needs them over 32, and what needs none.
+    "mixed": lambda name, columns: MIXED.get(name.split(".")[-2], "Q4_K"),
+    "Q4_K_M": q4_k_m(3),
+}
+
+
+@pytest.fixture(autouse=True)
+def needs_compiler():
+    if problem := native.native_problem():
+        pytest.skip(f"native: {problem}")
+
+
+@pytest.fixture
+def load(tmp_path):
+    """A random model of three layers, from a file."""
+
+    def _load(architecture="llama", recipe="Q4_0", dtype=torch.bfloat16, heads=(4, 2), **options):
+        path = tmp_path / f"{architecture}-{recipe}.gguf"
+        shape = FileShape(architecture, 96, 256, 512, 3, *heads, 512, is_tied=False, embedding_std=1.0)
+        if not path.exists():
+            write_random_file(path, shape, RECIPES[recipe])
+        return load_model(path, dtype=dtype, backend="native", **options)
+
+    return _load
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Layers in each native call."""
+    counts, library = [], native.library()
+    run = library.run_layers
+
+    def count(address):
+        from hf_speculate.gguf.native_layers import _Call
+
+        counts.append(_Call.from_address(address).num_layers)
+        return run(address)
+
+    monkeypatch.setattr(library, "run_layers", count)
+    return counts
+
+
+def modules_only(model):
+    """The same weights, computed by the modules."""
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        layer.__dict__.pop("forward")
+    return twin
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 96, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def states_of(model, inputs, cache=None, **options):
+    """The states behind every layer."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    output = model.model(inputs, past_key_values=cache, use_cache=True, output_hidden_states=True, **options)
+    return torch.stack(output.hidden_states), cache
+
+
+def entries(cache) -> torch.Tensor:
+    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("architecture", "heads"), [("llama", (4, 2)), ("qwen2", (8, 1)), ("llama", (2, 2))])
+def test_states_and_cache_are_those_of_the_modules(architecture, recipe, heads, load, calls):
+    model = load(architecture, recipe, torch.float32, heads)
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        twin = modules_only(model)
+        found, cache = states_of(model, ids(1, 37))
+        expected, twin_cache = states_of(twin, ids(1, 37))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(entries(cache), entries(twin_cache), rtol=1e-4, atol=2e-5)
+        assert calls == [3], "all layers in one call"
+        calls.clear()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bfloat16_is_no_further_from_float32_than_the_modules_are(recipe, load):
+    exact, _ = states_of(load(recipe=recipe, dtype=torch.float32), ids(1, 37))
+    model = load(recipe=recipe)
+    if not native.library().bf16:
+        pytest.skip("bfloat16 is computed in float32 here")
+    found, _ = states_of(model, ids(1, 37))
+    modules, _ = states_of(modules_only(model), ids(1, 37))
+    error, allowed = ((states[-1].float() - exact[-1]).norm() for states in (found, modules))
+    assert error <= allowed * 1.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["mixed", "Q8_0"])
+def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(dtype, recipe, load):
+    model, text = load(recipe=recipe, dtype=dtype), ids(1, 45)
+    whole, cache = states_of(model, text)
+    for sizes in ([1] * 45, [20, 1, 7, 17], [44, 1]):
+        parts, other = [], DynamicCache(config=model.config)
+        for piece in text.split(sizes, dim=1):
+            states, other = states_of(model, piece, other)
+            parts.append(states)
+        assert torch.equal(torch.cat(parts, dim=2), whole), sizes
+        assert torch.equal(entries(other), entries(cache))
+
+
+def tree_mask(parents: list[int], num_prefix: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Additive [1, 1, n, M + n] and positions [1, n]."""
+    mask = torch.full((len(parents), num_prefix + len(parents)), torch.finfo(dtype).min, dtype=dtype)
+    mask[:, :num_prefix] = 0
+    depths = []
+    for node, parent in enumerate(parents):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        while node >= 0:
+            mask[len(depths) - 1, num_prefix + node] = 0
+            node = parents[node]
+    return mask[None, None], num_prefix + torch.tensor([depths])
+
+
+@pytest.mark.parametrize("form", ["additive", "bool", "folded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_node_gets_the_bits_of_its_path(form, dtype, load, calls):
+    """Greedy text under speculation is plain's in bfloat16 too: nothing depends on where ancestors lie."""
+    model, parents = load(recipe="mixed", dtype=dtype), [-1, 0, 0, 1, 2, 2, 4, 6, 3]
+    prefix, nodes = ids(1, 30), ids(1, len(parents), seed=2)
+    _, cache = states_of(model, prefix)
+    mask, positions = tree_mask(parents, 30, dtype)
+    mask = {"additive": mask, "bool": mask == 0, "folded": fold(mask, 2)}[form]
+    states, _ = states_of(model, nodes, copy.deepcopy(cache), attention_mask=mask, position_ids=positions)
+    for node in range(len(parents)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        alone, _ = states_of(model, nodes[:, path], copy.deepcopy(cache))
+        assert torch.equal(states[:, :, node], alone[:, :, -1]), f"node {node}"
+    assert set(calls) == {3}
+
+
+def test_a_root_alone_needs_no_mask(load, calls):
+    model = load()
+    _, cache = states_of(model, ids(1, 9))
+    twin = copy.deepcopy(cache)
+    mask = TreeAttention.without_mask(2, torch.device("cpu"))
+    found, _ = states_of(model, ids(1, 1), cache, attention_mask=mask)
+    expected, _ = states_of(model, ids(1, 1), twin)
+    assert torch.equal(found, expected)
+    assert calls == [3, 3, 3]
+
+
+def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(load, calls):
+    model, lengths = load(recipe="mixed"), (11, 24, 3)
+    texts = [ids(1, length, seed=length) for length in lengths]
+    padded = torch.cat([torch.nn.functional.pad(text, (24 - text.shape[1], 0)) for text in texts])
+    mask = torch.stack([torch.arange(24) >= 24 - length for length in lengths]).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found, cache = states_of(model, padded, attention_mask=mask, position_ids=positions)
+    one_more, mask = ids(3, 1, seed=9), torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
+    later, _ = states_of(model, one_more, cache, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1)
+    assert calls == [3, 3]
+    for row, text in enumerate(texts):
+        alone, own = states_of(model, text)
+        assert torch.equal(found[:, row, 24 - text.shape[1] :], alone[:, 0])
+        assert torch.equal(later[:, row], states_of(model, one_more[row : row + 1], own)[0][:, 0])
+
+
+def test_threads_do_not_change_bits(load):
+    model, before = load(recipe="mixed"), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(states_of(model, ids(1, 33))[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("flags", ["-DHFS_NO_AMX", "-DHFS_PORTABLE"])
+def test_instructions_that_this_cpu_has_not(flags, load, monkeypatch, tmp_path):
+    model = load(recipe="mixed", dtype=torch.float32)
+    expected, _ = states_of(modules_only(model), ids(1, 20))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, flags))
+    monkeypatch.setattr(native.library(), "run_layers", native.build().run_layers)
+    found, _ = states_of(model, ids(1, 20))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+# ---- who looks into a layer, or changes it ----
+
+
+def seen_by_modules(model, change) -> bool:
+    """Whether a change to a model has the same effect as on the modules alone, also on what is left in the cache."""
+    twin, found = modules_only(model), []
+    for each in (model, twin):
+        change(each)
+        first, cache = states_of(each, ids(1, 12))
+        found.append((first, states_of(each, ids(1, 5, seed=2), cache)[0]))
+    return all(torch.allclose(*pair, rtol=1e-4, atol=2e-5) for pair in zip(*found, strict=True))
+
+
+def scaled(module, inputs, output):
+    return output * 1.5
+
+
+CHANGES = {
+    "a hook on a projection": lambda model: model.model.layers[1].self_attn.v_proj.register_forward_hook(scaled),
+    "a hook on an MLP": lambda model: model.model.layers[0].mlp.register_forward_hook(scaled),
+    "a hook on a layer": lambda model: model.model.layers[1].register_forward_hook(scaled),
+    "a hook before a layer": lambda model: model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] * 1.5,)),
+    "another module": lambda model: setattr(model.model.layers[2].mlp, "act_fn", torch.nn.GELU()),
+    "another forward": lambda model: setattr(model.model.layers[2].mlp, "forward", lambda inputs: inputs * 0.5),
+    "fewer layers": lambda model: setattr(model.model, "layers", model.model.layers[:2]),
+    "fewer layers used": lambda model: setattr(model.config, "num_hidden_layers", 2),
+    "layers in another order": lambda model: setattr(
+        model.model, "layers", torch.nn.ModuleList([model.model.layers[i] for i in (2, 1, 0)])
+    ),
+    "other weights of a norm": lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(2),
+    "weights elsewhere": lambda model: model.to(torch.bfloat16).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_have_their_effect(change, load):
+    model = load(recipe="Q4_K_M", dtype=torch.float32)
+    states_of(model, ids(1, 4))  # whatever is remembered
+    before, _ = states_of(model, ids(1, 12))
+    assert seen_by_modules(model, CHANGES[change])
+    after, _ = states_of(model, ids(1, 12))
+    assert after.shape != before.shape or not torch.equal(after[-1], before[-1]) or change == "weights elsewhere"
+
+
+@pytest.mark.parametrize("change", ["fewer layers", "fewer layers used"])
+def test_layers_that_are_not_called_get_no_entries(change, load):
+    """As where a model drafts for itself with its first layers (`assistant_early_exit`)."""
+    model = load()
+    _, cache = states_of(model, ids(1, 5))
+    CHANGES[change](model)
+    states_of(model, ids(1, 3), cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [8, 8, 5]
+
+
+def test_a_hook_that_is_gone_leaves_the_kernel(load, calls):
+    model = load()
+    handle = model.model.layers[0].mlp.register_forward_hook(scaled)
+    states_of(model, ids(1, 5))
+    assert calls == [1, 1], "the other two, one by one"
+    handle.remove()
+    states_of(model, ids(1, 5))
+    assert calls == [1, 1, 3]
+
+
+def test_attentions_are_handed_out_and_forgotten(load, calls):
+    model = load(attn_implementation="eager")
+    with torch.no_grad():
+        output = model(ids(1, 6), output_attentions=True)
+    assert len(output.attentions) == 3
+    assert not calls
+    states_of(model, ids(1, 6))
+    assert calls == [3], "transformers' hooks stay, and sleep"
+
+
+def test_layers_called_by_others_are_computed_one_by_one(load, calls):
+    """Nobody may find entries of layers that were not called."""
+    model = load()
+    states, cache = states_of(model, ids(1, 6))
+    twin = DynamicCache(config=model.config)
+    with torch.no_grad():
+        hidden = model.model.embed_tokens(ids(1, 6))
+        rotary = model.model.rotary_emb(hidden, torch.arange(6)[None])
+        for layer in model.model.layers[:2]:
+            hidden = layer(hidden, past_key_values=twin, position_embeddings=rotary)
+    assert calls == [3, 1, 1]
+    assert torch.equal(hidden, states[2])
+    assert [layer.get_seq_length() for layer in twin.layers] == [6, 6, 0]
+    assert torch.equal(entries(twin)[:2] if len(twin.layers) < 3 else twin.layers[1].keys, cache.layers[1].keys)
+
+
+def test_what_the_kernel_does_not_serve(load, calls):
+    model, text = load(dtype=torch.float32), ids(1, 6)
+    twin = modules_only(model)
+
+    def other_mask():
+        return {"attention_mask": torch.randn(1, 1, 6, 6, generator=torch.Generator().manual_seed(0))}
+
+    for arguments in (
+        lambda: {"past_key_values": StaticCache(config=model.config, max_cache_len=16)},
+        lambda: {"use_cache": False},
+        other_mask,
+        lambda: {"input_ids": ids(1, MOST_ROWS + 1)},
+    ):
+        found, expected = (each(**{"input_ids": text, **arguments()}).logits for each in (model, twin))
+        torch.testing.assert_close(found, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(text)
+    embeddings = model.model.embed_tokens(text).requires_grad_()
+    model(inputs_embeds=embeddings).logits.sum().backward()
+    assert embeddings.grad is not None
+    assert not calls
+
+
+def test_caches_are_used_as_they_are(load, calls):
+    """Plain caches become ones that are appended in place; cut, reordered and repeated they go on."""
+    model, text = load(), ids(2, 8)
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        states_of(model, text, cache)
+        assert all(type(layer) is PreallocatedLayer for layer in cache.layers)
+        cache.crop(-3)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        found, _ = states_of(model, text[:, 5:], cache)
+        expected, _ = states_of(model, torch.cat([text.flip(0)[:, :5], text[:, 5:]], dim=1))
+        assert torch.equal(found, expected[:, :, 5:])
+    assert set(calls) == {3}
+
+
+def test_an_interruption_leaves_a_cache_that_goes_on(load):
+    model, text = load(), ids(1, 8)
+    expected, _ = states_of(model, text)
+    _, cache = states_of(model, text[:, :5])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    interrupt.__module__ = "hf_speculate"  # one that the stack calls after having computed all
+    handle = model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        states_of(model, text[:, 5:], cache)
+    handle.remove()
+    cache.crop(5 - cache.get_seq_length())
+    assert torch.equal(states_of(model, text[:, 5:], cache)[0], expected[:, :, 5:])
+
+
+def test_copies_compute_the_same(load, calls):
+    model = load()
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    expected, _ = states_of(model, ids(1, 7))
+    for other in (copy.deepcopy(model), torch.load(written, weights_only=False)):
+        calls.clear()
+        assert all(isinstance(layer.forward, FusedForward) for layer in other.model.layers)
+        assert all(layer.forward.layer is layer for layer in other.model.layers)
+        assert torch.equal(states_of(other, ids(1, 7))[0], expected)
+        assert calls == [1, 1, 1]
+        fuse_layers(other.model)
+        assert torch.equal(states_of(other, ids(1, 7))[0], expected)
+        assert calls == [1, 1, 1, 3]
+
+
+def test_layers_of_other_backends_are_left_alone(load, tmp_path):
+    load()
+    model = load_model(tmp_path / "llama-Q4_0.gguf", backend="dequantize")
+    assert fuse_layers(model.model) == 0
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
