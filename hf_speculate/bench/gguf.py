@@ -36,6 +36,7 @@ from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from .forwards import medians_in_turn, prefilled_cache, verify_ms
+from .llamacpp import PLAIN, llama_cpp_methods
 from .methods import Method, speculator_method
 from .profiles import DEFAULT_RATES, read_profile
 from .runs import Request, batches, fixed_length, measure_in_turn, num_steps, plain_texts
@@ -62,6 +63,7 @@ class GgufSettings:
         default_factory=lambda: [4, 8]
     )
     acceptance: Rates = DEFAULT_RATES
+    llama_cpp: Annotated[str | None, typer.Option(metavar="PYTHON", help="An interpreter with xllamacpp.")] = None
     context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 64
     max_new_tokens: NewTokens = 64
     repeats: Repeats = 3
@@ -90,8 +92,10 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
         requests, arguments = batches([("random", prompt[0])], 1, _CPU), fixed_length(settings.max_new_tokens)
         forward = {name: _forward(model, prompt) for name, model in models.items()}
         methods = [m for name in (DENSE, PACKED) for m in _methods(name, models[name], requests, arguments, settings)]
-        with progress("gguf", total=num_steps(len(methods), 1, settings.repeats)) as advance:
-            runs = measure_in_turn(models[PACKED], methods, requests, arguments, settings.repeats, advance)
+        with llama_cpp_methods(settings.llama_cpp, path, settings.context + settings.max_new_tokens) as others:
+            methods += others
+            with progress("gguf", total=num_steps(len(methods), 1, settings.repeats)) as advance:
+                runs = measure_in_turn(models[PACKED], methods, requests, arguments, settings.repeats, advance)
     return {
         "bench": "gguf",
         "file": settings.file.name if settings.file else f"random {settings.kind}, Qwen2-0.5B shape",
@@ -110,7 +114,7 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
 def tables(result: dict[str, Any]) -> list[Grid | str]:
     """Speed, cost of a forward, memory."""
     title = f"{result['file']}, {result['dtype']}, {result['environment']['threads']} threads"
-    baselines = [row["method"] for row in result["rows"] if row["kind"] == "eager"]
+    baselines = [row["method"] for row in result["rows"] if row["kind"] == "eager" or row["method"] == PLAIN]
     speed = Grid.of(
         f"{title}: {result['max_new_tokens']} tokens behind a prompt of {result['prompt_length']}",
         result["rows"],
@@ -150,9 +154,20 @@ def _file(path: Path | None, kind: str) -> Iterator[str]:
     recipe = find_recipe(kind, shape)
     with tempfile.TemporaryDirectory() as folder:
         written = os.path.join(folder, "random.gguf")
-        # Without this llama.cpp asks for a vocabulary.
-        write_random_file(written, shape, recipe, metadata={"tokenizer.ggml.model": "none"})
+        write_random_file(written, shape, recipe, metadata=_vocabulary(shape.vocab_size))
         yield written
+
+
+def _vocabulary(size: int) -> dict[str, Any]:
+    """Metadata without which llama.cpp does not answer: a tokenizer of bytes and words that nobody says."""
+    special, of_bytes = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    words = [f"\u2581w{number}" for number in range(size - len(special) - len(of_bytes))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": special + of_bytes + words,
+        "tokenizer.ggml.scores": [0.0] * size,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * len(of_bytes) + [1] * len(words),
+    }
 
 
 def _load(path: str, dtype: torch.dtype, backend: str) -> tuple[dict[str, Any], dict[str, GenerativeModel]]:

@@ -23,7 +23,8 @@ _WORKER = Path(__file__).with_name("llamacpp_worker.py")
 
 # Name of the method -> kind of speculation. The others of llama.cpp that need no model remember earlier requests: with
 # every prompt measured several times, they would draft its own answer.
-METHODS = {"llama.cpp": "none", "llama.cpp, n-gram": "ngram_simple"}
+PLAIN = "llama.cpp"
+METHODS = {PLAIN: "none", f"{PLAIN}, n-gram": "ngram_simple"}
 
 
 class LlamaCpp:

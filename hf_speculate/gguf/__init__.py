@@ -5,16 +5,20 @@ formats    what the bytes of a block mean: integers, scale and offset per group
 metadata   its values by type, and what they say of the vocabulary
 tokenizer  the tokenizer in the file
 model      which model the file holds: configuration, names, shapes
-native     compiles and calls native.cpp, a kernel for CPUs (kept and checked by kernel_cache)
+native     compiles and calls `kernel/`, C++ for CPUs (kept and checked by kernel_cache)
 int4       packs for torch's int4 kernel
 backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
+fused      whole decoder layers in native calls (native_layers), into transformers' caches (native_caches)
+dense      dense matrices of heads by the same kernel
 loading    all of it together
 report     what a loaded model keeps where
 random_files  files with random weights, for benchmarks and tests
 """
 
 from .backends import BACKENDS as BACKENDS
+from .dense import quicken as quicken
+from .fused import fuse_layers as fuse_layers
 from .loading import find_file as find_file
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model

@@ -57,7 +57,7 @@ class Library:
 
     Attributes:
         kinds: the number of each block type.
-        run_layers, find_runs: for `native_layers`.
+        run_layers, find_runs: for `native_layers`; multiply_dense: for `dense`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -75,11 +75,16 @@ class Library:
             ("hfs_pack", ctypes.c_bool, (integer, pointer, size, size, pointer, integer)),
             ("hfs_multiply", ctypes.c_bool, (integer, pointer, size, size, pointer, size, pointer, integer, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
+            ("hfs_dense", ctypes.c_bool, (pointer, pointer, size, size, pointer, size, pointer, integer)),
             ("hfs_layers", ctypes.c_bool, (pointer,)),
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
+        self.run_layers, self.find_runs, self.multiply_dense = (
+            functions.hfs_layers,
+            functions.hfs_runs,
+            functions.hfs_dense,
+        )
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in FORMATS}
         self.bf16: int = functions.hfs_bf16()

@@ -44,6 +44,7 @@ from .recurrent import target_shape as target_shape
 from .scoring import Scorer as Scorer
 from .static import NODE_BUCKETS as NODE_BUCKETS
 from .static import compiled as compiled
+from .static import has_native_layers as has_native_layers
 from .static import width_for as width_for
 from .support import Shape as Shape
 from .support import supported_shape as supported_shape

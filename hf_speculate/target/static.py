@@ -52,7 +52,7 @@ def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: 
         has_taps: whether the drafter reads a layer by a hook.
         is_private: nobody but the request will have its cache, so that buffers of earlier requests can serve.
     """
-    if _has_native_layers(scorer.model):
+    if has_native_layers(scorer.model):
         return scorer
     problem = problem_with_static(scorer)
     if has_taps:
@@ -63,7 +63,7 @@ def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: 
     return StaticScorer(scorer, compiler, is_private)
 
 
-def _has_native_layers(model: Any) -> bool:
+def has_native_layers(model: Any) -> bool:
     """Whether a kernel computes the layers (`gguf.fused`), as modules in a graph would slower and rounded otherwise."""
     layers = getattr(model.get_decoder(), "layers", ())
     return any(getattr(layer.__dict__.get("forward"), "is_native", False) for layer in layers)

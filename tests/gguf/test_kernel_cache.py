@@ -34,6 +34,7 @@ long long hfs_tile_bytes(int, long long) {{ return 0; }}
 bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}
 long long hfs_runs() {{ return 0; }}
+bool hfs_dense() {{ return true; }}
 bool hfs_layers() {{ return true; }}
 }}
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_ra
 from hf_speculate.gguf.reading import read_header
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 from ..support.gguf import relative_error, token_ids
@@ -402,14 +404,38 @@ def test_packed_targets_compile_as_one_graph(target, prompt):
     assert not speculator.stats.fallbacks
 
 
-def test_speculation_is_lossless_in_bfloat16(write, prompt):
-    """Packed products have the same bits for one row and many: only attention may round otherwise."""
-    target = load_model(write(shape_of("qwen2", tied=True), q4_k_m(2)))
-    first = prompt(12)
-    script = target.generate(first, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-    drafter = ScriptedDrafter(script[:, 12:], (3, 2, 1, 1), accuracy=0.7, vocab_size=VOCAB)
-    report = check_lossless(target, Speculator(drafter), [first], max_new_tokens=32, eos_token_id=None, pad_token_id=0)
-    assert report.num_cases == 1
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_native_layers_give_the_very_text_of_plain(dtype, write, prompt):
+    """Scores and cache have plain's bits: trees and chains, greedy and sampled, one row and a padded batch."""
+    if problem := native_problem():
+        pytest.skip(f"native: {problem}")
+    shape = dataclasses.replace(shape_of("qwen2", tied=True), embedding_std=0.05)  # flat: ties would be seen
+    target = load_model(write(shape, q4_k_m(2)), dtype=dtype, backend="native")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    request = {"max_new_tokens": 32, "eos_token_id": None, "pad_token_id": 0, "output_scores": True}
+    request |= {"return_dict_in_generate": True}
+    for drafter in (
+        RandomDrafter(vocab_size=VOCAB, max_nodes=9),
+        PromptLookupDrafter(PromptLookupOptions(min_ngram=1)),
+    ):
+        for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}):
+            for inputs in (
+                {"input_ids": prompt(12)},
+                {"input_ids": torch.cat([prompt(12, seed=i) for i in range(2)]), "attention_mask": mask},
+            ):
+                outputs = []
+                for options in ({}, {"speculator": Speculator(drafter, adaptive=False)}):
+                    torch.manual_seed(0)
+                    outputs.append(target.generate(**inputs, **request, **sampling, **options))
+                plain, found = outputs
+                assert torch.equal(plain.sequences, found.sequences)
+                assert all(map(torch.equal, plain.scores, found.scores))
+                if len(inputs["input_ids"]) == 1:
+                    kept = [(layer.keys, layer.values) for layer in plain.past_key_values.layers]
+                    for (keys, values), layer in zip(kept, found.past_key_values.layers, strict=True):
+                        assert torch.equal(keys, layer.keys)
+                        assert torch.equal(values, layer.values)
 
 
 def test_plans_are_made_without_weights(write, monkeypatch):

@@ -6,6 +6,7 @@
 // rows of the input: as bfloat16, which holds the integers exactly, by AMX or vdpbf16ps, or as float32. Sums are float32.
 // Neither the number of rows nor that of threads changes the bits of a row.
 
+#include "dense.h"
 #include "layer.h"
 
 namespace {
@@ -111,6 +112,18 @@ bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t
   const Matrix w{number, in_features, out_features, tiles, nullptr};
   if (bf16) return multiply(w, (const uint16_t*)x, count, (uint16_t*)y, bf16 == 2, threads);
   return multiply(w, (const float*)x, count, (float*)y, false, threads);
+}
+
+// y [rows, out] = x [rows, in] times a dense bfloat16 matrix [out, in], plus the bias if there is one; `in` is a multiple
+// of 32. False: bfloat16 cannot be multiplied here.
+bool hfs_dense(const uint16_t* weights, const uint16_t* bias, int64_t in_features, int64_t out_features,
+               const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
+#if HAS_BF16
+  multiply_dense({weights, x, bias, y, in_features, out_features}, rows, threads);
+  return true;
+#else
+  return false;
+#endif
 }
 
 // The runs of entries that each query of a mask sees; a mask with fewer columns hides nothing of the first entries.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_speculate.drafting import Drafter, SavedHead
 from hf_speculate.hub import local_folder
 from hf_speculate.options import read_options
+from hf_speculate.target import has_native_layers
 
 from ..checkpoints import LoadReport
 from .loading import Head, LoadedHead
@@ -41,6 +42,10 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.options = options or self.options_classes[0]()
         self._target_name = getattr(target.config, "_name_or_path", None) or None
         self._target_architectures = [type(target).__name__]
+        if has_native_layers(target):
+            from hf_speculate.gguf import quicken  # loaded already: the target is packed
+
+            quicken(loaded.head)
         self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
 
     @property
