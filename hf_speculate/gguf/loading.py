@@ -42,8 +42,7 @@ from .tokenizer import read_tokenizer
 
 logger = logging.get_logger(__name__)
 
-# Weights of a matrix that is not packed that are in float32 at a time.
-_DENSE_CHUNK = 1 << 22
+_DENSE_CHUNK = 1 << 22  # weights of a matrix that is not packed that are in float32 at a time
 
 
 def load_gguf(

@@ -27,8 +27,8 @@ from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_ra
 from hf_speculate.gguf.reading import read_header
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
-from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
 from ..support.gguf import relative_error, token_ids
 from ..support.inputs import character_tokenizer

@@ -51,7 +51,7 @@ class Team {
       return;
     }
     for (int turns = 0; round.load(std::memory_order_acquire) == now; turns++) {
-      if (turns > 20000) sched_yield();  // somebody else has the core of a thread that we wait for
+      if (turns > 500) sched_yield();  // somebody else has the core of a thread that we wait for
 #if defined(__x86_64__)
       else __builtin_ia32_pause();
 #endif
