@@ -33,6 +33,7 @@ import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.commands import SMOLLM2_INSTALL, find_smollm2, side_by_side
 from hf_speculate.gguf import read_header, read_tokenizer
+from hf_speculate.target import has_native_layers
 from hf_speculate.testing import check_lossless
 
 
@@ -223,6 +224,11 @@ def main() -> None:
 
     console.print("\n[bold]3. How fast?[/]")
     figures = measure(console, subject, model, speculator, requests, arguments.repeats)
+    if figures["greedy"]["speedup"] < 1 and has_native_layers(model):
+        console.print(
+            "   The layers of this packed model are one native call, so that a token costs what a draft does. Larger models\n"
+            "   and text that repeats gain by drafts: docs/benchmarks.md."
+        )
 
     console.print("\n[bold]4. One round[/]: what was drafted, and what the target accepted in one forward")
     # A fixed policy: an adaptive one begins with small trees.
