@@ -226,8 +226,8 @@ def main() -> None:
     figures = measure(console, subject, model, speculator, requests, arguments.repeats)
     if figures["greedy"]["speedup"] < 1 and has_native_layers(model):
         console.print(
-            "   The layers of this packed model are one native call, so that a token costs what a draft does. Larger models\n"
-            "   and text that repeats gain by drafts: docs/benchmarks.md."
+            "   The layers of this packed model are one native call, so that a token costs what a draft does. Larger\n"
+            "   models and text that repeats gain by drafts: docs/benchmarks.md."
         )
 
     console.print("\n[bold]4. One round[/]: what was drafted, and what the target accepted in one forward")
