@@ -23,7 +23,7 @@ from ..commands import (
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from .identity import compare_texts
-from .llamacpp import llama_cpp_methods
+from .llamacpp import Interpreter, llama_cpp_methods
 from .methods import (
     Method,
     compiled_method,
@@ -78,10 +78,7 @@ class GenerateSettings(WorkloadSettings):
     prompt_lookup_num_tokens: Annotated[
         int, typer.Option("--lookup-tokens", min=1, help="prompt_lookup_num_tokens of stock.")
     ] = 10
-    llama_cpp: Annotated[
-        str | None,
-        typer.Option("--llama-cpp", metavar="PYTHON", help="An interpreter with xllamacpp, beside a GGUF target."),
-    ] = None
+    llama_cpp: Interpreter = None
     stock_speculative: bool = True
     max_proofs: int = 8
 

@@ -36,7 +36,7 @@ from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from .forwards import medians_in_turn, prefilled_cache, verify_ms
-from .llamacpp import PLAIN, llama_cpp_methods
+from .llamacpp import PLAIN, Interpreter, llama_cpp_methods
 from .methods import Method, speculator_method
 from .profiles import DEFAULT_RATES, read_profile
 from .runs import Request, batches, fixed_length, measure_in_turn, num_steps, plain_texts
@@ -63,7 +63,7 @@ class GgufSettings:
         default_factory=lambda: [4, 8]
     )
     acceptance: Rates = DEFAULT_RATES
-    llama_cpp: Annotated[str | None, typer.Option(metavar="PYTHON", help="An interpreter with xllamacpp.")] = None
+    llama_cpp: Interpreter = None
     context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 64
     max_new_tokens: NewTokens = 64
     repeats: Repeats = 3

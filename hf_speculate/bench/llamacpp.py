@@ -10,20 +10,27 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 from ..errors import SpeculateError
 from .methods import Method
 
 
+Interpreter = Annotated[
+    str | None,
+    typer.Option("--llama-cpp", metavar="PYTHON", help="An interpreter with xllamacpp, beside a GGUF target."),
+]
+"""An option of benchmarks, see `llama_cpp_methods`."""
+
 _WORKER = Path(__file__).with_name("llamacpp_worker.py")
 
+PLAIN = "llama.cpp"
 # Name of the method -> kind of speculation. The others of llama.cpp that need no model remember earlier requests: with
 # every prompt measured several times, they would draft its own answer.
-PLAIN = "llama.cpp"
 METHODS = {PLAIN: "none", f"{PLAIN}, n-gram": "ngram_simple"}
 
 

@@ -131,8 +131,10 @@ class _Span:
         if cache is None or rotary is None or not (_serves(inputs) and self.is_untouched()):
             return None
         attention = self._layers[0].self_attn
+        if not _is_stock_attention(attention.config, arguments.others):
+            return None
         cache_layers = appendable_layers(cache, attention.layer_idx, len(self._layers))
-        if not cache_layers or not _is_stock_attention(attention.config, arguments.others):
+        if not cache_layers:
             return None
         num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
         sees_before, sight = _sight(arguments.mask, inputs, num_keys)

@@ -17,9 +17,9 @@ from . import native
 from .modules import PackedMatrix, Projection
 
 
-# Rows of an input that the kernel takes at a time.
-MOST_ROWS = 128
-_MOST_HEAD_DIM, _MOST_GROUPS = 512, 128
+# What the kernel has room for: rows of an input, columns of a head, heads that share keys (its CHUNK, MOST_HEAD_DIM and
+# MOST_GROUPS).
+MOST_ROWS, _MOST_HEAD_DIM, _MOST_GROUPS = 128, 512, 128
 
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -223,13 +223,10 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -
         int32 [B * N + 1], where the runs of each query begin, and int32 [runs, 2], each from its first entry to its
         end; None where the mask holds other values, or more runs than trees need.
     """
-    kind, num_rows, most = (
-        _MASK_KINDS.get(mask.dtype),
-        batch_size * num_queries,
-        batch_size * num_queries * (num_queries + 2),
-    )
+    kind, num_rows = _MASK_KINDS.get(mask.dtype), batch_size * num_queries
     if kind is None or mask.stride(-1) != 1:
         return None
+    most = num_rows * (num_queries + 2)
     offsets, runs = torch.empty(num_rows + 1, dtype=torch.int32), torch.empty(most, 2, dtype=torch.int32)
     found = native.library().find_runs(
         mask.data_ptr(),

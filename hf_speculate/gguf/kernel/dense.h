@@ -46,9 +46,8 @@ template <int OUT> void multiply_dense(const Dense& d, int64_t n, int64_t rows) 
 void multiply_dense(const Dense& d, int64_t rows, int threads) {
   constexpr int OUT = 4;
   const int64_t blocks = d.out_features / OUT;
-  parallel(d.in_features * d.out_features > 1 << 16 ? threads : 1, blocks, [&](int64_t i, int64_t end) {
-    for (; i < end; i++) multiply_dense<OUT>(d, i * OUT, rows);
-  });
+  parallel(d.in_features * d.out_features > 1 << 16 ? threads : 1, blocks,
+           [&](int64_t i) { multiply_dense<OUT>(d, i * OUT, rows); });
   for (int64_t n = blocks * OUT; n < d.out_features; n++) multiply_dense<1>(d, n, rows);
 }
 

@@ -2,9 +2,9 @@
 //
 //     y[m, n] = sum over the groups of row n of  scale * sum((code - bias) * x[m]) + offset * sum(x[m])
 //
-// A tile is 16 rows of a matrix, one a lane; a cell is 32 of its columns. A cell is decoded once and multiplied with all
-// rows of the input: as bfloat16, which holds the integers exactly, by AMX or vdpbf16ps, or as float32. Sums are float32.
-// Neither the number of rows nor that of threads changes the bits of a row.
+// A tile is 16 rows of a matrix, one a lane; a cell is 32 of its columns. A cell is decoded and multiplied with rows of the
+// input, several at a time: as bfloat16, which holds the integers exactly, by AMX or vdpbf16ps, or as float32. Sums are
+// float32. Neither the number of rows nor that of threads changes the bits of a row.
 
 #include "dense.h"
 #include "layer.h"
@@ -46,13 +46,11 @@ template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* 
   float* sums = scratch.take<float>(cells * groups * most);
   for (int64_t m = 0; m < count; m += CHUNK) {
     const int64_t now = count - m < CHUNK ? count - m : CHUNK;
-    const Inputs<T> in{values, sums, amx && now > LANES ? (now + LANES - 1) / LANES * LANES : now};
+    const Inputs<T> in{values, sums, filled_rows(now, amx)};
     const T* from = x + m * w.in_features;
     Output<T> output{y + m * w.out_features, now, w.out_features};
     Team::run(threads, [&](Team& team, int) {
-      team.share(cells, [&](int64_t i, int64_t end) {
-        for (; i < end; i++) arrange(from, w.in_features, now, i, kind.sum_group, in);
-      });
+      team.each(cells, [&](int64_t cell) { arrange(from, w.in_features, now, cell, kind.sum_group, in); });
       team.share((w.out_features + LANES - 1) / LANES, [&](int64_t i, int64_t end) {
         kind.tiles_of(T())(w, in, amx, i, end, {&output, Output<T>::put});
       });
@@ -96,11 +94,9 @@ bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_featur
   const Kind& kind = KINDS[number];
   const int64_t row_bytes = in_features / kind.block_size * kind.block_bytes, cells = in_features / COLUMNS;
   std::atomic<bool> finite{true};
-  parallel(threads, (rows + LANES - 1) / LANES, [&](int64_t i, int64_t end) {
-    for (; i < end; i++) {
-      const int64_t row = i * LANES, count = rows - row < LANES ? rows - row : LANES;
-      if (!kind.pack(blocks + row * row_bytes, count, cells, tiles + i * kind.tile_bytes(cells))) finite = false;
-    }
+  parallel(threads, (rows + LANES - 1) / LANES, [&](int64_t i) {
+    const int64_t row = i * LANES, count = rows - row < LANES ? rows - row : LANES;
+    if (!kind.pack(blocks + row * row_bytes, count, cells, tiles + i * kind.tile_bytes(cells))) finite = false;
   });
   return finite;
 }

@@ -9,7 +9,8 @@
 
 namespace {
 
-// What does not change from call to call; `_Layer` of native_layers.py. Matrices of one input stand together, their outputs beside each other.
+// What does not change from call to call; `_Layer` of native_layers.py. Matrices of one input stand together, their
+// outputs beside each other.
 struct Layer {
   int64_t hidden, heads, kv_heads, head_dim, inner;
   int64_t q_at, k_at, v_at, gate_at, up_at;  // columns of the outputs
@@ -67,43 +68,27 @@ template <class T> class LayerRun {
   }
 
   void work(Team& team, float* own) {
-    team.share(rows, [&](int64_t m, int64_t end) {
-      for (; m < end; m++) normalize(x + m * layer.hidden, layer.attention_norm, layer.qkv, 3, m);
-    });
-    multiply(team, layer.qkv, 3, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
-               ((LayerRun*)to)->put(column, lanes, found, ((LayerRun*)to)->q_size + 2 * ((LayerRun*)to)->kv_size);
-             }});
+    team.each(rows, [&](int64_t m) { normalize(x + m * layer.hidden, layer.attention_norm, layer.qkv, 3, m); });
+    multiply(team, layer.qkv, 3, sink<&LayerRun::put_qkv>());
     const int64_t slots = layer.heads + 2 * layer.kv_heads;
-    team.share(count * slots, [&](int64_t i, int64_t end) {
-      for (; i < end; i++) place(i / slots, i % slots);
-    });
+    team.each(count * slots, [&](int64_t i) { place(i / slots, i % slots); });
     const Attention<T> a = attention();
-    team.share(a.items(), [&](int64_t i, int64_t end) {
-      for (; i < end; i++) attend(a, i, own);
-    });
-    team.share(rows, [&](int64_t m, int64_t end) {
-      for (; m < end; m++) finish(q_size, layer.output, 1, m);
-    });
-    multiply(team, layer.output, 1, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
-               ((LayerRun*)to)->add_attention(column, found);
-             }});
-    team.share(rows, [&](int64_t m, int64_t end) {
-      for (; m < end; m++) normalize(residual + m * layer.hidden, layer.mlp_norm, layer.gate_up, 2, m);
-    });
-    multiply(team, layer.gate_up, 2, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
-               ((LayerRun*)to)->put(column, lanes, found, 2 * ((LayerRun*)to)->layer.inner);
-             }});
-    team.share(rows, [&](int64_t m, int64_t end) {
-      for (; m < end; m++) activate(m);
-    });
-    multiply(team, layer.down, 1, {this, [](void* to, int64_t column, int64_t lanes, const float* found) {
-               ((LayerRun*)to)->add_mlp(column, found);
-             }});
+    team.each(a.items(), [&](int64_t i) { attend(a, i, own); });
+    team.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
+    multiply(team, layer.output, 1, sink<&LayerRun::add_attention>());
+    team.each(rows, [&](int64_t m) { normalize(residual + m * layer.hidden, layer.mlp_norm, layer.gate_up, 2, m); });
+    multiply(team, layer.gate_up, 2, sink<&LayerRun::put_gate_up>());
+    team.each(rows, [&](int64_t m) { activate(m); });
+    multiply(team, layer.down, 1, sink<&LayerRun::add_mlp>());
   }
 
  private:
-  // All matrices of a stage, as if they were one.
-  void multiply(Team& team, const Matrix* matrices, int most, Sink<T> sink) {
+  template <void (LayerRun::*PUT)(int64_t column, const float* found)> Sink sink() {
+    return {this, [](void* to, int64_t column, int64_t, const float* found) { (((LayerRun*)to)->*PUT)(column, found); }};
+  }
+
+  // All matrices of a stage, as if they were one; all have whole tiles.
+  void multiply(Team& team, const Matrix* matrices, int most, Sink sink) {
     int64_t tiles = 0;
     for (int i = 0; i < most && matrices[i].tiles; i++) tiles += matrices[i].out_features / LANES;
     team.share(tiles, [&](int64_t begin, int64_t end) {
@@ -112,25 +97,12 @@ template <class T> class LayerRun {
         const Matrix& matrix = matrices[i];
         const int64_t own = matrix.out_features / LANES;
         const int64_t from = begin > first ? begin - first : 0, to = end - first < own ? end - first : own;
-        if (from < to) {
-          const Kind& kind = KINDS[matrix.kind];
-          Shifted shifted{sink, first * LANES};
-          kind.tiles_of(T())(matrix, in.of(kind), amx, from, to, {&shifted, Shifted::put});
-        }
+        const Kind& kind = KINDS[matrix.kind];
+        if (from < to) kind.tiles_of(T())(matrix, in.of(kind), amx, from, to, {sink.to, sink.put, first * LANES});
         first += own;
       }
     });
   }
-
-  struct Shifted {
-    Sink<T> sink;
-    int64_t by;
-
-    static void put(void* to, int64_t column, int64_t lanes, const float* products) {
-      const Shifted& shifted = *(Shifted*)to;
-      shifted.sink.put(shifted.sink.to, column + shifted.by, lanes, products);
-    }
-  };
 
   // RMSNorm of a row, arranged.
   template <class From> void normalize(const From* from, const void* weights, const Matrix* matrices, int most, int64_t m) {
@@ -189,8 +161,11 @@ template <class T> class LayerRun {
     for (int64_t d = 0; d < size; d += LANES) narrow(to + d, load<Floats>(x + d));
   }
 
-  void put(int64_t column, int64_t lanes, const float* found, int64_t width) {
-    for (int64_t m = 0; m < count; m++) memcpy(products + m * width + column, found + m * LANES, lanes * sizeof(float));
+  void put_qkv(int64_t column, const float* found) { put(column, found, q_size + 2 * kv_size); }
+  void put_gate_up(int64_t column, const float* found) { put(column, found, 2 * layer.inner); }
+
+  void put(int64_t column, const float* found, int64_t width) {
+    for (int64_t m = 0; m < count; m++) memcpy(products + m * width + column, found + m * LANES, LANES * sizeof(float));
   }
 
   void add_attention(int64_t column, const float* found) {
@@ -225,12 +200,12 @@ template <class T> class LayerRun {
 template <class T> bool run_layers(const Call& call) {
   const Layer& layer = *call.layers[0];
   const int64_t count = call.batch_size * call.num_queries;
-  const int64_t rows = call.bf16 == 2 && count > LANES ? (count + LANES - 1) / LANES * LANES : count;
+  const int64_t rows = filled_rows(count, call.bf16 == 2);
   const int64_t q_size = layer.heads * layer.head_dim, kv_size = layer.kv_heads * layer.head_dim;
   const int64_t widest = larger(larger(layer.hidden, q_size), layer.inner), cells = widest / COLUMNS;
   const int64_t num_products = rows * larger(q_size + 2 * kv_size, 2 * layer.inner);
   const int64_t per_thread = Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats());
-  if (!scratch.reserve(Scratch::rounded(rows * widest * sizeof(T)) + 3 * Scratch::rounded(8 * cells * rows) +
+  if (!scratch.reserve(Scratch::rounded(rows * widest * sizeof(T)) + 2 * Scratch::rounded(2 * sizeof(float) * cells * rows) +
                        Scratch::rounded(sizeof(float) * num_products) +
                        Scratch::rounded(sizeof(float) * rows * layer.hidden) +
                        Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads))

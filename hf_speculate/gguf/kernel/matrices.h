@@ -7,11 +7,11 @@
 
 namespace {
 
-// Where products go.
-template <class T> struct Sink {
+// Where products go: [row, lane] of the columns from `column` on.
+struct Sink {
   void* to;
-  // Products [row, lane] of the columns from `column` on.
   void (*put)(void* to, int64_t column, int64_t lanes, const float* products);
+  int64_t first_column = 0;  // of the matrix, among others of the same input
 };
 
 // A packed matrix; `_Matrix` of native_layers.py.
@@ -22,7 +22,7 @@ struct Matrix {
 };
 
 template <class F, class T>
-void multiply_tiles(const Matrix& w, Inputs<T> x, bool amx, int64_t i, int64_t end, const Sink<T>& sink) {
+void multiply_tiles(const Matrix& w, Inputs<T> x, bool amx, int64_t i, int64_t end, const Sink& sink) {
   alignas(64) float products[CHUNK * LANES];
   const int64_t cells = w.in_features / COLUMNS, tile_bytes = F::tile_bytes(cells);
   const Multiplier<F, T> multiply(x, amx);
@@ -35,11 +35,11 @@ void multiply_tiles(const Matrix& w, Inputs<T> x, bool amx, int64_t i, int64_t e
       for (int64_t m = 0; m < x.rows; m++)
         store(products + m * LANES, load<Floats>(products + m * LANES) + widen(bias));
     }
-    sink.put(sink.to, column, lanes, products);
+    sink.put(sink.to, sink.first_column + column, lanes, products);
   }
 }
 
-template <class T> using Tiles = void (*)(const Matrix&, Inputs<T>, bool, int64_t, int64_t, const Sink<T>&);
+template <class T> using Tiles = void (*)(const Matrix&, Inputs<T>, bool, int64_t, int64_t, const Sink&);
 
 struct Kind {
   const char* name;

@@ -17,6 +17,11 @@ template <class T> struct Inputs {
   INLINE T* at(int64_t cell, int64_t row) const { return values + (cell * rows + row) * COLUMNS; }
 };
 
+// Rows that are multiplied for `count`: AMX takes more than sixteen in blocks of that many.
+inline int64_t filled_rows(int64_t count, bool amx) {
+  return amx && count > LANES ? (count + LANES - 1) / LANES * LANES : count;
+}
+
 // The sums over groups of GROUP columns of a cell and row.
 template <int GROUP, class T> void sum_groups(Inputs<T> x, int64_t cell, int64_t m) {
   constexpr int GROUPS = COLUMNS / GROUP;
@@ -90,7 +95,8 @@ void multiply_few(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, fl
   for (int r = 0; r < ROWS; r++) store(products + (m + r) * LANES, totals[r]);
 }
 
-// A tile times all rows from row m on, ROWS and then fewer at a time. Decoding costs what two rows do.
+// A tile times all rows from row m on, ROWS and then fewer at a time. It is decoded anew for each of them, which costs what
+// two rows do; keeping what was decoded for up to 64 rows won nothing.
 template <int ROWS, class F, class T>
 void multiply_rest(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, float* products) {
   for (; m + ROWS <= x.rows; m += ROWS) multiply_few<ROWS, F>(tile, cells, x, m, products);
@@ -126,7 +132,7 @@ void add_rows(const T* weights, const typename F::Factors* factors, Inputs<T> x,
   for (int r = 0; r < ROWS; r++) store(products + (m + r) * LANES, totals[r]);
 }
 
-// A tile times many rows: cells are decoded once, into the first-level cache.
+// The same in float32, where there are no registers for many rows: cells are decoded once, into the first-level cache.
 template <class F, class T> void multiply_many(const uint8_t* tile, int64_t cells, Inputs<T> x, float* products) {
   alignas(64) T weights[SLAB * CELL];
   typename F::Factors factors[SLAB], running;
@@ -185,8 +191,9 @@ template <class F> void cell_sums(const uint16_t* weights, Inputs<uint16_t> x, i
   }
 }
 
-// As `multiply_tile`. Three cells are under way at a time, so that nothing is loaded right after it was stored.
-template <class F> void multiply_tile_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int block, float* acc) {
+// A tile times all rows, added to their products. Three cells are under way at a time, so that nothing is loaded right after it was stored.
+template <class F> void multiply_tile_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int block,
+                                            float* products) {
   typename F::Codes codes;
   alignas(64) uint16_t weights[2][CELL];
   alignas(64) float sums[2][F::GROUPS * CHUNK * LANES];
@@ -201,9 +208,8 @@ template <class F> void multiply_tile_amx(const uint8_t* tile, int64_t cells, In
     if (cell < 2) continue;
     factors.read(tile, cells, cell - 2);
     for (int g = 0; g < F::GROUPS; g++)
-      for (int64_t m = 0; m < x.rows; m++)
-        {
-        float* to = acc + m * LANES;
+      for (int64_t m = 0; m < x.rows; m++) {
+        float* to = products + m * LANES;
         const Floats sum = load<Floats>(sums[cell % 2] + (g * x.rows + m) * LANES);
         store(to, add<F>(factors, g, sum, x, cell - 2, m, load<Floats>(to)));
       }

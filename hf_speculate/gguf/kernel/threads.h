@@ -33,6 +33,13 @@ class Team {
     else job.team.size = 1, job.body(job.team, 0);
   }
 
+  // body(i) for 0 .. count. Returns when all are done.
+  template <class Body> void each(int64_t count, const Body& body) {
+    share(count, [&](int64_t i, int64_t end) {
+      for (; i < end; i++) body(i);
+    });
+  }
+
   // body(begin, end) over 0 .. count, some at a time. Returns when all are done.
   template <class Body> void share(int64_t count, const Body& body) {
     if (size == 1) return body(0, count);
@@ -62,9 +69,9 @@ class Team {
   std::atomic<int64_t> next{0};
 };
 
-// body(begin, end) over 0 .. count, some at a time, by torch's threads.
+// body(i) for 0 .. count, by torch's threads.
 template <class Body> void parallel(int threads, int64_t count, const Body& body) {
-  Team::run(count > 1 ? threads : 1, [&](Team& team, int) { team.share(count, body); });
+  Team::run(count > 1 ? threads : 1, [&](Team& team, int) { team.each(count, body); });
 }
 
 }  // namespace

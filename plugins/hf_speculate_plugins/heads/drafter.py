@@ -42,11 +42,11 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.options = options or self.options_classes[0]()
         self._target_name = getattr(target.config, "_name_or_path", None) or None
         self._target_architectures = [type(target).__name__]
+        self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         if has_native_layers(target):
             from hf_speculate.gguf import quicken  # loaded already: the target is packed
 
             quicken(loaded.head)
-        self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
 
     @property
     def head(self) -> Head:
