@@ -27,7 +27,7 @@ Category = Annotated[list[str] | None, typer.Option("--category", help="Only pro
 Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each file, spread over its categories.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 TargetDtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
-GgufBackend = Annotated[str, typer.Option(help="Of a GGUF file: auto (packed), or dense (dequantised).")]
+GgufBackend = Annotated[str, typer.Option(help="Of a GGUF file: auto, native-int8, dense ...")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16.")]
 Device = Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")]
 Shape = Annotated[str, typer.Option(help=f"Random weights, one of {', '.join(SHAPES)}.")]

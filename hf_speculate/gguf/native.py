@@ -57,7 +57,7 @@ class Library:
 
     Attributes:
         kinds: the number of each block type.
-        run_layers, find_runs: for `native_layers`; multiply_dense: for `dense`.
+        run_layers, find_runs: for `native_layers`; multiply_dense: for `dense`; ask_for_large_pages: for `backends`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -66,25 +66,23 @@ class Library:
 
     def __init__(self, content: bytes):
         functions = load(content)
-        integer, size, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        integer, size, pointer, flag = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
         for name, result, arguments in (
             ("hfs_kind", integer, (ctypes.c_char_p,)),
-            ("hfs_has_threads", ctypes.c_bool, ()),
+            ("hfs_has_threads", flag, ()),
             ("hfs_bf16", integer, ()),
             ("hfs_tile_bytes", size, (integer, size)),
-            ("hfs_pack", ctypes.c_bool, (integer, pointer, size, size, pointer, integer)),
-            ("hfs_multiply", ctypes.c_bool, (integer, pointer, size, size, pointer, size, pointer, integer, integer)),
+            ("hfs_large_pages", None, (pointer, size)),
+            ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
+            ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
-            ("hfs_dense", ctypes.c_bool, (pointer, pointer, size, size, pointer, size, pointer, integer)),
-            ("hfs_layers", ctypes.c_bool, (pointer,)),
+            ("hfs_dense", flag, (pointer, pointer, size, size, pointer, size, pointer, integer)),
+            ("hfs_layers", flag, (pointer,)),
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.run_layers, self.find_runs, self.multiply_dense = (
-            functions.hfs_layers,
-            functions.hfs_runs,
-            functions.hfs_dense,
-        )
+        self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
+        self.multiply_dense, self.ask_for_large_pages = functions.hfs_dense, functions.hfs_large_pages
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in FORMATS}
         self.bf16: int = functions.hfs_bf16()
@@ -103,11 +101,20 @@ class Library:
         return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
 
     def multiply(
-        self, inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int
+        self,
+        inputs: Float[Tensor, "M K"],
+        tiles: UInt8[Tensor, "T bytes"],
+        block_type: str,
+        out_features: int,
+        rounds: bool = False,
     ) -> Float[Tensor, "M N"]:
-        """x @ w.T in the dtype of the inputs, computed in bfloat16 x float32 where they are that, else in float32."""
-        bf16 = self.bf16 if inputs.dtype is torch.bfloat16 else 0
-        values = (inputs if bf16 else inputs.float()).contiguous()
+        """x @ w.T in the dtype of the inputs. Sums are float32, and so are inputs where bfloat16 cannot be multiplied.
+
+        Args:
+            rounds: inputs are rounded to 8 bits, in blocks of 32.
+        """
+        is_bf16 = inputs.dtype is torch.bfloat16
+        values = (inputs if is_bf16 else inputs.float()).contiguous()
         products = torch.empty(len(inputs), out_features, dtype=values.dtype)
         is_done = self._functions.hfs_multiply(
             self.kinds[block_type],
@@ -117,7 +124,8 @@ class Library:
             values.data_ptr(),
             len(inputs),
             products.data_ptr(),
-            bf16,
+            is_bf16,
+            rounds,
             torch.get_num_threads(),
         )
         if not is_done:
@@ -270,19 +278,19 @@ def _share_threads() -> None:
 
 
 def multiply(
-    inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int
+    inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int, rounds: bool
 ) -> Float[Tensor, "M N"]:
     """`Library.multiply`, also while torch.compile traces, which cannot look into the library."""
     if torch.compiler.is_compiling():
-        return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features)
-    return library().multiply(inputs, tiles, block_type, out_features)
+        return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features, rounds)
+    return library().multiply(inputs, tiles, block_type, out_features, rounds)
 
 
 @torch.library.custom_op("hf_speculate::multiply_packed", mutates_args=())
-def _multiply_packed(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int) -> Tensor:
-    return library().multiply(inputs, tiles, block_type, out_features)
+def _multiply_packed(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int, rounds: bool) -> Tensor:
+    return library().multiply(inputs, tiles, block_type, out_features, rounds)
 
 
 @_multiply_packed.register_fake
-def _(inputs, tiles, block_type, out_features):
+def _(inputs, tiles, block_type, out_features, rounds):
     return inputs.new_empty(inputs.shape[0], out_features)

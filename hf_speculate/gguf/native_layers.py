@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from . import native
+from .backends import NativeBackend
 from .modules import PackedMatrix, Projection
 
 
@@ -54,7 +55,7 @@ class _Call(ctypes.Structure):
         *_fields(ctypes.c_void_p, "cos", "sin"),
         *_fields(ctypes.c_int64, "rotary_stride"),
         *_fields(ctypes.c_void_p, "keys", "values", "batch_strides", "head_strides", "offsets", "runs"),
-        *_fields(ctypes.c_int64, "bf16", "threads"),
+        *_fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
     ]
 
 
@@ -122,15 +123,18 @@ class NativeLayers:
     """Consecutive layers of one decoder.
 
     Args:
-        layers: of transformers' Llama or Qwen2, each of which `fits_kernel`, of the same sizes.
+        layers: of transformers' Llama or Qwen2, each of which `fits_kernel`, of the same sizes and backend.
     """
 
     def __init__(self, layers: Sequence[Any]):
+        backend = _backend_of(_matrices(layers[0]))
+        assert backend is not None
         self._layers = [NativeLayer(layer) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
         self._tensors = [tensor for layer in self._layers for tensor in layer.tensors]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
         self._library = native.library()
+        self._rounds = backend.rounds
         self.dtype = self._tensors[0].dtype
 
     def is_current(self) -> bool:
@@ -182,7 +186,8 @@ class NativeLayers:
             *map(ctypes.addressof, arrays),
             sight[0].data_ptr() if sight else None,
             sight[1].data_ptr() if sight else None,
-            self._library.bf16 if inputs.dtype is torch.bfloat16 else 0,
+            inputs.dtype is torch.bfloat16,
+            self._rounds,
             torch.get_num_threads(),
         )
         if not self._library.run_layers(ctypes.addressof(call)):
@@ -197,13 +202,24 @@ def matrix_of(projection: nn.Module) -> PackedMatrix | None:
     return projection if isinstance(projection, PackedMatrix) else None
 
 
+def _matrices(layer: Any) -> list[PackedMatrix | None]:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (*(getattr(attention, f"{name}_proj") for name in "qkvo"), mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return [matrix_of(projection) for projection in projections]
+
+
+def _backend_of(matrices: Sequence[PackedMatrix | None]) -> NativeBackend | None:
+    """What multiplies with all of them, if that is the kernel."""
+    backends = {None if matrix is None else matrix.backend for matrix in matrices}
+    found = backends.pop() if len(backends) == 1 else None
+    return found if isinstance(found, NativeBackend) else None
+
+
 def fits_kernel(layer: Any) -> bool:
     """Whether the kernel can compute a layer of transformers' Llama or Qwen2."""
-    attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
-    projections = (*(getattr(attention, f"{name}_proj") for name in "qkvo"), mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    matrices = [matrix_of(projection) for projection in projections]
+    attention, config, matrices = layer.self_attn, layer.self_attn.config, _matrices(layer)
     return (
-        all(matrix is not None and matrix.backend.name == "native" for matrix in matrices)
+        _backend_of(matrices) is not None
         and all(matrix.out_features % native.TILE_ROWS == 0 for matrix in matrices if matrix is not None)
         and config.hidden_act == "silu"
         and attention.head_dim % native.TILE_ROWS == 0

@@ -14,7 +14,7 @@ from hf_speculate.gguf.formats import FORMATS
 from hf_speculate.gguf.matrices import Matrix, half_split_order
 from hf_speculate.gguf.modules import FusedLinear, Projection
 
-from ..support.gguf import CPU, make_matrix, pack, reference
+from ..support.gguf import CPU, make_matrix, pack, reference, rounded
 from ..support.tiers import quick
 
 
@@ -52,12 +52,13 @@ def test_int4_codes_hold_the_integers_exactly(kind):
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_products_are_those_of_the_dequantised_matrix(kind, backend, tmp_path):
-    """float32 keeps the scales: what is left is the order of sums. bfloat16 rounds scales, inputs and products."""
+    """float32 keeps the scales: what is left is the order of sums. bfloat16 rounds scales, inputs and products.
+    "native-int8" rounds inputs before that, as said, and nothing else."""
     matrix = make_matrix(tmp_path, kind, rows=80, parts=2)
     weights, inputs = reference(matrix), torch.randn(7, 512)
     for dtype, allowed in ((torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 6e-3)):
         cast = inputs.to(dtype)
-        expected = cast.double() @ weights.double().T
+        expected = (rounded(cast) if backend == "native-int8" else cast.double()) @ weights.double().T
         found = pack(matrix, backend, dtype)(cast)
         assert found.dtype == dtype
         error = ((found.double() - expected).norm() / expected.norm()).item()
@@ -66,6 +67,7 @@ def test_products_are_those_of_the_dequantised_matrix(kind, backend, tmp_path):
 
 BACKEND_KINDS = [
     ("native", ("Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K")),
+    ("native-int8", ("Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K")),
     ("int4", ("Q4_0", "Q8_0", "Q3_K")),
     ("dequantize", ("Q4_0",)),
 ]
@@ -152,7 +154,7 @@ def test_backends_by_name():
     assert choose_backend("auto", CPU, torch.float64) is BACKENDS["dequantize"]
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) is BACKENDS["dequantize"]
     assert choose_backend("dense", CPU, torch.bfloat16) is None
-    with pytest.raises(UnsupportedRequestError, match="possible: auto, native, int4, dequantize, dense"):
+    with pytest.raises(UnsupportedRequestError, match="possible: auto, native, native-int8, int4, dequantize, dense"):
         choose_backend("int3", CPU, torch.bfloat16)
     with pytest.raises(UnsupportedRequestError, match="computes on the CPU, not on 'cuda'"):
         choose_backend("int4", torch.device("cuda"), torch.bfloat16)

@@ -16,6 +16,8 @@ from hf_speculate.gguf.native_layers import MOST_ROWS
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.target.attention import TreeAttention, fold
 
+from ..support.gguf import OTHER_CPUS
+
 
 pytestmark = pytest.mark.rest
 
@@ -45,7 +47,7 @@ def load(tmp_path):
         shape = FileShape(architecture, 96, 256, 512, 3, *heads, 512, is_tied=False, embedding_std=1.0)
         if not path.exists():
             write_random_file(path, shape, RECIPES[recipe])
-        return load_model(path, dtype=dtype, backend="native", **options)
+        return load_model(path, dtype=dtype, **{"backend": "native"} | options)
 
     return _load
 
@@ -90,6 +92,18 @@ def entries(cache) -> torch.Tensor:
     return torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
 
 
+def test_rounded_inputs_are_those_of_the_modules(load, calls):
+    """The same bytes, but for inputs that lie between two of them to the rounding of norms."""
+    model = load(recipe="mixed", dtype=torch.float32, backend="native-int8")
+    found, cache = states_of(model, ids(1, 37))
+    expected, twin_cache = states_of(modules_only(model), ids(1, 37))
+    for each, other in ((found, expected), (entries(cache), entries(twin_cache))):
+        assert (each - other).norm() < 2e-4 * other.norm()
+    exact, _ = states_of(load(recipe="mixed", dtype=torch.float32), ids(1, 37))
+    assert (exact - found).norm() > 1e-3 * exact.norm(), "they are rounded"
+    assert calls == [3, 3]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("architecture", "heads"), [("llama", (4, 2)), ("qwen2", (8, 1)), ("llama", (2, 2))])
 def test_states_and_cache_are_those_of_the_modules(architecture, recipe, heads, load, calls):
@@ -109,18 +123,17 @@ def test_states_and_cache_are_those_of_the_modules(architecture, recipe, heads, 
 def test_bfloat16_is_no_further_from_float32_than_the_modules_are(recipe, load):
     exact, _ = states_of(load(recipe=recipe, dtype=torch.float32), ids(1, 37))
     model = load(recipe=recipe)
-    if not native.library().bf16:
-        pytest.skip("bfloat16 is computed in float32 here")
     found, _ = states_of(model, ids(1, 37))
     modules, _ = states_of(modules_only(model), ids(1, 37))
     error, allowed = ((states[-1].float() - exact[-1]).norm() for states in (found, modules))
     assert error <= allowed * 1.05
 
 
+@pytest.mark.parametrize("backend", ["native", "native-int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["mixed", "Q8_0"])
-def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(dtype, recipe, load):
-    model, text = load(recipe=recipe, dtype=dtype), ids(1, 45)
+def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(dtype, recipe, backend, load):
+    model, text = load(recipe=recipe, dtype=dtype, backend=backend), ids(1, 45)
     whole, cache = states_of(model, text)
     for sizes in ([1] * 45, [20, 1, 7, 17], [44, 1]):
         parts, other = [], DynamicCache(config=model.config)
@@ -203,15 +216,21 @@ def test_threads_do_not_change_bits(load):
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("flags", ["-DHFS_NO_AMX", "-DHFS_PORTABLE"])
+@pytest.mark.parametrize("flags", OTHER_CPUS[:2])
 def test_instructions_that_this_cpu_has_not(flags, load, monkeypatch, tmp_path):
+    """Also in bfloat16 where it cannot be multiplied: no further from float32 than the modules are."""
     model = load(recipe="mixed", dtype=torch.float32)
     expected, _ = states_of(modules_only(model), ids(1, 20))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, flags))
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *flags.split()))
     monkeypatch.setattr(native.library(), "run_layers", native.build().run_layers)
     found, _ = states_of(model, ids(1, 20))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    narrow = load(recipe="mixed")
+    modules, _ = states_of(modules_only(narrow), ids(1, 20))
+    found, _ = states_of(narrow, ids(1, 20))
+    error, allowed = ((states[-1].float() - expected[-1]).norm() for states in (found, modules))
+    assert error <= allowed * 1.1
 
 
 # ---- who looks into a layer, or changes it ----

@@ -31,6 +31,7 @@ int hfs_kind(const char *) {{ return 0; }}
 bool hfs_has_threads() {{ return true; }}
 int hfs_bf16() {{ return {answer}; }}
 long long hfs_tile_bytes(int, long long) {{ return 0; }}
+void hfs_large_pages() {{}}
 bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}
 long long hfs_runs() {{ return 0; }}

@@ -404,13 +404,14 @@ def test_packed_targets_compile_as_one_graph(target, prompt):
     assert not speculator.stats.fallbacks
 
 
+@pytest.mark.parametrize("backend", quick(["native", "native-int8"]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_native_layers_give_the_very_text_of_plain(dtype, write, prompt):
+def test_native_layers_give_the_very_text_of_plain(dtype, backend, write, prompt):
     """Scores and cache have plain's bits: trees and chains, greedy and sampled, one row and a padded batch."""
     if problem := native_problem():
         pytest.skip(f"native: {problem}")
     shape = dataclasses.replace(shape_of("qwen2", tied=True), embedding_std=0.05)  # flat: ties would be seen
-    target = load_model(write(shape, q4_k_m(2)), dtype=dtype, backend="native")
+    target = load_model(write(shape, q4_k_m(2)), dtype=dtype, backend=backend)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :5] = 0
     request = {"max_new_tokens": 32, "eos_token_id": None, "pad_token_id": 0, "output_scores": True}

@@ -14,7 +14,7 @@ from hf_speculate.gguf import native
 from hf_speculate.gguf.backends import BACKENDS, choose_backend
 from hf_speculate.gguf.formats import FORMATS
 
-from ..support.gguf import CPU, make_matrix, pack, reference
+from ..support.gguf import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
 from ..support.paths import REPOSITORY
 
 
@@ -49,21 +49,58 @@ def needs_compiler():
         pytest.skip(f"native: {problem}")
 
 
-@pytest.mark.parametrize("flags", ["-DHFS_NO_AMX", "-DHFS_PORTABLE"])
+def check_products(library, inputs, matrix, allowed):
+    """As of the dequantised matrix, whether or not inputs are rounded; and no row looks at others."""
+    weight, kind, weights = pack(matrix, "native", torch.float32).packed, matrix.type, reference(matrix).double()
+    for rounds, exact in ((False, inputs.double()), (True, rounded(inputs))):
+        expected, spread = exact @ weights.T, exact.abs() @ weights.abs().T
+        for dtype, rounding in allowed.items():
+            found = library.multiply(inputs.to(dtype), weight, kind, matrix.num_rows, rounds)
+            error = (found.double() - expected).abs()
+            assert (error <= rounding * expected.abs() + 1e-6 * spread).all(), f"{kind}, {dtype}, rounds={rounds}"
+            alone = [library.multiply(row[None], weight, kind, matrix.num_rows, rounds) for row in inputs.to(dtype)]
+            assert torch.equal(found, torch.cat(alone))
+
+
+# Where the float16 numbers of a block are; and its other bytes, so that products are as large as they can be.
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
+LARGEST = {"Q8_0": 0x80}
+
+
+@pytest.mark.parametrize("flags", ["", *OTHER_CPUS])
 def test_instructions_that_this_cpu_has_not(flags, fresh, monkeypatch, tmp_path):
-    """What is compiled on other CPUs computes the same, to the rounding of sums, and does not look at other rows."""
+    """What is compiled on other CPUs computes the same, to the rounding of sums; also where 16-bit sums are full."""
     needs_compiler()
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, flags))
-    other = native.build()
-    for kind in ("Q4_K", "Q5_0", "Q8_0", "Q3_K"):
-        matrix = make_matrix(tmp_path, kind, 40)
-        weight, inputs = pack(matrix, "native", torch.float32).packed, torch.randn(19, 512).bfloat16()
-        expected = inputs.double() @ reference(matrix).double().T
-        for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 3e-3)):
-            found = other.multiply(inputs.to(dtype), weight, kind, 40)
-            assert (found.double() - expected).norm() < allowed * expected.norm(), f"{kind}, {dtype}, {flags}"
-            alone = torch.cat([other.multiply(row[None], weight, kind, 40) for row in inputs.to(dtype)])
-            assert torch.equal(found, alone)
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *flags.split()))
+    library = native.build()
+    for kind in FORMATS:
+        inputs = torch.randn(19, 512).bfloat16()
+        check_products(library, inputs, make_matrix(tmp_path, kind, 40), {torch.float32: 0, torch.bfloat16: 2**-8})
+
+        def fill(data, kind=kind):
+            blocks = data.reshape(-1, FORMATS[kind].block_bytes)
+            halves = [at + byte for at in HALVES.get(kind, (0, 2)) for byte in (0, 1)]
+            others = [i for i in range(blocks.shape[1]) if i not in halves]
+            blocks[:, others] = LARGEST.get(kind, 0xFF)
+
+        signs = torch.ones(3, 512)
+        signs[1] = -1
+        signs[2, ::3] = -1
+        check_products(library, signs, make_matrix(tmp_path, kind, 16, change=fill), {torch.float32: 0})
+
+
+def test_inputs_of_every_size_are_rounded_and_none_that_is_not_finite_vanishes(tmp_path):
+    matrix = make_matrix(tmp_path, "Q4_0", 16, 64)
+    layer, weights = pack(matrix, "native-int8", torch.float32), reference(matrix).double()
+    inputs = torch.randn(5, 64) * torch.tensor([1e-20, 1e-3, 1.0, 1e20, 0.0])[:, None]
+    inputs[2, 32:] = 0
+    torch.testing.assert_close(layer(inputs).double(), rounded(inputs) @ weights.T, rtol=1e-4, atol=1e-30)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        spoilt = torch.randn(2, 64)
+        spoilt[0, 40] = value
+        found = layer(spoilt)
+        assert not found[0].isfinite().any()
+        assert torch.equal(found[1:], layer(spoilt[1:]))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -158,13 +195,12 @@ def test_threads_are_those_of_torch(tmp_path):
     assert new_threads in (0, 2), "packing started the two that were missing; nothing else does"
 
 
-def test_auto_wants_instructions_for_bfloat16(monkeypatch):
-    """float32 arithmetic is slower than torch's kernel there, and faster than its float32."""
+def test_auto_wants_no_instructions_of_bfloat16(monkeypatch):
+    """float32 arithmetic is faster than torch's kernel; and nothing is rounded unasked."""
     needs_compiler()
-    for bf16, expected in ((0, "int4"), (1, "native"), (2, "native")):
-        monkeypatch.setattr(native.library(), "bf16", bf16)
-        assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS[expected]
-        assert choose_backend("auto", CPU, torch.float32) is BACKENDS["native"]
+    monkeypatch.setattr(native.library(), "bf16", 0)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert choose_backend("auto", CPU, dtype) is BACKENDS["native"]
 
 
 def test_without_a_compiler(fresh, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import gguf
 import numpy as np
 import pytest
@@ -17,6 +19,11 @@ from .models import VOCAB_SIZE
 
 
 CPU = torch.device("cpu")
+
+# Flags of compilers that leave out instructions: all but those that compilers know everywhere; AVX-512; VNNI too; AMX.
+OTHER_CPUS = ["-DHFS_PORTABLE"]
+if platform.machine().lower() in ("x86_64", "amd64"):
+    OTHER_CPUS += ["-mno-avx512f", "-mno-avx512f -mno-avxvnni", "-DHFS_NO_AMX -mno-avx512vnni"]
 
 
 def make_matrix(
@@ -47,6 +54,15 @@ def pack(matrix: Matrix, backend: str, dtype: torch.dtype) -> PackedLinear:
         pytest.skip(f"{backend}: {problem}")
     tensors = chosen.pack(matrix, dtype, CPU)
     return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, chosen, tensors)
+
+
+def rounded(inputs: torch.Tensor) -> torch.Tensor:
+    """float64 [M, K]: the rows as "native-int8" multiplies them."""
+    blocks = inputs.float().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    factors = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # 127 / x would be 127 * (1 / x)
+    integers = (blocks.double() * factors.double()).round()  # as multiplied and added at once
+    return (integers * (largest / 127)).flatten(-2)
 
 
 def token_ids(*shape: int) -> torch.Tensor:

@@ -7,8 +7,11 @@ namespace {
 
 // Finite float16. Subnormals without arithmetic on them, which may be switched off.
 INLINE Floats widen_halves(const uint8_t* from) {
-#if HAS_BF16
+#if HAS_AVX512
   return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif HAS_AVX2
+  const __m256 both[2] = {_mm256_cvtph_ps(load<__m128i>(from)), _mm256_cvtph_ps(load<__m128i>(from + 16))};
+  return reinterpret<Floats>(both);
 #else
   const Words halves = __builtin_convertvector(load<Halves>(from), Words), bits = (halves & 0x7fff) << 13;
   const Floats normal = reinterpret<Floats>(bits + (112u << 23));
@@ -20,22 +23,28 @@ INLINE Floats widen_halves(const uint8_t* from) {
 
 // In two steps: GCC makes sixteen scalar ones of a single conversion.
 INLINE Floats widen_bytes(const uint8_t* from) {
-#if HAS_BF16
+#if HAS_AVX512
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
 #else
   return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
 #endif
 }
 
+// The columns of a cell, four in each lane of 32 bits: even ones in the lower half, odd ones in the upper, so that a shift
+// leaves a pair of columns to products in bfloat16; and a byte each, so that a mask leaves four to products of bytes.
+constexpr int QUADS = COLUMNS / 4;
+constexpr int quad_of(int column) { return column / 8 * 2 + column / 2 % 2; }
+constexpr int byte_of(int column) { return column % 2 * 2 + column / 4 % 2; }
+
 // How a type lies in a tile of 16 rows of a matrix, one a lane; a cell is 32 of its columns. In memory: the low bits of the
-// codes of all cells, their high bits, then scales and offsets. Codes lie in 32-bit lanes, those of even columns in the
-// lower half of a lane and those of odd ones in the upper, ascending from bit 0; codes of eight bits as signed integers,
-// [pair of columns, lane, 2]. A code has LOW + HIGH bits, the integer is code - BIAS; GROUP columns share scale and offset:
-// float16 ones, or (SUPER) 8-bit ones times float16 ones of 256 columns.
+// codes of all cells, their high bits, then scales and offsets. Bits lie quad after quad, ascending from bit 0 of each byte.
+// A code has LOW + HIGH bits, the integer is code - BIAS; GROUP columns share scale and offset: float16 ones, or (SUPER)
+// 8-bit ones times float16 ones of 256 columns.
 template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_> struct Layout {
   static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, BIAS = BIAS_, BITS = LOW + HIGH;
+  static constexpr uint32_t LOW_MASK = (1 << LOW) - 1, HIGH_MASK = ((1 << HIGH) - 1) << LOW;
   static constexpr bool SUPER = SUPER_, OFFSET = OFFSET_;
-  static constexpr int GROUPS = COLUMNS / GROUP, KINDS = OFFSET ? 2 : 1, PER_HALF = 16 / LOW;
+  static constexpr int GROUPS = COLUMNS / GROUP, KINDS = OFFSET ? 2 : 1;
   static constexpr int64_t LOW_BYTES = 64 * LOW, HIGH_BYTES = 64 * HIGH;
   static constexpr int64_t CELL_FACTORS = KINDS * LANES * (SUPER ? GROUPS : 2);
   static constexpr int64_t SUPER_FACTORS = SUPER ? KINDS * LANES * 2 : 0;
@@ -70,7 +79,8 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_>
     }
   };
 
-  // The integers of a cell: for products in float32 a column at a time, for bfloat16 [lane, 2] two.
+  // The integers of a cell: for products in float32 a column at a time, for bfloat16 [lane, 2] two. For bytes the codes of
+  // four.
   struct Codes {
     const uint8_t *low, *high;
 #if HAS_BF16
@@ -89,33 +99,34 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_>
       low = tile + cell * LOW_BYTES, high = tile + high_at(cells) + cell * HIGH_BYTES;
     }
 
+    // Codes of a quad, of the lanes of a vector V, the how manieth `part` is.
+    template <class V> INLINE V quad(int i, int part) const {
+      return joined(load<V>(word(low, LOW, i) + part * sizeof(V)), i * LOW % 8,
+                    HIGH ? load<V>(word(high, HIGH, i) + part * sizeof(V)) : V{}, i * HIGH % 8, 0x01010101);
+    }
+
     INLINE Floats at(int i, float) const {
-      const int pair = i / 2, half = 16 * (i % 2);
-      if constexpr (LOW == 8) {
-        const Ints v = reinterpret<Ints>(__builtin_convertvector(load<Halves>(low + 32 * pair), Words));
-        return __builtin_convertvector(v << (24 - half / 2) >> 24, Floats);
-      }
-      Words v = load<Words>(low + 64 * (pair / PER_HALF)) >> (half + LOW * (pair % PER_HALF)) & ((1u << LOW) - 1);
-      if (HIGH) {
-        const Words h = load<Words>(high + 64 * (pair * HIGH / 16)) >> (half + pair * HIGH % 16);
-        v |= (h & ((1u << HIGH) - 1)) << LOW;
-      }
-      return __builtin_convertvector(reinterpret<Ints>(v) - BIAS, Floats);
+      const int q = quad_of(i), shift = 8 * byte_of(i);
+      const Words h = HIGH ? load<Words>(word(high, HIGH, q)) >> shift : Words{};
+      const Words code = joined(load<Words>(word(low, LOW, q)) >> shift, q * LOW % 8, h, q * HIGH % 8, 1);
+      return __builtin_convertvector(reinterpret<Ints>(code) - BIAS, Floats);
     }
 
 #if HAS_BF16
     INLINE Floats at(int p, uint16_t) const {
-      if constexpr (LOW == 8) {
-        const __m512i even = _mm512_cvtepi8_epi32(load<__m128i>(low + 32 * p));
-        const __m512i odd = _mm512_cvtepi8_epi32(load<__m128i>(low + 32 * p + 16));
-        return reinterpret<Floats>(_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(odd), _mm512_cvtepi32_ps(even)));
+      const int q = quad_of(2 * p), shift = 8 * byte_of(2 * p);
+      if constexpr (LOW == 8) {  // code + 2^23, but for the 2^23
+        const Words v = load<Words>(word(low, LOW, q));
+        const Floats even = reinterpret<Floats>((v >> shift & 255) | 0x4b000000) - (8388608.0f + BIAS);
+        const Floats odd = reinterpret<Floats>((v >> (shift + 16) & 255) | 0x4b000000) - (8388608.0f + BIAS);
+        return reinterpret<Floats>(reinterpret<Words>(even) >> 16 | (reinterpret<Words>(odd) & 0xffff0000));  // exact
       } else {
-        Shorts v = load<Shorts>(low + 64 * (p / PER_HALF)) >> uint16_t(LOW * (p % PER_HALF));
+        Shorts v = load<Shorts>(word(low, LOW, q)) >> uint16_t(shift + q * LOW % 8);
         if constexpr (HIGH > 0) {
-          const int at = p * HIGH % 16;
-          const Shorts h = load<Shorts>(high + 64 * (p * HIGH / 16));
+          const int at = shift + q * HIGH % 8;
+          const Shorts h = load<Shorts>(word(high, HIGH, q));
           const Shorts moved = at > LOW ? h >> uint16_t(at > LOW ? at - LOW : 0) : h << uint16_t(at > LOW ? 0 : LOW - at);
-          v = (v & uint16_t((1 << LOW) - 1)) | (moved & uint16_t(~((1 << LOW) - 1)));
+          v = (v & uint16_t(LOW_MASK)) | (moved & uint16_t(~LOW_MASK));
         }
         // A lookup looks at 5 or 6 bits; the table repeats itself for those above a code.
         return reinterpret<Floats>(BITS > 5 ? _mm512_permutex2var_epi16(first, (__m512i)v, second)
@@ -123,6 +134,16 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_>
       }
     }
 #endif
+
+   private:
+    static INLINE const uint8_t* word(const uint8_t* plane, int width, int quad) { return plane + 64 * (quad * width / 8); }
+
+    template <class V> static INLINE V joined(V low, int low_at, V high, int high_at, uint32_t each) {
+      low = low >> low_at & LOW_MASK * each;
+      if (!HIGH) return low;
+      return low | ((high_at > LOW ? high >> (high_at > LOW ? high_at - LOW : 0) : high << (high_at > LOW ? 0 : LOW - high_at)) &
+                    HIGH_MASK * each);
+    }
   };
 };
 
@@ -190,9 +211,8 @@ struct Q6_K : Layout<4, 2, 16, true, false, 32> {
 };
 
 void put(uint8_t* plane, int width, int column, int64_t lane, uint32_t value) {
-  const int bits = column / 2 * width;
-  uint8_t* at = plane + 64 * (bits / 16) + 4 * lane;
-  store(at, load<uint32_t>(at) | value << (16 * (column % 2) + bits % 16));
+  const int bits = quad_of(column) * width;
+  plane[64 * (bits / 8) + 4 * lane + byte_of(column)] |= value << bits % 8;
 }
 
 // Up to 16 rows into a tile of zeros; false where a float16 is not finite.
@@ -204,9 +224,7 @@ template <class F> bool pack(const uint8_t* block, int64_t rows, int64_t cells, 
       for (int i = 0; i < F::SIZE; i++) {
         const int64_t cell = first + i / COLUMNS;
         const int code = F::code(block, i);
-        uint8_t* low = tile + cell * F::LOW_BYTES;
-        if (F::LOW == 8) low[(i % COLUMNS / 2 * LANES + r) * 2 + i % 2] = code - F::BIAS;
-        else put(low, F::LOW, i % COLUMNS, r, code & ((1 << F::LOW) - 1));
+        put(tile + cell * F::LOW_BYTES, F::LOW, i % COLUMNS, r, code & F::LOW_MASK);
         if (F::HIGH) put(tile + F::high_at(cells) + cell * F::HIGH_BYTES, F::HIGH, i % COLUMNS, r, code >> F::LOW);
       }
       uint8_t* factors = tile + F::factors_at(cells) + first * F::CELL_FACTORS;
@@ -220,6 +238,16 @@ template <class F> bool pack(const uint8_t* block, int64_t rows, int64_t cells, 
       }
     }
   return finite;
+}
+
+constexpr int AHEAD = 12288;  // bytes of weights; the hardware of some CPUs does not look beyond a page
+
+// The share of a cell in the memory of a tile, some way ahead. Into all caches: what Intel's CPUs fetch past them holds back
+// what the hardware fetches, at a third of its pace.
+template <class F> INLINE void prefetch(const uint8_t* tile, int64_t cell) {
+  constexpr int64_t BYTES = F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS + (F::SUPER_FACTORS + SUPER_CELLS - 1) / SUPER_CELLS;
+#pragma GCC unroll 16
+  for (int64_t b = 0; b < BYTES; b += 64) __builtin_prefetch(tile + cell * BYTES + b + AHEAD, 0, 3);
 }
 
 }  // namespace

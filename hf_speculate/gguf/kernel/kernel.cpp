@@ -6,21 +6,12 @@
 // input, several at a time: as bfloat16, which holds the integers exactly, by AMX or vdpbf16ps, or as float32. Sums are
 // float32. Neither the number of rows nor that of threads changes the bits of a row.
 
+#include <sys/mman.h>
+
 #include "dense.h"
 #include "layer.h"
 
 namespace {
-
-// Rows [cell, row, 32] of an input [row, column]; those behind the last are 0.
-template <class T> void arrange(const T* x, int64_t stride, int64_t count, int64_t cell, int sum_group, Inputs<T> to) {
-  for (int64_t m = 0; m < to.rows; m++) {
-    T* row = to.at(cell, m);
-    if (m < count) memcpy(row, x + m * stride + cell * COLUMNS, COLUMNS * sizeof(T));
-    else memset(row, 0, COLUMNS * sizeof(T));
-    if (sum_group == 16) sum_groups<16>(to, cell, m);
-    if (sum_group == 32) sum_groups<32>(to, cell, m);
-  }
-}
 
 template <class T> struct Output {
   T* y;
@@ -36,24 +27,24 @@ template <class T> struct Output {
   }
 };
 
-template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool amx, int threads) {
+template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
   if (!count) return true;
-  const Kind& kind = KINDS[w.kind];
   const int64_t cells = w.in_features / COLUMNS, most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
-  const int64_t value_bytes = most * w.in_features * sizeof(T), groups = kind.sum_group ? COLUMNS / kind.sum_group : 0;
-  if (!scratch.reserve(Scratch::rounded(value_bytes) + cells * groups * most * sizeof(float))) return false;
-  T* values = scratch.take<T>(most * w.in_features);
-  float* sums = scratch.take<float>(cells * groups * most);
+  if (!scratch.reserve(Arranged<T>::bytes(most, w.in_features, rounds))) return false;
+  Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
   for (int64_t m = 0; m < count; m += CHUNK) {
     const int64_t now = count - m < CHUNK ? count - m : CHUNK;
-    const Inputs<T> in{values, sums, filled_rows(now, amx)};
-    const T* from = x + m * w.in_features;
+    in.set_rows(filled_rows(now, sizeof(T) == 2 && !rounds));
     Output<T> output{y + m * w.out_features, now, w.out_features};
     Team::run(threads, [&](Team& team, int) {
-      team.each(cells, [&](int64_t cell) { arrange(from, w.in_features, now, cell, kind.sum_group, in); });
-      team.share((w.out_features + LANES - 1) / LANES, [&](int64_t i, int64_t end) {
-        kind.tiles_of(T())(w, in, amx, i, end, {&output, Output<T>::put});
+      team.each(cells, [&](int64_t cell) {
+        for (int64_t i = 0; i < in.rows(); i++) {
+          if (i < now) memcpy(in.at(cell, i), x + (m + i) * w.in_features + cell * COLUMNS, COLUMNS * sizeof(T));
+          in.finish(cell, i, i >= now, &w, 1);
+        }
       });
+      team.share((w.out_features + LANES - 1) / LANES,
+                 [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); });
     });
   }
   return true;
@@ -75,19 +66,25 @@ int hfs_kind(const char* name) {
 
 bool hfs_has_threads() { return has_threads(); }
 
-// What multiplies bfloat16: 0 nothing (convert to float32), 1 vdpbf16ps, 2 AMX.
+// What multiplies bfloat16: 0 float32 arithmetic, 1 vdpbf16ps, 2 AMX.
 int hfs_bf16() {
-#if HAS_AMX
-  if (may_use_amx()) return 2;
-#endif
 #if HAS_BF16
-  return 1;
+  return has_amx() ? 2 : 1;
 #else
   return 0;
 #endif
 }
 
 int64_t hfs_tile_bytes(int number, int64_t in_features) { return KINDS[number].tile_bytes(in_features / COLUMNS); }
+
+// Asks for large pages below memory that nobody has written: finding their places costs a fifth of reading small ones.
+void hfs_large_pages(uint8_t* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr int64_t PAGE = 4096;  // no more than the system's
+  const int64_t skipped = -(int64_t)(uintptr_t)memory & (PAGE - 1);
+  if (bytes - skipped >= 1 << 21) madvise(memory + skipped, (bytes - skipped) / PAGE * PAGE, MADV_HUGEPAGE);
+#endif
+}
 
 // Rows of blocks into tiles that are zero; false where a scale or an offset is not finite.
 bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_features, uint8_t* tiles, int threads) {
@@ -101,13 +98,13 @@ bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_featur
   return finite;
 }
 
-// y [count, out_features] = x [count, in_features] times the matrix; both are float32, or bfloat16 where `bf16` is
-// what hfs_bf16 said. False: out of memory.
+// y [count, out_features] = x [count, in_features] times the matrix; both are bfloat16 or float32. `rounds`: x is rounded to
+// integers of 8 bits times scales of 32 columns. False: out of memory.
 bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t out_features, const void* x,
-                  int64_t count, void* y, int bf16, int threads) {
+                  int64_t count, void* y, bool is_bf16, bool rounds, int threads) {
   const Matrix w{number, in_features, out_features, tiles, nullptr};
-  if (bf16) return multiply(w, (const uint16_t*)x, count, (uint16_t*)y, bf16 == 2, threads);
-  return multiply(w, (const float*)x, count, (float*)y, false, threads);
+  if (is_bf16) return multiply(w, (const uint16_t*)x, count, (uint16_t*)y, rounds, threads);
+  return multiply(w, (const float*)x, count, (float*)y, rounds, threads);
 }
 
 // y [rows, out] = x [rows, in] times a dense bfloat16 matrix [out, in], plus the bias if there is one; `in` is a multiple
@@ -155,12 +152,8 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
   return count;
 }
 
-// Decoder layers one after the other; float32, or bfloat16 where `call.bf16` is what hfs_bf16 said. At most 128 rows.
-// False: out of memory.
+// Decoder layers one after the other; at most 128 rows. False: out of memory.
 bool hfs_layers(const Call* call) {
-#if HAS_BF16
-  if (call->bf16) return run_layers<uint16_t>(*call);
-#endif
-  return run_layers<float>(*call);
+  return call->is_bf16 ? run_layers<uint16_t>(*call) : run_layers<float>(*call);
 }
 }

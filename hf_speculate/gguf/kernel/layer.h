@@ -31,18 +31,10 @@ struct Call {
   void *const *keys, *const *values;  // of each layer's cache [batch row, KV head, entry, head_dim]
   const int64_t *batch_strides, *head_strides;
   const int32_t *offsets, *runs;
-  int64_t bf16, threads;
+  int64_t is_bf16, rounds, threads;  // whether inputs of products are rounded to bytes
 };
 
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Inputs of a stage: as they are multiplied, with the sums that its matrices need.
-template <class T> struct Arranged {
-  Inputs<T> x;
-  float* sums[2];  // over 16 columns, over 32
-
-  Inputs<T> of(const Kind& kind) const { return {x.values, sums[kind.sum_group == COLUMNS], x.rows}; }
-};
 
 // What the threads of a call have in common, layer after layer.
 template <class T> struct Memory {
@@ -55,8 +47,8 @@ template <class T> struct Memory {
 template <class T> class LayerRun {
  public:
   LayerRun(const Call& call, int64_t number, const Memory<T>& memory, int64_t rows)
-      : layer(*call.layers[number]), call(call), amx(call.bf16 == 2), count(call.batch_size * call.num_queries),
-        rows(rows), q_size(layer.heads * layer.head_dim), kv_size(layer.kv_heads * layer.head_dim), in(memory.in),
+      : layer(*call.layers[number]), call(call), count(call.batch_size * call.num_queries), rows(rows),
+        q_size(layer.heads * layer.head_dim), kv_size(layer.kv_heads * layer.head_dim), in(memory.in),
         products(memory.products), residual(memory.residual), queries(memory.queries), keys((T*)call.keys[number]),
         values((T*)call.values[number]), batch_stride(call.batch_strides[number]), head_stride(call.head_strides[number]),
         y((T*)call.y + number * count * layer.hidden),
@@ -64,7 +56,7 @@ template <class T> class LayerRun {
 
   Attention<T> attention() const {
     return {queries, keys, values, batch_stride, head_stride, call.batch_size, call.num_queries, call.num_keys,
-            layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets, call.runs, in.x};
+            layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets, call.runs, in.places()};
   }
 
   void work(Team& team, float* own) {
@@ -97,8 +89,7 @@ template <class T> class LayerRun {
         const Matrix& matrix = matrices[i];
         const int64_t own = matrix.out_features / LANES;
         const int64_t from = begin > first ? begin - first : 0, to = end - first < own ? end - first : own;
-        const Kind& kind = KINDS[matrix.kind];
-        if (from < to) kind.tiles_of(T())(matrix, in.of(kind), amx, from, to, {sink.to, sink.put, first * LANES});
+        if (from < to) in.multiply(matrix, from, to, {sink.to, sink.put, first * LANES});
         first += own;
       }
     });
@@ -111,7 +102,7 @@ template <class T> class LayerRun {
       for (int64_t i = 0; i < layer.hidden; i += LANES) squares += widen(from + i) * widen(from + i);
       const float factor = 1 / sqrtf(sum_of(squares) / layer.hidden + (float)layer.eps);
       for (int64_t i = 0; i < layer.hidden; i += LANES)
-        narrow(in.x.at(i / COLUMNS, m) + i % COLUMNS, widen(from + i) * factor * widen((const T*)weights + i));
+        narrow(in.at(i / COLUMNS, m) + i % COLUMNS, widen(from + i) * factor * widen((const T*)weights + i));
     }
     finish(layer.hidden, matrices, most, m);
   }
@@ -121,21 +112,13 @@ template <class T> class LayerRun {
     const float *gate = products + m * 2 * layer.inner + layer.gate_at, *up = gate - layer.gate_at + layer.up_at;
     for (int64_t i = 0; m < count && i < layer.inner; i += LANES) {
       const Floats g = load<Floats>(gate + i);
-      narrow(in.x.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-g) + 1.0f) * load<Floats>(up + i));
+      narrow(in.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-g) + 1.0f) * load<Floats>(up + i));
     }
     finish(layer.inner, layer.down, 1, m);
   }
 
-  // Sums of an arranged row; rows that only fill are 0.
   void finish(int64_t columns, const Matrix* matrices, int most, int64_t m) {
-    for (int64_t cell = 0; m >= count && cell < columns / COLUMNS; cell++) memset(in.x.at(cell, m), 0, COLUMNS * sizeof(T));
-    bool needs[2] = {};
-    for (int i = 0; i < most && matrices[i].tiles; i++)
-      if (const int group = KINDS[matrices[i].kind].sum_group) needs[group == COLUMNS] = true;
-    for (int64_t cell = 0; cell < columns / COLUMNS; cell++) {
-      if (needs[0]) sum_groups<16>(Inputs<T>{in.x.values, in.sums[0], rows}, cell, m);
-      if (needs[1]) sum_groups<32>(Inputs<T>{in.x.values, in.sums[1], rows}, cell, m);
-    }
+    for (int64_t cell = 0; cell < columns / COLUMNS; cell++) in.finish(cell, m, m >= count, matrices, most);
   }
 
   // A head of a row to where attention finds it: queries and keys turned by their places.
@@ -186,7 +169,6 @@ template <class T> class LayerRun {
 
   const Layer& layer;
   const Call& call;
-  const bool amx;
   const int64_t count, rows, q_size, kv_size;
   const Arranged<T> in;
   float *const products, *const residual;
@@ -200,19 +182,17 @@ template <class T> class LayerRun {
 template <class T> bool run_layers(const Call& call) {
   const Layer& layer = *call.layers[0];
   const int64_t count = call.batch_size * call.num_queries;
-  const int64_t rows = filled_rows(count, call.bf16 == 2);
+  const int64_t rows = filled_rows(count, call.is_bf16 && !call.rounds);
   const int64_t q_size = layer.heads * layer.head_dim, kv_size = layer.kv_heads * layer.head_dim;
-  const int64_t widest = larger(larger(layer.hidden, q_size), layer.inner), cells = widest / COLUMNS;
+  const int64_t widest = larger(larger(layer.hidden, q_size), layer.inner);
   const int64_t num_products = rows * larger(q_size + 2 * kv_size, 2 * layer.inner);
   const int64_t per_thread = Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats());
-  if (!scratch.reserve(Scratch::rounded(rows * widest * sizeof(T)) + 2 * Scratch::rounded(2 * sizeof(float) * cells * rows) +
-                       Scratch::rounded(sizeof(float) * num_products) +
+  if (!scratch.reserve(Arranged<T>::bytes(rows, widest, call.rounds) + Scratch::rounded(sizeof(float) * num_products) +
                        Scratch::rounded(sizeof(float) * rows * layer.hidden) +
                        Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads))
     return false;
   Memory<T> memory;
-  memory.in.x = {scratch.take<T>(rows * widest), nullptr, rows};
-  memory.in.sums[0] = scratch.take<float>(2 * cells * rows), memory.in.sums[1] = scratch.take<float>(cells * rows);
+  memory.in = Arranged<T>::take(rows, widest, call.rounds);
   memory.products = scratch.take<float>(num_products);
   memory.residual = scratch.take<float>(rows * layer.hidden);
   memory.queries = scratch.take<T>(rows * q_size);

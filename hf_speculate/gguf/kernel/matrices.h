@@ -2,8 +2,9 @@
 #pragma once
 
 #include <cstdlib>
+#include <type_traits>
 
-#include "products.h"
+#include "tiles.h"
 
 namespace {
 
@@ -21,11 +22,12 @@ struct Matrix {
   const void* bias;  // in the type of the inputs, or null
 };
 
-template <class F, class T>
-void multiply_tiles(const Matrix& w, Inputs<T> x, bool amx, int64_t i, int64_t end, const Sink& sink) {
+// Tiles from `i` to `end` of a matrix times rows; a bias is of type T.
+template <class F, class T, class X>
+void multiply_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
   alignas(64) float products[CHUNK * LANES];
   const int64_t cells = w.in_features / COLUMNS, tile_bytes = F::tile_bytes(cells);
-  const Multiplier<F, T> multiply(x, amx);
+  const Multiplier<F, X> multiply(x);
   for (; i < end; i++) {
     const int64_t column = i * LANES, left = w.out_features - column, lanes = left < LANES ? left : LANES;
     multiply(w.tiles + i * tile_bytes, cells, products);
@@ -39,7 +41,10 @@ void multiply_tiles(const Matrix& w, Inputs<T> x, bool amx, int64_t i, int64_t e
   }
 }
 
-template <class T> using Tiles = void (*)(const Matrix&, Inputs<T>, bool, int64_t, int64_t, const Sink&);
+template <class X> using Tiles = void (*)(const Matrix&, const X&, int64_t, int64_t, const Sink&);
+
+// As what values of a type are multiplied.
+template <class T> using Factor = typename std::conditional<HAS_BF16, T, float>::type;
 
 struct Kind {
   const char* name;
@@ -47,21 +52,27 @@ struct Kind {
   int sum_group;  // columns whose sum is needed; 0: none
   int64_t (*tile_bytes)(int64_t cells);
   bool (*pack)(const uint8_t* blocks, int64_t rows, int64_t cells, uint8_t* tile);
-  Tiles<float> tiles;
-  Tiles<uint16_t> tiles_bf16;
+  Tiles<Inputs<float>> tiles;
+  Tiles<Inputs<Factor<uint16_t>>> tiles_bf16;
+  Tiles<Rounded> tiles_rounded, tiles_rounded_bf16;
 
-  Tiles<float> tiles_of(float) const { return tiles; }
-  Tiles<uint16_t> tiles_of(uint16_t) const { return tiles_bf16; }
+  Tiles<Inputs<float>> tiles_of(float) const { return tiles; }
+  Tiles<Inputs<Factor<uint16_t>>> tiles_of(uint16_t) const { return tiles_bf16; }
+  Tiles<Rounded> rounded_tiles_of(float) const { return tiles_rounded; }
+  Tiles<Rounded> rounded_tiles_of(uint16_t) const { return tiles_rounded_bf16; }
 };
 
 template <class F> constexpr Kind kind(const char* name) {
-  return {name, F::SIZE, F::BYTES, F::OFFSET ? F::GROUP : 0, F::tile_bytes, pack<F>, multiply_tiles<F, float>,
-#if HAS_BF16
-          multiply_tiles<F, uint16_t>
-#else
-          nullptr
-#endif
-  };
+  return {name,
+          F::SIZE,
+          F::BYTES,
+          F::OFFSET ? F::GROUP : 0,
+          F::tile_bytes,
+          pack<F>,
+          multiply_tiles<F, float, Inputs<float>>,
+          multiply_tiles<F, uint16_t, Inputs<Factor<uint16_t>>>,
+          multiply_tiles<F, float, Rounded>,
+          multiply_tiles<F, uint16_t, Rounded>};
 }
 
 const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0"), kind<Q5_1>("Q5_1"),
@@ -97,5 +108,68 @@ class Scratch {
 };
 
 inline thread_local Scratch scratch;
+
+// Rows of an input as matrices take them: as they are or in float32, with the sums that these need, or rounded to bytes.
+template <class T> class Arranged {
+  static constexpr bool WIDENS = sizeof(Factor<T>) > sizeof(T);
+
+ public:
+  static int64_t bytes(int64_t rows, int64_t columns, bool rounds) {
+    const int64_t cells = columns / COLUMNS, own = Scratch::rounded(rows * columns * sizeof(T));
+    if (rounds) return own + Scratch::rounded(rows * columns) + Scratch::rounded(4 * sizeof(float) * cells * rows);
+    return own + WIDENS * Scratch::rounded(sizeof(float) * rows * columns) + Scratch::rounded(3 * sizeof(float) * cells * rows);
+  }
+
+  // Of the calling thread's memory.
+  static Arranged take(int64_t rows, int64_t columns, bool rounds) {
+    const int64_t cells = columns / COLUMNS;
+    Arranged taken;
+    taken.rounds = rounds;
+    taken.values = {scratch.take<T>(rows * columns), nullptr, rows};
+    if (rounds) {
+      taken.rounded.values = scratch.take<int8_t>(rows * columns), taken.rounded.rows = rows;
+      taken.rounded.scales = scratch.take<float>(4 * cells * rows);
+      taken.rounded.sums = taken.rounded.scales + cells * rows;
+      return taken;
+    }
+    if (WIDENS) taken.factors = scratch.take<Factor<T>>(rows * columns);
+    else taken.factors = (Factor<T>*)taken.values.values;
+    taken.sums[0] = scratch.take<float>(3 * cells * rows), taken.sums[1] = taken.sums[0] + 2 * cells * rows;
+    return taken;
+  }
+
+  T* at(int64_t cell, int64_t row) const { return values.at(cell, row); }
+  int64_t rows() const { return values.rows; }
+  void set_rows(int64_t rows) { values.rows = rounded.rows = rows; }
+  const Inputs<T>& places() const { return values; }
+
+  // What belongs to a cell and row that was written; one that only fills becomes 0.
+  void finish(int64_t cell, int64_t m, bool only_fills, const Matrix* matrices, int most) const {
+    if (only_fills) memset(at(cell, m), 0, COLUMNS * sizeof(T));
+    if (rounds) return only_fills ? clear_cell(rounded, cell, m) : round_cell(at(cell, m), rounded, cell, m);
+    if (WIDENS)
+      for (int i = 0; i < COLUMNS; i += LANES) narrow(of(0).at(cell, m) + i, widen(at(cell, m) + i));
+    bool needs[2] = {};
+    for (int i = 0; i < most && matrices[i].tiles; i++)
+      if (const int group = KINDS[matrices[i].kind].sum_group) needs[group == COLUMNS] = true;
+    if (needs[0]) sum_groups<16>(of(0), cell, m);
+    if (needs[1]) sum_groups<32>(of(1), cell, m);
+  }
+
+  void multiply(const Matrix& matrix, int64_t begin, int64_t end, const Sink& sink) const {
+    const Kind& kind = KINDS[matrix.kind];
+    if (rounds) kind.rounded_tiles_of(T())(matrix, rounded, begin, end, sink);
+    else kind.tiles_of(T())(matrix, of(kind.sum_group == COLUMNS), begin, end, sink);
+  }
+
+ private:
+  Inputs<Factor<T>> of(int sums_of) const { return {factors, sums[sums_of], values.rows}; }
+
+  Inputs<T> values;
+  Factor<T>* factors = nullptr;
+  float* sums[2] = {};  // over 16 columns, over 32
+  Rounded rounded = {};
+  bool rounds;
+};
 
 }  // namespace

@@ -1,26 +1,21 @@
-// Tiles of packed matrices times rows of an input.
+// Tiles of packed matrices times rows of an input, in bfloat16 or float32.
 #pragma once
 
 #include "formats.h"
 
 namespace {
 
-constexpr int AHEAD = 12288;  // bytes of weights; the hardware of some CPUs does not look beyond a page
-constexpr int SLAB = 8;       // cells that are decoded before they are multiplied with many rows
+constexpr int SLAB = 8;  // cells that are decoded before they are multiplied with many rows
 
 // Rows of the input [cell, row, 32], and their sums over groups [cell, group, row].
 template <class T> struct Inputs {
+  typedef T Value;
   T* values;
   float* sums;
   int64_t rows;
 
   INLINE T* at(int64_t cell, int64_t row) const { return values + (cell * rows + row) * COLUMNS; }
 };
-
-// Rows that are multiplied for `count`: AMX takes more than sixteen in blocks of that many.
-inline int64_t filled_rows(int64_t count, bool amx) {
-  return amx && count > LANES ? (count + LANES - 1) / LANES * LANES : count;
-}
 
 // The sums over groups of GROUP columns of a cell and row.
 template <int GROUP, class T> void sum_groups(Inputs<T> x, int64_t cell, int64_t m) {
@@ -34,22 +29,18 @@ template <int GROUP, class T> void sum_groups(Inputs<T> x, int64_t cell, int64_t
   }
 }
 
-// The share of a cell in the memory of a tile, some way ahead. Into all caches: what Intel's CPUs fetch past them holds back
-// what the hardware fetches, at a third of its pace.
-template <class F> INLINE void prefetch(const uint8_t* tile, int64_t cell) {
-  constexpr int64_t BYTES = F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS + (F::SUPER_FACTORS + SUPER_CELLS - 1) / SUPER_CELLS;
-#pragma GCC unroll 16
-  for (int64_t b = 0; b < BYTES; b += 64) __builtin_prefetch(tile + cell * BYTES + b + AHEAD, 0, 3);
-}
-
 // A step is what a lane of 32 bits holds: one float32, two bfloat16.
 template <class T> constexpr int STEP = 4 / sizeof(T);
 
 template <class T> INLINE Floats multiply_add(const Floats& sum, const Floats& weights, const T* x) {
+  if constexpr (sizeof(T) == 2) {
 #if HAS_BF16
-  if constexpr (sizeof(T) == 2)
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(load<int>(x)));
+#else
+    const Words pairs = reinterpret<Words>(weights);
+    return sum + reinterpret<Floats>(pairs << 16) * to_float(x[0]) + reinterpret<Floats>(pairs & 0xffff0000) * to_float(x[1]);
 #endif
+  }
   return sum + weights * to_float(*x);
 }
 
@@ -94,16 +85,6 @@ void multiply_few(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, fl
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) store(products + (m + r) * LANES, totals[r]);
-}
-
-// A tile times all rows from row m on, ROWS and then fewer at a time. It is decoded anew for each of them, which costs what
-// two rows do; keeping what was decoded for up to 64 rows won nothing.
-template <int ROWS, class F, class T>
-void multiply_rest(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, float* products) {
-  for (; m + ROWS <= x.rows; m += ROWS) multiply_few<ROWS, F>(tile, cells, x, m, products);
-  constexpr int FEWER = ROWS > 4 ? ROWS / 2 : ROWS - 1;  // every number of rows that is compiled costs seconds
-  if constexpr (FEWER > 0)
-    if (m < x.rows) multiply_rest<FEWER, F>(tile, cells, x, m, products);
 }
 
 // Decoded cells times ROWS rows from row m on, added to their products.
@@ -155,103 +136,5 @@ template <class F, class T> void multiply_many(const uint8_t* tile, int64_t cell
     if (m < x.rows) add_rows<1, F>(weights, factors, x, first, count, m, products);
   }
 }
-
-#if HAS_AMX
-// The kernel gives a process leave to use tiles; oneDNN may have asked already.
-bool may_use_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-// Registers 0, 1: sums [row, lane]; 2, 3: inputs [row, a group]; 4, 5: weights [pair of columns, lane, 2].
-void configure(int rows, int group) {
-  struct {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
-  for (int i = 0; i < 6; i++) {
-    config.row_bytes[i] = i / 2 == 1 ? 2 * group : 64;
-    config.rows[i] = i < 4 ? rows : group / 2;
-  }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC 12 sees that 8 bytes of it are read, and drops the others
-  _tile_loadconfig(&config);
-}
-
-// Sums over the groups of a cell [group, row, lane], `block` rows at a time.
-template <class F> void cell_sums(const uint16_t* weights, Inputs<uint16_t> x, int64_t cell, int block, float* sums) {
-  _tile_loadd(4, weights, 64);
-  if (F::GROUPS == 2) _tile_loadd(5, weights + F::GROUP * LANES, 64);
-  for (int64_t m = 0; m < x.rows; m += block) {
-    _tile_zero(0);
-    _tile_loadd(2, x.at(cell, m), 64);
-    _tile_dpbf16ps(0, 2, 4);
-    _tile_stored(0, sums + m * LANES, 64);
-    if (F::GROUPS == 1) continue;
-    _tile_zero(1);
-    _tile_loadd(3, x.at(cell, m) + F::GROUP, 64);
-    _tile_dpbf16ps(1, 3, 5);
-    _tile_stored(1, sums + (x.rows + m) * LANES, 64);
-  }
-}
-
-// A tile times all rows, added to their products. Three cells are under way at a time, so that nothing is loaded right after it was stored.
-template <class F> void multiply_tile_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int block,
-                                            float* products) {
-  typename F::Codes codes;
-  alignas(64) uint16_t weights[2][CELL];
-  alignas(64) float sums[2][F::GROUPS * CHUNK * LANES];
-  typename F::Factors factors;
-  for (int64_t cell = 0; cell < cells + 2; cell++) {
-    if (cell < cells) {
-      prefetch<F>(tile, cell);
-      codes.go_to(tile, cells, cell);
-      decode<F>(codes, weights[cell % 2]);
-    }
-    if (cell >= 1 && cell <= cells) cell_sums<F>(weights[(cell - 1) % 2], x, cell - 1, block, sums[(cell - 1) % 2]);
-    if (cell < 2) continue;
-    factors.read(tile, cells, cell - 2);
-    for (int g = 0; g < F::GROUPS; g++)
-      for (int64_t m = 0; m < x.rows; m++) {
-        float* to = products + m * LANES;
-        const Floats sum = load<Floats>(sums[cell % 2] + (g * x.rows + m) * LANES);
-        store(to, add<F>(factors, g, sum, x, cell - 2, m, load<Floats>(to)));
-      }
-  }
-}
-#endif
-
-// The products [row, lane] of tile after tile with the same rows, in one thread.
-template <class F, class T> class Multiplier {
- public:
-  Multiplier(Inputs<T> x, bool amx) : x(x), amx(amx && sizeof(T) == 2) {
-#if HAS_AMX
-    block = x.rows < LANES ? x.rows : LANES;
-    if (this->amx) configure(block, F::GROUP);
-#endif
-  }
-#if HAS_AMX
-  ~Multiplier() {
-    if (amx) _tile_release();
-  }
-#endif
-
-  void operator()(const uint8_t* tile, int64_t cells, float* products) const {
-#if HAS_AMX
-    if constexpr (sizeof(T) == 2)
-      if (amx) {
-        memset(products, 0, x.rows * LANES * sizeof(float));
-        return multiply_tile_amx<F>(tile, cells, x, block, products);
-      }
-#endif
-    if constexpr (sizeof(T) == 2) return multiply_rest<16, F>(tile, cells, x, 0, products);
-    else if (x.rows <= 2) return multiply_rest<2, F>(tile, cells, x, 0, products);
-    else return multiply_many<F>(tile, cells, x, products);
-  }
-
- private:
-  const Inputs<T> x;
-  const bool amx;
-#if HAS_AMX
-  int block;
-#endif
-};
 
 }  // namespace

@@ -4,13 +4,25 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && !defined(HFS_PORTABLE)
+#if defined(__x86_64__) && !defined(HFS_PORTABLE)
 #include <immintrin.h>
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define HAS_AVX512 1
+#if defined(__AVX512BF16__)
 #define HAS_BF16 1
-#if defined(__AMX_BF16__) && defined(__linux__) && !defined(HFS_NO_AMX)
+#endif
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HAS_AVX2 1
+#endif
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__) && HAS_BF16 && !defined(HFS_NO_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_AMX 1
+#endif
+#elif defined(__aarch64__) && !defined(HFS_PORTABLE)
+#include <arm_neon.h>
+#if defined(__ARM_FEATURE_DOTPROD)
+#define HAS_DOTPROD 1
 #endif
 #endif
 
@@ -28,6 +40,26 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
+
+#ifndef HAS_AVX512
+#define HAS_AVX512 0
+#endif
+#ifndef HAS_BF16
+#define HAS_BF16 0
+#endif
+
+// As many lanes as the CPU computes at once.
+#if HAS_AVX512
+constexpr int WIDE = 16;
+#elif HAS_AVX2
+constexpr int WIDE = 8;
+#else
+constexpr int WIDE = 4;
+#endif
+constexpr int PARTS = LANES / WIDE;
+typedef float WideFloats __attribute__((vector_size(4 * WIDE)));
+typedef int32_t WideInts __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t WideWords __attribute__((vector_size(4 * WIDE)));
 
 template <class V> INLINE V load(const void* from) {
   V v;

@@ -1,0 +1,135 @@
+// A tile times all rows of an input: which instructions are used for how many of them.
+#pragma once
+
+#include "integers.h"
+#include "products.h"
+
+namespace {
+
+#if HAS_AMX
+// The kernel gives a process leave to use tiles; oneDNN may have asked already.
+inline bool has_amx() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return may;
+}
+#else
+constexpr bool has_amx() { return false; }
+#endif
+
+// Rows that are multiplied for `count`: AMX takes more than sixteen in blocks of that many.
+inline int64_t filled_rows(int64_t count, bool is_bf16) {
+  return has_amx() && is_bf16 && count > LANES ? (count + LANES - 1) / LANES * LANES : count;
+}
+
+#if HAS_AMX
+// Registers 0, 1: sums [row, lane]; 2, 3: inputs [row, a group]; 4, 5: weights [pair of columns, lane, 2].
+inline void configure(int rows, int group_bytes) {
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int i = 0; i < 6; i++) {
+    config.row_bytes[i] = i / 2 == 1 ? group_bytes : 64;
+    config.rows[i] = i < 4 ? rows : group_bytes / 4;
+  }
+  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC 12 sees that 8 bytes of it are read, and drops the others
+  _tile_loadconfig(&config);
+}
+
+// Sums over the groups of a cell [group, row, lane], `block` rows at a time.
+template <class F> void cell_sums(const uint16_t* weights, Inputs<uint16_t> x, int64_t cell, int block, float* sums) {
+  _tile_loadd(4, weights, 64);
+  if (F::GROUPS == 2) _tile_loadd(5, weights + F::GROUP * LANES, 64);
+  for (int64_t m = 0; m < x.rows; m += block) {
+    _tile_zero(0);
+    _tile_loadd(2, x.at(cell, m), 64);
+    _tile_dpbf16ps(0, 2, 4);
+    _tile_stored(0, sums + m * LANES, 64);
+    if (F::GROUPS == 1) continue;
+    _tile_zero(1);
+    _tile_loadd(3, x.at(cell, m) + F::GROUP, 64);
+    _tile_dpbf16ps(1, 3, 5);
+    _tile_stored(1, sums + (x.rows + m) * LANES, 64);
+  }
+}
+
+// A tile times all rows. Three cells are under way at a time, so that nothing is loaded right after it was stored.
+template <class F>
+void multiply_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int block, float* products) {
+  typename F::Codes codes;
+  alignas(64) uint16_t weights[2][CELL];
+  alignas(64) float sums[2][F::GROUPS * CHUNK * LANES];
+  typename F::Factors factors;
+  memset(products, 0, x.rows * LANES * sizeof(float));
+  for (int64_t cell = 0; cell < cells + 2; cell++) {
+    if (cell < cells) {
+      prefetch<F>(tile, cell);
+      codes.go_to(tile, cells, cell);
+      decode<F>(codes, weights[cell % 2]);
+    }
+    if (cell >= 1 && cell <= cells) cell_sums<F>(weights[(cell - 1) % 2], x, cell - 1, block, sums[(cell - 1) % 2]);
+    if (cell < 2) continue;
+    factors.read(tile, cells, cell - 2);
+    for (int g = 0; g < F::GROUPS; g++)
+      for (int64_t m = 0; m < x.rows; m++) {
+        float* to = products + m * LANES;
+        const Floats sum = load<Floats>(sums[cell % 2] + (g * x.rows + m) * LANES);
+        store(to, add<F>(factors, g, sum, x, cell - 2, m, load<Floats>(to)));
+      }
+  }
+}
+#endif
+
+// How many rows have their sums in registers.
+template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 2 : 4;
+template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
+template <> constexpr int ROWS_AT_ONCE<Rounded> = 8;
+
+// A tile times all rows from row m on, ROWS and then fewer at a time. It is decoded anew for each of them, which costs what
+// two rows do; keeping what was decoded for up to 64 rows won nothing.
+template <int ROWS, class F, class X>
+void multiply_rest(const uint8_t* tile, int64_t cells, const X& x, int64_t m, float* products) {
+  for (; m + ROWS <= x.rows; m += ROWS) multiply_few<ROWS, F>(tile, cells, x, m, products);
+  constexpr int FEWER = ROWS > 4 ? ROWS / 2 : ROWS - 1;  // every number of rows that is compiled costs seconds
+  if constexpr (FEWER > 0)
+    if (m < x.rows) multiply_rest<FEWER, F>(tile, cells, x, m, products);
+}
+
+// The products [row, lane] of tile after tile with the same rows, in one thread. AMX loses where rows are rounded: what it
+// saves is little beside scaling the sums of every group.
+template <class F, class X> class Multiplier {
+  typedef typename X::Value Value;
+
+ public:
+  Multiplier(const X& x) : x(x), amx(has_amx() && sizeof(Value) == 2) {
+#if HAS_AMX
+    block = x.rows < LANES ? x.rows : LANES;
+    if (amx) configure(block, 2 * F::GROUP);
+#endif
+  }
+#if HAS_AMX
+  ~Multiplier() {
+    if (amx) _tile_release();
+  }
+#endif
+
+  void operator()(const uint8_t* tile, int64_t cells, float* products) const {
+#if HAS_AMX
+    if constexpr (sizeof(Value) == 2)
+      if (amx) return multiply_amx<F>(tile, cells, x, block, products);
+#endif
+    if constexpr (sizeof(Value) == 4)
+      if (HAS_AVX512 && x.rows > 2) return multiply_many<F>(tile, cells, x, products);
+    multiply_rest<ROWS_AT_ONCE<X>, F>(tile, cells, x, 0, products);
+  }
+
+ private:
+  const X& x;
+  const bool amx;
+#if HAS_AMX
+  int block;
+#endif
+};
+
+}  // namespace
