@@ -11,6 +11,7 @@ backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
 fused      whole decoder layers in native calls (native_layers), into transformers' caches (native_caches)
 dense      dense matrices of heads by the same kernel
+shards     which file on the disk or the Hub, and models in several
 loading    all of it together
 report     what a loaded model keeps where
 random_files  files with random weights, for benchmarks and tests
@@ -19,7 +20,6 @@ random_files  files with random weights, for benchmarks and tests
 from .backends import BACKENDS as BACKENDS
 from .dense import quicken as quicken
 from .fused import fuse_layers as fuse_layers
-from .loading import find_file as find_file
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
 from .loading import read_tokenizer as read_tokenizer
@@ -28,6 +28,7 @@ from .modules import PackedMatrix as PackedMatrix
 from .random_files import FileShape as FileShape
 from .random_files import find_recipe as find_recipe
 from .random_files import write_random_file as write_random_file
-from .reading import read_header as read_header
 from .report import PackingReport as PackingReport
 from .report import packing_report as packing_report
+from .shards import find_file as find_file
+from .shards import read_model_file as read_model_file

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
 from ..models import GenerativeModel
@@ -25,6 +24,7 @@ from .model import (
     ATTENTION,
     EMBEDDINGS,
     FINAL_NORM,
+    HEAD_NORMS,
     MLP,
     NORMS,
     OUTPUT,
@@ -35,8 +35,8 @@ from .model import (
 )
 from .modules import FusedLinear, PackedEmbedding, PackedLinear, PackedMatrix, Projection
 from .quantizer import PackedGgufQuantizer
-from .reading import read_header
 from .report import packing_report
+from .shards import find_file, read_model_file
 from .tokenizer import read_tokenizer
 
 
@@ -56,14 +56,14 @@ def load_gguf(
     attn_implementation: str | None = None,
     **hub_kwargs: Any,
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
-    """A causal LM of architecture llama or qwen2 from a GGUF file, its quantised weights kept packed in memory.
+    """A causal LM of architecture llama, qwen2 or qwen3 from a GGUF file, its quantised weights kept packed in memory.
 
     Types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, F16, BF16, F32, and files that mix them. The model is an ordinary
     `LlamaForCausalLM` or `Qwen2ForCausalLM` for inference; it cannot be trained nor saved. PEFT's LoRA works on it
     (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging need `backend="dense"`.
 
     Args:
-        path_or_repo: a file; or a folder or Hub repository that holds `gguf_file`.
+        path_or_repo: a file, of several the first; or a folder or Hub repository that holds `gguf_file`.
         dtype: of everything that is not packed, and what products are rounded to.
         device: the CPU by default.
         tokenizer: instead of the one in the file.
@@ -80,7 +80,7 @@ def load_gguf(
         UnsupportedRequestError: a backend that does not exist or does not run there.
     """
     path = find_file(path_or_repo, gguf_file, hub_kwargs)
-    file = read_header(path)
+    file = read_model_file(path)
     plan = plan_model(file)
     on = torch.device(device or "cpu")
     chosen = choose_backend(backend, on, dtype)
@@ -100,7 +100,7 @@ def load_model(
 ) -> GenerativeModel:
     """The model of `load_gguf` alone, also from a file without a tokenizer. Arguments and errors: see there."""
     on = torch.device(device or "cpu")
-    plan, chosen = plan_model(read_header(path)), choose_backend(backend, on, dtype)
+    plan, chosen = plan_model(read_model_file(path)), choose_backend(backend, on, dtype)
     return build_model(plan, dtype, on, chosen, attn_implementation)
 
 
@@ -166,6 +166,9 @@ class _Builder:
     def _fill_layer(self, layer: Any, prefix: str) -> None:
         for name, module in NORMS.items():
             getattr(layer, module).weight = self._vector(f"{prefix}{name}.weight")
+        for name, module in HEAD_NORMS.items():
+            if hasattr(layer.self_attn, module):
+                getattr(layer.self_attn, module).weight = self._vector(f"{prefix}{name}.weight")
         for parent, names, fused in (
             (layer.self_attn, ATTENTION, ("attn_q", "attn_k", "attn_v")),
             (layer.mlp, MLP, ("ffn_gate", "ffn_up")),
@@ -282,19 +285,3 @@ def _hand_back_memory() -> None:
     """Buffers of packing that the C library keeps between what stays: a tenth of a small model's size."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_kwargs: dict[str, Any]) -> str:
-    """The path of the file, downloaded if need be; raises `CheckpointError` if it cannot be had."""
-    path = os.fspath(path_or_repo)
-    if gguf_file is None:
-        if os.path.isfile(path):
-            return path
-        what = "a folder: name the file in it with `gguf_file=`" if os.path.isdir(path) else "no file"
-        raise CheckpointError(f"{path!r} is {what}. (A Hub repository takes `gguf_file=` too.)")
-    try:
-        found = cached_file(path, gguf_file, **hub_kwargs)
-    except OSError as error:
-        raise CheckpointError(f"{gguf_file!r} of {path!r} cannot be had: {error}") from error
-    assert found is not None
-    return found

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import CheckpointError
@@ -20,12 +20,14 @@ from .metadata import Metadata, check_vocabulary, end_tokens, token_id
 from .reading import GgufFile, TensorEntry
 
 
-_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # Projections of a layer: name in the file -> name in transformers.
 ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}  # of Qwen3
 
 EMBEDDINGS, OUTPUT, FINAL_NORM, ROPE_FACTORS = (
     "token_embd.weight",
@@ -149,6 +151,8 @@ def _expected(architecture: str, sizes: dict[str, int]) -> Iterator[tuple[str, t
     for layer in range(sizes["num_hidden_layers"]):
         for name in NORMS:
             yield f"blk.{layer}.{name}.weight", (hidden,), True
+        for name in HEAD_NORMS if architecture == "qwen3" else ():
+            yield f"blk.{layer}.{name}.weight", (sizes["head_dim"],), True
         for name, shape in matrices.items():
             yield f"blk.{layer}.{name}.weight", shape, True
             yield f"blk.{layer}.{name}.bias", shape[:1], name in with_bias
@@ -199,14 +203,15 @@ def _config(reader: Metadata, architecture: str, sizes: dict[str, int], factors:
         "tie_word_embeddings": OUTPUT not in tensors,
         "rope_parameters": _rope_parameters(reader, architecture, sizes),
     }
-    if architecture == "llama":
+    if architecture != "qwen2":
         options["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if architecture == "llama":
         options["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     try:
         config = _CONFIGS[architecture](**options)
     except Exception as error:  # transformers validates in several ways
         raise CheckpointError(f"{reader.file.path!r}: its metadata make no {architecture} model: {error}") from error
-    config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[architecture]]
+    config.architectures = [_CLASSES[architecture]]
     _check_angles(reader, config)
     if factors is not None:
         _name_factors(config, factors)

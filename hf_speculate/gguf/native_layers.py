@@ -22,6 +22,9 @@ from .modules import PackedMatrix, Projection
 # MOST_GROUPS).
 MOST_ROWS, _MOST_HEAD_DIM, _MOST_GROUPS = 128, 512, 128
 
+# Of a layer, in the order of its structure; those of queries and keys are Qwen3's.
+_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
+
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -41,7 +44,7 @@ class _Layer(ctypes.Structure):
         *_fields(ctypes.c_int64, "hidden", "heads", "kv_heads", "head_dim", "inner"),
         *_fields(ctypes.c_int64, "q_at", "k_at", "v_at", "gate_at", "up_at"),
         *_fields(ctypes.c_double, "eps", "scale"),
-        *_fields(ctypes.c_void_p, "attention_norm", "mlp_norm"),
+        *_fields(ctypes.c_void_p, "attention_norm", "mlp_norm", "q_norm", "k_norm"),
         *((name, _Matrix * most) for name, most in (("qkv", 3), ("output", 1), ("gate_up", 2), ("down", 1))),
     ]
 
@@ -63,7 +66,7 @@ class NativeLayer:
     """The weights of one decoder layer, where they lie in memory now.
 
     Args:
-        layer: of transformers' Llama or Qwen2, its projections packed by the native backend.
+        layer: of transformers' Llama, Qwen2 or Qwen3, its projections packed by the native backend.
 
     Attributes:
         tensors: what must not move.
@@ -72,7 +75,8 @@ class NativeLayer:
 
     def __init__(self, layer: Any):
         attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
-        self.tensors: list[Tensor] = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
+        self.tensors: list[Tensor] = [norm.weight for norm in norms]
         self._layer = _Layer(
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
@@ -81,8 +85,7 @@ class NativeLayer:
             inner=config.intermediate_size,
             eps=layer.input_layernorm.variance_epsilon,
             scale=attention.scaling,
-            attention_norm=self.tensors[0].data_ptr(),
-            mlp_norm=self.tensors[1].data_ptr(),
+            **dict(zip(_NORMS, (weight.data_ptr() for weight in self.tensors), strict=False)),
         )
         stages = {
             "qkv": {"q_at": attention.q_proj, "k_at": attention.k_proj, "v_at": attention.v_proj},
@@ -123,7 +126,7 @@ class NativeLayers:
     """Consecutive layers of one decoder.
 
     Args:
-        layers: of transformers' Llama or Qwen2, each of which `fits_kernel`, of the same sizes and backend.
+        layers: of transformers' Llama, Qwen2 or Qwen3, each of which `fits_kernel`, of the same sizes and backend.
     """
 
     def __init__(self, layers: Sequence[Any]):
@@ -215,9 +218,14 @@ def _backend_of(matrices: Sequence[PackedMatrix | None]) -> NativeBackend | None
     return found if isinstance(found, NativeBackend) else None
 
 
+def _head_norms(attention: Any) -> list[Any]:
+    return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+
+
 def fits_kernel(layer: Any) -> bool:
-    """Whether the kernel can compute a layer of transformers' Llama or Qwen2."""
+    """Whether the kernel can compute a layer of transformers' Llama, Qwen2 or Qwen3."""
     attention, config, matrices = layer.self_attn, layer.self_attn.config, _matrices(layer)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
     return (
         _backend_of(matrices) is not None
         and all(matrix.out_features % native.TILE_ROWS == 0 for matrix in matrices if matrix is not None)
@@ -225,7 +233,9 @@ def fits_kernel(layer: Any) -> bool:
         and attention.head_dim % native.TILE_ROWS == 0
         and attention.head_dim <= _MOST_HEAD_DIM
         and attention.num_key_value_groups <= _MOST_GROUPS
-        and layer.input_layernorm.variance_epsilon == layer.post_attention_layernorm.variance_epsilon
+        and len(norms) in (2, 4)
+        and len({norm.variance_epsilon for norm in norms}) == 1
+        and getattr(attention, "sliding_window", None) is None
     )
 
 

@@ -40,6 +40,7 @@ class FileShape:
     """What is in a random file; the default is Qwen2-0.5B.
 
     Attributes:
+        head_dim: None: as many columns as the heads leave of the hidden size.
         embedding_std: where it is large against the layers' weights, every step repeats the last token by a wide
             margin, so that rounding never changes a text.
     """
@@ -54,17 +55,22 @@ class FileShape:
     context_length: int = 32768
     is_tied: bool = True
     embedding_std: float = 4.0
+    head_dim: int | None = None
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Shapes of the matrices of a layer."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        kv_size = hidden // self.num_heads * self.num_kv_heads
+        q_size, kv_size = self.head_size * self.num_heads, self.head_size * self.num_kv_heads
         return {
-            "attn_q": (hidden, hidden),
+            "attn_q": (q_size, hidden),
             "attn_k": (kv_size, hidden),
             "attn_v": (kv_size, hidden),
-            "attn_output": (hidden, hidden),
+            "attn_output": (hidden, q_size),
             "ffn_gate": (inner, hidden),
             "ffn_up": (inner, hidden),
             "ffn_down": (hidden, inner),
@@ -191,6 +197,8 @@ def _tensor_shapes(shape: FileShape) -> list[tuple[str, tuple[int, ...]]]:
             if shape.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
                 shapes.append((f"blk.{layer}.{name}.bias", size[:1]))
         shapes += [(f"blk.{layer}.{name}.weight", (shape.hidden_size,)) for name in ("attn_norm", "ffn_norm")]
+        if shape.architecture == "qwen3":
+            shapes += [(f"blk.{layer}.{name}.weight", (shape.head_size,)) for name in ("attn_q_norm", "attn_k_norm")]
     shapes.append(("output_norm.weight", (shape.hidden_size,)))
     if not shape.is_tied:
         shapes.append(("output.weight", (shape.vocab_size, shape.hidden_size)))
@@ -206,6 +214,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: FileShape, changes: Mapping[
         ".feed_forward_length": shape.intermediate_size,
         ".attention.head_count": shape.num_heads,
         ".attention.head_count_kv": shape.num_kv_heads,
+        ".attention.key_length": shape.head_dim,
+        ".attention.value_length": shape.head_dim,
         ".rope.freq_base": 10000.0,
         ".attention.layer_norm_rms_epsilon": 1e-6,
         ".vocab_size": shape.vocab_size,

@@ -65,9 +65,10 @@ class GgufFile:
 
     Attributes:
         metadata: values by key; arrays are lists.
-        tensors: entries by name, in the file's order; all of them lie within the file.
+        tensors: entries by name, in the file's order; all of them lie within the file, or one of the others.
         num_bytes: size of the file.
         identity: which file it is, and when it was last written.
+        others: further files, in which some of the tensors are.
     """
 
     path: str
@@ -75,6 +76,7 @@ class GgufFile:
     tensors: dict[str, TensorEntry]
     num_bytes: int
     identity: Identity
+    others: tuple[GgufFile, ...] = ()
 
     def read(self, entry: TensorEntry, start: int = 0, stop: int | None = None) -> UInt8[Tensor, "R row_bytes"]:
         """Some rows, in memory of their own. (A mapping would be what others make of the file, or a crash.)
@@ -82,6 +84,9 @@ class GgufFile:
         Raises:
             CheckpointError: the file is another one than that of the header.
         """
+        for part in self.others:
+            if part.tensors.get(entry.name) is entry:
+                return part.read(entry, start, stop)
         stop = entry.num_rows if stop is None else stop
         rows = torch.empty(stop - start, entry.row_bytes, dtype=torch.uint8)
         with open_regular(self.path) as file:
@@ -100,6 +105,8 @@ class GgufFile:
         with open_regular(self.path) as file:
             if file_identity(file) != self.identity:
                 raise self._changed()
+        for part in self.others:
+            part.check_unchanged()
 
     def _changed(self) -> CheckpointError:
         return CheckpointError(f"{self.path!r} was written, cut off or replaced while it was read: load it again.")

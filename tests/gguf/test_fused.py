@@ -44,7 +44,8 @@ def load(tmp_path):
 
     def _load(architecture="llama", recipe="Q4_0", dtype=torch.bfloat16, heads=(4, 2), **options):
         path = tmp_path / f"{architecture}-{recipe}.gguf"
-        shape = FileShape(architecture, 96, 256, 512, 3, *heads, 512, is_tied=False, embedding_std=1.0)
+        head_dim = 128 if architecture == "qwen3" else None
+        shape = FileShape(architecture, 96, 256, 512, 3, *heads, 512, False, 1.0, head_dim)
         if not path.exists():
             write_random_file(path, shape, RECIPES[recipe])
         return load_model(path, dtype=dtype, **{"backend": "native"} | options)
@@ -105,7 +106,9 @@ def test_rounded_inputs_are_those_of_the_modules(load, calls):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("architecture", "heads"), [("llama", (4, 2)), ("qwen2", (8, 1)), ("llama", (2, 2))])
+@pytest.mark.parametrize(
+    ("architecture", "heads"), [("llama", (4, 2)), ("qwen2", (8, 1)), ("qwen3", (4, 2)), ("llama", (2, 2))]
+)
 def test_states_and_cache_are_those_of_the_modules(architecture, recipe, heads, load, calls):
     model = load(architecture, recipe, torch.float32, heads)
     for attention in ("sdpa", "eager"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.errors import CheckpointError, UnsupportedRequestError
 from hf_speculate.gguf import load_gguf, load_model, packing_report
 from hf_speculate.gguf.formats import DENSE_TYPES, FORMATS
 from hf_speculate.gguf.matrices import TensorRows
@@ -25,6 +26,7 @@ from hf_speculate.gguf.modules import PackedEmbedding, PackedLinear, Projection
 from hf_speculate.gguf.native import native_problem
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.gguf.reading import read_header
+from hf_speculate.gguf.shards import find_file, part_names
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
@@ -40,7 +42,10 @@ VOCAB = 96
 
 
 def shape_of(architecture: str, hidden: int = 256, tied: bool = False, layers: int = 2) -> FileShape:
-    return FileShape(architecture, VOCAB, hidden, 256, layers, 4, 2, 256, is_tied=tied, embedding_std=1.0)
+    head_dim = 128 if architecture == "qwen3" else None
+    return FileShape(
+        architecture, VOCAB, hidden, 256, layers, 4, 2, 256, is_tied=tied, embedding_std=1.0, head_dim=head_dim
+    )
 
 
 @pytest.fixture
@@ -67,9 +72,10 @@ def available(*backends: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", quick_quarter([*FORMATS, *DENSE_TYPES]))
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_logits_are_those_of_the_dequantised_model(architecture, kind, write):
-    """Tied and untied, with and without biases, q and k permuted and not; measured: fp32 1e-6, bf16 1e-2."""
+    """Tied and untied, with biases and norms of heads and without, q and k permuted and not; measured: fp32 1e-6, bf16
+    1e-2."""
     path, ids = write(shape_of(architecture, tied=architecture == "qwen2"), kind), token_ids(2, 9)
     expected = dequantised(path)(ids).logits
     for backend in available("native", "int4", "dequantize", "dense"):
@@ -437,6 +443,47 @@ def test_native_layers_give_the_very_text_of_plain(dtype, backend, write, prompt
                     for (keys, values), layer in zip(kept, found.past_key_values.layers, strict=True):
                         assert torch.equal(keys, layer.keys)
                         assert torch.equal(values, layer.values)
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A model in parts as `gguf` writes them; returns their paths and the model in one file."""
+    import gguf
+
+    whole, shape = tmp_path / "whole.gguf", shape_of("llama")
+    write_random_file(whole, shape, one_type("Q4_0"))
+    monkeypatch.setattr(gguf, "GGUFWriter", functools.partial(gguf.GGUFWriter, split_max_tensors=8))
+    write_random_file(tmp_path / "cut.gguf", shape, one_type("Q4_0"))
+    return sorted(tmp_path.glob("cut-*.gguf")), whole
+
+
+def test_a_model_in_parts_is_the_whole(parts):
+    paths, whole = parts
+    assert [path.name for path in paths] == part_names(paths[1].name)
+    assert len(paths) == 3
+    ids = token_ids(1, 9)
+    assert torch.equal(load_model(paths[0], backend="int4")(ids).logits, load_model(whole, backend="int4")(ids).logits)
+    found = find_file(paths[0].parent, paths[0].name, {"local_files_only": True})
+    assert os.path.samefile(found, paths[0])
+
+
+def test_parts_that_do_not_belong_together(parts):
+    (first, second, third), _ = parts
+    with pytest.raises(CheckpointError, match=r"is one of 3 parts of a model: load the first, '.*cut-00001-of-00003"):
+        load_model(second)
+    swapped = second.read_bytes()
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(CheckpointError, match="says that it is part 2 of 3, not 1 of 3"):
+        load_model(first)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"cut-00002-of-00003.gguf' is missing: .* has 3 parts"):
+        load_model(first)
+    with pytest.raises(CheckpointError, match=r"cut-00002-of-00003.gguf' of .* cannot be had"):
+        find_file(first.parent, first.name, {"local_files_only": True})
+    second.write_bytes(swapped)
+    renamed = first.rename(first.with_name("other.gguf"))
+    with pytest.raises(CheckpointError, match=r"the first of 3 parts: .* it is called otherwise"):
+        load_model(renamed)
 
 
 def test_plans_are_made_without_weights(write, monkeypatch):

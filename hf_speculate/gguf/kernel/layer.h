@@ -1,4 +1,4 @@
-// Decoder layers of Llama and Qwen2, one or all of them in one call.
+// Decoder layers of Llama, Qwen2 and Qwen3, one or all of them in one call.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@ struct Layer {
   int64_t hidden, heads, kv_heads, head_dim, inner;
   int64_t q_at, k_at, v_at, gate_at, up_at;  // columns of the outputs
   double eps, scale;
-  const void *attention_norm, *mlp_norm;
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two for each head, or null
   Matrix qkv[3], output[1], gate_up[2], down[1];  // without tiles: none
 };
 
@@ -95,12 +95,16 @@ template <class T> class LayerRun {
     });
   }
 
+  template <class From> float rms_factor(const From* from, int64_t size) const {
+    Floats squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares += widen(from + i) * widen(from + i);
+    return 1 / sqrtf(sum_of(squares) / size + (float)layer.eps);
+  }
+
   // RMSNorm of a row, arranged.
   template <class From> void normalize(const From* from, const void* weights, const Matrix* matrices, int most, int64_t m) {
     if (m < count) {
-      Floats squares = {};
-      for (int64_t i = 0; i < layer.hidden; i += LANES) squares += widen(from + i) * widen(from + i);
-      const float factor = 1 / sqrtf(sum_of(squares) / layer.hidden + (float)layer.eps);
+      const float factor = rms_factor(from, layer.hidden);
       for (int64_t i = 0; i < layer.hidden; i += LANES)
         narrow(in.at(i / COLUMNS, m) + i % COLUMNS, widen(from + i) * factor * widen((const T*)weights + i));
     }
@@ -131,7 +135,12 @@ template <class T> class LayerRun {
     const int64_t entry = call.num_keys - call.num_queries + query;
     const int64_t in_cache = b * batch_stride + head * head_stride + entry * size;
     T* to = is_query ? queries + m * q_size + head * size : (is_key ? keys : values) + in_cache;
-    float turned[MOST_HEAD_DIM];
+    alignas(64) float normed[MOST_HEAD_DIM], turned[MOST_HEAD_DIM];
+    if (const T* weights = (const T*)(is_query ? layer.q_norm : is_key ? layer.k_norm : nullptr)) {
+      const float factor = rms_factor(x, size);
+      for (int64_t d = 0; d < size; d += LANES) store(normed + d, load<Floats>(x + d) * factor * widen(weights + d));
+      x = normed;
+    }
     if (is_query || is_key) {
       const T* cos = (const T*)call.cos + b * call.rotary_stride + query * size;
       const T* sin = (const T*)call.sin + b * call.rotary_stride + query * size;

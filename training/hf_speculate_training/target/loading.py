@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from hf_speculate.commands import target_path
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.gguf import find_file, load_model, plan_model, read_header, read_tokenizer
+from hf_speculate.gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
 
 from ..sections import RecipeError
 from .options import TargetSection
@@ -41,7 +41,7 @@ def load_config(section: TargetSection) -> PretrainedConfig:
     try:
         if _is_packed(section):
             return plan_model(
-                read_header(find_file(section.path, section.gguf_file, {"revision": section.revision}))
+                read_model_file(find_file(section.path, section.gguf_file, {"revision": section.revision}))
             ).config
         options = {"gguf_file": section.gguf_file} if section.gguf_file else {}
         return AutoConfig.from_pretrained(section.path, revision=section.revision, **options)
@@ -58,7 +58,7 @@ def load_tokenizer(section: TargetSection) -> Any:
     options: dict[str, Any] = {"revision": section.revision} if section.tokenizer is None else {}
     try:
         if section.tokenizer is None and _is_packed(section):
-            return read_tokenizer(read_header(find_file(section.path, section.gguf_file, options)))
+            return read_tokenizer(read_model_file(find_file(section.path, section.gguf_file, options)))
         if section.tokenizer is None and section.gguf_file:
             options["gguf_file"] = section.gguf_file
         return AutoTokenizer.from_pretrained(name, **options)
