@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional
 
@@ -102,7 +102,7 @@ class NativeBackend(Backend):
 
     def multiply(self, inputs, layer):
         _check_is_on_cpu(inputs, layer)
-        return native.multiply(inputs, layer.packed, layer.block_type, layer.out_features, self.rounds)
+        return _multiply(inputs, layer.packed, layer.block_type, layer.out_features, self.rounds)
 
 
 class RoundingBackend(NativeBackend):
@@ -149,6 +149,25 @@ class DequantizeBackend(Backend):
             made = torch.cat([functional.linear(tile, weights) for tile in tiles])
             products[:, start : start + step] = made[:num_inputs]
         return products
+
+
+def _multiply(
+    inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int, rounds: bool
+) -> Float[Tensor, "M N"]:
+    """`Library.multiply`, also while torch.compile traces, which cannot look into the library."""
+    if torch.compiler.is_compiling():
+        return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features, rounds)
+    return native.library().multiply(inputs, tiles, block_type, out_features, rounds)
+
+
+@torch.library.custom_op("hf_speculate::multiply_packed", mutates_args=())
+def _multiply_packed(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int, rounds: bool) -> Tensor:
+    return native.library().multiply(inputs, tiles, block_type, out_features, rounds)
+
+
+@_multiply_packed.register_fake
+def _(inputs, tiles, block_type, out_features, rounds):
+    return inputs.new_empty(inputs.shape[0], out_features)
 
 
 def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:

@@ -25,8 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ..target import grouped_sdpa
-from .native_caches import appendable_layers, make_room
-from .native_layers import MOST_ROWS, NativeLayers, find_sight, fits_kernel
+from .decoder_layers import parts_of
+from .native_layers import NativeLayers
+from .native_rows import new_rows
 
 
 # Whose hooks on a layer only read what it computes: transformers' for hidden states, and the taps of drafters.
@@ -36,7 +37,7 @@ _READERS = (output_capturing.__name__, "hf_speculate")
 def fuse_layers(decoder: Any) -> int:
     """Lets the kernel compute those layers of a packed Llama or Qwen2 that it can; how many they are."""
     layers = list(decoder.layers)
-    forwards = [FusedForward(layer) for layer in layers if fits_kernel(layer)]
+    forwards = [FusedForward(layer) for layer in layers if parts_of(layer) is not None]
     for forward in forwards:
         forward.layer.forward = forward
     if forwards and len(forwards) == len(layers):
@@ -61,7 +62,7 @@ class FusedForward:
     """The `forward` of one layer.
 
     Args:
-        layer: of transformers' Llama or Qwen2, one that `fits_kernel`.
+        layer: one that has `parts_of`.
     """
 
     def __init__(self, layer: Any):
@@ -108,7 +109,7 @@ class FusedForward:
         return self._span is not None and self._span.is_untouched()
 
     def _alone(self, arguments: _Arguments) -> Tensor | None:
-        if self._span is None and fits_kernel(self.layer):
+        if self._span is None and parts_of(self.layer) is not None:
             self._span = _Span([self.layer])
         return None if self._span is None else self._span.run(arguments)
 
@@ -128,31 +129,20 @@ class _Span:
     def run(self, arguments: _Arguments) -> Tensor | None:
         """[L, B, N, H]: the outputs of each layer; None, and nothing done, where the modules are to compute them."""
         inputs, cache, rotary = arguments.inputs, arguments.cache, arguments.rotary
-        if cache is None or rotary is None or not (_serves(inputs) and self.is_untouched()):
+        if cache is None or rotary is None or not self.is_untouched():
             return None
         attention = self._layers[0].self_attn
         if not _is_stock_attention(attention.config, arguments.others):
             return None
-        cache_layers = appendable_layers(cache, attention.layer_idx, len(self._layers))
-        if not cache_layers:
-            return None
-        num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
-        sees_before, sight = _sight(arguments.mask, inputs, num_keys)
-        if not sees_before and sight is None:
-            return None
         if self._native is None or not self._native.is_current():
-            self._native = NativeLayers(self._layers)
+            self._native = NativeLayers([parts for layer in self._layers if (parts := parts_of(layer)) is not None])
         cos, sin = (states.contiguous() for states in rotary)
         if not cos.dtype is sin.dtype is inputs.dtype is self._native.dtype:
             return None
-        shape = inputs.shape[0], attention.config.num_key_value_heads, attention.head_dim
-        buffers = make_room(cache_layers, inputs, shape)
-        if buffers is None:
-            return None
-        outputs = self._native.run(inputs.contiguous(), (cos, sin), buffers, num_keys, sight)
-        for layer in cache_layers:
-            layer.length = num_keys
-        return outputs
+        of_layers = attention.layer_idx, len(self._layers)
+        heads = attention.config.num_key_value_heads, attention.head_dim
+        rows = new_rows(inputs, cache, of_layers, heads, arguments.mask)
+        return None if rows is None else rows.run(self._native, inputs, (cos, sin))
 
     def is_untouched(self) -> bool:
         """Whether the modules are those that were loaded, and nobody watches them."""
@@ -235,19 +225,6 @@ class _Visit:
             getattr(self._stack, self._event)()
 
 
-def _serves(inputs: Tensor) -> bool:
-    """Whether the kernel takes these rows."""
-    return (
-        type(inputs) is Tensor
-        and inputs.is_cpu
-        and inputs.dtype in (torch.bfloat16, torch.float32)
-        and 0 < inputs.shape[0] * inputs.shape[1] <= MOST_ROWS
-        and not (inputs.requires_grad and torch.is_grad_enabled())
-        and not torch.is_autocast_enabled("cpu")
-        and not torch._C._len_torch_dispatch_stack()
-    )
-
-
 def _is_stock_attention(config: Any, others: dict[str, Any]) -> bool:
     """Whether the model is to compute what the kernel does, and nothing else is asked of it."""
     if others.get("output_attentions") or "is_causal" in others:
@@ -256,21 +233,6 @@ def _is_stock_attention(config: Any, others: dict[str, Any]) -> bool:
     if attention == "sdpa":
         return ALL_ATTENTION_FUNCTIONS["sdpa"] in (grouped_sdpa, sdpa_attention_forward)
     return attention == "eager"
-
-
-def _sight(mask: Tensor | None, inputs: Tensor, num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:
-    """Whether every query sees what lies before it and itself; else what it sees, None if that cannot be said."""
-    batch_size, num_queries, _ = inputs.shape
-    if mask is None:
-        return num_queries in (1, num_keys), None
-    if type(mask) is not Tensor or mask.dim() != 4 or not mask.is_cpu:
-        return False, None
-    batch_rows, heads, rows, columns = mask.shape
-    is_folded = rows > num_queries and rows % num_queries == 0
-    is_long = columns == num_keys or (is_folded and columns == 0)
-    if batch_rows not in (1, batch_size) or heads != 1 or not is_long or not (rows == num_queries or is_folded):
-        return False, None
-    return False, find_sight(mask, batch_size, num_queries, num_keys)
 
 
 def _sleeps(hooks: dict[int, Any]) -> bool:

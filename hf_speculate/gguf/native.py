@@ -34,8 +34,8 @@ logger = logging.get_logger(__name__)
 
 SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 
-# Rows of a matrix that lie together.
-TILE_ROWS = 16
+# Rows of a matrix that lie together; types of matrices that lie as they come.
+TILE_ROWS, DENSE = 16, ("F32", "BF16")
 
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
@@ -56,7 +56,7 @@ class Library:
         content: the shared library.
 
     Attributes:
-        kinds: the number of each block type.
+        kinds: the number of each block type, and of dense ones.
         run_layers, find_runs: for `native_layers`; multiply_dense: for `dense`; ask_for_large_pages: for `backends`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
@@ -76,7 +76,7 @@ class Library:
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
-            ("hfs_dense", flag, (pointer, pointer, size, size, pointer, size, pointer, integer)),
+            ("hfs_dense", None, (pointer, pointer, size, size, pointer, size, pointer, integer)),
             ("hfs_layers", flag, (pointer,)),
         ):
             function = getattr(functions, name)
@@ -84,7 +84,7 @@ class Library:
         self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
         self.multiply_dense, self.ask_for_large_pages = functions.hfs_dense, functions.hfs_large_pages
         self._functions = functions
-        self.kinds = {name: functions.hfs_kind(name.encode()) for name in FORMATS}
+        self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE)}
         self.bf16: int = functions.hfs_bf16()
         self.has_threads: bool = functions.hfs_has_threads()
 
@@ -142,6 +142,17 @@ def native_problem() -> str:
         logger.warning(f"GGUF weights cannot be multiplied natively: {error}")
         return str(error)
     return ""
+
+
+@functools.cache
+def has_kernel() -> bool:
+    """Whether there is a library, for whom its absence is no loss to be warned of."""
+    try:
+        library()
+    except NativeError as error:
+        logger.info(f"no native kernel: {error}")
+        return False
+    return True
 
 
 @functools.cache
@@ -275,22 +286,3 @@ def _share_threads() -> None:
         return
     for path in sorted(loaded, key=lambda path: "torch" not in path)[:1]:
         ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
-
-
-def multiply(
-    inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int, rounds: bool
-) -> Float[Tensor, "M N"]:
-    """`Library.multiply`, also while torch.compile traces, which cannot look into the library."""
-    if torch.compiler.is_compiling():
-        return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features, rounds)
-    return library().multiply(inputs, tiles, block_type, out_features, rounds)
-
-
-@torch.library.custom_op("hf_speculate::multiply_packed", mutates_args=())
-def _multiply_packed(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int, rounds: bool) -> Tensor:
-    return library().multiply(inputs, tiles, block_type, out_features, rounds)
-
-
-@_multiply_packed.register_fake
-def _(inputs, tiles, block_type, out_features, rounds):
-    return inputs.new_empty(inputs.shape[0], out_features)

@@ -1,4 +1,4 @@
-"""Packed decoder layers as the native kernel takes them, and what their queries see.
+"""Decoder layers as the native kernel takes them, and what their queries see.
 
 Structures: those of `kernel/layer.h`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,16 @@ from .modules import PackedMatrix, Projection
 # MOST_GROUPS).
 MOST_ROWS, _MOST_HEAD_DIM, _MOST_GROUPS = 128, 512, 128
 
-# Of a layer, in the order of its structure; those of queries and keys are Qwen3's.
-_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
+# Columns that are multiplied at a time.
+_COLUMNS = 32
+
+# Of a row, beside the queries: ancestors that were run before, and what it sees in one piece.
+_MOST_RUNS = 32
+
+_DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+# Of a layer, in the order of its structure.
+_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "beside_norm")
 
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -44,14 +53,15 @@ class _Layer(ctypes.Structure):
         *_fields(ctypes.c_int64, "hidden", "heads", "kv_heads", "head_dim", "inner"),
         *_fields(ctypes.c_int64, "q_at", "k_at", "v_at", "gate_at", "up_at"),
         *_fields(ctypes.c_double, "eps", "scale"),
-        *_fields(ctypes.c_void_p, "attention_norm", "mlp_norm", "q_norm", "k_norm"),
+        *_fields(ctypes.c_void_p, *_NORMS),
+        *_fields(ctypes.c_int64, "joins", "norms_residual"),
         *((name, _Matrix * most) for name, most in (("qkv", 3), ("output", 1), ("gate_up", 2), ("down", 1))),
     ]
 
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *_fields(ctypes.c_void_p, "x", "y"),
+        *_fields(ctypes.c_void_p, "x", "beside", "y"),
         *_fields(ctypes.c_int64, "num_layers"),
         *_fields(ctypes.c_void_p, "layers"),
         *_fields(ctypes.c_int64, "batch_size", "num_queries", "num_keys"),
@@ -62,36 +72,79 @@ class _Call(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """What a decoder layer is made of, whosever its modules are.
+
+    Attributes:
+        sizes: hidden, heads, kv_heads, head_dim, inner.
+        norms: weights of RMSNorms by the names of the structure, those that there are.
+        projections: q, k, v, o, gate, up, down, each packed by the native backend or an `nn.Linear`.
+        joins, norms_residual: of EAGLE-3's first layer, see there.
+    """
+
+    sizes: dict[str, int]
+    eps: float
+    scale: float
+    norms: dict[str, Tensor]
+    projections: dict[str, nn.Module]
+    joins: bool = False
+    norms_residual: bool = False
+
+    @property
+    def matrices(self) -> list[PackedMatrix | nn.Linear | None]:
+        return [matrix_of(projection) for projection in self.projections.values()]
+
+    def rounds(self) -> bool | None:
+        """Whether inputs are rounded to bytes; None where the kernel does not multiply with all of the matrices, or
+        not alike."""
+        found = {_rounds(matrix) for matrix in self.matrices}
+        return found.pop() if len(found) == 1 else None
+
+    def fit(self) -> bool:
+        """Whether the kernel computes such a layer."""
+        sizes, step = self.sizes, native.TILE_ROWS
+        widths = sizes["hidden"], sizes["heads"] * sizes["head_dim"], sizes["inner"]
+        return (
+            self.rounds() is not None
+            and all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
+            and all(width % _COLUMNS == 0 for width in widths)
+            and sizes["head_dim"] % step == 0
+            and sizes["head_dim"] <= _MOST_HEAD_DIM
+            and sizes["heads"] <= _MOST_GROUPS * sizes["kv_heads"]
+        )
+
+
+def _rounds(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
+    if isinstance(matrix, PackedMatrix):
+        return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
+    return None if matrix is None or not matrix.weight.is_contiguous() else False
+
+
 class NativeLayer:
     """The weights of one decoder layer, where they lie in memory now.
-
-    Args:
-        layer: of transformers' Llama, Qwen2 or Qwen3, its projections packed by the native backend.
 
     Attributes:
         tensors: what must not move.
         address: of the structure.
     """
 
-    def __init__(self, layer: Any):
-        attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
-        self.tensors: list[Tensor] = [norm.weight for norm in norms]
+    def __init__(self, parts: LayerParts):
+        self.tensors: list[Tensor] = list(parts.norms.values())
         self._layer = _Layer(
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            inner=config.intermediate_size,
-            eps=layer.input_layernorm.variance_epsilon,
-            scale=attention.scaling,
-            **dict(zip(_NORMS, (weight.data_ptr() for weight in self.tensors), strict=False)),
+            **parts.sizes,
+            eps=parts.eps,
+            scale=parts.scale,
+            **{name: weight.data_ptr() for name, weight in parts.norms.items()},
+            joins=parts.joins,
+            norms_residual=parts.norms_residual,
         )
+        of = parts.projections
         stages = {
-            "qkv": {"q_at": attention.q_proj, "k_at": attention.k_proj, "v_at": attention.v_proj},
-            "output": {"": attention.o_proj},
-            "gate_up": {"gate_at": mlp.gate_proj, "up_at": mlp.up_proj},
-            "down": {"": mlp.down_proj},
+            "qkv": {"q_at": of["q"], "k_at": of["k"], "v_at": of["v"]},
+            "output": {"": of["o"]},
+            "gate_up": {"gate_at": of["gate"], "up_at": of["up"]},
+            "down": {"": of["down"]},
         }
         for name, projections in stages.items():
             self._place(getattr(self._layer, name), projections)
@@ -99,7 +152,7 @@ class NativeLayer:
 
     def _place(self, places: Any, projections: dict[str, nn.Module]) -> None:
         """Matrices of one input in the order in which they are first met, their outputs beside each other."""
-        columns: dict[PackedMatrix, int] = {}
+        columns: dict[nn.Module, int] = {}
         width = 0
         for field, projection in projections.items():
             matrix = matrix_of(projection)
@@ -112,11 +165,13 @@ class NativeLayer:
                 before = projection.fused.sizes[: projection.index] if isinstance(projection, Projection) else ()
                 setattr(self._layer, field, columns[matrix] + sum(before))
 
-    def _fill(self, place: _Matrix, matrix: PackedMatrix) -> None:
-        self.tensors.append(matrix.packed)
-        place.kind = native.library().kinds[matrix.block_type]
+    def _fill(self, place: _Matrix, matrix: PackedMatrix | nn.Linear) -> None:
+        is_packed = isinstance(matrix, PackedMatrix)
+        weight: Tensor = matrix.packed if is_packed else matrix.weight
+        place.kind = native.library().kinds[matrix.block_type if is_packed else _DENSE_KINDS[weight.dtype]]
         place.in_features, place.out_features = matrix.in_features, matrix.out_features
-        place.tiles = matrix.packed.data_ptr()
+        place.tiles = weight.data_ptr()
+        self.tensors.append(weight)
         if matrix.bias is not None:
             self.tensors.append(matrix.bias)
             place.bias = matrix.bias.data_ptr()
@@ -126,18 +181,16 @@ class NativeLayers:
     """Consecutive layers of one decoder.
 
     Args:
-        layers: of transformers' Llama, Qwen2 or Qwen3, each of which `fits_kernel`, of the same sizes and backend.
+        layers: each of which fits, of the same sizes.
     """
 
-    def __init__(self, layers: Sequence[Any]):
-        backend = _backend_of(_matrices(layers[0]))
-        assert backend is not None
+    def __init__(self, layers: Sequence[LayerParts]):
         self._layers = [NativeLayer(layer) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
         self._tensors = [tensor for layer in self._layers for tensor in layer.tensors]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
         self._library = native.library()
-        self._rounds = backend.rounds
+        self._rounds = layers[0].rounds() or False
         self.dtype = self._tensors[0].dtype
 
     def is_current(self) -> bool:
@@ -152,6 +205,7 @@ class NativeLayers:
         buffers: Sequence[tuple[Tensor, Tensor]],
         num_keys: int,
         sight: tuple[Tensor, Tensor] | None,
+        beside: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
         """The outputs of every layer; writes the entries of the queries into the cache.
 
@@ -161,6 +215,7 @@ class NativeLayers:
             buffers: of each layer's keys and values [B, KV, capacity, D], alike, entries contiguous.
             num_keys: with those of the queries, which are the last ones.
             sight: from `find_sight`; None: all before a query, and itself.
+            beside: contiguous, what layers that join it attend with.
         Raises:
             MemoryError: there is none left; nothing was written.
         """
@@ -177,6 +232,7 @@ class NativeLayers:
         cos, sin = rotary
         call = _Call(
             inputs.data_ptr(),
+            None if beside is None else beside.data_ptr(),
             outputs.data_ptr(),
             count,
             ctypes.addressof(self._addresses),
@@ -198,45 +254,11 @@ class NativeLayers:
         return outputs
 
 
-def matrix_of(projection: nn.Module) -> PackedMatrix | None:
-    """The matrix that computes a projection; None where it is not packed."""
+def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
+    """The matrix that computes a projection; None where that is something else."""
     if type(projection) is Projection:
         return projection.fused.linear
-    return projection if isinstance(projection, PackedMatrix) else None
-
-
-def _matrices(layer: Any) -> list[PackedMatrix | None]:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (*(getattr(attention, f"{name}_proj") for name in "qkvo"), mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    return [matrix_of(projection) for projection in projections]
-
-
-def _backend_of(matrices: Sequence[PackedMatrix | None]) -> NativeBackend | None:
-    """What multiplies with all of them, if that is the kernel."""
-    backends = {None if matrix is None else matrix.backend for matrix in matrices}
-    found = backends.pop() if len(backends) == 1 else None
-    return found if isinstance(found, NativeBackend) else None
-
-
-def _head_norms(attention: Any) -> list[Any]:
-    return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-
-
-def fits_kernel(layer: Any) -> bool:
-    """Whether the kernel can compute a layer of transformers' Llama, Qwen2 or Qwen3."""
-    attention, config, matrices = layer.self_attn, layer.self_attn.config, _matrices(layer)
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
-    return (
-        _backend_of(matrices) is not None
-        and all(matrix.out_features % native.TILE_ROWS == 0 for matrix in matrices if matrix is not None)
-        and config.hidden_act == "silu"
-        and attention.head_dim % native.TILE_ROWS == 0
-        and attention.head_dim <= _MOST_HEAD_DIM
-        and attention.num_key_value_groups <= _MOST_GROUPS
-        and len(norms) in (2, 4)
-        and len({norm.variance_epsilon for norm in norms}) == 1
-        and getattr(attention, "sliding_window", None) is None
-    )
+    return projection if isinstance(projection, PackedMatrix) or type(projection) is nn.Linear else None
 
 
 def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
@@ -252,7 +274,7 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -
     kind, num_rows = _MASK_KINDS.get(mask.dtype), batch_size * num_queries
     if kind is None or mask.stride(-1) != 1:
         return None
-    most = num_rows * (num_queries + 2)
+    most = num_rows * (num_queries + _MOST_RUNS)
     offsets, runs = torch.empty(num_rows + 1, dtype=torch.int32), torch.empty(most, 2, dtype=torch.int32)
     found = native.library().find_runs(
         mask.data_ptr(),

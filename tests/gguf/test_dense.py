@@ -76,12 +76,6 @@ def test_what_pytorch_computes(calls):
     assert not calls
 
 
-def test_a_head_that_was_copied_to_another_cpu(monkeypatch):
-    layer, inputs = linear(64, 32, bias=True), torch.randn(2, 64).bfloat16()
-    monkeypatch.setattr(native.library(), "multiply_dense", lambda *_: False)
-    assert torch.equal(layer(inputs), functional.linear(inputs, layer.weight, layer.bias))
-
-
 def test_heads_of_packed_targets_use_it_and_are_saved_as_they_are(tmp_path, calls):
     path = tmp_path / "model.gguf"
     write_random_file(

@@ -35,7 +35,7 @@ void hfs_large_pages() {{}}
 bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}
 long long hfs_runs() {{ return 0; }}
-bool hfs_dense() {{ return true; }}
+void hfs_dense() {{}}
 bool hfs_layers() {{ return true; }}
 }}
 """

@@ -1,55 +1,89 @@
-// Dense bfloat16 matrices times few rows: as fast as memory gives the matrix.
+// Dense matrices [out, in] times few rows: as fast as memory gives the matrix.
 #pragma once
 
+#include "products.h"
 #include "threads.h"
-#include "vectors.h"
 
-#if HAS_BF16
 namespace {
 
-struct Dense {
-  const uint16_t *weights, *x, *bias;  // [out, in], [row, in], [out] or null
-  uint16_t* y;                         // [row, out]
-  int64_t in_features, out_features;
+// Rows of an input as they come.
+template <class T> struct RowMajor {
+  const T* x;
+  int64_t stride;
+
+  INLINE const T* at(int64_t cell, int64_t row) const { return x + row * stride + cell * COLUMNS; }
 };
 
-// OUT rows of the matrix from row n on times ROWS rows of the input from row m on.
-template <int OUT, int ROWS> void multiply_dense(const Dense& d, int64_t n, int64_t m) {
-  __m512 sums[OUT][ROWS] = {};
-  for (int64_t k = 0; k < d.in_features; k += COLUMNS) {
-    __m512i x[ROWS];
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) x[r] = load<__m512i>(d.x + (m + r) * d.in_features + k);
-#pragma GCC unroll 8
+INLINE WideFloats widen_part(const float* from) { return load<WideFloats>(from); }
+INLINE WideFloats widen_part(const uint16_t* from) {
+  typedef uint16_t Part __attribute__((vector_size(2 * WIDE)));
+  return reinterpret<WideFloats>(__builtin_convertvector(load<Part>(from), WideWords) << 16);
+}
+
+INLINE float total(const WideFloats& v) {
+#if HAS_AVX512
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float sum = 0;
+  for (int i = 0; i < WIDE; i++) sum += v[i];
+  return sum;
+#endif
+}
+
+// Adds 32 columns of the products of OUT rows of a matrix and ROWS rows of an input.
+template <int OUT, int ROWS, class T, class From>
+INLINE void add_cell(const T* weights, int64_t in_features, const From* const* x, WideFloats sums[][ROWS]) {
+#if HAS_BF16
+  if constexpr (sizeof(T) == 2) {
     for (int o = 0; o < OUT; o++) {
-      const __m512i weights = load<__m512i>(d.weights + (n + o) * d.in_features + k);
+      const __m512i w = load<__m512i>(weights + o * in_features);
 #pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) sums[o][r] = _mm512_dpbf16_ps(sums[o][r], (__m512bh)weights, (__m512bh)x[r]);
+      for (int r = 0; r < ROWS; r++)
+        sums[o][r] = (WideFloats)_mm512_dpbf16_ps((__m512)sums[o][r], (__m512bh)w, (__m512bh)load<__m512i>(x[r]));
     }
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int part = 0; part < COLUMNS; part += WIDE)
+#pragma GCC unroll 4
+    for (int o = 0; o < OUT; o++) {
+      const WideFloats w = widen_part(weights + o * in_features + part);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) sums[o][r] += w * widen_part(x[r] + part);
+    }
+}
+
+// OUT rows of a matrix times ROWS rows of an input from row m on, to [row, 16].
+template <int OUT, int ROWS, class T, class X>
+void multiply_dense(const T* weights, int64_t in_features, const X& x, int64_t m, float* to) {
+  WideFloats sums[OUT][ROWS] = {};
+  for (int64_t cell = 0; cell < in_features / COLUMNS; cell++) {
+    decltype(x.at(0, 0)) rows[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) rows[r] = x.at(cell, m + r);
+    add_cell<OUT, ROWS>(weights + cell * COLUMNS, in_features, rows, sums);
   }
   for (int o = 0; o < OUT; o++)
-    for (int r = 0; r < ROWS; r++) {
-      const float bias = d.bias ? to_float(d.bias[n + o]) : 0;
-      alignas(64) uint16_t rounded[LANES];
-      narrow(rounded, Floats{} + (_mm512_reduce_add_ps(sums[o][r]) + bias));
-      d.y[(m + r) * d.out_features + n + o] = rounded[0];
-    }
+    for (int r = 0; r < ROWS; r++) to[r * LANES + o] = total(sums[o][r]);
 }
 
-template <int OUT> void multiply_dense(const Dense& d, int64_t n, int64_t rows) {
+template <int OUT, class T, class X>
+void multiply_dense(const T* weights, int64_t in_features, const X& x, int64_t rows, float* to) {
+  constexpr int MOST = HAS_AVX512 ? 4 : 2;
   int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) multiply_dense<OUT, 4>(d, n, m);
-  if (m + 2 <= rows) multiply_dense<OUT, 2>(d, n, m), m += 2;
-  if (m < rows) multiply_dense<OUT, 1>(d, n, m);
+  for (; m + MOST <= rows; m += MOST) multiply_dense<OUT, MOST>(weights, in_features, x, m, to + m * LANES);
+  if (MOST > 2 && m + 2 <= rows) multiply_dense<OUT, 2>(weights, in_features, x, m, to + m * LANES), m += 2;
+  if (m < rows) multiply_dense<OUT, 1>(weights, in_features, x, m, to + m * LANES);
 }
 
-void multiply_dense(const Dense& d, int64_t rows, int threads) {
+// Sixteen rows of a matrix, or fewer, times all rows of an input, to [row, 16].
+template <class T, class X>
+void multiply_dense_rows(const T* weights, int64_t in_features, int64_t count, const X& x, int64_t rows, float* to) {
   constexpr int OUT = 4;
-  const int64_t blocks = d.out_features / OUT;
-  parallel(d.in_features * d.out_features > 1 << 16 ? threads : 1, blocks,
-           [&](int64_t i) { multiply_dense<OUT>(d, i * OUT, rows); });
-  for (int64_t n = blocks * OUT; n < d.out_features; n++) multiply_dense<1>(d, n, rows);
+  int64_t o = 0;
+  for (; o + OUT <= count; o += OUT) multiply_dense<OUT>(weights + o * in_features, in_features, x, rows, to + o);
+  for (; o < count; o++) multiply_dense<1>(weights + o * in_features, in_features, x, rows, to + o);
 }
 
 }  // namespace
-#endif

@@ -8,7 +8,6 @@
 
 #include <sys/mman.h>
 
-#include "dense.h"
 #include "layer.h"
 
 namespace {
@@ -108,15 +107,18 @@ bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t
 }
 
 // y [rows, out] = x [rows, in] times a dense bfloat16 matrix [out, in], plus the bias if there is one; `in` is a multiple
-// of 32. False: bfloat16 cannot be multiplied here.
-bool hfs_dense(const uint16_t* weights, const uint16_t* bias, int64_t in_features, int64_t out_features,
+// of 32, and there are 16 rows at most.
+void hfs_dense(const uint16_t* weights, const uint16_t* bias, int64_t in_features, int64_t out_features,
                const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
-#if HAS_BF16
-  multiply_dense({weights, x, bias, y, in_features, out_features}, rows, threads);
-  return true;
-#else
-  return false;
-#endif
+  const Matrix w{0, in_features, out_features, (const uint8_t*)weights, bias};
+  Output<uint16_t> output{y, rows, out_features};
+  parallel(in_features * out_features > 1 << 16 ? threads : 1, (out_features + LANES - 1) / LANES, [&](int64_t i) {
+    alignas(64) float products[LANES * LANES];
+    const int64_t left = out_features - i * LANES, count = left < LANES ? left : LANES;
+    const RowMajor<uint16_t> in{x, in_features};
+    multiply_dense_rows(weights + i * LANES * in_features, in_features, count, in, rows, products);
+    put_tile<uint16_t>(w, i, rows, products, {&output, Output<uint16_t>::put});
+  });
 }
 
 // The runs of entries that each query of a mask sees; a mask with fewer columns hides nothing of the first entries.

@@ -15,13 +15,16 @@ struct Layer {
   int64_t hidden, heads, kv_heads, head_dim, inner;
   int64_t q_at, k_at, v_at, gate_at, up_at;  // columns of the outputs
   double eps, scale;
-  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two for each head, or null
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // all but the second may be null; the last two for each head
+  const void* beside_norm;
+  // Layers of EAGLE-3: what else is attended with comes before the states, normed or not; the residual is normed.
+  int64_t joins, norms_residual;
   Matrix qkv[3], output[1], gate_up[2], down[1];  // without tiles: none
 };
 
 // `_Call` of native_layers.py.
 struct Call {
-  const void* x;  // [batch row, query, hidden]
+  const void *x, *beside;  // [batch row, query, hidden]; the second for layers that join it
   void* y;        // outputs of each layer, as x
   int64_t num_layers;
   const Layer* const* layers;  // of the same sizes
@@ -60,7 +63,7 @@ template <class T> class LayerRun {
   }
 
   void work(Team& team, float* own) {
-    team.each(rows, [&](int64_t m) { normalize(x + m * layer.hidden, layer.attention_norm, layer.qkv, 3, m); });
+    team.each(rows, [&](int64_t m) { begin(m); });
     multiply(team, layer.qkv, 3, sink<&LayerRun::put_qkv>());
     const int64_t slots = layer.heads + 2 * layer.kv_heads;
     team.each(count * slots, [&](int64_t i) { place(i / slots, i % slots); });
@@ -68,7 +71,10 @@ template <class T> class LayerRun {
     team.each(a.items(), [&](int64_t i) { attend(a, i, own); });
     team.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
     multiply(team, layer.output, 1, sink<&LayerRun::add_attention>());
-    team.each(rows, [&](int64_t m) { normalize(residual + m * layer.hidden, layer.mlp_norm, layer.gate_up, 2, m); });
+    team.each(rows, [&](int64_t m) {
+      normalize(residual + m * layer.hidden, layer.mlp_norm, 0, m);
+      finish(layer.hidden, layer.gate_up, 2, m);
+    });
     multiply(team, layer.gate_up, 2, sink<&LayerRun::put_gate_up>());
     team.each(rows, [&](int64_t m) { activate(m); });
     multiply(team, layer.down, 1, sink<&LayerRun::add_mlp>());
@@ -101,14 +107,27 @@ template <class T> class LayerRun {
     return 1 / sqrtf(sum_of(squares) / size + (float)layer.eps);
   }
 
-  // RMSNorm of a row, arranged.
-  template <class From> void normalize(const From* from, const void* weights, const Matrix* matrices, int most, int64_t m) {
-    if (m < count) {
-      const float factor = rms_factor(from, layer.hidden);
-      for (int64_t i = 0; i < layer.hidden; i += LANES)
-        narrow(in.at(i / COLUMNS, m) + i % COLUMNS, widen(from + i) * factor * widen((const T*)weights + i));
+  // RMSNorm of a row, arranged from a column on; without weights the row itself.
+  template <class From>
+  void normalize(const From* from, const void* weights, int64_t column, int64_t m, float* also_to = nullptr) {
+    if (m >= count) return;
+    const float factor = weights ? rms_factor(from, layer.hidden) : 1;
+    for (int64_t i = 0; i < layer.hidden; i += LANES) {
+      Floats value = widen(from + i) * factor;
+      if (weights) value *= widen((const T*)weights + i);
+      if (also_to) store(also_to + i, value);
+      const int64_t at = column + i;
+      narrow(in.at(at / COLUMNS, m) + at % COLUMNS, value);
     }
-    finish(layer.hidden, matrices, most, m);
+  }
+
+  // What queries, keys and values are made of.
+  void begin(int64_t m) {
+    const int64_t own = layer.joins * layer.hidden;
+    if (layer.joins) normalize((const T*)call.beside + m * layer.hidden, layer.beside_norm, 0, m);
+    normalize(x + m * layer.hidden, layer.attention_norm, own, m,
+              layer.norms_residual ? residual + m * layer.hidden : nullptr);
+    finish(own + layer.hidden, layer.qkv, 3, m);
   }
 
   // silu(gate) * up, arranged.
@@ -162,7 +181,8 @@ template <class T> class LayerRun {
 
   void add_attention(int64_t column, const float* found) {
     for (int64_t m = 0; m < count; m++) {
-      const Floats before = widen(x + m * layer.hidden + column);
+      const Floats before = layer.norms_residual ? load<Floats>(residual + m * layer.hidden + column)
+                                                 : widen(x + m * layer.hidden + column);
       store(residual + m * layer.hidden + column, before + load<Floats>(found + m * LANES));
     }
   }
@@ -193,7 +213,7 @@ template <class T> bool run_layers(const Call& call) {
   const int64_t count = call.batch_size * call.num_queries;
   const int64_t rows = filled_rows(count, call.is_bf16 && !call.rounds);
   const int64_t q_size = layer.heads * layer.head_dim, kv_size = layer.kv_heads * layer.head_dim;
-  const int64_t widest = larger(larger(layer.hidden, q_size), layer.inner);
+  const int64_t widest = larger(larger(layer.hidden * (1 + layer.joins), q_size), layer.inner);
   const int64_t num_products = rows * larger(q_size + 2 * kv_size, 2 * layer.inner);
   const int64_t per_thread = Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats());
   if (!scratch.reserve(Arranged<T>::bytes(rows, widest, call.rounds) + Scratch::rounded(sizeof(float) * num_products) +

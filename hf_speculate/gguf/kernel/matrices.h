@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <type_traits>
 
+#include "dense.h"
 #include "tiles.h"
 
 namespace {
@@ -15,29 +16,43 @@ struct Sink {
   int64_t first_column = 0;  // of the matrix, among others of the same input
 };
 
-// A packed matrix; `_Matrix` of native_layers.py.
+// A matrix, packed or dense; `_Matrix` of native_layers.py.
 struct Matrix {
   int64_t kind, in_features, out_features;
   const uint8_t* tiles;
   const void* bias;  // in the type of the inputs, or null
 };
 
-// Tiles from `i` to `end` of a matrix times rows; a bias is of type T.
+// Hands products of a tile on; a bias is of type T.
+template <class T> void put_tile(const Matrix& w, int64_t tile, int64_t rows, float* products, const Sink& sink) {
+  const int64_t column = tile * LANES, left = w.out_features - column, lanes = left < LANES ? left : LANES;
+  if (w.bias) {
+    alignas(64) T bias[LANES] = {};
+    memcpy(bias, (const T*)w.bias + column, lanes * sizeof(T));
+    for (int64_t m = 0; m < rows; m++) store(products + m * LANES, load<Floats>(products + m * LANES) + widen(bias));
+  }
+  sink.put(sink.to, sink.first_column + column, lanes, products);
+}
+
+// Tiles from `i` to `end` of a matrix times rows.
 template <class F, class T, class X>
 void multiply_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
   alignas(64) float products[CHUNK * LANES];
   const int64_t cells = w.in_features / COLUMNS, tile_bytes = F::tile_bytes(cells);
   const Multiplier<F, X> multiply(x);
   for (; i < end; i++) {
-    const int64_t column = i * LANES, left = w.out_features - column, lanes = left < LANES ? left : LANES;
     multiply(w.tiles + i * tile_bytes, cells, products);
-    if (w.bias) {
-      alignas(64) T bias[LANES] = {};
-      memcpy(bias, (const T*)w.bias + column, lanes * sizeof(T));
-      for (int64_t m = 0; m < x.rows; m++)
-        store(products + m * LANES, load<Floats>(products + m * LANES) + widen(bias));
-    }
-    sink.put(sink.to, sink.first_column + column, lanes, products);
+    put_tile<T>(w, i, x.rows, products, sink);
+  }
+}
+
+// The same of a dense matrix of type T.
+template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
+  alignas(64) float products[CHUNK * LANES];
+  for (; i < end; i++) {
+    const int64_t left = w.out_features - i * LANES, count = left < LANES ? left : LANES;
+    multiply_dense_rows((const T*)w.tiles + i * LANES * w.in_features, w.in_features, count, x, x.rows, products);
+    put_tile<T>(w, i, x.rows, products, sink);
   }
 }
 
@@ -77,7 +92,10 @@ template <class F> constexpr Kind kind(const char* name) {
 
 const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0"), kind<Q5_1>("Q5_1"),
                       kind<Q8_0>("Q8_0"), kind<Q2_K>("Q2_K"), kind<Q3_K>("Q3_K"), kind<Q4_K>("Q4_K"),
-                      kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K")};
+                      kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K"),
+                      // As they lie; of the type of the inputs.
+                      {"F32", 1, 4, 0, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
+                      {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
 
 // Memory of the calling thread that is kept from call to call.
 class Scratch {

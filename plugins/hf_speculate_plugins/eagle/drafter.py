@@ -23,6 +23,7 @@ from .checkpoint import (
     write_head,
 )
 from .head import EagleHead
+from .native import NativeForward
 from .options import EagleOptions
 from .session import EagleSession, Turn
 from .spec import Conventions, EagleSpec
@@ -48,6 +49,7 @@ class EagleDrafter(HeadDrafter[EagleHead]):
         self.conversations: Conversations[Turn] = Conversations()
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
+        self._native = NativeForward.of(self.head)
         tree = self.options.static_tree
         if tree is not None and self.spec.parallel:
             raise ValueError(
@@ -103,4 +105,4 @@ class EagleDrafter(HeadDrafter[EagleHead]):
         check_fits(self.spec, target)
 
     def start(self, request: DraftRequest) -> EagleSession:
-        return EagleSession(self._loaded, self.entry_layers, self.options, self.conversations, request)
+        return EagleSession(self._loaded, self.entry_layers, self.options, self.conversations, request, self._native)

@@ -17,6 +17,7 @@ from ..trees import StaticTree, best_tree, log_shares, path_sums, slot_scores, s
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps
 from .levels import Level, forest_of, levels_of
+from .native import NativeForward
 from .options import EagleOptions
 from .steps import PlainSteps, Steps, read_prompt
 
@@ -40,6 +41,7 @@ class EagleSession(DraftSession):
         options: how much is drafted.
         conversations: where earlier turns are found, and this one is left.
         request: what is to be drafted for.
+        native: see `PlainSteps`.
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class EagleSession(DraftSession):
         options: EagleOptions,
         conversations: Conversations[Turn],
         request: DraftRequest,
+        native: NativeForward | None = None,
     ):
         self.options = options
         self._loaded, self._layers = loaded, layers
-        self._request, self._conversations = request, conversations
+        self._request, self._conversations, self._native = request, conversations, native
         self._text = request.text
         self.carries_over = self._text is not None
         self._compiler = request.compiler
@@ -105,7 +108,7 @@ class EagleSession(DraftSession):
         self._reading = self._steps = self._pending = self._root_hidden = None
 
     def _steps_behind(self, reading: Reading) -> Steps:
-        plain = PlainSteps(self._loaded, reading, self.options)
+        plain = PlainSteps(self._loaded, reading, self.options, self._native)
         if self._compiler is None:
             return plain
         return CompiledSteps(plain, self._loaded, reading, self.options, self._compiler)

@@ -16,6 +16,7 @@ from ..heads import CachedAttention, Reading
 from ..trees import Frontier, grow_tree
 from .checkpoint import LoadedHead
 from .head import EagleHead
+from .native import NativeForward
 from .options import EagleOptions
 
 
@@ -63,10 +64,13 @@ class PlainSteps:
         loaded: the head.
         reading: what it has read.
         options: how large dynamic trees are.
+        native: computes what it can of the head.
     """
 
-    def __init__(self, loaded: LoadedHead, reading: Reading, options: EagleOptions):
-        self._loaded, self._reading, self._options = loaded, reading, options
+    def __init__(
+        self, loaded: LoadedHead, reading: Reading, options: EagleOptions, native: NativeForward | None = None
+    ):
+        self._loaded, self._reading, self._options, self._native = loaded, reading, options, native
 
     @torch.no_grad()
     def entries(self, token_ids: Tensor, states: Tensor) -> Tensor:
@@ -82,7 +86,12 @@ class PlainSteps:
         return tree_of_levels(self._loaded, self._options, self.level, root, state, depth)
 
     def _run(self, token_ids: Tensor, states: Tensor, positions: Tensor, masks: list[Tensor | None]) -> Tensor:
-        return self._loaded.head(token_ids, states, positions, CachedAttention(self._reading.cache.cache, masks))
+        cache = self._reading.cache.cache
+        if self._native is not None:
+            hidden = self._native(token_ids, states, positions, cache, masks)
+            if hidden is not None:
+                return hidden
+        return self._loaded.head(token_ids, states, positions, CachedAttention(cache, masks))
 
 
 @torch.no_grad()

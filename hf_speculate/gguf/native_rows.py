@@ -1,0 +1,100 @@
+"""The rows of one forward: whether native layers take them, where their entries go and what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..cache import PreallocatedLayer
+from .native_caches import appendable_layers, make_room
+from .native_layers import MOST_ROWS, NativeLayers, find_sight
+
+
+@dataclass(frozen=True)
+class NativeRows:
+    """Rows that native layers take.
+
+    Attributes:
+        cache_layers: where their entries are to be.
+        buffers: of those layers, with room.
+        sight: see `NativeLayers.run`.
+    """
+
+    cache_layers: Sequence[PreallocatedLayer]
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    num_keys: int
+    sight: tuple[Tensor, Tensor] | None
+
+    def run(
+        self,
+        layers: NativeLayers,
+        inputs: Float[Tensor, "B N H"],
+        rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
+        beside: Float[Tensor, "B N H"] | None = None,
+    ) -> Float[Tensor, "L B N H"]:
+        """The outputs of every layer; their entries are in the cache then."""
+        beside = None if beside is None else beside.contiguous()
+        outputs = layers.run(inputs.contiguous(), rotary, self.buffers, self.num_keys, self.sight, beside)
+        for layer in self.cache_layers:
+            layer.length = self.num_keys
+        return outputs
+
+
+def new_rows(
+    inputs: Float[Tensor, "B N H"],
+    cache: Cache,
+    of_layers: tuple[int, int],
+    heads: tuple[int, int],
+    mask: Tensor | None,
+) -> NativeRows | None:
+    """None where modules are to compute these rows; no entry was changed.
+
+    Args:
+        of_layers: index of the first layer in the cache, and how many there are.
+        heads: of keys, and their size.
+        mask: [B or 1, 1, at least N, S], see `find_sight`; None: every row sees what lies before it, and itself.
+    """
+    if not _serves(inputs):
+        return None
+    cache_layers = appendable_layers(cache, *of_layers)
+    if not cache_layers:
+        return None
+    num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
+    sees_before, sight = _sight(mask, inputs, num_keys)
+    if not sees_before and sight is None:
+        return None
+    buffers = make_room(cache_layers, inputs, (inputs.shape[0], *heads))
+    return None if buffers is None else NativeRows(cache_layers, buffers, num_keys, sight)
+
+
+def _serves(inputs: Tensor) -> bool:
+    """Whether the kernel takes these rows."""
+    return (
+        type(inputs) is Tensor
+        and inputs.is_cpu
+        and inputs.dtype in (torch.bfloat16, torch.float32)
+        and 0 < inputs.shape[0] * inputs.shape[1] <= MOST_ROWS
+        and not (inputs.requires_grad and torch.is_grad_enabled())
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _sight(mask: Tensor | None, inputs: Tensor, num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:
+    """Whether every query sees what lies before it and itself; else what it sees, None if that cannot be said."""
+    batch_size, num_queries, _ = inputs.shape
+    if mask is None:
+        return num_queries in (1, num_keys), None
+    if type(mask) is not Tensor or mask.dim() != 4 or not mask.is_cpu:
+        return False, None
+    batch_rows, heads, rows, columns = mask.shape
+    is_folded = rows > num_queries and rows % num_queries == 0
+    is_long = columns == num_keys or (is_folded and columns == 0)
+    if batch_rows not in (1, batch_size) or heads != 1 or not is_long or not (rows == num_queries or is_folded):
+        return False, None
+    return False, find_sight(mask, batch_size, num_queries, num_keys)

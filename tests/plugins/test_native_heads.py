@@ -1,0 +1,179 @@
+"""Layers of EAGLE heads in one native call: states and entries of the modules, and modules where it is not its own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from hf_speculate.gguf import native
+from hf_speculate.tree import TreePlan
+from hf_speculate_plugins.checkpoints import LoadReport
+from hf_speculate_plugins.eagle import EagleHead, EagleOptions, EagleSpec, LoadedHead
+from hf_speculate_plugins.eagle.native import NativeForward
+from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
+from hf_speculate_plugins.heads import Reading
+
+
+SPEC = EagleSpec(
+    dialect="specforge",
+    version=3,
+    hidden_size=64,
+    target_hidden_size=64,
+    vocab_size=96,
+    draft_vocab_size=96,
+    num_layers=1,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+SPECS = {
+    "EAGLE-3": {},
+    "normed residual, plain embedding": {"norm_before_residual": True, "norm_embedding": False},
+    "Qwen3": {"qk_norm": True, "head_dim": 32},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "two layers": {"num_layers": 2, "windows": (None, None)},
+    "llama3 RoPE": {
+        "rope": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "EAGLE-1": {"version": 1, "num_features": 1, "norm_logits": False},
+    "EAGLE-1, two layers": {"version": 1, "num_features": 1, "num_layers": 2, "windows": (None, None)},
+}
+# A tree whose later nodes see earlier ones here and there.
+PARENTS = [[-1, -1, 0, 1, 2, 2, 4, 3, 6, 6]]
+LEVELS = (2, 4, 6, 8, 10)
+
+
+@pytest.fixture(autouse=True)
+def needs_kernel():
+    if problem := native.native_problem():
+        pytest.skip(f"native: {problem}")
+
+
+def make_head(dtype=torch.float32, **changes) -> EagleHead:
+    torch.manual_seed(0)
+    head = EagleHead(dataclasses.replace(SPEC, **changes)).requires_grad_(False)
+    for name, weight in head.named_parameters():
+        weight.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.2)
+    rotary = head.rotary
+    head = head.to(dtype)
+    head.rotary = rotary.float()
+    return head
+
+
+def states_and_entries(head, forward, batch_size=1, padded=False):
+    """Of a prompt, a round's entries and a tree, level by level."""
+    loaded = LoadedHead(head, None, LoadReport("made here"))
+    mask = None
+    if padded:
+        mask = torch.arange(9) >= torch.arange(batch_size)[:, None]
+    positions = (torch.arange(9) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)).expand(batch_size, -1)
+    reading = Reading(head, mask, positions)
+    steps = PlainSteps(loaded, reading, EagleOptions(), forward)
+    generator = torch.Generator().manual_seed(1)
+
+    def some(count):
+        ids = torch.randint(0, 96, (batch_size, count), generator=generator)
+        return ids, torch.randn(batch_size, count, 64, generator=generator).to(head.dtype)
+
+    found = [read_prompt(head, reading, *some(9))]
+    for _ in range(2):
+        found.append(steps.entries(*some(4)))
+        reading.keep([3] * batch_size if not padded else [3, 1, 4][:batch_size])
+    found.append(steps.entries(*some(1)))
+    reading.keep([1] * batch_size)
+    for first, last in zip((0, *LEVELS), LEVELS, strict=False):
+        parents = [row[:last] for row in PARENTS * batch_size]
+        found += steps.level(*some(last - first), TreePlan.from_parents(parents))
+    layers = reading.cache.cache.layers
+    found += [states for layer in layers for states in (layer.keys, layer.values)]
+    return [states.clone() for states in found]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    counts, library = [0], native.library()
+    run = library.run_layers
+    monkeypatch.setattr(library, "run_layers", lambda *a: counts.__setitem__(0, counts[0] + 1) or run(*a))
+    return counts
+
+
+@pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS)
+def test_states_and_entries_are_those_of_the_modules(changes, calls):
+    head = make_head(**changes)
+    forward = NativeForward.of(head)
+    assert forward is not None
+    for batch_size, padded in ((1, False), (3, True)):
+        found = states_and_entries(head, forward, batch_size, padded)
+        assert calls == [3 + len(LEVELS)]
+        calls[0] = 0
+        for each, other in zip(found, states_and_entries(head, None, batch_size, padded), strict=True):
+            torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4)
+        assert calls == [0]
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "EAGLE-1"])
+def test_bfloat16_is_no_further_from_float32_than_the_modules_are(name):
+    exact = states_and_entries(make_head(**SPECS[name]).to(torch.bfloat16).float(), None)
+    head = make_head(torch.bfloat16, **SPECS[name])
+    found, modules = states_and_entries(head, NativeForward.of(head)), states_and_entries(head, None)
+    error, allowed = (
+        sum((each.float() - other).norm() for each, other in zip(states, exact, strict=True))
+        for states in (found, modules)
+    )
+    assert error <= 1.1 * allowed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 8},
+        {"hidden_act": "gelu"},
+        {"rope": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        {"intermediate_size": 80},
+    ],
+    ids=str,
+)
+def test_heads_that_the_kernel_does_not_compute(changes):
+    assert NativeForward.of(make_head(**changes)) is None
+
+
+def test_float16_and_no_kernel(monkeypatch):
+    assert NativeForward.of(make_head(torch.float16)) is None
+    monkeypatch.setattr("hf_speculate_plugins.eagle.native.has_kernel", lambda: False)
+    assert NativeForward.of(make_head()) is None
+
+
+def test_layers_that_see_different_entries_are_modules(calls):
+    head = make_head(num_layers=2, windows=(None, 4))
+    forward = NativeForward.of(head)
+    found, expected = states_and_entries(head, forward), states_and_entries(head, None)
+    assert all(map(torch.equal, found, expected))
+    assert calls == [0]
+
+
+def test_copies_and_weights_that_change(calls):
+    head = make_head()
+    forward = NativeForward.of(head)
+    before = states_and_entries(head, forward)
+    twin, twin_forward = copy.deepcopy((head, forward))
+    twin.layers[0].mlp.down_proj.weight.zero_()
+    for each, other in zip(states_and_entries(head, forward), before, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4)
+    changed = states_and_entries(twin, twin_forward)
+    for each, other in zip(changed, states_and_entries(twin, None), strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(changed[1], before[1])
+    head.layers[0].mlp.down_proj.weight = torch.nn.Parameter(twin.layers[0].mlp.down_proj.weight, requires_grad=False)
+    for each, other in zip(states_and_entries(head, forward), changed, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4, msg="another tensor in the same place")
