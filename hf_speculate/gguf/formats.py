@@ -144,6 +144,26 @@ def _q6_k(blocks: Tensor) -> Decoded:
     return (low | high << 4).to(torch.int16) - 32, _halves(blocks, 208) * scales, None
 
 
+# What the codes of IQ4_NL and IQ4_XS stand for.
+_IQ4_INTEGERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _looked_up(codes: Tensor) -> Tensor:
+    return torch.tensor(_IQ4_INTEGERS, dtype=torch.int16, device=codes.device)[codes.long()]
+
+
+def _iq4_nl(blocks: Tensor) -> Decoded:
+    return _looked_up(_nibbles(blocks[:, 2:])), _halves(blocks, 0), None
+
+
+def _iq4_xs(blocks: Tensor) -> Decoded:
+    """Scales of six bits, of which the two high ones of all eight are in bytes 2 and 3."""
+    high = _bits(blocks[:, 2:4], 2, 4).transpose(1, 2).flatten(1)
+    scales = _bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1) | high << 4
+    codes = _bits(blocks[:, 8:].unflatten(1, (8, 16)), 4, 2).flatten(1)
+    return _looked_up(codes), _halves(blocks, 0) * (scales.float() - 32), None
+
+
 FORMATS = {
     block_format.name: block_format
     for block_format in (
@@ -157,6 +177,8 @@ FORMATS = {
         BlockFormat("Q4_K", 256, 144, 32, 0, 15, _q4_k),
         BlockFormat("Q5_K", 256, 176, 32, 0, 31, _q5_k),
         BlockFormat("Q6_K", 256, 210, 16, -32, 31, _q6_k),
+        BlockFormat("IQ4_NL", 32, 18, 32, -127, 113, _iq4_nl),
+        BlockFormat("IQ4_XS", 256, 136, 32, -127, 113, _iq4_xs),
     )
 }
 

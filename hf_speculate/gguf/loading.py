@@ -58,8 +58,8 @@ def load_gguf(
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
     """A causal LM of architecture llama, qwen2 or qwen3 from a GGUF file, its quantised weights kept packed in memory.
 
-    Types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, F16, BF16, F32, and files that mix them. The model is an ordinary
-    `LlamaForCausalLM` or `Qwen2ForCausalLM` for inference; it cannot be trained nor saved. PEFT's LoRA works on it
+    Types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, F16, BF16, F32, and mixes. The model is one of
+    transformers' own for inference; it cannot be trained nor saved. PEFT's LoRA works on it
     (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging need `backend="dense"`.
 
     Args:

@@ -176,7 +176,8 @@ def _check_tensors(file: GgufFile, architecture: str, sizes: dict[str, int]) -> 
         allowed = [*DENSE_TYPES, *(FORMATS if len(entry.shape) == 2 else ())]
         if entry.type not in allowed:
             raise CheckpointError(
-                f"{file.path!r}: tensor {name!r} is of type {entry.type}; supported here: {', '.join(allowed)}."
+                f"{file.path!r}: tensor {name!r} is of type {entry.type}; supported here: {', '.join(allowed)}. "
+                "(llama.cpp's llama-quantize --allow-requantize writes the file in one of these.)"
             )
 
 

@@ -63,8 +63,9 @@ def check_products(library, inputs, matrix, allowed):
 
 
 # Where the float16 numbers of a block are; and its other bytes, so that products are as large as they can be.
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
-LARGEST = {"Q8_0": 0x80}
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "IQ4_NL": (0,)}
+HALVES["IQ4_XS"] = (0,)
+LARGEST = {"Q8_0": 0x80, "IQ4_NL": 0}
 
 
 @pytest.mark.parametrize("flags", ["", *OTHER_CPUS])

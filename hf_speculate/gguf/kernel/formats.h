@@ -36,14 +36,42 @@ constexpr int QUADS = COLUMNS / 4;
 constexpr int quad_of(int column) { return column / 8 * 2 + column / 2 % 2; }
 constexpr int byte_of(int column) { return column % 2 * 2 + column / 4 % 2; }
 
+// The integers of IQ4_NL and IQ4_XS, plus 128.
+alignas(16) constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+// Of each byte, which is less than 16, its entry.
+template <class V> INLINE V look_up(const V& codes) {
+#if HAS_AVX512
+  if constexpr (sizeof(V) == 64)
+    return reinterpret<V>(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(TABLE)), (__m512i)codes));
+#elif HAS_AVX2
+  V found;
+  for (size_t i = 0; i < sizeof(V); i += 32) {
+    const __m256i part = load<__m256i>((const uint8_t*)&codes + i);
+    store((uint8_t*)&found + i, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(TABLE)), part));
+  }
+  return found;
+#elif HAS_NEON
+  V found;
+  for (size_t i = 0; i < sizeof(V); i += 16)
+    store((uint8_t*)&found + i, vqtbl1q_u8(load<uint8x16_t>(TABLE), load<uint8x16_t>((const uint8_t*)&codes + i)));
+  return found;
+#endif
+  uint8_t bytes[sizeof(V)];
+  store(bytes, codes);
+  for (uint8_t& byte : bytes) byte = TABLE[byte];
+  return load<V>(bytes);
+}
+
 // How a type lies in a tile of 16 rows of a matrix, one a lane; a cell is 32 of its columns. In memory: the low bits of the
 // codes of all cells, their high bits, then scales and offsets. Bits lie quad after quad, ascending from bit 0 of each byte.
-// A code has LOW + HIGH bits, the integer is code - BIAS; GROUP columns share scale and offset: float16 ones, or (SUPER)
-// 8-bit ones times float16 ones of 256 columns.
-template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_> struct Layout {
+// A code has LOW + HIGH bits, the integer is code - BIAS, or that of TABLE; GROUP columns share scale and offset: float16
+// ones, or (SUPER) 8-bit ones times float16 ones of 256 columns.
+template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_, bool LOOKS_UP_ = false> struct Layout {
   static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, BIAS = BIAS_, BITS = LOW + HIGH;
   static constexpr uint32_t LOW_MASK = (1 << LOW) - 1, HIGH_MASK = ((1 << HIGH) - 1) << LOW;
-  static constexpr bool SUPER = SUPER_, OFFSET = OFFSET_;
+  static constexpr bool SUPER = SUPER_, OFFSET = OFFSET_, LOOKS_UP = LOOKS_UP_;
+  static constexpr int CODE_BITS = LOOKS_UP ? 8 : BITS;  // of what is looked up
   static constexpr int GROUPS = COLUMNS / GROUP, KINDS = OFFSET ? 2 : 1;
   static constexpr int64_t LOW_BYTES = 64 * LOW, HIGH_BYTES = 64 * HIGH;
   static constexpr int64_t CELL_FACTORS = KINDS * LANES * (SUPER ? GROUPS : 2);
@@ -90,7 +118,10 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_>
     INLINE Codes() {
 #if HAS_BF16
       alignas(64) uint16_t table[64];
-      for (int i = 0; i < 64; i++) table[i] = reinterpret<uint32_t>(float((i & ((1 << BITS) - 1)) - BIAS)) >> 16;
+      for (int i = 0; i < 64; i++) {
+        const int code = i & ((1 << BITS) - 1);
+        table[i] = reinterpret<uint32_t>(float((LOOKS_UP ? TABLE[code & 15] : code) - BIAS)) >> 16;
+      }
       first = load<__m512i>(table), second = load<__m512i>(table + 32);
 #endif
     }
@@ -101,14 +132,16 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_>
 
     // Codes of a quad, of the lanes of a vector V, the how manieth `part` is.
     template <class V> INLINE V quad(int i, int part) const {
-      return joined(load<V>(word(low, LOW, i) + part * sizeof(V)), i * LOW % 8,
-                    HIGH ? load<V>(word(high, HIGH, i) + part * sizeof(V)) : V{}, i * HIGH % 8, 0x01010101);
+      const V found = joined(load<V>(word(low, LOW, i) + part * sizeof(V)), i * LOW % 8,
+                             HIGH ? load<V>(word(high, HIGH, i) + part * sizeof(V)) : V{}, i * HIGH % 8, 0x01010101);
+      return LOOKS_UP ? look_up(found) : found;
     }
 
     INLINE Floats at(int i, float) const {
       const int q = quad_of(i), shift = 8 * byte_of(i);
       const Words h = HIGH ? load<Words>(word(high, HIGH, q)) >> shift : Words{};
-      const Words code = joined(load<Words>(word(low, LOW, q)) >> shift, q * LOW % 8, h, q * HIGH % 8, 1);
+      Words code = joined(load<Words>(word(low, LOW, q)) >> shift, q * LOW % 8, h, q * HIGH % 8, 1);
+      if (LOOKS_UP) code = look_up(code) & 255;
       return __builtin_convertvector(reinterpret<Ints>(code) - BIAS, Floats);
     }
 
@@ -208,6 +241,17 @@ struct Q6_K : Layout<4, 2, 16, true, false, 32> {
   static constexpr int SIZE = 256, BYTES = 210, D = 208, M = 0;
   static int code(const uint8_t* b, int i) { return nibble(b + i / 128 * 64, i % 128, 64) | two_bits(b + 128, i) << 4; }
   static int factor(const uint8_t* b, int g, bool) { return int8_t(b[192 + g]); }
+};
+struct IQ4_NL : Layout<4, 0, 32, false, false, 128, true> {
+  static constexpr int SIZE = 32, BYTES = 18, D = 0, M = 0;
+  static int code(const uint8_t* b, int i) { return nibble(b + 2, i, 16); }
+};
+struct IQ4_XS : Layout<4, 0, 32, true, false, 128, true> {
+  static constexpr int SIZE = 256, BYTES = 136, D = 0, M = 0;
+  static int code(const uint8_t* b, int i) { return nibble(b + 8 + i / 32 * 16, i % 32, 16); }
+  static int factor(const uint8_t* b, int g, bool) {
+    return ((b[4 + g / 2] >> 4 * (g % 2) & 15) | (load<uint16_t>(b + 2) >> 2 * g & 3) << 4) - 32;
+  }
 };
 
 void put(uint8_t* plane, int width, int column, int64_t lane, uint32_t value) {

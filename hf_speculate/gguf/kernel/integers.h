@@ -109,9 +109,9 @@ INLINE WideInts widened(const WideInts& sums) {
 
 // What a type's codes are multiplied as, and what is to be added for that: correction * sum of the row.
 template <class F> struct Bytewise {
-  static constexpr bool IS_SIGNED = F::BITS == 8 && !TAKES_UNSIGNED;
+  static constexpr bool IS_SIGNED = F::CODE_BITS == 8 && !TAKES_UNSIGNED;
   // How many products of pairs fit into 16 bits.
-  static constexpr int MOST = TAKES_UNSIGNED || F::BITS <= 4 ? 8 : F::BITS == 8 ? 1 : F::BITS == 6 ? 2 : 4;
+  static constexpr int MOST = TAKES_UNSIGNED || F::CODE_BITS <= 4 ? 8 : F::CODE_BITS == 8 ? 1 : F::CODE_BITS == 6 ? 2 : 4;
   static constexpr bool CORRECTS = F::OFFSET || (F::BIAS && !IS_SIGNED);
 
   static INLINE WideWords quad(const typename F::Codes& codes, int i, int part) {

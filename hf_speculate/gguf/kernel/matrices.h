@@ -92,7 +92,7 @@ template <class F> constexpr Kind kind(const char* name) {
 
 const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0"), kind<Q5_1>("Q5_1"),
                       kind<Q8_0>("Q8_0"), kind<Q2_K>("Q2_K"), kind<Q3_K>("Q3_K"), kind<Q4_K>("Q4_K"),
-                      kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K"),
+                      kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K"), kind<IQ4_NL>("IQ4_NL"), kind<IQ4_XS>("IQ4_XS"),
                       // As they lie; of the type of the inputs.
                       {"F32", 1, 4, 0, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
                       {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};

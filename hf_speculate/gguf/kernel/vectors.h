@@ -21,6 +21,7 @@
 #endif
 #elif defined(__aarch64__) && !defined(HFS_PORTABLE)
 #include <arm_neon.h>
+#define HAS_NEON 1
 #if defined(__ARM_FEATURE_DOTPROD)
 #define HAS_DOTPROD 1
 #endif
