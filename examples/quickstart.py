@@ -32,7 +32,7 @@ from transformers.utils import logging
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.commands import SMOLLM2_INSTALL, find_smollm2, side_by_side
-from hf_speculate.gguf import read_header, read_tokenizer
+from hf_speculate.gguf import read_model_file, read_tokenizer
 from hf_speculate.target import has_native_layers
 from hf_speculate.testing import check_lossless
 
@@ -87,7 +87,7 @@ def smollm2(path: str, max_new_tokens: int) -> Subject:
     def load(dtype):
         return hf_speculate.load_gguf(path, dtype=dtype)[0]
 
-    tokenizer = read_tokenizer(read_header(path))
+    tokenizer = read_tokenizer(read_model_file(path))
     return Subject("smollm2", CHAT, tokenizer, load, {"max_new_tokens": max_new_tokens})
 
 

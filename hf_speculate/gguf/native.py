@@ -215,7 +215,7 @@ def compile_source(compiler: Sequence[str]) -> bytes:
     logger.info(f"compiling {SOURCE}")
     with tempfile.TemporaryDirectory(prefix="hf_speculate-") as folder:
         written = Path(folder) / "native.so"
-        with Console(stderr=True).status("compiling the kernel for GGUF weights: once on this machine, some seconds"):
+        with Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"):
             done = _run([*command, str(SOURCE), "-o", str(written)])
         if done.returncode:
             raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")

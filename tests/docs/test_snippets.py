@@ -91,19 +91,33 @@ def test_what_is_not_run_says_why_and_imports_what_exists(block):
         check_imports(block)
 
 
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "examples").rglob("*.py")), ids=lambda path: path.name)
+def test_examples_import_what_exists(path):
+    """Of the demo, too, which no other test runs."""
+    for module, name in imported(path.read_text(encoding="utf-8")):
+        if module.partition(".")[0] in OURS:
+            assert name is None or hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+def imported(text: str) -> Iterator[tuple[str, str | None]]:
+    """(module, name in it or None) of every import; relative ones are left out."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
 def check_imports(block: Block) -> None:
     """Raises `AssertionError` for names that are not there. A package that is not installed is named in the reason."""
-    for node in ast.walk(ast.parse(block.text, str(block.page))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-        for name in names:
-            module, name = (name, None) if isinstance(node, ast.Import) else (node.module or "", name)
-            package = module.partition(".")[0]
-            if importlib.util.find_spec(package) is None:
-                assert package not in OURS
-                assert package in (block.reason or ""), f"{block.place}: {package} is not installed: a typing error?"
-            else:
-                found = importlib.import_module(module)
-                assert name is None or hasattr(found, name), f"{block.place}: {module} has no {name}"
+    for module, name in imported(block.text):
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            assert package not in OURS
+            assert package in (block.reason or ""), f"{block.place}: {package} is not installed: a typing error?"
+        else:
+            found = importlib.import_module(module)
+            assert name is None or hasattr(found, name), f"{block.place}: {module} has no {name}"
 
 
 def command_lines(text: str) -> Iterator[list[str]]:

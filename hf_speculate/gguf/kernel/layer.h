@@ -25,7 +25,7 @@ struct Layer {
 // `_Call` of native_layers.py.
 struct Call {
   const void *x, *beside;  // [batch row, query, hidden]; the second for layers that join it
-  void* y;        // outputs of each layer, as x
+  void* y;  // outputs of each layer, as x
   int64_t num_layers;
   const Layer* const* layers;  // of the same sizes
   int64_t batch_size, num_queries, num_keys;  // the queries' own keys are the last ones

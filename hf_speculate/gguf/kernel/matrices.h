@@ -187,7 +187,7 @@ template <class T> class Arranged {
   Factor<T>* factors = nullptr;
   float* sums[2] = {};  // over 16 columns, over 32
   Rounded rounded = {};
-  bool rounds;
+  bool rounds = false;
 };
 
 }  // namespace
