@@ -6,7 +6,9 @@
 // input, several at a time: as bfloat16, which holds the integers exactly, by AMX or vdpbf16ps, or as float32. Sums are
 // float32. Neither the number of rows nor that of threads changes the bits of a row.
 
+#if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
+#endif
 
 #include "layer.h"
 
