@@ -9,8 +9,8 @@ native     compiles and calls `kernel/`, C++ for CPUs (kept and checked by kerne
 int4       packs for torch's int4 kernel
 backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
-fused      whole decoder layers (decoder_layers) in native calls (native_layers), for few rows (native_rows), into
-           transformers' caches (native_caches)
+fused      whole decoder layers (decoder_layers, layer_parts) in native calls (native_layers), for few rows
+           (native_rows), into transformers' caches (native_caches)
 dense      dense matrices of heads by the same kernel
 shards     which file on the disk or the Hub, and models in several
 loading    all of it together
@@ -21,15 +21,16 @@ random_files  files with random weights, for benchmarks and tests
 from .backends import BACKENDS as BACKENDS
 from .dense import quicken as quicken
 from .fused import fuse_layers as fuse_layers
+from .layer_parts import LayerParts as LayerParts
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
 from .loading import read_tokenizer as read_tokenizer
 from .model import plan_model as plan_model
 from .modules import PackedMatrix as PackedMatrix
 from .native import has_kernel as has_kernel
-from .native_layers import LayerParts as LayerParts
 from .native_layers import NativeLayers as NativeLayers
 from .native_rows import new_rows as new_rows
+from .native_rows import served as served
 from .random_files import FileShape as FileShape
 from .random_files import find_recipe as find_recipe
 from .random_files import write_random_file as write_random_file

@@ -187,7 +187,7 @@ def _check_is_on_cpu(inputs: Tensor, layer: Any) -> None:
         )
 
 
-# In the order in which "auto" takes them.
+# In the order in which "auto" takes them; what rounds runs only where "native" does, which comes before it.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (NativeBackend(), RoundingBackend(), Int4Backend(), DequantizeBackend())
 }

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
+from .layer_parts import LayerParts
 from .modules import PackedMatrix
-from .native_layers import LayerParts
-
-
-# Names of the norms of a layer and of its attention in the kernel; those of queries and keys are Qwen3's.
-_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-_HEAD_NORMS = {"q_norm": "q_norm", "k_norm": "k_norm"}
 
 
 def parts_of(layer: Any) -> LayerParts | None:
     """What the kernel needs of a layer; None where it computes something else."""
-    attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
-    norms = {name: getattr(layer, of) for of, name in _NORMS.items()}
-    norms |= {name: getattr(attention, of) for of, name in _HEAD_NORMS.items() if hasattr(attention, of)}
-    projections: dict[str, nn.Module] = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
-    projections |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
-    eps = {norm.variance_epsilon for norm in norms.values()}
-    is_known = config.hidden_act == "silu" and len(eps) == 1 and getattr(attention, "sliding_window", None) is None
-    if not is_known:
+    attention, config = layer.self_attn, layer.self_attn.config
+    if config.hidden_act != "silu" or getattr(attention, "sliding_window", None) is not None:
         return None
-    parts = LayerParts(
+    parts = LayerParts.of(
+        attention,
+        layer.mlp,
+        {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
         sizes={
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
@@ -34,10 +24,9 @@ def parts_of(layer: Any) -> LayerParts | None:
             "head_dim": attention.head_dim,
             "inner": config.intermediate_size,
         },
-        eps=eps.pop(),
+        eps=layer.input_layernorm.variance_epsilon,
         scale=attention.scaling,
-        norms={name: norm.weight for name, norm in norms.items()},
-        projections=projections,
     )
     is_packed = all(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
-    return parts if is_packed and parts.fit() else None
+    has_one_eps = all(norm.variance_epsilon == parts.eps for norm in parts.norms.values())
+    return parts if is_packed and has_one_eps and parts.fit() else None

@@ -27,7 +27,7 @@ from transformers.utils import output_capturing
 from ..target import grouped_sdpa
 from .decoder_layers import parts_of
 from .native_layers import NativeLayers
-from .native_rows import new_rows
+from .native_rows import new_rows, served
 
 
 # Whose hooks on a layer only read what it computes: transformers' for hidden states, and the taps of drafters.
@@ -129,20 +129,23 @@ class _Span:
     def run(self, arguments: _Arguments) -> Tensor | None:
         """[L, B, N, H]: the outputs of each layer; None, and nothing done, where the modules are to compute them."""
         inputs, cache, rotary = arguments.inputs, arguments.cache, arguments.rotary
-        if cache is None or rotary is None or not self.is_untouched():
+        if cache is None or rotary is None or not (served(inputs) and self.is_untouched()):
             return None
         attention = self._layers[0].self_attn
         if not _is_stock_attention(attention.config, arguments.others):
             return None
-        if self._native is None or not self._native.is_current():
-            self._native = NativeLayers([parts for layer in self._layers if (parts := parts_of(layer)) is not None])
+        layers = self._current_layers()
         cos, sin = (states.contiguous() for states in rotary)
-        if not cos.dtype is sin.dtype is inputs.dtype is self._native.dtype:
+        if layers is None or not cos.dtype is sin.dtype is inputs.dtype:
             return None
-        of_layers = attention.layer_idx, len(self._layers)
-        heads = attention.config.num_key_value_heads, attention.head_dim
-        rows = new_rows(inputs, cache, of_layers, heads, arguments.mask)
-        return None if rows is None else rows.run(self._native, inputs, (cos, sin))
+        rows = new_rows(layers, inputs, cache, attention.layer_idx, arguments.mask)
+        return None if rows is None else rows.run(inputs, (cos, sin))
+
+    def _current_layers(self) -> NativeLayers | None:
+        """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
+        if self._native is None or not self._native.is_current():
+            self._native = NativeLayers.of([parts_of(layer) for layer in self._layers])
+        return self._native
 
     def is_untouched(self) -> bool:
         """Whether the modules are those that were loaded, and nobody watches them."""

@@ -34,8 +34,11 @@ logger = logging.get_logger(__name__)
 
 SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 
-# Rows of a matrix that lie together; types of matrices that lie as they come.
-TILE_ROWS, DENSE = 16, ("F32", "BF16")
+# Rows of a matrix that lie together.
+TILE_ROWS = 16
+
+# What matrices that lie as they come are called.
+DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
@@ -84,7 +87,7 @@ class Library:
         self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
         self.multiply_dense, self.ask_for_large_pages = functions.hfs_dense, functions.hfs_large_pages
         self._functions = functions
-        self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE)}
+        self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         self.bf16: int = functions.hfs_bf16()
         self.has_threads: bool = functions.hfs_has_threads()
 

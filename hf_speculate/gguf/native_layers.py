@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,21 +14,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from . import native
-from .backends import NativeBackend
+from .layer_parts import LayerParts, matrix_of
 from .modules import PackedMatrix, Projection
 
 
-# What the kernel has room for: rows of an input, columns of a head, heads that share keys (its CHUNK, MOST_HEAD_DIM and
-# MOST_GROUPS).
-MOST_ROWS, _MOST_HEAD_DIM, _MOST_GROUPS = 128, 512, 128
-
-# Columns that are multiplied at a time.
-_COLUMNS = 32
+# Rows of an input that the kernel has room for (its CHUNK).
+MOST_ROWS = 128
 
 # Of a row, beside the queries: ancestors that were run before, and what it sees in one piece.
 _MOST_RUNS = 32
-
-_DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 # Of a layer, in the order of its structure.
 _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "beside_norm")
@@ -72,70 +65,19 @@ class _Call(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerParts:
-    """What a decoder layer is made of, whosever its modules are.
-
-    Attributes:
-        sizes: hidden, heads, kv_heads, head_dim, inner.
-        norms: weights of RMSNorms by the names of the structure, those that there are.
-        projections: q, k, v, o, gate, up, down, each packed by the native backend or an `nn.Linear`.
-        joins, norms_residual: of EAGLE-3's first layer, see there.
-    """
-
-    sizes: dict[str, int]
-    eps: float
-    scale: float
-    norms: dict[str, Tensor]
-    projections: dict[str, nn.Module]
-    joins: bool = False
-    norms_residual: bool = False
-
-    @property
-    def matrices(self) -> list[PackedMatrix | nn.Linear | None]:
-        return [matrix_of(projection) for projection in self.projections.values()]
-
-    def rounds(self) -> bool | None:
-        """Whether inputs are rounded to bytes; None where the kernel does not multiply with all of the matrices, or
-        not alike."""
-        found = {_rounds(matrix) for matrix in self.matrices}
-        return found.pop() if len(found) == 1 else None
-
-    def fit(self) -> bool:
-        """Whether the kernel computes such a layer."""
-        sizes, step = self.sizes, native.TILE_ROWS
-        widths = sizes["hidden"], sizes["heads"] * sizes["head_dim"], sizes["inner"]
-        return (
-            self.rounds() is not None
-            and all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
-            and all(width % _COLUMNS == 0 for width in widths)
-            and sizes["head_dim"] % step == 0
-            and sizes["head_dim"] <= _MOST_HEAD_DIM
-            and sizes["heads"] <= _MOST_GROUPS * sizes["kv_heads"]
-        )
-
-
-def _rounds(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
-    if isinstance(matrix, PackedMatrix):
-        return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
-    return None if matrix is None or not matrix.weight.is_contiguous() else False
-
-
 class NativeLayer:
     """The weights of one decoder layer, where they lie in memory now.
 
     Attributes:
-        tensors: what must not move.
         address: of the structure.
     """
 
     def __init__(self, parts: LayerParts):
-        self.tensors: list[Tensor] = list(parts.norms.values())
         self._layer = _Layer(
             **parts.sizes,
             eps=parts.eps,
             scale=parts.scale,
-            **{name: weight.data_ptr() for name, weight in parts.norms.items()},
+            **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
             joins=parts.joins,
             norms_residual=parts.norms_residual,
         )
@@ -167,13 +109,11 @@ class NativeLayer:
 
     def _fill(self, place: _Matrix, matrix: PackedMatrix | nn.Linear) -> None:
         is_packed = isinstance(matrix, PackedMatrix)
-        weight: Tensor = matrix.packed if is_packed else matrix.weight
-        place.kind = native.library().kinds[matrix.block_type if is_packed else _DENSE_KINDS[weight.dtype]]
+        weight: Any = matrix.packed if is_packed else matrix.weight
+        place.kind = native.library().kinds[matrix.block_type if is_packed else native.DENSE_KINDS[weight.dtype]]
         place.in_features, place.out_features = matrix.in_features, matrix.out_features
         place.tiles = weight.data_ptr()
-        self.tensors.append(weight)
         if matrix.bias is not None:
-            self.tensors.append(matrix.bias)
             place.bias = matrix.bias.data_ptr()
 
 
@@ -181,22 +121,44 @@ class NativeLayers:
     """Consecutive layers of one decoder.
 
     Args:
-        layers: each of which fits, of the same sizes.
+        layers: each of which fits, of the same sizes and type.
+
+    Attributes:
+        dtype: of states and caches.
+        heads: of keys, and their size.
     """
 
     def __init__(self, layers: Sequence[LayerParts]):
         self._layers = [NativeLayer(layer) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
-        self._tensors = [tensor for layer in self._layers for tensor in layer.tensors]
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        self._parameters = [place for layer in layers for place in layer.parameters()]
+        self._tensors = [of[name] for of, name in self._parameters]
+        self._pointers = self._lie_at()
         self._library = native.library()
         self._rounds = layers[0].rounds() or False
         self.dtype = self._tensors[0].dtype
+        self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerParts | None]) -> NativeLayers | None:
+        """None where the kernel does not compute all of them in one call."""
+        known = [parts for parts in layers if parts is not None and parts.fit()]
+        is_alike = len({(parts.dtype(), parts.rounds()) for parts in known}) == 1
+        return cls(known) if is_alike and len(known) == len(layers) else None
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     def is_current(self) -> bool:
-        """Whether the weights lie where they lay, in the type that they had (`model.to` moves them)."""
-        pointers = [tensor.data_ptr() for tensor in self._tensors]
-        return self._tensors[0].dtype is self.dtype and pointers == self._pointers
+        """Whether the weights are those that they were and lie where they lay (`model.to` moves them), in the type that
+        they had."""
+        is_same = all(
+            of.get(name) is tensor for (of, name), tensor in zip(self._parameters, self._tensors, strict=True)
+        )
+        return is_same and self._tensors[0].dtype is self.dtype and self._lie_at() == self._pointers
+
+    def _lie_at(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors if tensor is not None]
 
     def run(
         self,
@@ -252,13 +214,6 @@ class NativeLayers:
         if not self._library.run_layers(ctypes.addressof(call)):
             raise MemoryError(f"no memory for {batch_size * num_queries} rows behind {num_keys} entries")
         return outputs
-
-
-def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
-    """The matrix that computes a projection; None where that is something else."""
-    if type(projection) is Projection:
-        return projection.fused.linear
-    return projection if isinstance(projection, PackedMatrix) or type(projection) is nn.Linear else None
 
 
 def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:

@@ -20,11 +20,13 @@ class NativeRows:
     """Rows that native layers take.
 
     Attributes:
+        layers: which.
         cache_layers: where their entries are to be.
         buffers: of those layers, with room.
         sight: see `NativeLayers.run`.
     """
 
+    layers: NativeLayers
     cache_layers: Sequence[PreallocatedLayer]
     buffers: Sequence[tuple[Tensor, Tensor]]
     num_keys: int
@@ -32,48 +34,43 @@ class NativeRows:
 
     def run(
         self,
-        layers: NativeLayers,
         inputs: Float[Tensor, "B N H"],
         rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
         beside: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
         """The outputs of every layer; their entries are in the cache then."""
         beside = None if beside is None else beside.contiguous()
-        outputs = layers.run(inputs.contiguous(), rotary, self.buffers, self.num_keys, self.sight, beside)
+        outputs = self.layers.run(inputs.contiguous(), rotary, self.buffers, self.num_keys, self.sight, beside)
         for layer in self.cache_layers:
             layer.length = self.num_keys
         return outputs
 
 
 def new_rows(
-    inputs: Float[Tensor, "B N H"],
-    cache: Cache,
-    of_layers: tuple[int, int],
-    heads: tuple[int, int],
-    mask: Tensor | None,
+    layers: NativeLayers, inputs: Float[Tensor, "B N H"], cache: Cache, first: int, mask: Tensor | None
 ) -> NativeRows | None:
     """None where modules are to compute these rows; no entry was changed.
 
     Args:
-        of_layers: index of the first layer in the cache, and how many there are.
-        heads: of keys, and their size.
+        inputs: of a kind that is `served`.
+        first: index of the first layer in the cache.
         mask: [B or 1, 1, at least N, S], see `find_sight`; None: every row sees what lies before it, and itself.
     """
-    if not _serves(inputs):
+    if inputs.dtype is not layers.dtype:
         return None
-    cache_layers = appendable_layers(cache, *of_layers)
+    cache_layers = appendable_layers(cache, first, len(layers))
     if not cache_layers:
         return None
     num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
     sees_before, sight = _sight(mask, inputs, num_keys)
     if not sees_before and sight is None:
         return None
-    buffers = make_room(cache_layers, inputs, (inputs.shape[0], *heads))
-    return None if buffers is None else NativeRows(cache_layers, buffers, num_keys, sight)
+    buffers = make_room(cache_layers, inputs, (inputs.shape[0], *layers.heads))
+    return None if buffers is None else NativeRows(layers, cache_layers, buffers, num_keys, sight)
 
 
-def _serves(inputs: Tensor) -> bool:
-    """Whether the kernel takes these rows."""
+def served(inputs: Tensor) -> bool:
+    """Whether the kernel takes such rows, and as many."""
     return (
         type(inputs) is Tensor
         and inputs.is_cpu

@@ -236,6 +236,23 @@ def test_instructions_that_this_cpu_has_not(flags, load, monkeypatch, tmp_path):
     assert error <= allowed * 1.1
 
 
+def test_a_weight_that_is_exchanged_for_another(load, calls):
+    model = load(recipe="mixed", dtype=torch.float32)
+    before, _ = states_of(model, ids(1, 12))
+    norm = model.model.layers[2].input_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
+    found, _ = states_of(model, ids(1, 12))
+    expected, _ = states_of(modules_only(model), ids(1, 12))
+    assert not torch.equal(found, before)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    norm.weight = torch.nn.Parameter(norm.weight.double(), requires_grad=False)
+    model.model.layers[2].post_attention_layernorm.double()
+    calls.clear()
+    modules, _ = states_of(model, ids(1, 12))
+    assert calls == [1, 1], "of a layer of two types, the modules"
+    assert torch.isfinite(modules).all()
+
+
 # ---- who looks into a layer, or changes it ----
 
 

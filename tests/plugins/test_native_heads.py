@@ -11,10 +11,12 @@ import torch
 from hf_speculate.gguf import native
 from hf_speculate.tree import TreePlan
 from hf_speculate_plugins.checkpoints import LoadReport
-from hf_speculate_plugins.eagle import EagleHead, EagleOptions, EagleSpec, LoadedHead
+from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, EagleSpec, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward
 from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
 from hf_speculate_plugins.heads import Reading
+
+from ..support.heads import target
 
 
 SPEC = EagleSpec(
@@ -152,6 +154,20 @@ def test_float16_and_no_kernel(monkeypatch):
     assert NativeForward.of(make_head(torch.float16)) is None
     monkeypatch.setattr("hf_speculate_plugins.eagle.native.has_kernel", lambda: False)
     assert NativeForward.of(make_head()) is None
+
+
+def test_weights_of_two_types_are_modules(calls):
+    head = make_head()
+    assert NativeForward.of(head) is not None
+    head.layers[0].hidden_norm.bfloat16()
+    assert NativeForward.of(head) is None
+
+
+def test_nothing_is_compiled_for_a_head_that_is_only_read(tmp_path, monkeypatch):
+    head = make_head()
+    monkeypatch.setattr(NativeForward, "of", lambda head: pytest.fail("a kernel was asked for"))
+    drafter = EagleDrafter(LoadedHead(head, None, LoadReport("made here")), target())
+    drafter.save_pretrained(tmp_path / "saved")
 
 
 def test_layers_that_see_different_entries_are_modules(calls):

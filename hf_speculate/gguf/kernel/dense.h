@@ -9,7 +9,7 @@ namespace {
 // Rows of an input as they come.
 template <class T> struct RowMajor {
   const T* x;
-  int64_t stride;
+  int64_t stride, rows;
 
   INLINE const T* at(int64_t cell, int64_t row) const { return x + row * stride + cell * COLUMNS; }
 };
@@ -68,22 +68,21 @@ void multiply_dense(const T* weights, int64_t in_features, const X& x, int64_t m
     for (int r = 0; r < ROWS; r++) to[r * LANES + o] = total(sums[o][r]);
 }
 
-template <int OUT, class T, class X>
-void multiply_dense(const T* weights, int64_t in_features, const X& x, int64_t rows, float* to) {
+template <int OUT, class T, class X> void multiply_dense(const T* weights, int64_t in_features, const X& x, float* to) {
   constexpr int MOST = HAS_AVX512 ? 4 : 2;
   int64_t m = 0;
-  for (; m + MOST <= rows; m += MOST) multiply_dense<OUT, MOST>(weights, in_features, x, m, to + m * LANES);
-  if (MOST > 2 && m + 2 <= rows) multiply_dense<OUT, 2>(weights, in_features, x, m, to + m * LANES), m += 2;
-  if (m < rows) multiply_dense<OUT, 1>(weights, in_features, x, m, to + m * LANES);
+  for (; m + MOST <= x.rows; m += MOST) multiply_dense<OUT, MOST>(weights, in_features, x, m, to + m * LANES);
+  if (MOST > 2 && m + 2 <= x.rows) multiply_dense<OUT, 2>(weights, in_features, x, m, to + m * LANES), m += 2;
+  if (m < x.rows) multiply_dense<OUT, 1>(weights, in_features, x, m, to + m * LANES);
 }
 
 // Sixteen rows of a matrix, or fewer, times all rows of an input, to [row, 16].
 template <class T, class X>
-void multiply_dense_rows(const T* weights, int64_t in_features, int64_t count, const X& x, int64_t rows, float* to) {
+void multiply_dense_rows(const T* weights, int64_t in_features, int64_t count, const X& x, float* to) {
   constexpr int OUT = 4;
   int64_t o = 0;
-  for (; o + OUT <= count; o += OUT) multiply_dense<OUT>(weights + o * in_features, in_features, x, rows, to + o);
-  for (; o < count; o++) multiply_dense<1>(weights + o * in_features, in_features, x, rows, to + o);
+  for (; o + OUT <= count; o += OUT) multiply_dense<OUT>(weights + o * in_features, in_features, x, to + o);
+  for (; o < count; o++) multiply_dense<1>(weights + o * in_features, in_features, x, to + o);
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 // instructions for them give the same bits.
 #pragma once
 
-#include <cmath>
-
 #include "formats.h"
 
 namespace {
@@ -25,7 +23,6 @@ struct Rounded {
 
 // The 32 columns of a cell and row, rounded to 127ths of the largest of them.
 template <class T> void round_cell(const T* from, const Rounded& to, int64_t cell, int64_t m) {
-  constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: sums with it are rounded to integers, ties to even
   const Floats halves[2] = {widen(from), widen(from + LANES)};
   Words most = {};  // of the bits without signs, which ascend with the values, and with NaN at the top
   for (const Floats& half : halves) {
@@ -40,7 +37,7 @@ template <class T> void round_cell(const T* from, const Rounded& to, int64_t cel
   int8_t* values = to.at(cell, m);
   int sums[2] = {};
   for (int h = 0; h < 2; h++) {
-    const Ints integers = reinterpret<Ints>((is_finite ? halves[h] : Floats{}) * factor + MAGIC) - 0x4b400000;
+    const Ints integers = reinterpret<Ints>((is_finite ? halves[h] : Floats{}) * factor + ROUNDING) - reinterpret<int32_t>(ROUNDING);
     for (int i = 0; i < LANES; i++) {
       const int column = h * LANES + i;
       values[4 * quad_of(column) + byte_of(column)] = integers[i], sums[h] += integers[i];

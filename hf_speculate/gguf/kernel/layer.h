@@ -34,7 +34,8 @@ struct Call {
   void *const *keys, *const *values;  // of each layer's cache [batch row, KV head, entry, head_dim]
   const int64_t *batch_strides, *head_strides;
   const int32_t *offsets, *runs;
-  int64_t is_bf16, rounds, threads;  // whether inputs of products are rounded to bytes
+  int64_t is_bf16, rounds;  // whether inputs of products are rounded to bytes
+  int64_t threads;
 };
 
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -141,7 +142,7 @@ template <class T> class LayerRun {
   }
 
   void finish(int64_t columns, const Matrix* matrices, int most, int64_t m) {
-    for (int64_t cell = 0; cell < columns / COLUMNS; cell++) in.finish(cell, m, m >= count, matrices, most);
+    in.finish(0, columns / COLUMNS, m, m >= count, matrices, most);
   }
 
   // A head of a row to where attention finds it: queries and keys turned by their places.

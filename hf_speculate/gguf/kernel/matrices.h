@@ -51,7 +51,7 @@ template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& 
   alignas(64) float products[CHUNK * LANES];
   for (; i < end; i++) {
     const int64_t left = w.out_features - i * LANES, count = left < LANES ? left : LANES;
-    multiply_dense_rows((const T*)w.tiles + i * LANES * w.in_features, w.in_features, count, x, x.rows, products);
+    multiply_dense_rows((const T*)w.tiles + i * LANES * w.in_features, w.in_features, count, x, products);
     put_tile<T>(w, i, x.rows, products, sink);
   }
 }
@@ -161,17 +161,23 @@ template <class T> class Arranged {
   void set_rows(int64_t rows) { values.rows = rounded.rows = rows; }
   const Inputs<T>& places() const { return values; }
 
-  // What belongs to a cell and row that was written; one that only fills becomes 0.
-  void finish(int64_t cell, int64_t m, bool only_fills, const Matrix* matrices, int most) const {
-    if (only_fills) memset(at(cell, m), 0, COLUMNS * sizeof(T));
-    if (rounds) return only_fills ? clear_cell(rounded, cell, m) : round_cell(at(cell, m), rounded, cell, m);
-    if (WIDENS)
-      for (int i = 0; i < COLUMNS; i += LANES) narrow(of(0).at(cell, m) + i, widen(at(cell, m) + i));
+  // What belongs to some cells of a row that were written; those of a row that only fills become 0.
+  void finish(int64_t cell, int64_t end, int64_t m, bool only_fills, const Matrix* matrices, int most) const {
     bool needs[2] = {};
     for (int i = 0; i < most && matrices[i].tiles; i++)
       if (const int group = KINDS[matrices[i].kind].sum_group) needs[group == COLUMNS] = true;
-    if (needs[0]) sum_groups<16>(of(0), cell, m);
-    if (needs[1]) sum_groups<32>(of(1), cell, m);
+    for (; cell < end; cell++) {
+      if (only_fills) memset(at(cell, m), 0, COLUMNS * sizeof(T));
+      if (rounds) {
+        if (only_fills) clear_cell(rounded, cell, m);
+        else round_cell(at(cell, m), rounded, cell, m);
+        continue;
+      }
+      if (WIDENS)
+        for (int i = 0; i < COLUMNS; i += LANES) narrow(of(0).at(cell, m) + i, widen(at(cell, m) + i));
+      if (needs[0]) sum_groups<16>(of(0), cell, m);
+      if (needs[1]) sum_groups<32>(of(1), cell, m);
+    }
   }
 
   void multiply(const Matrix& matrix, int64_t begin, int64_t end, const Sink& sink) const {

@@ -130,13 +130,16 @@ INLINE float sum_of(const Floats& v) {
   return part[0];
 }
 
+// 1.5 * 2^23: what it is added to is rounded to an integer, ties to even, which the low bits of the sum are.
+constexpr float ROUNDING = 12582912.0f;
+
 // e^x to 2 units in the last place; 0 below -87, as at 88 above that. Cody-Waite reduction, polynomial of Cephes.
 INLINE Floats exponential(Floats x) {
   const Floats low = Floats{} - 87.0f, high = Floats{} + 88.0f;
   const Ints vanishes = x < low;
   x = x < low ? low : x;
   x = x > high ? high : x;
-  const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  const Floats shifted = x * 1.44269504f + ROUNDING, n = shifted - ROUNDING;
   const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
   y = y * r + 8.3334519073e-3f;

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -23,10 +24,13 @@ from .checkpoint import (
     write_head,
 )
 from .head import EagleHead
-from .native import NativeForward
 from .options import EagleOptions
 from .session import EagleSession, Turn
 from .spec import Conventions, EagleSpec
+
+
+if TYPE_CHECKING:
+    from .native import NativeForward
 
 
 class EagleDrafter(HeadDrafter[EagleHead]):
@@ -49,7 +53,6 @@ class EagleDrafter(HeadDrafter[EagleHead]):
         self.conversations: Conversations[Turn] = Conversations()
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
-        self._native = NativeForward.of(self.head)
         tree = self.options.static_tree
         if tree is not None and self.spec.parallel:
             raise ValueError(
@@ -103,6 +106,13 @@ class EagleDrafter(HeadDrafter[EagleHead]):
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares hidden size, vocabulary and depth."""
         check_fits(self.spec, target)
+
+    @cached_property
+    def _native(self) -> NativeForward | None:
+        """Made for the first request: it may take a compiler, which heads that are only read or written need not."""
+        from .native import NativeForward  # and the room of packed targets
+
+        return NativeForward.of(self.head)
 
     def start(self, request: DraftRequest) -> EagleSession:
         return EagleSession(self._loaded, self.entry_layers, self.options, self.conversations, request, self._native)

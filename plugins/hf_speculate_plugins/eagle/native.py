@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import finite
-from hf_speculate.gguf import LayerParts, NativeLayers, has_kernel, new_rows
+from hf_speculate.gguf import LayerParts, NativeLayers, has_kernel, new_rows, served
 
 from .head import EagleHead, EntryLayer
 
@@ -34,21 +34,17 @@ class NativeForward:
     def __init__(self, head: EagleHead):
         self._head = head
         self._layers: NativeLayers | None = None
-        self._weights: list[tuple[dict[str, Any], str, Any]] = []
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def __getstate__(self):
         """A copy finds its own weights."""
-        return {"_head": self._head, "_layers": None, "_weights": [], "_angles": None}
+        return {"_head": self._head, "_layers": None, "_angles": None}
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
         """None where the kernel cannot compute this head, or there is none."""
         is_known = (
-            head.device.type == "cpu"
-            and head.dtype in (torch.float32, torch.bfloat16)
-            and head.spec.rope["rope_type"] in _FIXED_ROPE
-            and head.spec.hidden_act == "silu"
+            head.device.type == "cpu" and head.spec.rope["rope_type"] in _FIXED_ROPE and head.spec.hidden_act == "silu"
         )
         if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
             return None
@@ -68,27 +64,21 @@ class NativeForward:
             masks: see `Place`.
         """
         head, spec = self._head, self._head.spec
-        if any(mask is not masks[0] for mask in masks):
-            return None
-        if masks[0] is None and token_ids.shape[1] > 1:
-            return None
-        rows = new_rows(states, cache, (0, len(head.layers)), (spec.num_kv_heads, spec.head_dim), masks[0])
-        if rows is None:
+        if not served(states) or any(mask is not masks[0] for mask in masks):
             return None
         layers = self._current_layers()
+        rows = None if layers is None else new_rows(layers, states, cache, 0, masks[0])
+        if rows is None:
+            return None
         beside = head.embed(token_ids)
         if spec.version == 1:
             states, beside = finite(head.fc(torch.cat([beside, states], dim=-1))), None
-        return rows.run(layers, states, self._rotary(states, position_ids), beside)[-1]
+        return rows.run(states, self._rotary(states, position_ids), beside)[-1]
 
-    def _current_layers(self) -> NativeLayers:
-        """Made anew where weights have moved, or were exchanged."""
-        is_same = all(of[name] is weight for of, name, weight in self._weights)
-        if self._layers is None or not (is_same and self._layers.is_current()):
-            head = self._head
-            self._layers = NativeLayers([parts_of(head, layer) for layer in head.layers])
-            modules = (module._parameters for module in head.layers.modules())
-            self._weights = [(of, name, weight) for of in modules for name, weight in of.items()]
+    def _current_layers(self) -> NativeLayers | None:
+        """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
+        if self._layers is None or not self._layers.is_current():
+            self._layers = NativeLayers.of([parts_of(self._head, layer) for layer in self._head.layers])
         return self._layers
 
     def _rotary(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +93,7 @@ class NativeForward:
 
 def parts_of(head: EagleHead, layer: Any) -> LayerParts:
     """A layer of a head as the kernel takes it."""
-    spec, attention, mlp = head.spec, layer.self_attn, layer.mlp
+    spec = head.spec
     norms = {"mlp_norm": layer.post_attention_layernorm}
     is_entry = isinstance(layer, EntryLayer)
     before = "beside_norm" if is_entry else "attention_norm"
@@ -111,8 +101,10 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
         norms[before] = layer.input_layernorm
     if is_entry:
         norms["attention_norm"] = layer.hidden_norm
-    norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
-    return LayerParts(
+    return LayerParts.of(
+        layer.self_attn,
+        layer.mlp,
+        norms,
         sizes={
             "hidden": spec.hidden_size,
             "heads": spec.num_heads,
@@ -122,11 +114,6 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
         },
         eps=spec.rms_norm_eps,
         scale=spec.head_dim**-0.5,
-        norms={name: norm.weight for name, norm in norms.items()},
-        projections={
-            **{name: getattr(attention, f"{name}_proj") for name in "qkvo"},
-            **{name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")},
-        },
         joins=is_entry,
         norms_residual=is_entry and layer.norm_before_residual,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ from ..trees import StaticTree, best_tree, log_shares, path_sums, slot_scores, s
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps
 from .levels import Level, forest_of, levels_of
-from .native import NativeForward
 from .options import EagleOptions
 from .steps import PlainSteps, Steps, read_prompt
+
+
+if TYPE_CHECKING:
+    from .native import NativeForward
 
 
 Pending = tuple[Tensor, Tensor, list[int]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -16,8 +16,11 @@ from ..heads import CachedAttention, Reading
 from ..trees import Frontier, grow_tree
 from .checkpoint import LoadedHead
 from .head import EagleHead
-from .native import NativeForward
 from .options import EagleOptions
+
+
+if TYPE_CHECKING:
+    from .native import NativeForward
 
 
 RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]

@@ -1,0 +1,102 @@
+"""What the native kernel needs of a decoder layer, and whether it computes such a one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import native
+from .backends import NativeBackend
+from .modules import PackedMatrix, Projection
+
+
+# What the kernel has room for: columns of a head, heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).
+_MOST_HEAD_DIM, _MOST_GROUPS = 512, 128
+
+# Columns that are multiplied at a time.
+_COLUMNS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """What a decoder layer is made of, whosever its modules are.
+
+    Attributes:
+        sizes: hidden, heads, kv_heads, head_dim, inner.
+        norms: RMSNorms by the names of the structure, those that there are.
+        projections: q, k, v, o, gate, up, down, each packed by the native backend or an `nn.Linear`.
+        joins, norms_residual: of EAGLE-3's first layer, see there.
+    """
+
+    sizes: dict[str, int]
+    eps: float
+    scale: float
+    norms: dict[str, Any]
+    projections: dict[str, nn.Module]
+    joins: bool = False
+    norms_residual: bool = False
+
+    @classmethod
+    def of(cls, attention: Any, mlp: Any, norms: dict[str, Any], **others: Any) -> LayerParts:
+        """Of modules that are called as transformers calls them.
+
+        Args:
+            norms: of the layer; those of queries and keys are found.
+            others: the other attributes.
+        """
+        of_heads = {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+        projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+        projections |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+        return cls(norms={**norms, **of_heads}, projections=projections, **others)
+
+    @property
+    def matrices(self) -> list[PackedMatrix | nn.Linear | None]:
+        return [matrix_of(projection) for projection in self.projections.values()]
+
+    def parameters(self) -> list[tuple[dict[str, Any], str]]:
+        """Where each of the weights is found, and its name there."""
+        modules = dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)])
+        return [(module._parameters, name) for module in modules for name in module._parameters]
+
+    def rounds(self) -> bool | None:
+        """Whether inputs are rounded to bytes; None where the kernel does not multiply with all of the matrices, or
+        not alike."""
+        found = {_rounds(matrix) for matrix in self.matrices}
+        return found.pop() if len(found) == 1 else None
+
+    def dtype(self) -> torch.dtype | None:
+        """Of what is not packed; None where that are several."""
+        found = {of[name].dtype for of, name in self.parameters() if name != "packed" and of[name] is not None}
+        return found.pop() if len(found) == 1 else None
+
+    def fit(self) -> bool:
+        """Whether the kernel computes such a layer."""
+        sizes, step = self.sizes, native.TILE_ROWS
+        widths = sizes["hidden"], sizes["heads"] * sizes["head_dim"], sizes["inner"]
+        return (
+            self.rounds() is not None
+            and self.dtype() is not None
+            and all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
+            and all(width % _COLUMNS == 0 for width in widths)
+            and sizes["head_dim"] % step == 0
+            and sizes["head_dim"] <= _MOST_HEAD_DIM
+            and sizes["heads"] <= _MOST_GROUPS * sizes["kv_heads"]
+        )
+
+
+def _rounds(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
+    if isinstance(matrix, PackedMatrix):
+        return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
+    if matrix is None or matrix.weight.dtype not in native.DENSE_KINDS or not matrix.weight.is_contiguous():
+        return None
+    return False
+
+
+def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
+    """The matrix that computes a projection; None where that is something else."""
+    if type(projection) is Projection:
+        return projection.fused.linear
+    return projection if isinstance(projection, PackedMatrix) or type(projection) is nn.Linear else None
