@@ -10,7 +10,8 @@ int4       packs for torch's int4 kernel
 backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
 fused      whole decoder layers (decoder_layers, layer_parts) in native calls (native_layers), for few rows
-           (native_rows), into transformers' caches (native_caches)
+           (native_rows), into transformers' caches (native_caches), with weights where they lie (native_weights)
+native_ranking, native_growth  what a head proposes, and trees of it, for drafters
 dense      dense matrices of heads by the same kernel
 shards     which file on the disk or the Hub, and models in several
 loading    all of it together
@@ -28,9 +29,13 @@ from .loading import read_tokenizer as read_tokenizer
 from .model import plan_model as plan_model
 from .modules import PackedMatrix as PackedMatrix
 from .native import has_kernel as has_kernel
+from .native_growth import NativeGrowth as NativeGrowth
 from .native_layers import NativeLayers as NativeLayers
+from .native_ranking import NativeRanking as NativeRanking
+from .native_ranking import Sampling as Sampling
 from .native_rows import new_rows as new_rows
 from .native_rows import served as served
+from .native_rows import tree_rows as tree_rows
 from .random_files import FileShape as FileShape
 from .random_files import find_recipe as find_recipe
 from .random_files import write_random_file as write_random_file

@@ -64,7 +64,7 @@ class LayerParts:
     def rounds(self) -> bool | None:
         """Whether inputs are rounded to bytes; None where the kernel does not multiply with all of the matrices, or
         not alike."""
-        found = {_rounds(matrix) for matrix in self.matrices}
+        found = {rounds_inputs(matrix) for matrix in self.matrices}
         return found.pop() if len(found) == 1 else None
 
     def dtype(self) -> torch.dtype | None:
@@ -87,7 +87,7 @@ class LayerParts:
         )
 
 
-def _rounds(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
+def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
     if isinstance(matrix, PackedMatrix):
         return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
     if matrix is None or matrix.weight.dtype not in native.DENSE_KINDS or not matrix.weight.is_contiguous():

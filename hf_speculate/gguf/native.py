@@ -40,6 +40,8 @@ TILE_ROWS = 16
 # What matrices that lie as they come are called.
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
+_OF_DRAFTS = ("rank", "grow", "see", "cut")
+
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
 
@@ -60,7 +62,8 @@ class Library:
 
     Attributes:
         kinds: the number of each block type, and of dense ones.
-        run_layers, find_runs: for `native_layers`; multiply_dense: for `dense`; ask_for_large_pages: for `backends`.
+        run_layers, find_runs: for `native_layers`; rank: for `native_ranking`; grow, see, cut: for `native_growth`;
+            multiply_dense: for `dense`; ask_for_large_pages: for `backends`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -81,11 +84,16 @@ class Library:
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
             ("hfs_dense", None, (pointer, pointer, size, size, pointer, size, pointer, integer)),
             ("hfs_layers", flag, (pointer,)),
+            ("hfs_rank", integer, (pointer,)),
+            ("hfs_grow", None, (pointer,) * 3),
+            ("hfs_see", size, (pointer, pointer, pointer, size, pointer, pointer)),
+            ("hfs_cut", flag, (pointer, size, pointer, pointer, pointer)),
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
         self.multiply_dense, self.ask_for_large_pages = functions.hfs_dense, functions.hfs_large_pages
+        self.rank, self.grow, self.see, self.cut = (getattr(functions, f"hfs_{name}") for name in _OF_DRAFTS)
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         self.bf16: int = functions.hfs_bf16()

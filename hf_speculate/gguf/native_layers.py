@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from . import native
 from .layer_parts import LayerParts, matrix_of
-from .modules import PackedMatrix, Projection
+from .modules import Projection
+from .native_weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
 
 
 # Rows of an input that the kernel has room for (its CHUNK).
@@ -30,38 +31,27 @@ _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "beside_norm")
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
-def _fields(kind: type, *names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names]
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [
-        *_fields(ctypes.c_int64, "kind", "in_features", "out_features"),
-        *_fields(ctypes.c_void_p, "tiles", "bias"),
-    ]
-
-
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *_fields(ctypes.c_int64, "hidden", "heads", "kv_heads", "head_dim", "inner"),
-        *_fields(ctypes.c_int64, "q_at", "k_at", "v_at", "gate_at", "up_at"),
-        *_fields(ctypes.c_double, "eps", "scale"),
-        *_fields(ctypes.c_void_p, *_NORMS),
-        *_fields(ctypes.c_int64, "joins", "norms_residual"),
-        *((name, _Matrix * most) for name, most in (("qkv", 3), ("output", 1), ("gate_up", 2), ("down", 1))),
+        *fields(ctypes.c_int64, "hidden", "heads", "kv_heads", "head_dim", "inner"),
+        *fields(ctypes.c_int64, "q_at", "k_at", "v_at", "gate_at", "up_at"),
+        *fields(ctypes.c_double, "eps", "scale"),
+        *fields(ctypes.c_void_p, *_NORMS),
+        *fields(ctypes.c_int64, "joins", "norms_residual"),
+        *((name, MatrixStructure * most) for name, most in (("qkv", 3), ("output", 1), ("gate_up", 2), ("down", 1))),
     ]
 
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *_fields(ctypes.c_void_p, "x", "beside", "y"),
-        *_fields(ctypes.c_int64, "num_layers"),
-        *_fields(ctypes.c_void_p, "layers"),
-        *_fields(ctypes.c_int64, "batch_size", "num_queries", "num_keys"),
-        *_fields(ctypes.c_void_p, "cos", "sin"),
-        *_fields(ctypes.c_int64, "rotary_stride"),
-        *_fields(ctypes.c_void_p, "keys", "values", "batch_strides", "head_strides", "offsets", "runs"),
-        *_fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
+        *fields(ctypes.c_void_p, "x", "beside", "y"),
+        *fields(ctypes.c_int64, "num_layers"),
+        *fields(ctypes.c_void_p, "layers"),
+        *fields(ctypes.c_int64, "batch_size", "num_queries", "num_keys"),
+        *fields(ctypes.c_void_p, "cos", "sin"),
+        *fields(ctypes.c_int64, "rotary_stride"),
+        *fields(ctypes.c_void_p, "keys", "values", "batch_strides", "head_strides", "offsets", "runs"),
+        *fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
     ]
 
 
@@ -100,21 +90,12 @@ class NativeLayer:
             matrix = matrix_of(projection)
             assert matrix is not None
             if matrix not in columns:
-                self._fill(places[len(columns)], matrix)
+                fill_matrix(places[len(columns)], matrix)
                 columns[matrix] = width
                 width += matrix.out_features
             if field:
                 before = projection.fused.sizes[: projection.index] if isinstance(projection, Projection) else ()
                 setattr(self._layer, field, columns[matrix] + sum(before))
-
-    def _fill(self, place: _Matrix, matrix: PackedMatrix | nn.Linear) -> None:
-        is_packed = isinstance(matrix, PackedMatrix)
-        weight: Any = matrix.packed if is_packed else matrix.weight
-        place.kind = native.library().kinds[matrix.block_type if is_packed else native.DENSE_KINDS[weight.dtype]]
-        place.in_features, place.out_features = matrix.in_features, matrix.out_features
-        place.tiles = weight.data_ptr()
-        if matrix.bias is not None:
-            place.bias = matrix.bias.data_ptr()
 
 
 class NativeLayers:
@@ -126,17 +107,17 @@ class NativeLayers:
     Attributes:
         dtype: of states and caches.
         heads: of keys, and their size.
+        is_current: says whether the weights are those that they were, see `WeightsInPlace`.
     """
 
     def __init__(self, layers: Sequence[LayerParts]):
         self._layers = [NativeLayer(layer) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
-        self._parameters = [place for layer in layers for place in layer.parameters()]
-        self._tensors = [of[name] for of, name in self._parameters]
-        self._pointers = self._lie_at()
+        self._weights = WeightsInPlace([place for layer in layers for place in layer.parameters()])
+        self.is_current = self._weights.are_current
         self._library = native.library()
         self._rounds = layers[0].rounds() or False
-        self.dtype = self._tensors[0].dtype
+        self.dtype = self._weights.dtype
         self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
 
     @classmethod
@@ -148,17 +129,6 @@ class NativeLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
-
-    def is_current(self) -> bool:
-        """Whether the weights are those that they were and lie where they lay (`model.to` moves them), in the type that
-        they had."""
-        is_same = all(
-            of.get(name) is tensor for (of, name), tensor in zip(self._parameters, self._tensors, strict=True)
-        )
-        return is_same and self._tensors[0].dtype is self.dtype and self._lie_at() == self._pointers
-
-    def _lie_at(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors if tensor is not None]
 
     def run(
         self,

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..cache import PreallocatedLayer
 from .native_caches import appendable_layers, make_room
+from .native_growth import MOST_WIDTH, NativeGrowth
 from .native_layers import MOST_ROWS, NativeLayers, find_sight
 
 
@@ -67,6 +68,65 @@ def new_rows(
         return None
     buffers = make_room(cache_layers, inputs, (inputs.shape[0], *layers.heads))
     return None if buffers is None else NativeRows(layers, cache_layers, buffers, num_keys, sight)
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of trees that are run level by level behind the entries of a cache, which does not count them.
+
+    Attributes:
+        layers: which.
+        buffers: of the cache, with room for all levels.
+        num_before: entries before the trees.
+        sight_before: which of these are seen, see `find_sight`.
+    """
+
+    layers: NativeLayers
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    num_before: int
+    sight_before: tuple[Tensor, Tensor]
+
+    def run(
+        self,
+        growth: NativeGrowth,
+        inputs: Float[Tensor, "B F H"],
+        rotary: tuple[Float[Tensor, "B F D"], Float[Tensor, "B F D"]],
+        beside: Float[Tensor, "B F H"] | None,
+    ) -> Float[Tensor, "L B F H"]:
+        """The outputs of every layer for the frontier; everything contiguous."""
+        num_keys = self.num_before + growth.num_levels * inputs.shape[1]
+        sight = growth.sight(self.sight_before, self.num_before)
+        return self.layers.run(inputs, rotary, self.buffers, num_keys, sight, beside)
+
+
+def tree_rows(
+    layers: NativeLayers,
+    root: Float[Tensor, "B H"],
+    cache: Cache,
+    size: tuple[int, int],
+    visible: Bool[Tensor, "B M"] | None,
+) -> TreeRows | None:
+    """None where modules are to compute these trees; no entry was changed.
+
+    Args:
+        root: of the type of their states.
+        cache: its layers are `layers`.
+        size: width and number of levels.
+        visible: which of the entries of the cache are real; None: all.
+    """
+    batch_size, (width, num_levels) = len(root), size
+    level = root[:1, None].expand(batch_size, width, -1)
+    if root.dtype is not layers.dtype or not served(level) or max(size) > MOST_WIDTH:
+        return None
+    cache_layers = appendable_layers(cache, 0, len(layers))
+    if not cache_layers:
+        return None
+    num_before = cache_layers[0].get_seq_length()
+    mask = torch.ones(1, num_before, dtype=torch.bool) if visible is None else visible
+    sight = find_sight(mask[:, None, None], batch_size, 1, num_before)
+    shape = batch_size, *layers.heads
+    buffers = make_room(cache_layers, root[:, None].expand(-1, width * num_levels, -1), shape)
+    return None if sight is None or buffers is None else TreeRows(layers, buffers, num_before, sight)
 
 
 def served(inputs: Tensor) -> bool:

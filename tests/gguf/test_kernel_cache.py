@@ -37,6 +37,10 @@ bool hfs_multiply() {{ return true; }}
 long long hfs_runs() {{ return 0; }}
 void hfs_dense() {{}}
 bool hfs_layers() {{ return true; }}
+int hfs_rank() {{ return 1; }}
+void hfs_grow() {{}}
+long long hfs_see() {{ return 0; }}
+bool hfs_cut() {{ return true; }}
 }}
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -11,46 +10,15 @@ import torch
 from hf_speculate.gguf import native
 from hf_speculate.tree import TreePlan
 from hf_speculate_plugins.checkpoints import LoadReport
-from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, EagleSpec, LoadedHead
+from hf_speculate_plugins.eagle import EagleDrafter, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward
 from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
 from hf_speculate_plugins.heads import Reading
 
 from ..support.heads import target
+from ..support.native_heads import SPECS, make_head
 
 
-SPEC = EagleSpec(
-    dialect="specforge",
-    version=3,
-    hidden_size=64,
-    target_hidden_size=64,
-    vocab_size=96,
-    draft_vocab_size=96,
-    num_layers=1,
-    intermediate_size=96,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-)
-SPECS = {
-    "EAGLE-3": {},
-    "normed residual, plain embedding": {"norm_before_residual": True, "norm_embedding": False},
-    "Qwen3": {"qk_norm": True, "head_dim": 32},
-    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    "two layers": {"num_layers": 2, "windows": (None, None)},
-    "llama3 RoPE": {
-        "rope": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-    },
-    "EAGLE-1": {"version": 1, "num_features": 1, "norm_logits": False},
-    "EAGLE-1, two layers": {"version": 1, "num_features": 1, "num_layers": 2, "windows": (None, None)},
-}
 # A tree whose later nodes see earlier ones here and there.
 PARENTS = [[-1, -1, 0, 1, 2, 2, 4, 3, 6, 6]]
 LEVELS = (2, 4, 6, 8, 10)
@@ -62,17 +30,6 @@ def needs_kernel():
         pytest.skip(f"native: {problem}")
 
 
-def make_head(dtype=torch.float32, **changes) -> EagleHead:
-    torch.manual_seed(0)
-    head = EagleHead(dataclasses.replace(SPEC, **changes)).requires_grad_(False)
-    for name, weight in head.named_parameters():
-        weight.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.2)
-    rotary = head.rotary
-    head = head.to(dtype)
-    head.rotary = rotary.float()
-    return head
-
-
 def states_and_entries(head, forward, batch_size=1, padded=False):
     """Of a prompt, a round's entries and a tree, level by level."""
     loaded = LoadedHead(head, None, LoadReport("made here"))
@@ -81,7 +38,7 @@ def states_and_entries(head, forward, batch_size=1, padded=False):
         mask = torch.arange(9) >= torch.arange(batch_size)[:, None]
     positions = (torch.arange(9) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)).expand(batch_size, -1)
     reading = Reading(head, mask, positions)
-    steps = PlainSteps(loaded, reading, EagleOptions(), forward)
+    steps = PlainSteps(loaded, reading, forward)
     generator = torch.Generator().manual_seed(1)
 
     def some(count):

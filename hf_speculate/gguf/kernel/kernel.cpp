@@ -11,23 +11,10 @@
 #include <sys/mman.h>
 #endif
 
+#include "growth.h"
 #include "layer.h"
 
 namespace {
-
-template <class T> struct Output {
-  T* y;
-  int64_t count, stride;
-
-  static void put(void* to, int64_t column, int64_t lanes, const float* products) {
-    const Output& out = *(Output*)to;
-    for (int64_t m = 0; m < out.count; m++) {
-      alignas(64) T values[LANES];
-      narrow(values, load<Floats>(products + m * LANES));
-      memcpy(out.y + m * out.stride + column, values, lanes * sizeof(T));
-    }
-  }
-};
 
 template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
   if (!count) return true;
@@ -157,5 +144,19 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
 // Decoder layers one after the other; at most 128 rows. False: out of memory.
 bool hfs_layers(const Call* call) {
   return call->is_bf16 ? run_layers<uint16_t>(*call) : run_layers<float>(*call);
+}
+
+// The best children of every node of a level, see `rank`.
+int hfs_rank(const Ranking* call) { return call->is_bf16 ? rank<uint16_t>(*call) : rank<float>(*call); }
+
+void hfs_grow(Growth* growth, const float* shares, const int64_t* columns) { grow(*growth, shares, columns); }
+
+int64_t hfs_see(const Growth* growth, const int32_t* offsets_before, const int32_t* runs_before, int64_t num_before,
+                int32_t* offsets, int32_t* runs) {
+  return see(*growth, offsets_before, runs_before, num_before, offsets, runs);
+}
+
+bool hfs_cut(const Growth* growth, int64_t most, int64_t* tokens, int64_t* parents, float* values) {
+  return cut(*growth, most, tokens, parents, values);
 }
 }

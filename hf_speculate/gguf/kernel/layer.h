@@ -1,10 +1,8 @@
 // Decoder layers of Llama, Qwen2 and Qwen3, one or all of them in one call.
 #pragma once
 
-#include <cmath>
-
 #include "attention.h"
-#include "matrices.h"
+#include "norm.h"
 #include "threads.h"
 
 namespace {
@@ -73,7 +71,7 @@ template <class T> class LayerRun {
     team.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
     multiply(team, layer.output, 1, sink<&LayerRun::add_attention>());
     team.each(rows, [&](int64_t m) {
-      normalize(residual + m * layer.hidden, layer.mlp_norm, 0, m);
+      norm(residual + m * layer.hidden, layer.mlp_norm, 0, m);
       finish(layer.hidden, layer.gate_up, 2, m);
     });
     multiply(team, layer.gate_up, 2, sink<&LayerRun::put_gate_up>());
@@ -102,32 +100,16 @@ template <class T> class LayerRun {
     });
   }
 
-  template <class From> float rms_factor(const From* from, int64_t size) const {
-    Floats squares = {};
-    for (int64_t i = 0; i < size; i += LANES) squares += widen(from + i) * widen(from + i);
-    return 1 / sqrtf(sum_of(squares) / size + (float)layer.eps);
-  }
-
-  // RMSNorm of a row, arranged from a column on; without weights the row itself.
-  template <class From>
-  void normalize(const From* from, const void* weights, int64_t column, int64_t m, float* also_to = nullptr) {
-    if (m >= count) return;
-    const float factor = weights ? rms_factor(from, layer.hidden) : 1;
-    for (int64_t i = 0; i < layer.hidden; i += LANES) {
-      Floats value = widen(from + i) * factor;
-      if (weights) value *= widen((const T*)weights + i);
-      if (also_to) store(also_to + i, value);
-      const int64_t at = column + i;
-      narrow(in.at(at / COLUMNS, m) + at % COLUMNS, value);
-    }
+  template <class From> void norm(const From* from, const void* weights, int64_t column, int64_t m, float* also_to = nullptr) {
+    if (m < count) normalize(from, weights, layer.hidden, layer.eps, in, column, m, also_to);
   }
 
   // What queries, keys and values are made of.
   void begin(int64_t m) {
     const int64_t own = layer.joins * layer.hidden;
-    if (layer.joins) normalize((const T*)call.beside + m * layer.hidden, layer.beside_norm, 0, m);
-    normalize(x + m * layer.hidden, layer.attention_norm, own, m,
-              layer.norms_residual ? residual + m * layer.hidden : nullptr);
+    if (layer.joins) norm((const T*)call.beside + m * layer.hidden, layer.beside_norm, 0, m);
+    norm(x + m * layer.hidden, layer.attention_norm, own, m,
+         layer.norms_residual ? residual + m * layer.hidden : nullptr);
     finish(own + layer.hidden, layer.qkv, 3, m);
   }
 
@@ -157,7 +139,7 @@ template <class T> class LayerRun {
     T* to = is_query ? queries + m * q_size + head * size : (is_key ? keys : values) + in_cache;
     alignas(64) float normed[MOST_HEAD_DIM], turned[MOST_HEAD_DIM];
     if (const T* weights = (const T*)(is_query ? layer.q_norm : is_key ? layer.k_norm : nullptr)) {
-      const float factor = rms_factor(x, size);
+      const float factor = rms_factor(x, size, layer.eps);
       for (int64_t d = 0; d < size; d += LANES) store(normed + d, load<Floats>(x + d) * factor * widen(weights + d));
       x = normed;
     }

@@ -16,6 +16,22 @@ struct Sink {
   int64_t first_column = 0;  // of the matrix, among others of the same input
 };
 
+// Rows of products.
+template <class T> struct Output {
+  T* y;
+  int64_t count, stride;
+
+  static void put(void* to, int64_t column, int64_t lanes, const float* products) {
+    const Output& out = *(Output*)to;
+    for (int64_t m = 0; m < out.count; m++) {
+      T* y = out.y + m * out.stride + column;
+      alignas(64) T values[LANES];
+      narrow(lanes == LANES ? y : values, load<Floats>(products + m * LANES));
+      if (lanes < LANES) memcpy(y, values, lanes * sizeof(T));
+    }
+  }
+};
+
 // A matrix, packed or dense; `_Matrix` of native_layers.py.
 struct Matrix {
   int64_t kind, in_features, out_features;

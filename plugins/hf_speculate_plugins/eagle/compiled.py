@@ -26,7 +26,7 @@ from ..heads import CachedAttention, CompiledForwards, Reading, form_of
 from ..trees import Frontier, grow_tree, num_candidates
 from .checkpoint import LoadedHead
 from .head import EagleHead
-from .options import EagleOptions
+from .options import EagleOptions, TreeSize
 from .steps import PlainSteps, parent_states, tree_of_levels
 
 
@@ -135,49 +135,49 @@ class CompiledSteps:
         logits, fed_back = self._forwards.append(eagle_level, width, inputs, masks, plain)
         return logits[:, :count], fed_back[:, :count]
 
-    def tree(self, root: Tensor, state: DraftState, depth: int) -> DraftTree:
+    def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
         """As one graph, but for heads with windows: these are compiled level by level."""
-        head, options = self._head, self._options
+        head = self._head
         if self._reading.has_windows:
-            return tree_of_levels(self._loaded, options, self.level, root, state, depth)
-        key: Any = self._compiler.choose(head, head.device, eagle_tree, self._tree_keys(len(root), state, depth))
+            return tree_of_levels(self._loaded, self.level, root, state, size)
+        key: Any = self._compiler.choose(head, head.device, eagle_tree, self._tree_keys(len(root), state, size))
 
         def arguments() -> tuple[Any, ...]:
-            return self._tree_arguments(key, root, state, depth)
+            return self._tree_arguments(key, root, state, size.depth)
 
-        plain = partial(self._plain.tree, root, state, depth)
+        plain = partial(self._plain.tree, root, state, size)
         result = self._compiler.run(head, head.device, key, eagle_tree, arguments, plain)
         if isinstance(result, DraftTree):
             return result
-        count = 1 + num_candidates(depth, min(options.top_k, head.spec.draft_vocab_size))
+        count = 1 + num_candidates(size.depth, min(size.width, head.spec.draft_vocab_size))
         tokens, parents, values = (each[:, :count] for each in result)
-        return DraftTree(tokens, parents, max_depth=depth, values=values)
+        return DraftTree(tokens, parents, max_depth=size.depth, values=values)
 
-    def _tree_keys(self, batch_size: int, state: DraftState, depth: int) -> list[Any]:
-        """Of the graphs that can grow a tree of this depth, the least deep first."""
-        options = self._options
+    def _tree_keys(self, batch_size: int, state: DraftState, size: TreeSize) -> list[Any]:
+        """Of the graphs that can grow a tree of this size, the least deep first."""
+        deepest = self._options.max_depth
         form = self._head.dtype, *form_of(state)
 
         def key_of(levels: int) -> tuple[Any, ...]:
-            shape = levels, options.top_k, options.max_nodes
-            return batch_size, capacity_for(self._forwards.end + self._num_run(levels)), shape, *form
+            shape = levels, size.width, size.max_nodes
+            return batch_size, capacity_for(self._forwards.end + self._num_run(levels, size.width)), shape, *form
 
-        return [key_of(min(levels, options.depth)) for levels in (*_DEPTHS, options.depth) if levels >= depth]
+        return [key_of(min(levels, deepest)) for levels in (*_DEPTHS, deepest) if levels >= size.depth]
 
-    def _num_run(self, levels: int) -> int:
+    def _num_run(self, levels: int, width: int) -> int:
         """Nodes that are run for a tree; those of the deepest level are not."""
-        return max(levels - 1, 1) * min(self._options.top_k, self._head.spec.draft_vocab_size)
+        return max(levels - 1, 1) * min(width, self._head.spec.draft_vocab_size)
 
     def _tree_arguments(self, key: tuple[Any, ...], root: Tensor, state: DraftState, depth: int) -> tuple[Any, ...]:
         """The arguments of `eagle_tree`, its inputs in buffers."""
         (batch_size, capacity, shape), head = key[:3], self._head
-        levels, end = shape[0], self._forwards.end
+        (levels, width, _), end = shape, self._forwards.end
         inputs = {
             "root": root,
             "root_ids": to_device(state.root_ids, head.device),
             "starts": self._reading.positions_at(torch.zeros(1, 1, dtype=torch.long)),
             "limit": to_device([depth], head.device),
-            "slots": torch.arange(end, end + self._num_run(levels), device=head.device),
+            "slots": torch.arange(end, end + self._num_run(levels, width), device=head.device),
             "mask": self._forwards.committed_mask(batch_size, capacity),
         }
         log_noise = state.log_noise(range(levels), head.spec.draft_vocab_size, self._target_ids)

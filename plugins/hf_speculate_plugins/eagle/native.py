@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import finite
-from hf_speculate.gguf import LayerParts, NativeLayers, has_kernel, new_rows, served
+from hf_speculate.gguf import LayerParts, NativeLayers, NativeRanking, has_kernel, new_rows, served
 
 from .head import EagleHead, EntryLayer
 
@@ -34,11 +34,12 @@ class NativeForward:
     def __init__(self, head: EagleHead):
         self._head = head
         self._layers: NativeLayers | None = None
+        self._ranking: NativeRanking | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def __getstate__(self):
         """A copy finds its own weights."""
-        return {"_head": self._head, "_layers": None, "_angles": None}
+        return {"_head": self._head, "_layers": None, "_ranking": None, "_angles": None}
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
@@ -63,26 +64,46 @@ class NativeForward:
         Args:
             masks: see `Place`.
         """
-        head, spec = self._head, self._head.spec
         if not served(states) or any(mask is not masks[0] for mask in masks):
             return None
-        layers = self._current_layers()
+        layers = self.current_layers()
         rows = None if layers is None else new_rows(layers, states, cache, 0, masks[0])
         if rows is None:
             return None
-        beside = head.embed(token_ids)
-        if spec.version == 1:
-            states, beside = finite(head.fc(torch.cat([beside, states], dim=-1))), None
-        return rows.run(states, self._rotary(states, position_ids), beside)[-1]
+        states, beside = self.inputs(token_ids, states)
+        return rows.run(states, self.rotary(states, position_ids), beside)[-1]
 
-    def _current_layers(self) -> NativeLayers | None:
+    def inputs(
+        self, token_ids: Int[Tensor, "B N"], states: Float[Tensor, "B N Hd"]
+    ) -> tuple[Float[Tensor, "B N Hd"], Float[Tensor, "B N Hd"] | None]:
+        """What the first layer takes, and what it joins to that."""
+        head = self._head
+        beside = head.embed(token_ids)
+        if head.spec.version == 3:
+            return states, beside
+        return finite(head.fc(torch.cat([beside, states], dim=-1))), None
+
+    def current_layers(self) -> NativeLayers | None:
         """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
         if self._layers is None or not self._layers.is_current():
             self._layers = NativeLayers.of([parts_of(self._head, layer) for layer in self._head.layers])
         return self._layers
 
-    def _rotary(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """From a table, which grows with the text."""
+    def current_ranking(self) -> NativeRanking | None:
+        """What ranks the layers' outputs; the same holds."""
+        if self._ranking is None or not self._ranking.is_current():
+            head, spec = self._head, self._head.spec
+            norm = head.norm if spec.norm_logits else None
+            feeds_normed = spec.feed_back_normed
+            is_known = spec.norm_logits or not feeds_normed
+            sizes = spec.rms_norm_eps, head.dtype, feeds_normed
+            self._ranking = NativeRanking.of(head.output, norm, *sizes) if is_known else None
+        return self._ranking
+
+    def rotary(
+        self, states: Tensor, position_ids: Int[Tensor, "B N"]
+    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
+        """Cosines and sines in the type of the states, from a table, which grows with the text."""
         needed = int(position_ids.max()) + 1
         if self._angles is None or len(self._angles[0]) < needed or self._angles[0].dtype is not states.dtype:
             positions = torch.arange(max(2 * needed, 1024))[None]

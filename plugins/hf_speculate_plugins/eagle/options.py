@@ -9,6 +9,21 @@ from ..trees import StaticTree
 from .levels import levels_of
 
 
+@dataclass(frozen=True)
+class TreeSize:
+    """Of one dynamic tree.
+
+    Attributes:
+        depth: levels, at least 1.
+        width: nodes of a level that are run, and children of each.
+        max_nodes: draft nodes, the root not counted.
+    """
+
+    depth: int
+    width: int
+    max_nodes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions:
     """Options of EAGLE drafting.

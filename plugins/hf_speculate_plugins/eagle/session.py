@@ -18,7 +18,7 @@ from ..trees import StaticTree, best_tree, log_shares, path_sums, slot_scores, s
 from .checkpoint import LoadedHead
 from .compiled import CompiledSteps
 from .levels import Level, forest_of, levels_of
-from .options import EagleOptions
+from .options import EagleOptions, TreeSize
 from .steps import PlainSteps, Steps, read_prompt
 
 
@@ -97,11 +97,9 @@ class EagleSession(DraftSession):
         try:
             if self._loaded.spec.parallel:
                 return self._draft_parallel(state, steps, root)
-            if state.chains_only or (options.top_k == 1 and options.static_tree is None):
-                return self._draft_chain(state, steps, root)
-            if options.static_tree is not None:
+            if options.static_tree is not None and not state.chains_only:
                 return self._draft_static(state, steps, root, options.static_tree.cut(state.max_depth))
-            return steps.tree(root, state, min(options.depth, state.max_depth))
+            return self._draft_dynamic(state, steps, root)
         finally:
             reading.drop()
 
@@ -112,10 +110,19 @@ class EagleSession(DraftSession):
         self._reading = self._steps = self._pending = self._root_hidden = None
 
     def _steps_behind(self, reading: Reading) -> Steps:
-        plain = PlainSteps(self._loaded, reading, self.options, self._native)
+        if self._native is not None and self._is_drawn_natively(reading):
+            from .native_steps import NativeSteps  # which the session of a head without a kernel need not know
+
+            return NativeSteps(self._loaded, reading, self._native)
+        plain = PlainSteps(self._loaded, reading, self._native)
         if self._compiler is None:
             return plain
         return CompiledSteps(plain, self._loaded, reading, self.options, self._compiler)
+
+    def _is_drawn_natively(self, reading: Reading) -> bool:
+        """Whether trees are native calls: graphs of them are slower, and take a minute to compile."""
+        is_dynamic = self.options.static_tree is None and not self._loaded.spec.parallel and not reading.has_windows
+        return is_dynamic and self._native is not None and self._native.current_ranking() is not None
 
     def _resumed(self, first: int, count: int) -> Reading | None:
         """The last turn's reading, if it read all entries before `first` as the text now has them. (The last of them
@@ -146,20 +153,15 @@ class EagleSession(DraftSession):
         target_ids = self._loaded.target_ids
         return columns if target_ids is None else target_ids[columns]
 
-    def _draft_chain(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
-        drafted = [to_device(state.root_ids[:, None], root.device)]
-        values = [torch.zeros(drafted[0].shape, device=root.device)]
-        logits, fed_back = self._loaded.head.read(root[:, None])
-        for depth in range(min(self.options.max_depth, state.max_depth)):
-            if depth and not state.goes_on(values[-1]):
-                break
-            if depth:
-                plan = TreePlan.from_parents([range(-1, depth - 1)])
-                logits, fed_back = steps.level(drafted[-1], fed_back, plan)
-            shares, columns = log_shares(self._scores(state, depth, logits), 1)
-            drafted.append(self._to_target(columns[..., 0]))
-            values.append(values[-1] + shares[..., 0])
-        return DraftTree.chain(torch.cat(drafted, dim=1), torch.cat(values, dim=1))
+    def _draft_dynamic(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
+        """A tree, or where only chains can be verified the best chain."""
+        options, depth = self.options, min(self.options.max_depth, state.max_depth)
+        if not depth:
+            return DraftTree.root_only(state.root_ids)
+        if options.top_k > 1 and not state.chains_only:
+            return steps.tree(root, state, TreeSize(depth, options.top_k, options.max_nodes))
+        chain = steps.tree(root, state, TreeSize(depth, 1, depth))
+        return DraftTree.chain(chain.token_ids, chain.values)
 
     @cached_property
     def _mask(self) -> tuple[Tensor, Tensor]:

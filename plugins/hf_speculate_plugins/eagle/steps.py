@@ -16,7 +16,7 @@ from ..heads import CachedAttention, Reading
 from ..trees import Frontier, grow_tree
 from .checkpoint import LoadedHead
 from .head import EagleHead
-from .options import EagleOptions
+from .options import TreeSize
 
 
 if TYPE_CHECKING:
@@ -50,12 +50,11 @@ class Steps(Protocol):
         """
         ...
 
-    def tree(self, root: Float[Tensor, "B Hd"], state: DraftState, depth: int) -> DraftTree:
+    def tree(self, root: Float[Tensor, "B Hd"], state: DraftState, size: TreeSize) -> DraftTree:
         """A dynamic tree.
 
         Args:
             root: states of the entry committed last.
-            depth: of this tree, at most `EagleOptions.depth`.
         """
         ...
 
@@ -66,14 +65,11 @@ class PlainSteps:
     Args:
         loaded: the head.
         reading: what it has read.
-        options: how large dynamic trees are.
         native: computes what it can of the head.
     """
 
-    def __init__(
-        self, loaded: LoadedHead, reading: Reading, options: EagleOptions, native: NativeForward | None = None
-    ):
-        self._loaded, self._reading, self._options, self._native = loaded, reading, options, native
+    def __init__(self, loaded: LoadedHead, reading: Reading, native: NativeForward | None = None):
+        self._loaded, self._reading, self._native = loaded, reading, native
 
     @torch.no_grad()
     def entries(self, token_ids: Tensor, states: Tensor) -> Tensor:
@@ -85,8 +81,8 @@ class PlainSteps:
         positions, masks = self._reading.node_place(plan, token_ids.shape[1])
         return self._loaded.head.read(self._run(token_ids, states, positions, masks))
 
-    def tree(self, root: Tensor, state: DraftState, depth: int) -> DraftTree:
-        return tree_of_levels(self._loaded, self._options, self.level, root, state, depth)
+    def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
+        return tree_of_levels(self._loaded, self.level, root, state, size)
 
     def _run(self, token_ids: Tensor, states: Tensor, positions: Tensor, masks: list[Tensor | None]) -> Tensor:
         cache = self._reading.cache.cache
@@ -114,9 +110,7 @@ def read_prompt(
     return hidden[:, -1]
 
 
-def tree_of_levels(
-    loaded: LoadedHead, options: EagleOptions, level: RunLevel, root: Tensor, state: DraftState, depth: int
-) -> DraftTree:
+def tree_of_levels(loaded: LoadedHead, level: RunLevel, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
     """A dynamic tree, level by level; arguments as of `Steps.tree`.
 
     Args:
@@ -135,9 +129,9 @@ def tree_of_levels(
         state.root_ids,
         state.child_scores(logits, 0, target_ids)[:, 0],
         expand,
-        depth=depth,
-        top_k=options.top_k,
-        max_nodes=options.max_nodes,
+        depth=size.depth,
+        top_k=size.width,
+        max_nodes=size.max_nodes,
         token_ids=target_ids,
         goes_on=state.goes_on,
     )

@@ -1,0 +1,163 @@
+"""How the states of a head rank tokens, in one native call: norm, output matrix, noise, and the best of a softmax.
+
+Structure: that of `kernel/ranking.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from . import native
+from .dense import DenseForward
+from .layer_parts import matrix_of, rounds_inputs
+from .native_weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
+
+
+# In the order in which `generate` applies them.
+_WARPERS: dict[type | None, str] = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+
+# Columns of the states that are multiplied at a time.
+_COLUMNS = 32
+
+
+class _Ranking(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_void_p, "x", "normed"),
+        *fields(ctypes.c_int64, "batch_size", "num_nodes"),
+        *fields(ctypes.c_void_p, "norm"),
+        *fields(ctypes.c_double, "eps"),
+        ("output", MatrixStructure),
+        *fields(ctypes.c_double, "temperature", "top_p", "min_p"),
+        *fields(ctypes.c_int64, "top_k"),
+        *fields(ctypes.c_void_p, "log_noise"),
+        *fields(ctypes.c_int64, "num_columns", "most"),
+        *fields(ctypes.c_void_p, "shares", "columns"),
+        *fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
+    ]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the warpers of a sampled request do to logits, as far as the kernel does it; the defaults do nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, warpers: Sequence[Any]) -> Sampling | None:
+        """None where they do something else, or in another order than `generate` has them in."""
+        order = [_WARPERS.get(type(warper)) for warper in warpers]
+        known = [name for name in order if name is not None]
+        if len(known) < len(order) or known != [name for name in _WARPERS.values() if name in known]:
+            return None
+        if any(getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in warpers):
+            return None
+        return cls(**{name: getattr(warper, name) for name, warper in zip(known, warpers, strict=True)})
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What a head proposes.
+
+    Attributes:
+        shares: float32, logarithms of the best columns' shares of a softmax over all, the best first.
+        columns: int64.
+        fed_back: the states that the next draft step takes.
+    """
+
+    shares: Float[Tensor, "B N K"]
+    columns: Int[Tensor, "B N K"]
+    fed_back: Float[Tensor, "B N H"]
+
+
+class NativeRanking:
+    """What follows the last layer of a head.
+
+    Args:
+        output: its output matrix; one that fits, see `of`.
+        norm: the RMSNorm before it; None: none.
+        eps: of the norm.
+        dtype: of the states.
+        feeds_back_normed: whether normed states are fed back.
+
+    Attributes:
+        is_current: says whether the weights are those that they were, see `WeightsInPlace`.
+    """
+
+    def __init__(self, output: nn.Module, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
+        matrix: Any = matrix_of(output)
+        modules = [matrix] if norm is None else [matrix, norm]
+        self._weights = WeightsInPlace(
+            [(module._parameters, name) for module in modules for name in module._parameters]
+        )
+        self.is_current = self._weights.are_current
+        self._library = native.library()
+        self._feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
+        self._call = _Ranking(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
+        self._call.is_bf16, self._call.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
+        fill_matrix(self._call.output, matrix)
+
+    @classmethod
+    def of(
+        cls, output: nn.Module, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False
+    ) -> NativeRanking | None:
+        """None where the kernel does not compute this."""
+        matrix: Any = matrix_of(output)
+        if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % _COLUMNS:
+            return None
+        if type(vars(matrix).get("forward")) not in (NoneType, DenseForward):  # accelerate's, say
+            return None
+        dense = [norm.weight] if norm is not None else []
+        dense += [each for name, each in matrix._parameters.items() if name != "packed" and each is not None]
+        if any(each.dtype is not dtype or not each.is_cpu for each in dense):
+            return None
+        return cls(output, norm, eps, dtype, feeds_back_normed) if matrix.weight.is_cpu else None
+
+    def run(
+        self,
+        states: Float[Tensor, "B N H"],
+        most: int,
+        log_noise: Float[Tensor, "B C"] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Ranked | None:
+        """The best `most` columns of every node; None where scores are not finite.
+
+        Args:
+            states: contiguous, of `dtype`.
+            log_noise: float32, contiguous, taken from the scores, which have no more columns then.
+            sampling: what is done to the products before; None: nothing.
+        Raises:
+            MemoryError: there is none left.
+        """
+        shape, call = states.shape[:2], self._call
+        shares, columns = torch.empty(*shape, most), torch.empty(*shape, most, dtype=torch.long)
+        normed = torch.empty_like(states) if self._feeds_back_normed else None
+        call.x, call.normed = states.data_ptr(), None if normed is None else normed.data_ptr()
+        call.batch_size, call.num_nodes = shape
+        call.log_noise = None if log_noise is None else log_noise.data_ptr()
+        sampling = sampling or Sampling()
+        call.temperature, call.top_p, call.min_p = sampling.temperature, sampling.top_p, sampling.min_p
+        call.top_k, call.most = sampling.top_k, most
+        call.num_columns = self.num_columns if log_noise is None else log_noise.shape[-1]
+        call.shares, call.columns = shares.data_ptr(), columns.data_ptr()
+        call.threads = torch.get_num_threads()
+        done = self._library.rank(ctypes.addressof(call))
+        if done < 0:
+            raise MemoryError(f"no memory to rank {call.num_columns} tokens for {shape.numel()} states")
+        return Ranked(shares, columns, states if normed is None else normed) if done else None

@@ -1,0 +1,63 @@
+"""Weights as the native kernel reads them: where they lie in memory now."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from . import native
+from .modules import PackedMatrix
+
+
+def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
+    """Of a structure, alike."""
+    return [(name, kind) for name in names]
+
+
+class MatrixStructure(ctypes.Structure):
+    """`Matrix` of `kernel/matrices.h`."""
+
+    _fields_ = [
+        *fields(ctypes.c_int64, "kind", "in_features", "out_features"),
+        *fields(ctypes.c_void_p, "tiles", "bias"),
+    ]
+
+
+def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> None:
+    """From what `matrix_of` found."""
+    is_packed = isinstance(matrix, PackedMatrix)
+    weight: Any = matrix.packed if is_packed else matrix.weight
+    place.kind = native.library().kinds[matrix.block_type if is_packed else native.DENSE_KINDS[weight.dtype]]
+    place.in_features, place.out_features = matrix.in_features, matrix.out_features
+    place.tiles = weight.data_ptr()
+    if matrix.bias is not None:
+        place.bias = matrix.bias.data_ptr()
+
+
+class WeightsInPlace:
+    """Those that structures point to.
+
+    Args:
+        places: the dict in which each of them is found, and its name there.
+
+    Attributes:
+        dtype: of the first of them.
+    """
+
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str]]):
+        self._places = places
+        self._tensors = [of[name] for of, name in places]
+        self._pointers = self._lie_at()
+        self.dtype = self._tensors[0].dtype
+
+    def are_current(self) -> bool:
+        """Whether they are those that they were and lie where they lay (`model.to` moves them), in the type that they
+        had."""
+        is_same = all(of.get(name) is tensor for (of, name), tensor in zip(self._places, self._tensors, strict=True))
+        return is_same and self._tensors[0].dtype is self.dtype and self._lie_at() == self._pointers
+
+    def _lie_at(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors if tensor is not None]

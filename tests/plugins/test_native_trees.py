@@ -1,0 +1,177 @@
+"""Dynamic trees by native calls are those that the modules draw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
+
+from hf_speculate.drafting import DraftState
+from hf_speculate.gguf import NativeRanking, native
+from hf_speculate.verification import Noise
+from hf_speculate_plugins.checkpoints import LoadReport
+from hf_speculate_plugins.eagle import LoadedHead
+from hf_speculate_plugins.eagle.native import NativeForward
+from hf_speculate_plugins.eagle.native_steps import NativeSteps
+from hf_speculate_plugins.eagle.options import TreeSize
+from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
+from hf_speculate_plugins.heads import Reading
+
+from ..support.native_heads import SPECS, make_head
+
+
+SIZE = TreeSize(depth=5, width=4, max_nodes=20)
+WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)])
+
+
+@pytest.fixture(autouse=True)
+def needs_kernel():
+    if problem := native.native_problem():
+        pytest.skip(f"native: {problem}")
+
+
+class Bench:
+    """One head that has read a prompt, and states that ask it for trees."""
+
+    def __init__(self, head, batch_size=1, padded=False, target_ids=None):
+        self.loaded = LoadedHead(head, target_ids, LoadReport("made here"))
+        self.forward, self.batch_size = NativeForward.of(head), batch_size
+        mask = torch.arange(9) >= torch.arange(batch_size)[:, None] if padded else None
+        places = torch.arange(9) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+        self.reading = Reading(head, mask, places.expand(batch_size, -1))
+        generator = torch.Generator().manual_seed(2)
+
+        def some(count):
+            ids = torch.randint(0, 96, (batch_size, count), generator=generator)
+            return ids, torch.randn(batch_size, count, 64, generator=generator).to(head.dtype)
+
+        read_prompt(head, self.reading, *some(9))
+        hidden = PlainSteps(self.loaded, self.reading).entries(*some(3))
+        lengths = [1 + row % 3 for row in range(batch_size)] if padded else [3] * batch_size
+        self.reading.keep(lengths)  # holes, where rows are padded
+        self.root = hidden[torch.arange(batch_size), torch.tensor(lengths) - 1]
+
+    def state(self, do_sample=False, warpers=WARPERS, deepening=None) -> DraftState:
+        torch.manual_seed(5)
+        return DraftState(
+            root_ids=torch.arange(self.batch_size) + 3,
+            active=(True,) * self.batch_size,
+            max_depth=9,
+            chains_only=False,
+            num_emitted=tuple(range(1, 1 + self.batch_size)),
+            deepening=deepening,
+            _noise=Noise(self.batch_size, 96, torch.device("cpu")) if do_sample else None,
+            _warpers=warpers,
+        )
+
+    def trees(self, size=SIZE, **state):
+        """By native calls, and by the modules."""
+        found = []
+        native_steps = NativeSteps(self.loaded, self.reading, self.forward)
+        for steps in (native_steps, PlainSteps(self.loaded, self.reading)):
+            found.append(steps.tree(self.root, self.state(**state), size))
+            self.reading.drop()
+        return found
+
+    def check(self, calls, size=SIZE, **state):
+        tree, expected = self.trees(size, **state)
+        assert calls, "no native call"
+        calls.clear()
+        assert tree.host.parents == expected.host.parents
+        assert torch.equal(tree.token_ids, expected.token_ids)
+        torch.testing.assert_close(tree.values, expected.values, rtol=1e-3, atol=1e-3)
+        return tree
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    found, run = [], NativeRanking.run
+    monkeypatch.setattr(NativeRanking, "run", lambda self, *a: found.append(len(a[0])) or run(self, *a))
+    return found
+
+
+@pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_trees_are_those_of_the_modules(changes, do_sample, calls):
+    head = make_head(**changes)
+    for batch_size, padded in ((1, False), (3, True)):
+        Bench(head, batch_size, padded).check(calls, do_sample=do_sample)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [TreeSize(1, 4, 20), TreeSize(6, 1, 6), TreeSize(3, 10, 500), TreeSize(4, 30, 7), TreeSize(2, 96, 64)],
+    ids=str,
+)
+def test_sizes(size, calls):
+    tree = Bench(make_head()).check(calls, size)
+    assert tree.token_ids.shape[1] <= size.max_nodes + 1
+
+
+@pytest.mark.parametrize(
+    "spec", [{"norm_logits": True, "feed_back_normed": True}, {"feed_back_normed": False}], ids=str
+)
+def test_states_that_are_fed_back(spec, calls):
+    Bench(make_head(**spec)).check(calls, do_sample=True)
+
+
+def test_a_smaller_draft_vocabulary(calls):
+    head = make_head(draft_vocab_size=50)
+    tree = Bench(head, target_ids=torch.arange(50) * 2 - torch.arange(50) // 10).check(calls, do_sample=True)
+    assert tree.token_ids.max() > 50
+
+
+def test_levels_that_do_not_pay_are_left_out(calls):
+    asked = []
+
+    def deepening(values, previous=None):
+        asked.append((values.tolist(), previous.tolist()))
+        return len(asked) % 3 != 0
+
+    bench = Bench(make_head(), 2)
+    tree = bench.check(calls, deepening=deepening)
+    assert len(asked) == 6
+    assert max(map(max, tree.host.parents)) > 0
+    for (values, previous), (expected, others) in zip(asked[:3], asked[3:], strict=True):
+        assert previous == others
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_stays_in_the_cache(calls):
+    bench = Bench(make_head(num_layers=2, windows=(None, None)))
+    before = [states.clone() for layer in bench.reading.cache.cache.layers for states in (layer.keys, layer.values)]
+    NativeSteps(bench.loaded, bench.reading, bench.forward).tree(bench.root, bench.state(), SIZE)
+    after = [states for layer in bench.reading.cache.cache.layers for states in (layer.keys, layer.values)]
+    assert calls
+    assert all(map(torch.equal, after, before))
+
+
+def test_bfloat16(calls):
+    """Nothing to compare: near ties fall otherwise. Best nodes of the modules are near the best."""
+    tree, expected = Bench(make_head(torch.bfloat16)).trees()
+    assert calls
+    torch.testing.assert_close(tree.values, expected.values, rtol=0.05, atol=0.1)
+
+
+def test_what_the_kernel_does_not_compute_is_drawn_by_the_modules(calls):
+    bench = Bench(make_head())
+    for tree in bench.trees(do_sample=True, warpers=LogitsProcessorList([TypicalLogitsWarper(0.8)])):
+        assert tree.token_ids.shape == (1, 21)
+    assert not calls
+
+
+def test_scores_that_are_not_finite_are_the_modules_business(calls):
+    head = make_head()
+    bench = Bench(head)
+    head.lm_head.weight[7, 0] = torch.nan
+    for tree in bench.trees():
+        assert tree.token_ids.shape == (1, 21)
+    assert len(calls) == 1
+
+
+def test_exchanged_weights_are_seen(calls):
+    bench = Bench(make_head())
+    before = bench.check(calls)
+    output = bench.loaded.head.lm_head
+    output.weight = torch.nn.Parameter(-output.weight, requires_grad=False)
+    assert not torch.equal(bench.check(calls).token_ids, before.token_ids)
