@@ -1,8 +1,8 @@
 """What is compiled: functions of static shapes, a bounded number of them for each module, kept as long as the module.
 
 Dynamo counts the graphs of a code object and fails at the ninth where a function must be one graph. So each function
-here is compiled for one set of shapes under a code object of its own, and what would need more than `MAX_GRAPHS` runs
-uncompiled. Which arguments are new does not matter, nor does the caller's grad mode.
+here is compiled for one set of shapes under a code object of its own, and what would need more than `MAX_GRAPHS` for one
+number of rows, or graphs for more than `MAX_BATCH_SIZES` of them, runs uncompiled. Which arguments are new does not matter, nor does the caller's grad mode.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ logger = logging.get_logger(__name__)
 # versions of torch have another name for it.)
 _LimitHit: Any = getattr(exc, "FailOnRecompileLimitHit", TorchDynamoException)
 
-# Of one function of one module. Every graph takes seconds to minutes to compile.
+# Of one function of one module, for one number of rows. Every graph takes seconds to minutes to compile.
 MAX_GRAPHS = 8
+MAX_BATCH_SIZES = 4
 # When a graph that fits is compiled, although one that does more than is needed could serve: after so many calls that
 # it fits, if they are so large a part of all.
 ASKED_OFTEN, ASKED_SHARE = 32, 0.25
@@ -62,7 +63,7 @@ class Graphs:
         name = traced.__name__
         if (name, key) in self.by_key:
             return self.by_key[name, key], False
-        if not self.has_room(name):
+        if not self.has_room(name, key):
             return None, False
         own_name = f"{name}_{len(self.by_key)}"
         own = FunctionType(traced.__code__.replace(co_name=own_name), traced.__globals__, own_name)
@@ -72,8 +73,10 @@ class Graphs:
         )
         return self.by_key[name, key], True
 
-    def has_room(self, name: str) -> bool:
-        return sum(known == name for known, _ in self.by_key) < MAX_GRAPHS
+    def has_room(self, name: str, key: Hashable) -> bool:
+        """Whether another graph of a function may be compiled."""
+        counts = Counter(_rows(known) for known_name, known in self.by_key if known_name == name)
+        return counts[_rows(key)] < MAX_GRAPHS and len({*counts, _rows(key)}) <= MAX_BATCH_SIZES
 
     def choose(self, name: str, keys: Sequence[Hashable]) -> Hashable:
         """See `Compiler.choose`."""
@@ -81,10 +84,14 @@ class Graphs:
         self.asked[name, best] += 1
         self.asked[name] += 1
         known = next((key for key in keys if self.by_key.get((name, key)) is not None), best)
-        if known == best or (name, best) in self.by_key or not self.has_room(name):
+        if known == best or (name, best) in self.by_key or not self.has_room(name, best):
             return known
         asked = self.asked[name, best]
         return best if asked > ASKED_OFTEN and asked > ASKED_SHARE * self.asked[name] else known
+
+
+def _rows(key: Hashable) -> Hashable:
+    return key[0] if isinstance(key, tuple) else None
 
 
 _graphs: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], Graphs]] = WeakKeyDictionary()
@@ -155,7 +162,7 @@ class Compiler:
         Args:
             module: whose graphs these are.
             device: where it computes.
-            key: what a graph is compiled for: all shapes, dtypes and options.
+            key: what a graph is compiled for: all shapes, dtypes and options; a tuple begins with the number of rows.
             function: without free variables. It may write its inputs in place.
             inputs: makes the arguments, tensors at addresses that stay (`Buffers`).
         """
@@ -164,7 +171,9 @@ class Compiler:
         name = function.__name__
         if compiled is None:
             self.refuse(
-                "a graph that did not compile" if (name, key) in graphs.by_key else f"more than {MAX_GRAPHS} graphs"
+                "a graph that did not compile"
+                if (name, key) in graphs.by_key
+                else f"more than {MAX_GRAPHS} graphs, or {MAX_BATCH_SIZES} batch sizes"
             )
             return plain()
         num_recorded = Recorder.num_recorded

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_speculate.compilation.graphs import ASKED_OFTEN, MAX_GRAPHS, Compiler, Graphs, graphs_of
+from hf_speculate.compilation.graphs import ASKED_OFTEN, MAX_BATCH_SIZES, MAX_GRAPHS, Compiler, Graphs, graphs_of
 from hf_speculate.compilation.shortcuts import Shortcut, Watched, watching
 
 
@@ -128,4 +128,17 @@ def test_no_new_graph_where_there_is_no_room_nor_where_it_failed():
     assert set(keys_chosen(full, [(4, 8)] * (2 * ASKED_OFTEN))) == {8}
     failed = Graphs("eager", by_key={("f", 4): None, ("f", 8): len})
     assert set(keys_chosen(failed, [(4, 8)] * (2 * ASKED_OFTEN))) == {8}
-    assert full.has_room("g")
+    assert full.has_room("g", 4)
+
+
+def test_every_batch_size_has_room_for_its_own_graphs():
+    keys = [(rows, width) for rows in range(MAX_BATCH_SIZES) for width in range(MAX_GRAPHS)]
+    graphs, refused = Graphs("eager"), []
+    for key in keys:
+        refused += [] if graphs.has_room("f", key) else [key]
+        graphs.by_key["f", key] = len
+    assert not refused
+    assert not graphs.has_room("f", (0, MAX_GRAPHS))
+    assert not graphs.has_room("f", (MAX_BATCH_SIZES, 0))
+    graphs.by_key = {("f", (rows, 0)): len for rows in range(MAX_BATCH_SIZES)}
+    assert graphs.has_room("f", (0, 1))
