@@ -1,6 +1,7 @@
-"""Decoder layers of packed models in native calls: one for all of them where nobody looks in between, else one each.
+"""Decoder layers of packed models in native calls: one for all of them where nobody steps in between, else one each.
 
-The layers stay transformers' own: only their `forward` asks first whether the kernel computes the same as the modules.
+The layers stay transformers' own: only their `forward` asks first whether the kernel computes the same as the modules,
+and so does their list when the decoder walks through it.
 It does not where somebody looks into a layer or has changed it (hooks, adapters, devices, gradients, autocast, outputs
 of attentions, graphs), nor for caches and masks that it does not know, nor for more rows than it takes. Then the
 modules run; they are the plain reference of the kernel.
@@ -10,14 +11,14 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -42,6 +43,8 @@ def fuse_layers(decoder: Any) -> int:
         forward.layer.forward = forward
     if forwards and len(forwards) == len(layers):
         stack = _Stack(decoder, forwards)
+        decoder.layers.__class__ = StackedLayers
+        decoder.layers.stack = stack
         decoder.register_forward_pre_hook(_Visit(stack, "enter"))
         decoder.register_forward_hook(_Visit(stack, "leave"), always_call=True)
     return len(forwards)
@@ -49,13 +52,18 @@ def fuse_layers(decoder: Any) -> int:
 
 @dataclass
 class _Arguments:
-    """What a layer is called with."""
+    """What a layer is called with; names are those of `LlamaDecoderLayer.forward`."""
 
-    inputs: Tensor
-    mask: Tensor | None
-    cache: Cache | None
-    rotary: tuple[Tensor, Tensor] | None
-    others: dict[str, Any]
+    hidden_states: Tensor
+    attention_mask: Tensor | None = None
+    past_key_values: Cache | None = None
+    position_embeddings: tuple[Tensor, Tensor] | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, hidden_states: Tensor, **named: Any) -> _Arguments:
+        known = {name: named.pop(name, None) for name in ("attention_mask", "past_key_values", "position_embeddings")}
+        return cls(hidden_states, **known, others=named)
 
 
 class FusedForward:
@@ -67,48 +75,26 @@ class FusedForward:
 
     def __init__(self, layer: Any):
         self.layer = layer
-        self.stack: _Stack | None = None
         self._span: _Span | None = _Span([layer])
 
     def __getstate__(self):
-        """A copy computes layer by layer, and with the modules where it is one of a layer that was changed."""
-        return {"layer": self.layer, "stack": None, "_span": None}
+        """Of a copy, which finds its own weights: the modules compute where it is one of a layer that was changed."""
+        return {"layer": self.layer, "_span": None}
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *positional: Any, **named: Any) -> Tensor:
         """As `LlamaDecoderLayer.forward`."""
-        if not torch.compiler.is_compiling():
-            arguments = _Arguments(hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
-            outputs = self.stack.outputs(self.layer, arguments) if self.stack is not None else None
-            if outputs is None and (found := self._alone(arguments)) is not None:
-                outputs = found[0]
+        if not positional and not torch.compiler.is_compiling():
+            outputs = self._computed(_Arguments.of(hidden_states, **named))
             if outputs is not None:
-                return outputs
-        return type(self.layer).forward(
-            self.layer,
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+                return outputs[0]
+        return type(self.layer).forward(self.layer, hidden_states, *positional, **named)
 
     @property
     def is_native(self) -> bool:
         """Whether the layer is as it was loaded, so that the kernel serves whom it can."""
         return self._span is not None and self._span.is_untouched()
 
-    def _alone(self, arguments: _Arguments) -> Tensor | None:
+    def _computed(self, arguments: _Arguments) -> Tensor | None:
         if self._span is None and parts_of(self.layer) is not None:
             self._span = _Span([self.layer])
         return None if self._span is None else self._span.run(arguments)
@@ -128,7 +114,7 @@ class _Span:
 
     def run(self, arguments: _Arguments) -> Tensor | None:
         """[L, B, N, H]: the outputs of each layer; None, and nothing done, where the modules are to compute them."""
-        inputs, cache, rotary = arguments.inputs, arguments.cache, arguments.rotary
+        inputs, cache, rotary = arguments.hidden_states, arguments.past_key_values, arguments.position_embeddings
         if cache is None or rotary is None or not (served(inputs) and self.is_untouched()):
             return None
         attention = self._layers[0].self_attn
@@ -138,7 +124,7 @@ class _Span:
         cos, sin = (states.contiguous() for states in rotary)
         if layers is None or not cos.dtype is sin.dtype is inputs.dtype:
             return None
-        rows = new_rows(layers, inputs, cache, attention.layer_idx, arguments.mask)
+        rows = new_rows(layers, inputs, cache, attention.layer_idx, arguments.attention_mask)
         return None if rows is None else rows.run(inputs, (cos, sin))
 
     def _current_layers(self) -> NativeLayers | None:
@@ -159,57 +145,98 @@ class _Span:
         )
 
 
-class _Stack:
-    """All layers of a decoder, which calls them one after the other: the first one computes them all.
+class StackedLayers(nn.ModuleList):
+    """The list of layers that a decoder walks through: to the decoder it may be one step that computes them all."""
 
-    What the others are about to be asked for is kept by thread. Layers that somebody else calls are computed one by
-    one, and so are those after one whose output is not what the next one is given.
+    stack: _Stack | None = None
+
+    def __getstate__(self):
+        """A copy's layers are computed one by one."""
+        return self.__dict__ | {"stack": None}
+
+    def __getitem__(self, index: Any) -> Any:
+        stack = None if torch.compiler.is_compiling() else self.stack
+        if stack is not None and index == slice(None, len(self)) and stack.is_entered and stack.is_whole:
+            return _Walk(stack)
+        return super().__getitem__(index)
+
+    def _get_name(self) -> str:
+        return "ModuleList"
+
+
+class _Walk:
+    """Through the layers of a stack: all in the first step, or if that cannot be one after the other."""
+
+    def __init__(self, stack: _Stack):
+        self._stack = stack
+        self._is_done = False
+
+    def __iter__(self) -> Iterator[Callable[..., Tensor]]:
+        yield self._first_step
+        if not self._is_done:
+            yield from self._stack.layers[1:]
+
+    def _first_step(self, hidden_states: Tensor, **named: Any) -> Tensor:
+        outputs = self._stack.outputs(_Arguments.of(hidden_states, **named))
+        if outputs is None:
+            return self._stack.layers[0](hidden_states, **named)
+        self._is_done = True
+        return outputs
+
+
+class _Stack:
+    """All layers of a decoder, computed in one call where it calls them, and nobody may change anything between them.
+
+    Layers that somebody else calls are computed one by one.
+
+    Attributes:
+        layers: in their order.
     """
 
     def __init__(self, decoder: Any, forwards: Sequence[FusedForward]):
         self._decoder = decoder
-        self._layers = [forward.layer for forward in forwards]
+        self.layers = [forward.layer for forward in forwards]
         self._forwards = list(forwards)
-        self._numbers = {id(layer): number for number, layer in enumerate(self._layers)}
-        self._span = _Span(self._layers)
-        self._hooks = [layer._forward_hooks for layer in self._layers]
-        self._pre_hooks = [layer._forward_pre_hooks for layer in self._layers]
+        self._span = _Span(self.layers)
+        self._hooks = [layer._forward_hooks for layer in self.layers]
+        self._others = [
+            hooks for layer in self.layers for hooks in (layer._forward_pre_hooks, layer._forward_hooks_with_kwargs)
+        ]
         self._entered: set[int] = set()
-        self._ahead: dict[int, list[Tensor]] = {}
-        for forward in forwards:
-            forward.stack = self
 
     def enter(self) -> None:
         self._entered.add(threading.get_ident())
 
     def leave(self) -> None:
-        thread = threading.get_ident()
-        self._entered.discard(thread)
-        self._ahead.pop(thread, None)
+        self._entered.discard(threading.get_ident())
 
-    def outputs(self, layer: Any, arguments: _Arguments) -> Tensor | None:
-        """What a layer answers; None where it was not computed ahead and cannot be now."""
-        thread, number = threading.get_ident(), self._numbers[id(layer)]
-        if number == 0:
-            if thread not in self._entered or not self._is_whole():
-                return None
-            found = self._span.run(arguments)
-            if found is None:
-                return None
-            self._ahead[thread] = list(found.unbind())
-            return self._ahead[thread][0]
-        ahead = self._ahead.get(thread)
-        return ahead[number] if ahead is not None and arguments.inputs is ahead[number - 1] else None
+    @property
+    def is_entered(self) -> bool:
+        """Whether it is the decoder, in this thread, that asks."""
+        return threading.get_ident() in self._entered
 
-    def _is_whole(self) -> bool:
-        """Whether the decoder calls these layers only, and nobody may change anything between them."""
+    def outputs(self, arguments: _Arguments) -> Tensor | None:
+        """What the last layer answers, and the hooks have read of each; None, and nothing done, where the layers are to
+        be called."""
+        outputs = self._span.run(arguments)
+        if outputs is None:
+            return None
+        found = outputs.unbind()
+        before = (arguments.hidden_states, *found)
+        for layer, hooks, seen, output in zip(self.layers, self._hooks, before[:-1], found, strict=True):
+            for hook in tuple(hooks.values()):
+                hook(layer, (seen,), output)
+        return found[-1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are the decoder's layers as they were, and nobody may change anything between them."""
         return (
-            list(self._decoder.layers) == self._layers
-            and self._decoder.config.num_hidden_layers == len(self._layers)
+            list(self._decoder.layers._modules.values()) == self.layers
             and all(
-                layer.__dict__.get("forward") is own for layer, own in zip(self._layers, self._forwards, strict=True)
+                layer.__dict__.get("forward") is own for layer, own in zip(self.layers, self._forwards, strict=True)
             )
-            and not any(self._pre_hooks)
+            and not any(self._others)
             and all(_only_reads(hook) for hooks in self._hooks if hooks for hook in hooks.values())
         )
 

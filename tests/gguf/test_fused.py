@@ -343,6 +343,40 @@ def test_layers_called_by_others_are_computed_one_by_one(load, calls):
     assert torch.equal(entries(twin)[:2] if len(twin.layers) < 3 else twin.layers[1].keys, cache.layers[1].keys)
 
 
+def test_the_list_of_layers_is_an_ordinary_one_to_all_but_the_decoder(load, calls):
+    model, seen = load(), []
+    layers = model.model.layers
+    assert isinstance(layers[:], torch.nn.ModuleList)
+    assert [*layers[: len(layers)]] == [*layers] == [layers[i] for i in range(3)]
+    assert repr(layers).startswith("ModuleList(")
+
+    def peek(*_):  # from within the decoder, after its walk
+        seen.extend(layers[:2])
+
+    handle = model.model.norm.register_forward_hook(peek)
+    states_of(model, ids(1, 5))
+    handle.remove()
+    assert seen == [layers[0], layers[1]]
+    assert calls == [3]
+
+
+def test_hooks_that_read_are_shown_every_layer(load, calls):
+    model, seen = load(), []
+
+    def reader(module, inputs, output):
+        seen.append((module, inputs[0], output))
+
+    reader.__module__ = "hf_speculate.tests"
+    handles = [layer.register_forward_hook(reader) for layer in model.model.layers]
+    states, _ = states_of(model, ids(1, 5))
+    for handle in handles:
+        handle.remove()
+    assert [module for module, _, _ in seen] == list(model.model.layers)
+    assert all(torch.equal(before, states[i]) for i, (_, before, _) in enumerate(seen))
+    assert all(torch.equal(output, states[i + 1]) for i, (_, _, output) in enumerate(seen[:-1]))
+    assert calls == [3]
+
+
 def test_what_the_kernel_does_not_serve(load, calls):
     model, text = load(dtype=torch.float32), ids(1, 6)
     twin = modules_only(model)
