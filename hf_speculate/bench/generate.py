@@ -22,8 +22,8 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
+from .engines import LlamaCppPython, OpenVinoPython, engine_methods
 from .identity import compare_texts
-from .llamacpp import Interpreter, llama_cpp_methods
 from .methods import (
     Method,
     compiled_method,
@@ -78,7 +78,8 @@ class GenerateSettings(WorkloadSettings):
     prompt_lookup_num_tokens: Annotated[
         int, typer.Option("--lookup-tokens", min=1, help="prompt_lookup_num_tokens of stock.")
     ] = 10
-    llama_cpp: Interpreter = None
+    llama_cpp: LlamaCppPython = None
+    openvino: OpenVinoPython = None
     stock_speculative: bool = True
     max_proofs: int = 8
 
@@ -106,7 +107,7 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
     settings.check()
     workload, ours = _subject(settings)
     longest = max(len(ids) for _, ids in workload.prompts) + settings.max_new_tokens
-    with llama_cpp_methods(settings.llama_cpp, target_path(workload.name), longest) as others:
+    with engine_methods(settings.llama_cpp, settings.openvino, target_path(workload.name), longest) as others:
         rows = _rows(settings, workload, [*_methods(settings, ours, workload.model), *others])
     first_size = settings.batch_sizes[0]
     headlines = {

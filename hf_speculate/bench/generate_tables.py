@@ -18,6 +18,7 @@ _COLUMNS = {
     "x stock\ncompiled": "{speedup[stock compiled]:.2f}x",
     "x best stock\nspeculative": "{speedup[best_stock_speculative]:.2f}x",
     "x llama.cpp": "{speedup[llama.cpp]:.2f}x",
+    "x OpenVINO": "{speedup[OpenVINO]:.2f}x",
     "mean acceptance\nlength": "{speculation[mean_acceptance_length]:.2f}",
     "engine\nefficiency": "{speculation[engine_efficiency]:.3f}",
     "identical\nto eager": "{identical[share]:.0%}",

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -35,8 +36,8 @@ from ..commands import (
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..speculator import Speculator
+from .engines import LLAMA_CPP, OPENVINO, LlamaCppPython, OpenVinoPython, engine_methods
 from .forwards import medians_in_turn, prefilled_cache, verify_ms
-from .llamacpp import PLAIN, Interpreter, llama_cpp_methods
 from .methods import Method, speculator_method
 from .profiles import DEFAULT_RATES, read_profile
 from .runs import Request, batches, fixed_length, measure_in_turn, num_steps, plain_texts
@@ -44,6 +45,7 @@ from .summary import summarize
 
 
 PACKED, DENSE = "packed", "dequantised"
+_ENGINES = (LLAMA_CPP.name, OPENVINO.name)
 
 _VERIFIED = (1, 4, 8, 16, 32)
 _CPU = torch.device("cpu")
@@ -63,7 +65,8 @@ class GgufSettings:
         default_factory=lambda: [4, 8]
     )
     acceptance: Rates = DEFAULT_RATES
-    llama_cpp: Interpreter = None
+    llama_cpp: LlamaCppPython = None
+    openvino: OpenVinoPython = None
     context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 64
     max_new_tokens: NewTokens = 64
     repeats: Repeats = 3
@@ -92,7 +95,8 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
         requests, arguments = batches([("random", prompt[0])], 1, _CPU), fixed_length(settings.max_new_tokens)
         forward = {name: _forward(model, prompt) for name, model in models.items()}
         methods = [m for name in (DENSE, PACKED) for m in _methods(name, models[name], requests, arguments, settings)]
-        with llama_cpp_methods(settings.llama_cpp, path, settings.context + settings.max_new_tokens) as others:
+        longest = settings.context + settings.max_new_tokens
+        with engine_methods(settings.llama_cpp, settings.openvino, path, longest) as others:
             methods += others
             with progress("gguf", total=num_steps(len(methods), 1, settings.repeats)) as advance:
                 runs = measure_in_turn(models[PACKED], methods, requests, arguments, settings.repeats, advance)
@@ -114,7 +118,7 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
 def tables(result: dict[str, Any]) -> list[Grid | str]:
     """Speed, cost of a forward, memory."""
     title = f"{result['file']}, {result['dtype']}, {result['environment']['threads']} threads"
-    baselines = [row["method"] for row in result["rows"] if row["kind"] == "eager" or row["method"] == PLAIN]
+    baselines = [row["method"] for row in result["rows"] if row["kind"] == "eager" or row["method"] in _ENGINES]
     speed = Grid.of(
         f"{title}: {result['max_new_tokens']} tokens behind a prompt of {result['prompt_length']}",
         result["rows"],
@@ -159,14 +163,17 @@ def _file(path: Path | None, kind: str) -> Iterator[str]:
 
 
 def _vocabulary(size: int) -> dict[str, Any]:
-    """Metadata without which llama.cpp does not answer: a tokenizer of bytes and words that nobody says."""
-    special, of_bytes = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
-    words = [f"\u2581w{number}" for number in range(size - len(special) - len(of_bytes))]
+    """Metadata without which other engines do not answer: a tokenizer of bytes, a pair, and words that nobody says."""
+    of_bytes, end = sorted(ByteLevel.alphabet()), "<|end|>"
+    words = [f"<w{number}>" for number in range(size - len(of_bytes) - 2)]
     return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": special + of_bytes + words,
-        "tokenizer.ggml.scores": [0.0] * size,
-        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * len(of_bytes) + [1] * len(words),
+        "general.file_type": 2,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": [*of_bytes, end, "ab", *words],
+        "tokenizer.ggml.token_type": [1] * len(of_bytes) + [3] + [1] * (1 + len(words)),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": len(of_bytes),
     }
 
 

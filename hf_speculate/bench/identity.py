@@ -28,10 +28,10 @@ def compare_texts(
         arguments: the request that made them.
         max_proofs: how many divergences are run again, with the same trees, for a proof.
     Returns:
-        share of identical rows and the divergences; None where no equality is promised (eager itself, llama.cpp, and
-        stock's speculative modes when sampling).
+        share of identical rows and the divergences; None where no equality is promised (eager itself, other engines,
+        and stock's speculative modes when sampling).
     """
-    if method.kind in ("eager", "llama_cpp") or (method.kind == "stock_speculative" and arguments["do_sample"]):
+    if method.kind in ("eager", "engine") or (method.kind == "stock_speculative" and arguments["do_sample"]):
         return None
     first = {(run.method, run.request): run for run in runs if run.repeat == 0}
     num_rows, divergences = 0, []

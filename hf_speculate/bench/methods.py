@@ -15,7 +15,7 @@ from ..speculator import Speculator
 from .profiles import AcceptanceProfile, Texts
 
 
-Kind = Literal["eager", "stock_compiled", "stock_speculative", "llama_cpp", "speculator"]
+Kind = Literal["eager", "stock_compiled", "stock_speculative", "engine", "speculator"]
 
 COMPILED = "stock compiled"
 
@@ -43,7 +43,7 @@ class Method:
     model: Any = None
 
     def runs_at(self, batch_size: int) -> bool:
-        return self.kind not in ("stock_speculative", "llama_cpp") or batch_size == 1
+        return self.kind not in ("stock_speculative", "engine") or batch_size == 1
 
 
 def eager_method() -> Method:

@@ -1,8 +1,9 @@
 """What is compiled: functions of static shapes, a bounded number of them for each module, kept as long as the module.
 
 Dynamo counts the graphs of a code object and fails at the ninth where a function must be one graph. So each function
-here is compiled for one set of shapes under a code object of its own, and what would need more than `MAX_GRAPHS` for one
-number of rows, or graphs for more than `MAX_BATCH_SIZES` of them, runs uncompiled. Which arguments are new does not matter, nor does the caller's grad mode.
+here is compiled for one set of shapes under a code object of its own, and what would need more than `MAX_GRAPHS` for
+one number of rows, or graphs for more than `MAX_BATCH_SIZES` of them, runs uncompiled. Which arguments are new does not
+matter, nor does the caller's grad mode.
 """
 
 from __future__ import annotations

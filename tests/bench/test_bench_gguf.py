@@ -1,4 +1,4 @@
-"""`hf-speculate bench gguf`, and llama.cpp, which answers from another process."""
+"""`hf-speculate bench gguf`, and other engines, which answer from processes of their own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_speculate.bench import GenerateSettings, GgufSettings, bench_generate, bench_gguf
+from hf_speculate.bench.engines import LLAMA_CPP, OPENVINO, Engine
 from hf_speculate.bench.generate_tables import tables as generate_tables
 from hf_speculate.bench.gguf import tables
-from hf_speculate.bench.llamacpp import LlamaCpp
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 
@@ -49,9 +49,39 @@ exec(code)
 """
 
 
+# What stands in for openvino-genai.
+_FAKE_OPENVINO = """#!{python}
+import sys, types
+
+class Pipeline:
+    def __init__(self, path, device, **options):
+        assert path.endswith(".gguf") and device == "CPU" and options.pop("INFERENCE_NUM_THREADS") > 0
+        assert options in ({{}}, {{"prompt_lookup": True}})
+        self.looks_up = bool(options)
+        print("something that OpenVINO says")
+
+    def generate(self, prompt, config):
+        assert prompt.ndim == 2 and prompt.dtype == "int64"
+        assert config.ignore_eos and not config.apply_chat_template
+        assert not hasattr(config, "do_sample") or config.temperature == 1.0
+        assert hasattr(config, "num_assistant_tokens") == self.looks_up
+        return types.SimpleNamespace(tokens=[[7] * (config.max_new_tokens - {missing})])
+
+sys.modules["openvino"] = types.SimpleNamespace(Tensor=lambda array: array)
+sys.modules["openvino_genai"] = types.SimpleNamespace(
+    __version__="0.0.fake", LLMPipeline=Pipeline, GenerationConfig=types.SimpleNamespace
+)
+assert sys.argv[1] == "-c"
+code, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
+exec(code)
+"""
+
+ENGINES = {"llama_cpp": (_FAKE, LLAMA_CPP), "openvino": (_FAKE_OPENVINO, OPENVINO)}
+
+
 @pytest.fixture
 def interpreter(tmp_path):
-    """Writes a program that is run in the place of a Python with xllamacpp; returns its path."""
+    """Writes a program that is run in the place of a Python with an engine; returns its path."""
 
     def _write(code: str, **values) -> str:
         path = tmp_path / "python"
@@ -97,7 +127,7 @@ def test_packed_beside_dequantised(tiny_file):
     assert "dequantize, rows" in memory
 
 
-class TestLlamaCpp:
+class TestEngines:
     @pytest.fixture
     def settings(self, tiny_file, monkeypatch, tmp_path):
         """A file without a tokenizer: the bundled character tokenizer of tests stands in."""
@@ -115,39 +145,48 @@ class TestLlamaCpp:
             batch_sizes=[1, 2],
         )
 
-    def test_beside_us(self, settings, interpreter):
-        settings.llama_cpp = interpreter(_FAKE, missing=0)
+    @pytest.mark.parametrize("option", ENGINES)
+    def test_beside_us(self, option, settings, interpreter):
+        fake, kind = ENGINES[option]
+        setattr(settings, option, interpreter(fake, missing=0))
         result = bench_generate(settings)
         rows = {(row["method"], row["batch_size"], row["temperature"]): row for row in result["rows"]}
         for temperature in (0.0, 1.0):
-            for name in ("llama.cpp", "llama.cpp, n-gram"):
+            for name in kind.methods:
                 assert rows[name, 1, temperature]["identical"] is None
                 assert (name, 2, temperature) not in rows, "one text at a time"
             ours = rows["prompt_lookup", 1, temperature]
-            other = rows["llama.cpp", 1, temperature]["tokens_per_second"]["median"]
-            assert ours["speedup"]["llama.cpp"] == pytest.approx(ours["tokens_per_second"]["median"] / other)
+            other = rows[kind.name, 1, temperature]["tokens_per_second"]["median"]
+            assert ours["speedup"][kind.name] == pytest.approx(ours["tokens_per_second"]["median"] / other)
         grid = generate_tables(result)[0]
-        assert "x llama.cpp" in grid.columns
+        assert f"x {kind.name}" in grid.columns
 
-    def test_fewer_tokens_are_not_comparable(self, settings, interpreter):
-        settings.llama_cpp = interpreter(_FAKE, missing=1)
-        with pytest.raises(SpeculateError, match=r"llama.cpp emitted \[5\] tokens instead of 6"):
+    @pytest.mark.parametrize("option", ENGINES)
+    def test_fewer_tokens_are_not_comparable(self, option, settings, interpreter):
+        fake, kind = ENGINES[option]
+        setattr(settings, option, interpreter(fake, missing=1))
+        with pytest.raises(SpeculateError, match=rf"{kind.name} emitted \[5\] tokens instead of 6"):
             bench_generate(settings)
 
-    def test_other_targets(self, interpreter, bench_folders):
-        settings = GenerateSettings(target=str(bench_folders / "target"), llama_cpp=interpreter(_FAKE, missing=0))
-        with pytest.raises(SpeculateError, match="--llama-cpp runs GGUF files; the target is"):
+    @pytest.mark.parametrize("option", ENGINES)
+    def test_other_targets(self, option, interpreter, bench_folders):
+        fake, kind = ENGINES[option]
+        options = {option: interpreter(fake, missing=0)}
+        settings = GenerateSettings(target=str(bench_folders / "target"), **options)
+        with pytest.raises(SpeculateError, match=f"{kind.option} runs GGUF files; the target is"):
             bench_generate(settings)
 
     def test_one_that_fails_says_why(self, interpreter):
-        with pytest.raises(SpeculateError, match="no-such-python"):
-            LlamaCpp("no-such-python", "x.gguf", 1, 64)
-        with pytest.raises(SpeculateError, match=r"ended \(status 3\): no such model"):
-            LlamaCpp(
-                interpreter("#!{python}\nimport sys\nprint('no such model', file=sys.stderr)\nsys.exit(3)"), "x", 1, 64
-            )
+        with pytest.raises(SpeculateError, match="--openvino no-such-python"):
+            Engine(OPENVINO, "no-such-python", "x.gguf", 1, 64)
+        failing = interpreter("#!{python}\nimport sys\nprint('no such model', file=sys.stderr)\nsys.exit(3)")
+        with pytest.raises(SpeculateError, match=r"OpenVINO ended \(status 3\): no such model"):
+            Engine(OPENVINO, failing, "x", 1, 64)
         dying = interpreter('#!{python}\nimport os\nprint(\'{{"version": "1"}}\', flush=True)\ninput()\nos.abort()')
-        with LlamaCpp(dying, "x.gguf", 1, 64) as other, pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"):
+        with (
+            Engine(LLAMA_CPP, dying, "x.gguf", 1, 64) as other,
+            pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"),
+        ):
             other.generate(torch.tensor([[1]]), max_new_tokens=2)
 
 

@@ -305,7 +305,7 @@ class TestPlots:
         assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
 
     def test_many_baselines_have_a_grey_each(self, result, tmp_path):
-        rows = [row | {"method": f"other {i}", "kind": "llama_cpp"} for row in result["rows"][1:2] for i in range(9)]
+        rows = [row | {"method": f"other {i}", "kind": "engine"} for row in result["rows"][1:2] for i in range(9)]
         (written, *_) = draw_generate(result | {"rows": [*result["rows"], *rows]}, tmp_path)
         assert written.stat().st_size > 5000
 
