@@ -115,7 +115,7 @@ def assert_same_drafts(drafter, drafts, batch, **request):
 
 
 # Whose drafts are one graph.
-WHOLE = {("safeailab", "dynamic"), ("eagle1", "dynamic")}
+WHOLE = {("safeailab", "dynamic"), ("safeailab", "chain"), ("eagle1", "dynamic")}
 
 
 @pytest.mark.parametrize(
