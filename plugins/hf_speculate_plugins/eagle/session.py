@@ -160,7 +160,7 @@ class EagleSession(DraftSession):
             return DraftTree.root_only(state.root_ids)
         if options.top_k > 1 and not state.chains_only:
             return steps.tree(root, state, TreeSize(depth, options.top_k, options.max_nodes))
-        chain = steps.tree(root, state, TreeSize(depth, 1, depth))
+        chain = steps.tree(root, state, TreeSize(depth, 1, options.max_depth))
         return DraftTree.chain(chain.token_ids, chain.values)
 
     @cached_property
