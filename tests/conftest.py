@@ -12,6 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import flash_attention_mask
 
+from hf_speculate.gguf import native
+
 from .support.inputs import random_prompt
 from .support.models import CHAIN_ONLY, build_tiny_model, chain_only_attention
 from .support.paths import SHARED, TESTS
@@ -36,6 +38,14 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def set_threads():
+    """`torch.set_num_threads`, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
@@ -47,6 +57,13 @@ def unchecked_shapes():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def needs_kernel():
+    """Skips where native code cannot be compiled."""
+    if problem := native.native_problem():
+        pytest.skip(f"native: {problem}")
 
 
 @pytest.fixture

@@ -109,9 +109,9 @@ class NativeRanking:
         self.is_current = self._weights.are_current
         self._library = native.library()
         self._feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
-        self._call = _Ranking(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
-        self._call.is_bf16, self._call.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
-        fill_matrix(self._call.output, matrix)
+        self._fixed = _Ranking(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
+        self._fixed.is_bf16, self._fixed.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
+        fill_matrix(self._fixed.output, matrix)
 
     @classmethod
     def of(
@@ -145,7 +145,7 @@ class NativeRanking:
         Raises:
             MemoryError: there is none left.
         """
-        shape, call = states.shape[:2], self._call
+        shape, call = states.shape[:2], _Ranking.from_buffer_copy(self._fixed)  # threads share a head
         shares, columns = torch.empty(*shape, most), torch.empty(*shape, most, dtype=torch.long)
         normed = torch.empty_like(states) if self._feeds_back_normed else None
         call.x, call.normed = states.data_ptr(), None if normed is None else normed.data_ptr()

@@ -19,6 +19,8 @@ from hf_speculate.gguf.backends import BACKENDS
 from hf_speculate.gguf.modules import PackedLinear
 
 
+pytestmark = pytest.mark.usefixtures("needs_kernel")
+
 HIDDEN, EPS = 64, 1e-5
 WARPERS = {
     "none": [],
@@ -30,12 +32,6 @@ WARPERS = {
     "min-p": [MinPLogitsWarper(0.1)],
     "all": [TemperatureLogitsWarper(1.3), TopKLogitsWarper(12), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)],
 }
-
-
-@pytest.fixture(autouse=True)
-def needs_kernel():
-    if problem := native.native_problem():
-        pytest.skip(f"native: {problem}")
 
 
 def made(num_columns=100, dtype=torch.float32, normed=True, bias=False):
@@ -64,8 +60,8 @@ def noise_of(num_columns):
 @pytest.mark.parametrize("num_columns", [16, 100, 333])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_best_children_and_their_shares(num_columns, normed, threads):
-    torch.set_num_threads(threads)
+def test_best_children_and_their_shares(num_columns, normed, threads, set_threads):
+    set_threads(threads)
     output, norm, states = made(num_columns, normed=normed, bias=normed)
     ranking = NativeRanking.of(output, norm, EPS, torch.float32, feeds_back_normed=normed)
     found = ranking.run(states, 10)
@@ -156,6 +152,26 @@ def test_matrices_that_the_kernel_does_not_multiply():
     output, _, _ = made()
     output.forward = lambda inputs: inputs  # as accelerate puts its hooks
     assert NativeRanking.of(output, None, EPS, torch.float32) is None
+
+
+def test_requests_in_other_threads_do_not_disturb(monkeypatch):
+    """A head is shared by them: while one ranks, another begins and ends."""
+    output, norm, states = made()
+    ranking, others = NativeRanking.of(output, norm, EPS, torch.float32), []
+    alone, library = ranking.run(states, 10), native.library()
+    rank = library.rank
+
+    def disturbed(call):
+        if not others:
+            others.append(None)
+            ranking.run(states[:1, :2].neg().contiguous(), 3, noise_of(100)[:1], Sampling(temperature=0.1))
+        return rank(call)
+
+    monkeypatch.setattr(library, "rank", disturbed)
+    found = ranking.run(states, 10)
+    assert others
+    assert torch.equal(found.columns, alone.columns)
+    assert torch.equal(found.shares, alone.shares)
 
 
 def test_weights_that_move_or_change_are_seen():
