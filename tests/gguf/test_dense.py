@@ -21,9 +21,7 @@ pytestmark = pytest.mark.rest
 
 
 @pytest.fixture(autouse=True)
-def needs_kernel():
-    if problem := native.native_problem():
-        pytest.skip(f"native: {problem}")
+def multiplies_bf16(needs_kernel):
     if not native.library().bf16:
         pytest.skip("this CPU does not multiply bfloat16")
 

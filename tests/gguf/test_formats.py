@@ -76,19 +76,16 @@ BACKEND_KINDS = [
 @pytest.mark.parametrize("threads", quick([1, 2]))
 @pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float32, torch.float16]), ids=str)
 @pytest.mark.parametrize(("backend", "kinds"), BACKEND_KINDS)
-def test_a_row_does_not_depend_on_the_number_of_rows(backend, kinds, dtype, threads, tmp_path):
+def test_a_row_does_not_depend_on_the_number_of_rows(backend, kinds, dtype, threads, tmp_path, set_threads):
     """Decoding (one row), verification (many) and a prompt must give the same bits."""
-    torch.set_num_threads(threads)
-    try:
-        for kind in kinds:
-            layer = pack(make_matrix(tmp_path, kind, rows=208, columns=512), backend, dtype)
-            inputs = torch.randn(131, 512).to(dtype)
-            every = layer(inputs)
-            different = [m for m in (*range(1, 65), 128, 129) if not torch.equal(layer(inputs[:m]), every[:m])]
-            different += [-m for m in range(64) if not torch.equal(layer(inputs[m : m + 1]), every[m : m + 1])]
-            assert not different, f"{backend}, {kind}, {dtype}: other bits with these numbers of rows: {different}"
-    finally:
-        torch.set_num_threads(1)
+    set_threads(threads)
+    for kind in kinds:
+        layer = pack(make_matrix(tmp_path, kind, rows=208, columns=512), backend, dtype)
+        inputs = torch.randn(131, 512).to(dtype)
+        every = layer(inputs)
+        different = [m for m in (*range(1, 65), 128, 129) if not torch.equal(layer(inputs[:m]), every[:m])]
+        different += [-m for m in range(64) if not torch.equal(layer(inputs[m : m + 1]), every[m : m + 1])]
+        assert not different, f"{backend}, {kind}, {dtype}: other bits with these numbers of rows: {different}"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])

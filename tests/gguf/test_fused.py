@@ -19,7 +19,7 @@ from hf_speculate.target.attention import TreeAttention, fold
 from ..support.gguf import OTHER_CPUS
 
 
-pytestmark = pytest.mark.rest
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
 
 MIXED = {"attn_v": "Q6_K", "attn_k": "Q2_K", "ffn_up": "Q5_1"}
 RECIPES = {
@@ -30,12 +30,6 @@ RECIPES = {
     "mixed": lambda name, columns: MIXED.get(name.split(".")[-2], "Q4_K"),
     "Q4_K_M": q4_k_m(3),
 }
-
-
-@pytest.fixture(autouse=True)
-def needs_compiler():
-    if problem := native.native_problem():
-        pytest.skip(f"native: {problem}")
 
 
 @pytest.fixture
@@ -206,15 +200,11 @@ def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(load, calls):
         assert torch.equal(later[:, row], states_of(model, one_more[row : row + 1], own)[0][:, 0])
 
 
-def test_threads_do_not_change_bits(load):
-    model, before = load(recipe="mixed"), torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(states_of(model, ids(1, 33))[0])
-    finally:
-        torch.set_num_threads(before)
+def test_threads_do_not_change_bits(load, set_threads):
+    model, found = load(recipe="mixed"), []
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        found.append(states_of(model, ids(1, 33))[0])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -19,15 +19,12 @@ from ..support.heads import target
 from ..support.native_heads import SPECS, make_head
 
 
+pytestmark = pytest.mark.usefixtures("needs_kernel")
+
+
 # A tree whose later nodes see earlier ones here and there.
 PARENTS = [[-1, -1, 0, 1, 2, 2, 4, 3, 6, 6]]
 LEVELS = (2, 4, 6, 8, 10)
-
-
-@pytest.fixture(autouse=True)
-def needs_kernel():
-    if problem := native.native_problem():
-        pytest.skip(f"native: {problem}")
 
 
 def states_and_entries(head, forward, batch_size=1, padded=False):

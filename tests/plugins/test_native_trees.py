@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 from hf_speculate.drafting import DraftState
-from hf_speculate.gguf import NativeRanking, native
+from hf_speculate.gguf import NativeRanking
 from hf_speculate.verification import Noise
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import LoadedHead
@@ -20,14 +20,11 @@ from hf_speculate_plugins.heads import Reading
 from ..support.native_heads import SPECS, make_head
 
 
+pytestmark = pytest.mark.usefixtures("needs_kernel")
+
+
 SIZE = TreeSize(depth=5, width=4, max_nodes=20)
 WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)])
-
-
-@pytest.fixture(autouse=True)
-def needs_kernel():
-    if problem := native.native_problem():
-        pytest.skip(f"native: {problem}")
 
 
 class Bench:
