@@ -26,7 +26,9 @@ def quicken(module: nn.Module) -> int:
     """
     if native.native_problem() or not native.library().bf16:
         return 0
-    layers = [each for each in module.modules() if type(each) is nn.Linear and each.in_features % 32 == 0]
+    layers = [
+        each for each in module.modules() if type(each) is nn.Linear and each.in_features % native.TILE_COLUMNS == 0
+    ]
     for layer in layers:
         layer.forward = DenseForward(layer)
     return len(layers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -55,10 +55,10 @@ class _Arguments:
     """What a layer is called with; names are those of `LlamaDecoderLayer.forward`."""
 
     hidden_states: Tensor
-    attention_mask: Tensor | None = None
-    past_key_values: Cache | None = None
-    position_embeddings: tuple[Tensor, Tensor] | None = None
-    others: dict[str, Any] = field(default_factory=dict)
+    attention_mask: Tensor | None
+    past_key_values: Cache | None
+    position_embeddings: tuple[Tensor, Tensor] | None
+    others: dict[str, Any]
 
     @classmethod
     def of(cls, hidden_states: Tensor, **named: Any) -> _Arguments:

@@ -11,13 +11,11 @@ from torch import nn
 from . import native
 from .backends import NativeBackend
 from .modules import PackedMatrix, Projection
+from .native_weights import Place, parameters_of, unpacked
 
 
 # What the kernel has room for: columns of a head, heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).
 _MOST_HEAD_DIM, _MOST_GROUPS = 512, 128
-
-# Columns that are multiplied at a time.
-_COLUMNS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +54,9 @@ class LayerParts:
     def matrices(self) -> list[PackedMatrix | nn.Linear | None]:
         return [matrix_of(projection) for projection in self.projections.values()]
 
-    def parameters(self) -> list[tuple[dict[str, Any], str]]:
-        """Where each of the weights is found, and its name there."""
-        modules = dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)])
-        return [(module._parameters, name) for module in modules for name in module._parameters]
+    def parameters(self) -> list[Place]:
+        """Of all of it, each once."""
+        return parameters_of(dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)]))
 
     def rounds(self) -> bool | None:
         """Whether inputs are rounded to bytes; None where the kernel does not multiply with all of the matrices, or
@@ -69,7 +66,7 @@ class LayerParts:
 
     def dtype(self) -> torch.dtype | None:
         """Of what is not packed; None where that are several."""
-        found = {of[name].dtype for of, name in self.parameters() if name != "packed" and of[name] is not None}
+        found = {weight.dtype for weight in unpacked(self.parameters())}
         return found.pop() if len(found) == 1 else None
 
     def fit(self) -> bool:
@@ -80,7 +77,7 @@ class LayerParts:
             self.rounds() is not None
             and self.dtype() is not None
             and all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
-            and all(width % _COLUMNS == 0 for width in widths)
+            and all(width % native.TILE_COLUMNS == 0 for width in widths)
             and sizes["head_dim"] % step == 0
             and sizes["head_dim"] <= _MOST_HEAD_DIM
             and sizes["heads"] <= _MOST_GROUPS * sizes["kv_heads"]
@@ -88,6 +85,7 @@ class LayerParts:
 
 
 def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
+    """Whether inputs of a matrix are rounded to bytes; None where the kernel does not multiply with it."""
     if isinstance(matrix, PackedMatrix):
         return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
     if matrix is None or matrix.weight.dtype not in native.DENSE_KINDS or not matrix.weight.is_contiguous():

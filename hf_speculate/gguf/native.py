@@ -34,13 +34,11 @@ logger = logging.get_logger(__name__)
 
 SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 
-# Rows of a matrix that lie together.
-TILE_ROWS = 16
+# Rows of a matrix that lie together, and columns that are multiplied at a time.
+TILE_ROWS, TILE_COLUMNS = 16, 32
 
 # What matrices that lie as they come are called.
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
-
-_OF_DRAFTS = ("rank", "grow", "see", "cut")
 
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
@@ -93,7 +91,8 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
         self.multiply_dense, self.ask_for_large_pages = functions.hfs_dense, functions.hfs_large_pages
-        self.rank, self.grow, self.see, self.cut = (getattr(functions, f"hfs_{name}") for name in _OF_DRAFTS)
+        self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
+        self.see, self.cut = functions.hfs_see, functions.hfs_cut
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         self.bf16: int = functions.hfs_bf16()

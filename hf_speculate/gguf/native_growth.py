@@ -21,11 +21,9 @@ MOST_WIDTH = 128
 
 class _Growth(ctypes.Structure):
     _fields_ = [
-        *fields(ctypes.c_int64, "batch_size", "width", "pool_room", "run_room"),
+        *fields(ctypes.c_int64, "batch_size", "width", "depth", "num_levels"),
         *fields(ctypes.c_void_p, "token_ids", "pool_values", "pool_tokens", "pool_parents"),
-        *fields(ctypes.c_int64, "pool_size"),
         *fields(ctypes.c_void_p, "values", "tokens", "previous", "in_pool", "run_parents"),
-        *fields(ctypes.c_int64, "num_run"),
     ]
 
 
@@ -46,17 +44,16 @@ class NativeGrowth:
 
     def __init__(self, batch_size: int, width: int, depth: int, token_ids: Int[Tensor, " W"] | None = None):
         self._library = native.library()
-        pool_room, run_room = width + (depth - 1) * width**2, max(depth - 1, 1) * width
+        pool_room = width + (depth - 1) * width**2
         self.values, self._pool_values = torch.empty(batch_size, width), torch.empty(batch_size, pool_room)
         self.tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long)
         self._pool_tokens, self._pool_parents = torch.empty(2, batch_size, pool_room, dtype=torch.long)
-        self._run_parents = torch.empty(batch_size, run_room, dtype=torch.long)
-        self._token_ids, self._width, self.num_levels = token_ids, width, 0
+        self._run_parents = torch.empty(batch_size, depth, width, dtype=torch.long)
+        self._token_ids = token_ids
         self._structure = _Growth(
             batch_size=batch_size,
             width=width,
-            pool_room=pool_room,
-            run_room=run_room,
+            depth=depth,
             token_ids=None if token_ids is None else token_ids.data_ptr(),
             pool_values=self._pool_values.data_ptr(),
             pool_tokens=self._pool_tokens.data_ptr(),
@@ -68,6 +65,11 @@ class NativeGrowth:
             run_parents=self._run_parents.data_ptr(),
         )
 
+    @property
+    def num_levels(self) -> int:
+        """That were proposed, the last one being the frontier."""
+        return self._structure.num_levels
+
     def extend(self, shares: Float[Tensor, "B F K"], columns: Int[Tensor, "B F K"]) -> None:
         """Takes the children of the frontier (F = K), at first those of the root (F = 1); at most `depth` times.
 
@@ -75,7 +77,6 @@ class NativeGrowth:
             shares, columns: from `NativeRanking.run`.
         """
         self._library.grow(ctypes.addressof(self._structure), shares.data_ptr(), columns.data_ptr())
-        self.num_levels += 1
 
     def sight(self, before: tuple[Tensor, Tensor], num_before: int) -> tuple[Tensor, Tensor]:
         """What the frontier sees, as `NativeLayers.run` takes it.
@@ -87,7 +88,7 @@ class NativeGrowth:
         offsets, runs = before
         num_nodes = self.tokens.numel()
         found = torch.empty(num_nodes + 1, dtype=torch.int32)
-        most = len(runs) * self._width + num_nodes * self.num_levels
+        most = len(runs) * self._structure.width + num_nodes * self.num_levels
         found_runs = torch.empty(most, 2, dtype=torch.int32)
         self._library.see(
             ctypes.addressof(self._structure),
@@ -108,11 +109,12 @@ class NativeGrowth:
             MemoryError: there is none left.
         """
         structure = self._structure
-        count = min(most, structure.pool_size)
+        size = structure.width + (self.num_levels - 1) * structure.width**2
+        count = min(most, size)
         tokens, parents = torch.empty(2, structure.batch_size, count + 1, dtype=torch.long)
         tokens[:, 0] = root_ids
         values = torch.empty(tokens.shape)
         pointers = tokens.data_ptr(), parents.data_ptr(), values.data_ptr()
         if not self._library.cut(ctypes.addressof(structure), count, *pointers):
-            raise MemoryError(f"no memory for a tree of {structure.pool_size} candidates")
+            raise MemoryError(f"no memory for a tree of {size} candidates")
         return tokens, parents, values

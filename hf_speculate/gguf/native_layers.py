@@ -107,14 +107,12 @@ class NativeLayers:
     Attributes:
         dtype: of states and caches.
         heads: of keys, and their size.
-        is_current: says whether the weights are those that they were, see `WeightsInPlace`.
     """
 
     def __init__(self, layers: Sequence[LayerParts]):
         self._layers = [NativeLayer(layer) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
         self._weights = WeightsInPlace([place for layer in layers for place in layer.parameters()])
-        self.is_current = self._weights.are_current
         self._library = native.library()
         self._rounds = layers[0].rounds() or False
         self.dtype = self._weights.dtype
@@ -129,6 +127,10 @@ class NativeLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def is_current(self) -> bool:
+        """See `WeightsInPlace.are_current`."""
+        return self._weights.are_current()
 
     def run(
         self,

@@ -19,7 +19,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from . import native
 from .dense import DenseForward
 from .layer_parts import matrix_of, rounds_inputs
-from .native_weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
+from .native_weights import MatrixStructure, Place, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
 
 
 # In the order in which `generate` applies them.
@@ -29,9 +29,6 @@ _WARPERS: dict[type | None, str] = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-
-# Columns of the states that are multiplied at a time.
-_COLUMNS = 32
 
 
 class _Ranking(ctypes.Structure):
@@ -97,16 +94,12 @@ class NativeRanking:
         feeds_back_normed: whether normed states are fed back.
 
     Attributes:
-        is_current: says whether the weights are those that they were, see `WeightsInPlace`.
+        num_columns: of the output matrix.
     """
 
     def __init__(self, output: nn.Module, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
         matrix: Any = matrix_of(output)
-        modules = [matrix] if norm is None else [matrix, norm]
-        self._weights = WeightsInPlace(
-            [(module._parameters, name) for module in modules for name in module._parameters]
-        )
-        self.is_current = self._weights.are_current
+        self._weights = WeightsInPlace(_weights(matrix, norm))
         self._library = native.library()
         self._feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
         self._fixed = _Ranking(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
@@ -119,15 +112,17 @@ class NativeRanking:
     ) -> NativeRanking | None:
         """None where the kernel does not compute this."""
         matrix: Any = matrix_of(output)
-        if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % _COLUMNS:
+        if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % native.TILE_COLUMNS:
             return None
         if type(vars(matrix).get("forward")) not in (NoneType, DenseForward):  # accelerate's, say
             return None
-        dense = [norm.weight] if norm is not None else []
-        dense += [each for name, each in matrix._parameters.items() if name != "packed" and each is not None]
-        if any(each.dtype is not dtype or not each.is_cpu for each in dense):
-            return None
-        return cls(output, norm, eps, dtype, feeds_back_normed) if matrix.weight.is_cpu else None
+        weights = unpacked(_weights(matrix, norm))
+        is_alike = all(weight.is_cpu and weight.dtype is dtype for weight in weights)
+        return cls(output, norm, eps, dtype, feeds_back_normed) if is_alike and matrix.weight.is_cpu else None
+
+    def is_current(self) -> bool:
+        """See `WeightsInPlace.are_current`."""
+        return self._weights.are_current()
 
     def run(
         self,
@@ -161,3 +156,7 @@ class NativeRanking:
         if done < 0:
             raise MemoryError(f"no memory to rank {call.num_columns} tokens for {shape.numel()} states")
         return Ranked(shares, columns, states if normed is None else normed) if done else None
+
+
+def _weights(matrix: nn.Module, norm: nn.Module | None) -> list[Place]:
+    return parameters_of([matrix] if norm is None else [matrix, norm])

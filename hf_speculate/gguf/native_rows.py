@@ -115,7 +115,7 @@ def tree_rows(
         visible: which of the entries of the cache are real; None: all.
     """
     batch_size, (width, num_levels) = len(root), size
-    level = root[:1, None].expand(batch_size, width, -1)
+    level = root[:, None].expand(-1, width, -1)
     if root.dtype is not layers.dtype or not served(level) or max(size) > MOST_WIDTH:
         return None
     cache_layers = appendable_layers(cache, 0, len(layers))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import native
 from .modules import PackedMatrix
@@ -37,17 +37,28 @@ def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> Non
         place.bias = matrix.bias.data_ptr()
 
 
+Place = tuple[dict[str, Any], str]
+"""The dict in which a parameter is found, and its name there."""
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[Place]:
+    """Where each parameter of these modules is found."""
+    return [(module._parameters, name) for module in modules for name in module._parameters]
+
+
+def unpacked(places: Sequence[Place]) -> list[Tensor]:
+    """Those that there are, without what is packed."""
+    return [of[name] for of, name in places if name != "packed" and of[name] is not None]
+
+
 class WeightsInPlace:
     """Those that structures point to.
-
-    Args:
-        places: the dict in which each of them is found, and its name there.
 
     Attributes:
         dtype: of the first of them.
     """
 
-    def __init__(self, places: Sequence[tuple[dict[str, Any], str]]):
+    def __init__(self, places: Sequence[Place]):
         self._places = places
         self._tensors = [of[name] for of, name in places]
         self._pointers = self._lie_at()

@@ -1,4 +1,5 @@
-// Packed GGUF matrices on CPUs: products, and whole decoder layers; compiled at first use and called by `native.py`.
+// Packed GGUF matrices on CPUs: products, whole decoder layers, and trees that heads draft; compiled at first use and called
+// by `native.py`.
 //
 //     y[m, n] = sum over the groups of row n of  scale * sum((code - bias) * x[m]) + offset * sum(x[m])
 //

@@ -32,7 +32,7 @@ template <class T> struct Output {
   }
 };
 
-// A matrix, packed or dense; `_Matrix` of native_layers.py.
+// A matrix, packed or dense; `MatrixStructure` of native_weights.py.
 struct Matrix {
   int64_t kind, in_features, out_features;
   const uint8_t* tiles;

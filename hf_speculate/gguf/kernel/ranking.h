@@ -92,9 +92,10 @@ inline void keep_likely(const Ranking& call, float* scores, int64_t width, float
   }
 }
 
-// Products of a row become scores, and the best of these are found. False where some are not finite. `masses` are as many.
-inline bool rank_row(const Ranking& call, int64_t row, float* scores, float* masses) {
-  const int64_t count = call.num_columns, width = (count + LANES - 1) / LANES * LANES;
+// Products of a row become scores, and the best of these are found. False where some are not finite. There is room for
+// `width` of them, whole vectors, and as many masses.
+inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* scores, float* masses) {
+  const int64_t count = call.num_columns;
   const float factor = 1 / call.temperature;
   for (int64_t i = count; i < width; i++) scores[i] = LOWEST;
   Floats most = Floats{} + LOWEST;
@@ -161,7 +162,7 @@ template <class T> int rank(const Ranking& call) {
     });
     team.share(tiles, [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&scores, Output<float>::put}); });
     team.each(count, [&](int64_t m) {
-      if (!rank_row(call, m, scores.y + m * width, masses + thread * width)) is_done = false;
+      if (!rank_row(call, m, width, scores.y + m * width, masses + thread * width)) is_done = false;
     });
   });
   return is_done;

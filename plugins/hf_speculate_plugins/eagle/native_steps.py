@@ -27,7 +27,8 @@ class NativeSteps(PlainSteps):
         self._forward = native
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
-        return self._native_tree(root, state, size) or super().tree(root, state, size)
+        tree = self._native_tree(root, state, size)
+        return super().tree(root, state, size) if tree is None else tree
 
     @torch.no_grad()
     def _native_tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree | None:

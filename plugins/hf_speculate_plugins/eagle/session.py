@@ -110,19 +110,16 @@ class EagleSession(DraftSession):
         self._reading = self._steps = self._pending = self._root_hidden = None
 
     def _steps_behind(self, reading: Reading) -> Steps:
-        if self._native is not None and self._is_drawn_natively(reading):
+        native = self._native
+        is_dynamic = self.options.static_tree is None and not self._loaded.spec.parallel
+        if native is not None and is_dynamic and not reading.has_windows and native.current_ranking() is not None:
             from .native_steps import NativeSteps  # which the session of a head without a kernel need not know
 
-            return NativeSteps(self._loaded, reading, self._native)
-        plain = PlainSteps(self._loaded, reading, self._native)
+            return NativeSteps(self._loaded, reading, native)  # not compiled: graphs of trees are slower
+        plain = PlainSteps(self._loaded, reading, native)
         if self._compiler is None:
             return plain
         return CompiledSteps(plain, self._loaded, reading, self.options, self._compiler)
-
-    def _is_drawn_natively(self, reading: Reading) -> bool:
-        """Whether trees are native calls: graphs of them are slower, and take a minute to compile."""
-        is_dynamic = self.options.static_tree is None and not self._loaded.spec.parallel and not reading.has_windows
-        return is_dynamic and self._native is not None and self._native.current_ranking() is not None
 
     def _resumed(self, first: int, count: int) -> Reading | None:
         """The last turn's reading, if it read all entries before `first` as the text now has them. (The last of them
@@ -160,6 +157,7 @@ class EagleSession(DraftSession):
             return DraftTree.root_only(state.root_ids)
         if options.top_k > 1 and not state.chains_only:
             return steps.tree(root, state, TreeSize(depth, options.top_k, options.max_nodes))
+        # The most nodes that a chain may have, not those of this round, which would be another graph.
         chain = steps.tree(root, state, TreeSize(depth, 1, options.max_depth))
         return DraftTree.chain(chain.token_ids, chain.values)
 
