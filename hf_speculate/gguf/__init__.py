@@ -12,7 +12,7 @@ modules    packed linear layers, fused projections, embeddings
 fused      whole decoder layers (decoder_layers, layer_parts) in native calls (native_layers), for few rows
            (native_rows), into transformers' caches (native_caches), with weights where they lie (native_weights)
 native_ranking, native_growth  what a head proposes, and trees of it, for drafters
-dense      dense matrices of heads by the same kernel
+rounded    matrices in 8 bits for what drafts, and the linear layers that answer by them (dense)
 shards     which file on the disk or the Hub, and models in several
 loading    all of it together
 report     what a loaded model keeps where
@@ -20,6 +20,7 @@ random_files  files with random weights, for benchmarks and tests
 """
 
 from .backends import BACKENDS as BACKENDS
+from .dense import RoundedLinear as RoundedLinear
 from .dense import quicken as quicken
 from .fused import fuse_layers as fuse_layers
 from .layer_parts import LayerParts as LayerParts

@@ -1,7 +1,4 @@
-"""Dense bfloat16 matrices on a CPU that has the kernel already: few rows at the pace of memory.
-
-PyTorch multiplies one row with half of that pace, and a drafter's head is nothing but such products.
-"""
+"""Linear layers that answer in 8 bits where few rows are drafted (`rounded`), and as they are everywhere else."""
 
 from __future__ import annotations
 
@@ -9,65 +6,97 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from . import native
+from .backends import NativeBackend
+from .modules import PackedMatrix
+from .native import DENSE_KINDS
+from .rounded import RoundedMatrix, WeightState
 
 
-# Twice as fast as PyTorch for one row (AVX512_BF16, matrices of 1 to 8 MB), even with it at about this many.
-_MOST_ROWS = 16
+# Up to how many rows 8 bits are faster than PyTorch (three times up to 8; AMX multiplies more rows of bfloat16 faster).
+_MOST_ROWS = {torch.float32: 64, torch.bfloat16: 16}
+
+# Smaller matrices cost their call.
+_LEAST_WEIGHTS = 1 << 17
 
 
 def quicken(module: nn.Module) -> int:
-    """Lets the kernel compute the linear layers of a module where few rows are asked for; how many they are.
+    """Lets the kernel compute the larger linear layers of a module where few rows are asked for; how many they are.
 
-    Products are those of PyTorch to the rounding of bfloat16, so this is for what drafts. Nothing is done where the CPU
-    cannot multiply bfloat16.
+    Products are rounded, so this is for what drafts. The layers stay what they are for whoever reads, writes or trains
+    them; a copy in 8 bits is made at the first call of each.
     """
-    if native.native_problem() or not native.library().bf16:
-        return 0
-    layers = [
-        each for each in module.modules() if type(each) is nn.Linear and each.in_features % native.TILE_COLUMNS == 0
-    ]
+    layers: list[Any] = [each for each in module.modules() if _is_plain(each)]
     for layer in layers:
-        layer.forward = DenseForward(layer)
+        layer.forward = RoundedForward(layer)
     return len(layers)
 
 
-class DenseForward:
-    """The `forward` of one linear layer, which stays what it is for whoever reads, writes or trains it."""
+def _is_plain(module: nn.Module | None) -> bool:
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)  # accelerate's, or done already
+        and module.weight.is_cpu
+        and module.weight.dtype in DENSE_KINDS
+        and module.weight.numel() >= _LEAST_WEIGHTS
+    )
+
+
+class RoundedForward:
+    """The `forward` of a layer that drafts.
+
+    Args:
+        layer: an `nn.Linear`, or a packed matrix.
+    """
 
     def __init__(self, layer: Any):
-        self._layer = layer
+        self.layer = layer
+        self._matrix: RoundedMatrix | None = None
+        self._read: WeightState | None = None
+
+    def __getstate__(self):
+        """A copy makes its own matrix."""
+        return {"layer": self.layer, "_matrix": None, "_read": None}
+
+    def matrix(self) -> RoundedMatrix | None:
+        """What multiplies, made anew where the weights have changed; None where the kernel does not."""
+        if self._read is None or not self._read.is_that_of(self.layer):
+            self._matrix, self._read = RoundedMatrix.of(self.layer), WeightState.of(self.layer)
+        return self._matrix
 
     def __call__(self, input: Tensor) -> Tensor:
-        weight, bias = self._layer.weight, self._layer.bias
-        if torch.compiler.is_compiling() or not _serves(input, weight, bias):
-            return functional.linear(input, weight, bias)
-        rows = input.reshape(-1, input.shape[-1]).contiguous()
-        products = rows.new_empty(rows.shape[0], weight.shape[0])
-        native.library().multiply_dense(
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            *reversed(weight.shape),
-            rows.data_ptr(),
-            rows.shape[0],
-            products.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return products.view(*input.shape[:-1], weight.shape[0])
+        matrix = self.matrix() if not torch.compiler.is_compiling() and _is_small(input) else None
+        if matrix is None or _needs_gradient(input, self.layer):
+            return type(self.layer).forward(self.layer, input)
+        return matrix(input)
 
 
-def _serves(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+class RoundedLinear(nn.Module):
+    """A layer of somebody else, which is left alone, as a drafter calls it."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.forward: Any = RoundedForward(layer)
+
+    @staticmethod
+    def suits(layer: nn.Module | None) -> bool:
+        """Whether it would be faster."""
+        return _is_plain(layer) or (isinstance(layer, PackedMatrix) and isinstance(layer.backend, NativeBackend))
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the layer."""
+        return self.forward.layer.weight
+
+
+def _is_small(inputs: Tensor) -> bool:
     return (
-        inputs.dtype is torch.bfloat16
-        and weight.dtype is torch.bfloat16
+        type(inputs) is Tensor
         and inputs.is_cpu
-        and weight.is_cpu
-        and weight.is_contiguous()
-        and 0 < inputs.numel() <= _MOST_ROWS * weight.shape[1]
-        and (bias is None or bias.dtype is torch.bfloat16)
+        and 0 < inputs.numel() <= _MOST_ROWS.get(inputs.dtype, 0) * inputs.shape[-1]
         and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and (inputs.requires_grad or weight.requires_grad))
-        and type(inputs) is Tensor
     )
+
+
+def _needs_gradient(inputs: Tensor, layer: Any) -> bool:
+    return torch.is_grad_enabled() and (inputs.requires_grad or layer.weight.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,8 +10,10 @@ from torch import nn
 
 from . import native
 from .backends import NativeBackend
+from .dense import RoundedForward, RoundedLinear
 from .modules import PackedMatrix, Projection
 from .native_weights import Place, parameters_of, unpacked
+from .rounded import RoundedMatrix
 
 
 # What the kernel has room for: columns of a head, heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).
@@ -64,6 +66,10 @@ class LayerParts:
         found = {rounds_inputs(matrix) for matrix in self.matrices}
         return found.pop() if len(found) == 1 else None
 
+    def rounded(self) -> LayerParts:
+        """These with the matrices that can be in 8 bits, for drafts."""
+        return replace(self, projections={name: rounded(each) for name, each in self.projections.items()})
+
     def dtype(self) -> torch.dtype | None:
         """Of what is not packed; None where that are several."""
         found = {weight.dtype for weight in unpacked(self.parameters())}
@@ -93,8 +99,18 @@ def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
     return False
 
 
+def rounded(projection: nn.Module) -> nn.Module:
+    """Its matrix in 8 bits; the projection where that is not to be had."""
+    if isinstance(forward := vars(projection).get("forward"), RoundedForward):
+        return forward.matrix() or projection
+    matrix = matrix_of(projection)
+    return projection if matrix is None or matrix is not projection else RoundedMatrix.of(matrix) or projection
+
+
 def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
     """The matrix that computes a projection; None where that is something else."""
+    if isinstance(projection, RoundedLinear):
+        return matrix_of(projection.forward.layer)
     if type(projection) is Projection:
         return projection.fused.linear
     return projection if isinstance(projection, PackedMatrix) or type(projection) is nn.Linear else None

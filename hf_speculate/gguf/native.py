@@ -61,7 +61,7 @@ class Library:
     Attributes:
         kinds: the number of each block type, and of dense ones.
         run_layers, find_runs: for `native_layers`; rank: for `native_ranking`; grow, see, cut: for `native_growth`;
-            multiply_dense: for `dense`; ask_for_large_pages: for `backends`.
+            ask_for_large_pages: for `backends` and `rounded`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -80,7 +80,6 @@ class Library:
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
-            ("hfs_dense", None, (pointer, pointer, size, size, pointer, size, pointer, integer)),
             ("hfs_layers", flag, (pointer,)),
             ("hfs_rank", integer, (pointer,)),
             ("hfs_grow", None, (pointer,) * 3),
@@ -90,7 +89,7 @@ class Library:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
-        self.multiply_dense, self.ask_for_large_pages = functions.hfs_dense, functions.hfs_large_pages
+        self.ask_for_large_pages = functions.hfs_large_pages
         self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
         self.see, self.cut = functions.hfs_see, functions.hfs_cut
         self._functions = functions

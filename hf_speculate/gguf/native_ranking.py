@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from . import native
-from .dense import DenseForward
-from .layer_parts import matrix_of, rounds_inputs
+from .dense import RoundedForward
+from .layer_parts import matrix_of, rounded, rounds_inputs
 from .native_weights import MatrixStructure, Place, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
 
 
@@ -87,7 +87,7 @@ class NativeRanking:
     """What follows the last layer of a head.
 
     Args:
-        output: its output matrix; one that fits, see `of`.
+        matrix: the output matrix; one that fits, see `of`.
         norm: the RMSNorm before it; None: none.
         eps: of the norm.
         dtype: of the states.
@@ -97,9 +97,8 @@ class NativeRanking:
         num_columns: of the output matrix.
     """
 
-    def __init__(self, output: nn.Module, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
-        matrix: Any = matrix_of(output)
-        self._weights = WeightsInPlace(_weights(matrix, norm))
+    def __init__(self, matrix: Any, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
+        self._weights = WeightsInPlace(_weights(matrix, norm), [matrix])
         self._library = native.library()
         self._feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
         self._fixed = _Ranking(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
@@ -108,17 +107,30 @@ class NativeRanking:
 
     @classmethod
     def of(
-        cls, output: nn.Module, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False
+        cls,
+        output: nn.Module,
+        norm: Any,
+        eps: float,
+        dtype: torch.dtype,
+        feeds_back_normed: bool = False,
+        rounds: bool = False,
     ) -> NativeRanking | None:
-        """None where the kernel does not compute this."""
+        """None where the kernel does not compute this.
+
+        Args:
+            output: what has the output matrix.
+            rounds: whether that is to be multiplied in 8 bits, where it can be.
+        """
         matrix: Any = matrix_of(output)
         if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % native.TILE_COLUMNS:
             return None
-        if type(vars(matrix).get("forward")) not in (NoneType, DenseForward):  # accelerate's, say
+        if type(vars(matrix).get("forward")) not in (NoneType, RoundedForward):  # accelerate's, say
             return None
         weights = unpacked(_weights(matrix, norm))
         is_alike = all(weight.is_cpu and weight.dtype is dtype for weight in weights)
-        return cls(output, norm, eps, dtype, feeds_back_normed) if is_alike and matrix.weight.is_cpu else None
+        if not is_alike or not matrix.weight.is_cpu:
+            return None
+        return cls(rounded(output) if rounds else matrix, norm, eps, dtype, feeds_back_normed)
 
     def is_current(self) -> bool:
         """See `WeightsInPlace.are_current`."""

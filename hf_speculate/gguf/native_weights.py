@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import native
 from .modules import PackedMatrix
+from .rounded import RoundedMatrix
 
 
 def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
@@ -42,8 +43,9 @@ Place = tuple[dict[str, Any], str]
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where each parameter of these modules is found."""
-    return [(module._parameters, name) for module in modules for name in module._parameters]
+    """Where each parameter of these modules is found, of a rounded matrix those of its source."""
+    sources = [module.source if isinstance(module, RoundedMatrix) else module for module in modules]
+    return [(module._parameters, name) for module in sources for name in module._parameters]
 
 
 def unpacked(places: Sequence[Place]) -> list[Tensor]:
@@ -54,12 +56,17 @@ def unpacked(places: Sequence[Place]) -> list[Tensor]:
 class WeightsInPlace:
     """Those that structures point to.
 
+    Args:
+        places: of them.
+        matrices: what multiplies with them; a rounded one among these is kept alive, and has to be current, too.
+
     Attributes:
         dtype: of the first of them.
     """
 
-    def __init__(self, places: Sequence[Place]):
+    def __init__(self, places: Sequence[Place], matrices: Iterable[nn.Module | None]):
         self._places = places
+        self._copies = [matrix for matrix in matrices if isinstance(matrix, RoundedMatrix)]
         self._tensors = [of[name] for of, name in places]
         self._pointers = self._lie_at()
         self.dtype = self._tensors[0].dtype
@@ -68,7 +75,8 @@ class WeightsInPlace:
         """Whether they are those that they were and lie where they lay (`model.to` moves them), in the type that they
         had."""
         is_same = all(of.get(name) is tensor for (of, name), tensor in zip(self._places, self._tensors, strict=True))
-        return is_same and self._tensors[0].dtype is self.dtype and self._lie_at() == self._pointers
+        is_there = is_same and self._tensors[0].dtype is self.dtype and self._lie_at() == self._pointers
+        return is_there and all(copy.is_current() for copy in self._copies)
 
     def _lie_at(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors if tensor is not None]

@@ -35,7 +35,6 @@ void hfs_large_pages() {{}}
 bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}
 long long hfs_runs() {{ return 0; }}
-void hfs_dense() {{}}
 bool hfs_layers() {{ return true; }}
 int hfs_rank() {{ return 1; }}
 void hfs_grow() {{}}

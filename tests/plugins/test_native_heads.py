@@ -90,6 +90,32 @@ def test_bfloat16_is_no_further_from_float32_than_the_modules_are(name):
     assert error <= 1.1 * allowed
 
 
+@pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS)
+def test_quick_heads_are_near_the_modules(changes, calls):
+    """Matrices in 8 bits, those that are too small for `quicken` too; written to, they are others."""
+    head = make_head(**changes)
+    exact = states_and_entries(head, None)
+    head.quicken()
+    forward = NativeForward.of(head)
+    found = states_and_entries(head, forward)
+    assert calls == [3 + len(LEVELS)]
+    for each, other in zip(found, exact, strict=True):
+        assert (each - other).norm() < 0.06 * other.norm()
+    assert not torch.equal(found[1], exact[1])
+    assert forward.current_ranking().run(torch.randn(1, 2, 64), 3).columns.max() < 96
+    head.layers[0].mlp.down_proj.weight.mul_(-2)
+    changed, exact = states_and_entries(head, forward), states_and_entries(make_exact(head), None)
+    for each, other in zip(changed, exact, strict=True):
+        assert (each - other).norm() < 0.06 * other.norm()
+
+
+def make_exact(head):
+    """The same weights, multiplied as they are."""
+    twin = type(head)(head.spec).requires_grad_(False)
+    twin.load_state_dict(head.state_dict())
+    return twin
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -97,18 +97,6 @@ bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t
   return multiply(w, (const float*)x, count, (float*)y, rounds, threads);
 }
 
-// y [rows, out] = x [rows, in] times a dense bfloat16 matrix [out, in], plus the bias if there is one; `in` is a multiple
-// of 32, and there are 128 rows at most.
-void hfs_dense(const uint16_t* weights, const uint16_t* bias, int64_t in_features, int64_t out_features,
-               const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
-  const Matrix w{hfs_kind("BF16"), in_features, out_features, (const uint8_t*)weights, bias};
-  const RowMajor<uint16_t> in{x, in_features, rows};
-  Output<uint16_t> output{y, rows, out_features};
-  parallel(in_features * out_features > 1 << 16 ? threads : 1, (out_features + LANES - 1) / LANES, [&](int64_t i) {
-    multiply_dense_tiles<uint16_t>(w, in, i, i + 1, {&output, Output<uint16_t>::put});
-  });
-}
-
 // The runs of entries that each query of a mask sees; a mask with fewer columns hides nothing of the first entries.
 // Kinds: 0 bool, 1 float32, 2 bfloat16, 3 float16, in which 0 shows and the lowest value or less hides. Strides are in
 // values. The number of runs; -1: other values, -2: more than `most`.

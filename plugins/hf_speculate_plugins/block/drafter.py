@@ -94,4 +94,5 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         check_fits(self.spec, target)
 
     def start(self, request: DraftRequest) -> BlockSession:
+        self.head.quicken()
         return BlockSession(self._loaded, self.options, self.conversations, request)

@@ -212,7 +212,7 @@ class BlockHead(SharingHead[BlockSpec]):
     def logits(self, states: Float[Tensor, "B S H"]) -> Float[Tensor, "B S Vd"]:
         """What the slots say by themselves: without what a Markov head or a selector adds."""
         # Flat: torch 2.13 has no fast kernel on a CPU for a slice of bf16 states and a frozen weight.
-        logits = call_beside(self.output, states.reshape(-1, states.shape[-1])).to(states.device)
+        logits = call_beside(self.draft_output, states.reshape(-1, states.shape[-1])).to(states.device)
         logits = logits.unflatten(0, states.shape[:-1])
         if self.spec.output_multiplier != 1.0:
             logits = logits * self.spec.output_multiplier

@@ -115,4 +115,5 @@ class EagleDrafter(HeadDrafter[EagleHead]):
         return NativeForward.of(self.head)
 
     def start(self, request: DraftRequest) -> EagleSession:
+        self.head.quicken()
         return EagleSession(self._loaded, self.entry_layers, self.options, self.conversations, request, self._native)

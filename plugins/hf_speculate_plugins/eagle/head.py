@@ -179,4 +179,4 @@ class EagleHead(SharingHead[EagleSpec]):
     def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
         """Draft logits of `forward`'s states, and the states that the next draft step takes."""
         inputs, fed_back = self.finish(hidden)
-        return call_beside(self.output, inputs).to(hidden.device), fed_back
+        return call_beside(self.draft_output, inputs).to(hidden.device), fed_back

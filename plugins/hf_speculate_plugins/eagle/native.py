@@ -28,7 +28,7 @@ class NativeForward:
     """`EagleHead.forward` for few rows.
 
     Args:
-        head: whose weights are used where they lie; they may move.
+        head: whose weights may be exchanged, moved and written to.
     """
 
     def __init__(self, head: EagleHead):
@@ -86,7 +86,8 @@ class NativeForward:
     def current_layers(self) -> NativeLayers | None:
         """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
         if self._layers is None or not self._layers.is_current():
-            self._layers = NativeLayers.of([parts_of(self._head, layer) for layer in self._head.layers])
+            parts = [parts_of(self._head, layer) for layer in self._head.layers]
+            self._layers = NativeLayers.of([each.rounded() for each in parts] if self._head.is_quick else parts)
         return self._layers
 
     def current_ranking(self) -> NativeRanking | None:
@@ -96,8 +97,8 @@ class NativeForward:
             norm = head.norm if spec.norm_logits else None
             feeds_normed = spec.feed_back_normed
             is_known = spec.norm_logits or not feeds_normed
-            sizes = spec.rms_norm_eps, head.dtype, feeds_normed
-            self._ranking = NativeRanking.of(head.output, norm, *sizes) if is_known else None
+            how = spec.rms_norm_eps, head.dtype, feeds_normed, head.is_quick
+            self._ranking = NativeRanking.of(head.draft_output, norm, *how) if is_known else None
         return self._ranking
 
     def rotary(

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from hf_speculate.drafting import Drafter, SavedHead
 from hf_speculate.hub import local_folder
 from hf_speculate.options import read_options
-from hf_speculate.target import has_native_layers
 
 from ..checkpoints import LoadReport
 from .loading import Head, LoadedHead
@@ -43,10 +42,6 @@ class HeadDrafter(Drafter, Generic[Head]):
         self._target_name = getattr(target.config, "_name_or_path", None) or None
         self._target_architectures = [type(target).__name__]
         self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        if has_native_layers(target):
-            from hf_speculate.gguf import quicken  # loaded already: the target is packed
-
-            quicken(loaded.head)
 
     @property
     def head(self) -> Head:

@@ -51,6 +51,7 @@ class SharingHead(nn.Module, Generic[Spec]):
             self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         if lm_head is None:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        self._quick: dict[str, nn.Module] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -73,3 +74,24 @@ class SharingHead(nn.Module, Generic[Spec]):
     def output(self) -> Any:
         """The module that makes draft logits: the head's own or the target's."""
         return self.shared["lm_head"] or self.lm_head
+
+    @property
+    def draft_output(self) -> Any:
+        """The same for drafting, see `quicken`."""
+        return (self._quick or {}).get("lm_head") or self.output
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it was quickened."""
+        return self._quick is not None
+
+    def quicken(self) -> None:
+        """From now on matrices are multiplied in 8 bits where few rows are drafted, on a CPU that has the kernel. The
+        weights stay what they are, and so does the target."""
+        from hf_speculate.gguf import RoundedLinear, has_kernel, quicken  # and the room of packed targets
+
+        if not self.is_quick and self.device.type == "cpu" and has_kernel():
+            quicken(self)
+            self._quick = {}  # not registered, as what is shared
+            if RoundedLinear.suits(self.shared["lm_head"]):
+                self._quick["lm_head"] = RoundedLinear(self.shared["lm_head"])
