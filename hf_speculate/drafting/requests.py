@@ -35,6 +35,7 @@ class DraftRequest:
         do_sample: whether the request samples.
         max_new_tokens: upper bound of what will be emitted, None if unbounded.
         cache: the target's cache: drafters key by it what the next turn of a conversation can use (`conversations`).
+            None where the caller does not get to see it: there will be no such turn.
         num_earlier: tokens that the cache holds and `input_ids` does not (a turn that was given its new tokens only).
         earlier_ids: these tokens, where they are known (one row).
         adaptive: whether what is drafted may depend on how long things take.
@@ -64,6 +65,11 @@ class DraftRequest:
         if not is_plain or (self.num_earlier and self.earlier_ids is None):
             return None
         return [*(self.earlier_ids or ()), *self.input_ids[0].tolist()]
+
+    @property
+    def carried_text(self) -> list[int] | None:
+        """The same where a later turn may go on from it, else None: nobody has to read what comes last."""
+        return None if self.cache is None else self.text
 
     @property
     def row_texts(self) -> list[list[int]]:

@@ -202,7 +202,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
         known_from=_known_from(speculator, call),
         do_sample=bool(call.config.do_sample),
         max_new_tokens=None if max_length is None else max_length - call.input_ids.shape[1],
-        cache=call.cache,
+        cache=call.cache if call.shows_cache else None,
         num_earlier=call.num_earlier,
         earlier_ids=cached_text(call.cache) if call.num_earlier else None,
         adaptive=speculator.policy.is_adaptive,

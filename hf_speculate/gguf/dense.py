@@ -24,11 +24,12 @@ def quicken(module: nn.Module) -> int:
     """Lets the kernel compute the larger linear layers of a module where few rows are asked for; how many they are.
 
     Products are rounded, so this is for what drafts. The layers stay what they are for whoever reads, writes or trains
-    them; a copy in 8 bits is made at the first call of each.
+    them; each gets a copy in 8 bits beside it.
     """
     layers: list[Any] = [each for each in module.modules() if _is_plain(each)]
     for layer in layers:
         layer.forward = RoundedForward(layer)
+        layer.forward.matrix()
     return len(layers)
 
 
@@ -77,6 +78,7 @@ class RoundedLinear(nn.Module):
     def __init__(self, layer: Any):
         super().__init__()
         self.forward: Any = RoundedForward(layer)
+        self.forward.matrix()
 
     @staticmethod
     def suits(layer: nn.Module | None) -> bool:

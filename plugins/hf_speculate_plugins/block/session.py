@@ -40,7 +40,7 @@ class BlockSession(DraftSession):
     ):
         self.options = options
         self._loaded, self._request, self._conversations = loaded, request, conversations
-        self._text = request.text
+        self._text = request.carried_text
         self.carries_over = self._text is not None
         self._compiler = request.compiler
         if self._compiler is not None and (problem := problem_with_head(loaded.head)):

@@ -49,7 +49,10 @@ class NativeForward:
         )
         if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
             return None
-        return cls(head)
+        found = cls(head)
+        found.current_layers()  # whose matrices take their time, which is no draft's
+        found.current_ranking()
+        return found
 
     def __call__(
         self,

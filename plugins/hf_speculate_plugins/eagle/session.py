@@ -60,7 +60,7 @@ class EagleSession(DraftSession):
         self.options = options
         self._loaded, self._layers = loaded, layers
         self._request, self._conversations, self._native = request, conversations, native
-        self._text = request.text
+        self._text = request.carried_text
         self.carries_over = self._text is not None
         self._compiler = request.compiler
         if self._compiler is not None and (problem := problem_with_head(loaded.head)):

@@ -11,6 +11,7 @@ from accelerate import dispatch_model
 from hf_speculate import Speculator
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.eagle import EagleDrafter
+from hf_speculate_plugins.eagle.session import EagleSession
 
 from ...support.heads import DEPTH, EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, target
 
@@ -84,3 +85,18 @@ class TestTextIsTheTargets:
         assert drafter.head.rotary.inv_freq.dtype == torch.float32
         output = model.generate(prompt(9), **PLAIN, do_sample=False, speculator=Speculator(drafter))
         assert output.shape == (1, 9 + 24)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_what_comes_last_is_read_for_a_later_turn_only(head, prompt, monkeypatch, is_shown):
+    model = target()
+    speculator = Speculator(EagleDrafter.from_folder(head("safeailab"), model), adaptive=False)
+    told, observe = [], EagleSession.observe
+    monkeypatch.setattr(EagleSession, "observe", lambda self, *a: told.append(self) or observe(self, *a))
+    output = model.generate(
+        prompt(9), **PLAIN, do_sample=False, return_dict_in_generate=is_shown, speculator=speculator
+    )
+    num_rounds = speculator.stats.rounds
+    assert len(told) == num_rounds + is_shown  # the prompt, all rounds but the last, and that
+    text = output.sequences if is_shown else output
+    assert text.shape[1] == 9 + PLAIN["max_new_tokens"]
