@@ -12,7 +12,7 @@ modules    packed linear layers, fused projections, embeddings
 fused      whole decoder layers (decoder_layers, layer_parts) in native calls (native_layers), for few rows
            (native_rows), into transformers' caches (native_caches), with weights where they lie (native_weights)
 native_ranking, native_growth  what a head proposes, and trees of it, for drafters
-rounded    matrices in 8 bits for what drafts, and the linear layers that answer by them (dense)
+rounded    matrices in 8 bits for what drafts, and the layers that answer by them (rounded_layers)
 shards     which file on the disk or the Hub, and models in several
 loading    all of it together
 report     what a loaded model keeps where
@@ -20,8 +20,6 @@ random_files  files with random weights, for benchmarks and tests
 """
 
 from .backends import BACKENDS as BACKENDS
-from .dense import RoundedLinear as RoundedLinear
-from .dense import quicken as quicken
 from .fused import fuse_layers as fuse_layers
 from .layer_parts import LayerParts as LayerParts
 from .loading import load_gguf as load_gguf
@@ -42,5 +40,7 @@ from .random_files import find_recipe as find_recipe
 from .random_files import write_random_file as write_random_file
 from .report import PackingReport as PackingReport
 from .report import packing_report as packing_report
+from .rounded_layers import RoundedLinear as RoundedLinear
+from .rounded_layers import quicken as quicken
 from .shards import find_file as find_file
 from .shards import read_model_file as read_model_file

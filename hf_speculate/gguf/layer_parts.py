@@ -10,10 +10,10 @@ from torch import nn
 
 from . import native
 from .backends import NativeBackend
-from .dense import RoundedForward, RoundedLinear
 from .modules import PackedMatrix, Projection
 from .native_weights import Place, parameters_of, unpacked
 from .rounded import RoundedMatrix
+from .rounded_layers import RoundedForward, RoundedLinear
 
 
 # What the kernel has room for: columns of a head, heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).

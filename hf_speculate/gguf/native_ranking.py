@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from . import native
-from .dense import RoundedForward
 from .layer_parts import matrix_of, rounded, rounds_inputs
 from .native_weights import MatrixStructure, Place, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
+from .rounded_layers import RoundedForward
 
 
 # In the order in which `generate` applies them.

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.gguf import RoundedLinear, load_model, native, quicken
-from hf_speculate.gguf.dense import RoundedForward
 from hf_speculate.gguf.formats import FORMATS
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.gguf.rounded import RoundedMatrix, _blocks
+from hf_speculate.gguf.rounded_layers import RoundedForward
 
 from ..support.tiny_heads import write_eagle_head
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from hf_speculate.compilation import Buffers, Compiler, SetKey, pool_of
+from hf_speculate.drafting import DraftRequest
 
 from .head import MedusaHeads
+
+
+if TYPE_CHECKING:
+    from hf_speculate.gguf import RoundedLinear
 
 
 class Forward(Protocol):
@@ -77,11 +83,23 @@ def medusa_logits(heads: MedusaHeads, lm_head: nn.Module | None, features: Tenso
     return heads(features, lm_head)
 
 
-def forward_of(heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler | None) -> Forward:
-    """The heads' forward for one request: compiled where there is a compiler and that makes it faster."""
-    outputs = heads.output_weight
+def forward_of(heads: MedusaHeads, quick: Sequence[RoundedLinear], request: DraftRequest) -> Forward:
+    """The heads' forward for one request: compiled where there is a compiler and that makes it faster.
+
+    Args:
+        quick: see `QuickOutputs.of`.
+    """
+    outputs, compiler = heads.output_weight, request.compiler
     has_many = outputs is not None and len(outputs) > 1
     if compiler and compiler.backend == "inductor" and has_many and heads.device.type == "cpu":
         compiler.refuse("Medusa heads with matrices of their own take longer compiled by inductor on a CPU")
         compiler = None
-    return PlainForward(heads, lm_head) if compiler is None else CompiledForward(heads, lm_head, compiler)
+    # Asked for here and not kept in the drafter, which would keep the target alive.
+    lm_head = request.target.get_output_embeddings() if outputs is None else None
+    if compiler is not None:
+        return CompiledForward(heads, lm_head, compiler)
+    if quick:
+        from .quick import QuickForward
+
+        return QuickForward(heads, quick)
+    return PlainForward(heads, lm_head)

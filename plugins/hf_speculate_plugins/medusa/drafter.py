@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from .checkpoint import (
     write_heads,
 )
 from .choices import DEFAULT_ACCURACIES, computed_choices
+from .compiled import forward_of
 from .head import MedusaHeads
 from .options import MedusaOptions
 from .session import MedusaSession
@@ -38,6 +40,8 @@ from .session import MedusaSession
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from .quick import QuickOutputs
 
 
 # Verifying 64 tokens costs an accelerator about what one costs; two CPU cores about three times as much, and 16 tokens
@@ -161,8 +165,16 @@ class MedusaDrafter(Drafter):
                 f"{num_layers}. Load them again with target= this model."
             )
 
+    @cached_property
+    def _quick(self) -> QuickOutputs:
+        """Made for the first request, as it may take a compiler."""
+        from .quick import QuickOutputs  # and the room of packed targets
+
+        return QuickOutputs(self.heads)
+
     def start(self, request: DraftRequest) -> MedusaSession:
-        return MedusaSession(self.heads, self.tree, self.feature_layers[0], request)
+        forward = forward_of(self.heads, self._quick.of(request.target), request)
+        return MedusaSession(self.heads, self.tree, self.feature_layers[0], forward)
 
     def _make_tree(self) -> StaticTree:
         options, choices = self.options, self.options.choices

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_speculate.drafting import DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import DraftSession, DraftState
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..trees import StaticTree, log_shares, path_sums
 from .choices import column_index
-from .compiled import forward_of
+from .compiled import Forward
 from .head import MedusaHeads
 
 
@@ -23,14 +23,11 @@ class MedusaSession(DraftSession):
         heads: the heads.
         tree: the static tree that their best tokens fill.
         layer: the key by which `observe` is given the features that the heads read.
-        request: what is to be drafted for.
+        forward: runs the heads of this request.
     """
 
-    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, request: DraftRequest):
-        self.heads, self.tree, self._layer = heads, tree, layer
-        # Asked for here and not kept in the drafter, which would keep the target alive.
-        lm_head = request.target.get_output_embeddings() if heads.output_weight is None else None
-        self._forward = forward_of(heads, lm_head, request.compiler)
+    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, forward: Forward):
+        self.heads, self.tree, self._layer, self._forward = heads, tree, layer, forward
         self._features: Tensor | None = None  # [B, H]
 
     def observe(self, tokens, features, lengths) -> None:

@@ -66,10 +66,9 @@ class RoundedForward:
         return self._matrix
 
     def __call__(self, input: Tensor) -> Tensor:
-        matrix = self.matrix() if not torch.compiler.is_compiling() and _is_small(input) else None
-        if matrix is None or _needs_gradient(input, self.layer):
-            return type(self.layer).forward(self.layer, input)
-        return matrix(input)
+        is_served = not torch.compiler.is_compiling() and _is_small(input) and not _needs_gradient(input, self.layer)
+        matrix = self.matrix() if is_served else None
+        return type(self.layer).forward(self.layer, input) if matrix is None else matrix(input)
 
 
 class RoundedLinear(nn.Module):
@@ -86,9 +85,14 @@ class RoundedLinear(nn.Module):
         return _is_plain(layer) or (isinstance(layer, PackedMatrix) and isinstance(layer.backend, NativeBackend))
 
     @property
+    def layer(self) -> Any:
+        """Whose answers these are."""
+        return self.forward.layer
+
+    @property
     def weight(self) -> Tensor:
         """That of the layer."""
-        return self.forward.layer.weight
+        return self.layer.weight
 
 
 def _is_small(inputs: Tensor) -> bool:
