@@ -35,6 +35,7 @@ from .native_ranking import Sampling as Sampling
 from .native_rows import new_rows as new_rows
 from .native_rows import served as served
 from .native_rows import tree_rows as tree_rows
+from .native_weights import WeightsInPlace as WeightsInPlace
 from .random_files import FileShape as FileShape
 from .random_files import find_recipe as find_recipe
 from .random_files import write_random_file as write_random_file

@@ -11,7 +11,7 @@ from torch import nn
 from . import native
 from .backends import NativeBackend
 from .modules import PackedMatrix, Projection
-from .native_weights import Place, parameters_of, unpacked
+from .native_weights import parameters_of, unpacked
 from .rounded import RoundedMatrix
 from .rounded_layers import RoundedForward, RoundedLinear
 
@@ -56,9 +56,10 @@ class LayerParts:
     def matrices(self) -> list[PackedMatrix | nn.Linear | None]:
         return [matrix_of(projection) for projection in self.projections.values()]
 
-    def parameters(self) -> list[Place]:
-        """Of all of it, each once."""
-        return parameters_of(dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)]))
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Whose weights it has, each once."""
+        return list(dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)]))
 
     def rounds(self) -> bool | None:
         """Whether inputs are rounded to bytes; None where the kernel does not multiply with all of the matrices, or
@@ -68,11 +69,11 @@ class LayerParts:
 
     def rounded(self) -> LayerParts:
         """These with the matrices that can be in 8 bits, for drafts."""
-        return replace(self, projections={name: rounded(each) for name, each in self.projections.items()})
+        return replace(self, projections={name: rounded(each) or each for name, each in self.projections.items()})
 
     def dtype(self) -> torch.dtype | None:
         """Of what is not packed; None where that are several."""
-        found = {weight.dtype for weight in unpacked(self.parameters())}
+        found = {weight.dtype for weight in unpacked(parameters_of(self.modules))}
         return found.pop() if len(found) == 1 else None
 
     def fit(self) -> bool:
@@ -99,18 +100,18 @@ def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
     return False
 
 
-def rounded(projection: nn.Module) -> nn.Module:
-    """Its matrix in 8 bits; the projection where that is not to be had."""
+def rounded(projection: nn.Module) -> RoundedMatrix | None:
+    """Its matrix in 8 bits; None where that is not to be had."""
     if isinstance(forward := vars(projection).get("forward"), RoundedForward):
-        return forward.matrix() or projection
+        return forward.matrix()
     matrix = matrix_of(projection)
-    return projection if matrix is None or matrix is not projection else RoundedMatrix.of(matrix) or projection
+    return RoundedMatrix.of(matrix) if matrix is not None and matrix is projection else None
 
 
 def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
     """The matrix that computes a projection; None where that is something else."""
     if isinstance(projection, RoundedLinear):
-        return matrix_of(projection.forward.layer)
+        return matrix_of(projection.layer)
     if type(projection) is Projection:
         return projection.fused.linear
     return projection if isinstance(projection, PackedMatrix) or type(projection) is nn.Linear else None

@@ -112,8 +112,7 @@ class NativeLayers:
     def __init__(self, layers: Sequence[LayerParts]):
         self._layers = [NativeLayer(layer) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
-        places = [place for layer in layers for place in layer.parameters()]
-        self._weights = WeightsInPlace(places, [matrix for layer in layers for matrix in layer.matrices])
+        self._weights = WeightsInPlace([module for layer in layers for module in layer.modules])
         self._library = native.library()
         self._rounds = layers[0].rounds() or False
         self.dtype = self._weights.dtype

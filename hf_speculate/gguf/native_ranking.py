@@ -18,7 +18,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from . import native
 from .layer_parts import matrix_of, rounded, rounds_inputs
-from .native_weights import MatrixStructure, Place, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
+from .native_weights import MatrixStructure, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
 from .rounded_layers import RoundedForward
 
 
@@ -98,7 +98,7 @@ class NativeRanking:
     """
 
     def __init__(self, matrix: Any, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
-        self._weights = WeightsInPlace(_weights(matrix, norm), [matrix])
+        self._weights = WeightsInPlace(_modules(matrix, norm))
         self._library = native.library()
         self._feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
         self._fixed = _Ranking(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
@@ -126,11 +126,12 @@ class NativeRanking:
             return None
         if type(vars(matrix).get("forward")) not in (NoneType, RoundedForward):  # accelerate's, say
             return None
-        weights = unpacked(_weights(matrix, norm))
+        weights = unpacked(parameters_of(_modules(matrix, norm)))
         is_alike = all(weight.is_cpu and weight.dtype is dtype for weight in weights)
         if not is_alike or not matrix.weight.is_cpu:
             return None
-        return cls(rounded(output) if rounds else matrix, norm, eps, dtype, feeds_back_normed)
+        in_8_bits = rounded(output) if rounds else None
+        return cls(in_8_bits or matrix, norm, eps, dtype, feeds_back_normed)
 
     def is_current(self) -> bool:
         """See `WeightsInPlace.are_current`."""
@@ -170,5 +171,5 @@ class NativeRanking:
         return Ranked(shares, columns, states if normed is None else normed) if done else None
 
 
-def _weights(matrix: nn.Module, norm: nn.Module | None) -> list[Place]:
-    return parameters_of([matrix] if norm is None else [matrix, norm])
+def _modules(matrix: nn.Module, norm: nn.Module | None) -> list[nn.Module]:
+    return [matrix] if norm is None else [matrix, norm]

@@ -54,29 +54,36 @@ def unpacked(places: Sequence[Place]) -> list[Tensor]:
 
 
 class WeightsInPlace:
-    """Those that structures point to.
+    """Those of modules that structures point to, or that were copied. The modules are kept: rounded ones are nobody
+    else's.
 
     Args:
-        places: of them.
-        matrices: what multiplies with them; a rounded one among these is kept alive, and has to be current, too.
+        modules: whose, see `parameters_of`.
+        are_copied: whether weights that are written to are others, too, as those of rounded matrices are. (Nothing
+            counts what is written under `torch.inference_mode`.)
 
     Attributes:
         dtype: of the first of them.
     """
 
-    def __init__(self, places: Sequence[Place], matrices: Iterable[nn.Module | None]):
-        self._places = places
-        self._copies = [matrix for matrix in matrices if isinstance(matrix, RoundedMatrix)]
-        self._tensors = [of[name] for of, name in places]
-        self._pointers = self._lie_at()
+    def __init__(self, modules: Iterable[nn.Module], are_copied: bool = False):
+        self._modules = list(dict.fromkeys(modules))
+        self._counts_writes = are_copied or any(isinstance(module, RoundedMatrix) for module in self._modules)
+        self._places = parameters_of(self._modules)
+        self._tensors = [of[name] for of, name in self._places]
+        self._facts = self._read()
         self.dtype = self._tensors[0].dtype
 
     def are_current(self) -> bool:
         """Whether they are those that they were and lie where they lay (`model.to` moves them), in the type that they
         had."""
         is_same = all(of.get(name) is tensor for (of, name), tensor in zip(self._places, self._tensors, strict=True))
-        is_there = is_same and self._tensors[0].dtype is self.dtype and self._lie_at() == self._pointers
-        return is_there and all(copy.is_current() for copy in self._copies)
+        return is_same and self._tensors[0].dtype is self.dtype and self._read() == self._facts
 
-    def _lie_at(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors if tensor is not None]
+    def _read(self) -> list[int]:
+        """Where they lie, and if that counts how often each was written to."""
+        tensors = [tensor for tensor in self._tensors if tensor is not None]
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._counts_writes:
+            return pointers
+        return pointers + [tensor._version for tensor in tensors if not tensor.is_inference()]

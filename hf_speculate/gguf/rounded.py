@@ -5,9 +5,6 @@ Drafts are as good as they were, and their products take a third of the time (do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
@@ -18,25 +15,6 @@ from .modules import PackedMatrix
 
 
 _BLOCK_TYPE, _BLOCK_SIZE = "Q8_0", 32
-
-
-@dataclass(frozen=True, eq=False)
-class WeightState:
-    """Weights of a matrix as they were read: exchanged, moved or written to, they are others. (Nothing counts what is
-    written under `torch.inference_mode`.)"""
-
-    weight: Tensor
-    facts: tuple[int, torch.dtype, int | None]
-
-    @classmethod
-    def of(cls, matrix: Any) -> WeightState:
-        weight = matrix.packed if isinstance(matrix, PackedMatrix) else matrix.weight
-        return cls(weight, (weight.data_ptr(), weight.dtype, None if weight.is_inference() else weight._version))
-
-    def is_that_of(self, matrix: Any) -> bool:
-        """Whether the weights of a matrix are these."""
-        now = WeightState.of(matrix)
-        return now.weight is self.weight and now.facts == self.facts
 
 
 class RoundedMatrix(PackedMatrix):
@@ -51,7 +29,6 @@ class RoundedMatrix(PackedMatrix):
         super().__init__(*sizes, block_type, RoundingBackend(), {"packed": tiles})
         self.bias = source.bias
         self.source = source
-        self._read = WeightState.of(source)
 
     @classmethod
     @torch.no_grad()
@@ -68,10 +45,6 @@ class RoundedMatrix(PackedMatrix):
             return None
         tiles = _tiles(matrix.weight)
         return None if tiles is None else cls(matrix, _BLOCK_TYPE, tiles)
-
-    def is_current(self) -> bool:
-        """Whether it is still the same matrix as its source."""
-        return self._read.is_that_of(self.source)
 
 
 def _tiles(weight: Tensor) -> UInt8[Tensor, "T bytes"] | None:

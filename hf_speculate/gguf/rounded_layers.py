@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .backends import NativeBackend
 from .modules import PackedMatrix
 from .native import DENSE_KINDS
-from .rounded import RoundedMatrix, WeightState
+from .native_weights import WeightsInPlace
+from .rounded import RoundedMatrix
 
 
 # Up to how many rows 8 bits are faster than PyTorch (three times up to 8; AMX multiplies more rows of bfloat16 faster).
@@ -53,16 +54,17 @@ class RoundedForward:
     def __init__(self, layer: Any):
         self.layer = layer
         self._matrix: RoundedMatrix | None = None
-        self._read: WeightState | None = None
+        self._weights: WeightsInPlace | None = None
 
     def __getstate__(self):
         """A copy makes its own matrix."""
-        return {"layer": self.layer, "_matrix": None, "_read": None}
+        return {"layer": self.layer, "_matrix": None, "_weights": None}
 
     def matrix(self) -> RoundedMatrix | None:
         """What multiplies, made anew where the weights have changed; None where the kernel does not."""
-        if self._read is None or not self._read.is_that_of(self.layer):
-            self._matrix, self._read = RoundedMatrix.of(self.layer), WeightState.of(self.layer)
+        if self._weights is None or not self._weights.are_current():
+            self._matrix = RoundedMatrix.of(self.layer)
+            self._weights = WeightsInPlace([self.layer], are_copied=True)
         return self._matrix
 
     def __call__(self, input: Tensor) -> Tensor:

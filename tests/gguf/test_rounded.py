@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.gguf import RoundedLinear, load_model, native, quicken
+from hf_speculate.gguf import NativeRanking, RoundedLinear, load_model, native, quicken
 from hf_speculate.gguf.formats import FORMATS
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.gguf.rounded import RoundedMatrix, _blocks
@@ -125,14 +125,16 @@ class TestLayers:
         assert torch.equal(compiled(inputs), functional.linear(inputs, layer.weight))
         assert not calls
 
-    @pytest.mark.parametrize("change", ["written to", "another", "moved", "of another type"])
+    @pytest.mark.parametrize("change", ["written to", "another", "another bias", "moved", "of another type"])
     def test_weights_that_change(self, change):
-        layer, inputs = quick(), torch.randn(2, 512)
+        layer, inputs = quick(bias=True), torch.randn(2, 512)
         layer(inputs)
         if change == "written to":
             layer.weight.mul_(-3)
         elif change == "another":
             layer.weight = nn.Parameter(torch.randn_like(layer.weight), requires_grad=False)
+        elif change == "another bias":
+            layer.bias = nn.Parameter(torch.randn_like(layer.bias), requires_grad=False)
         elif change == "moved":
             layer.weight.data = torch.randn_like(layer.weight)
         else:
@@ -176,6 +178,18 @@ class TestLayers:
         assert torch.equal(layer(inputs), functional.linear(inputs, layer.weight))
         assert drafting.weight is layer.weight
         assert not drafting.state_dict()
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e9], ids=["rounded", "as it is"])
+def test_ranking_by_a_matrix_of_somebody_else(weight):
+    """One that cannot be rounded ranks as it is."""
+    layer, states = linear(), torch.randn(1, 3, 512)
+    layer.weight[3, 4] = weight
+    ranking = NativeRanking.of(RoundedLinear(layer), None, 1e-6, torch.float32, rounds=True)
+    exact = functional.linear(states, layer.weight).log_softmax(-1)
+    ranked = ranking.run(states, 4)
+    torch.testing.assert_close(ranked.shares, exact.gather(-1, ranked.columns), rtol=0.02, atol=0.05)
+    assert (ranked.columns[..., 0] == exact.argmax(-1)).all()
 
 
 @pytest.fixture

@@ -6,14 +6,6 @@
 
 namespace {
 
-// Rows of an input as they come.
-template <class T> struct RowMajor {
-  const T* x;
-  int64_t stride, rows;
-
-  INLINE const T* at(int64_t cell, int64_t row) const { return x + row * stride + cell * COLUMNS; }
-};
-
 INLINE WideFloats widen_part(const float* from) { return load<WideFloats>(from); }
 INLINE WideFloats widen_part(const uint16_t* from) {
   typedef uint16_t Part __attribute__((vector_size(2 * WIDE)));

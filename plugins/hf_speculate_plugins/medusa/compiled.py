@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_speculate.compilation import Buffers, Compiler, SetKey, pool_of
 from hf_speculate.drafting import DraftRequest
@@ -16,6 +17,8 @@ from .head import MedusaHeads
 
 if TYPE_CHECKING:
     from hf_speculate.gguf import RoundedLinear
+
+    OutputsOf = Callable[[PreTrainedModel], Sequence[RoundedLinear]]
 
 
 class Forward(Protocol):
@@ -83,11 +86,11 @@ def medusa_logits(heads: MedusaHeads, lm_head: nn.Module | None, features: Tenso
     return heads(features, lm_head)
 
 
-def forward_of(heads: MedusaHeads, quick: Sequence[RoundedLinear], request: DraftRequest) -> Forward:
+def forward_of(heads: MedusaHeads, outputs_of: OutputsOf, request: DraftRequest) -> Forward:
     """The heads' forward for one request: compiled where there is a compiler and that makes it faster.
 
     Args:
-        quick: see `QuickOutputs.of`.
+        outputs_of: see `QuickOutputs.of`.
     """
     outputs, compiler = heads.output_weight, request.compiler
     has_many = outputs is not None and len(outputs) > 1
@@ -98,7 +101,7 @@ def forward_of(heads: MedusaHeads, quick: Sequence[RoundedLinear], request: Draf
     lm_head = request.target.get_output_embeddings() if outputs is None else None
     if compiler is not None:
         return CompiledForward(heads, lm_head, compiler)
-    if quick:
+    if quick := outputs_of(request.target):
         from .quick import QuickForward
 
         return QuickForward(heads, quick)

@@ -173,7 +173,7 @@ class MedusaDrafter(Drafter):
         return QuickOutputs(self.heads)
 
     def start(self, request: DraftRequest) -> MedusaSession:
-        forward = forward_of(self.heads, self._quick.of(request.target), request)
+        forward = forward_of(self.heads, self._quick.of, request)
         return MedusaSession(self.heads, self.tree, self.feature_layers[0], forward)
 
     def _make_tree(self) -> StaticTree:

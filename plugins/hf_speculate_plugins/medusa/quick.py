@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_speculate.gguf import RoundedLinear, has_kernel
+from hf_speculate.gguf import RoundedLinear, WeightsInPlace, has_kernel
 
 from .head import MedusaHeads
 
@@ -24,7 +24,7 @@ class QuickOutputs:
     def __init__(self, heads: MedusaHeads):
         self._heads = heads
         self._own: list[RoundedLinear] = []
-        self._own_place: tuple[Tensor, int] | None = None
+        self._weights: WeightsInPlace | None = None
         self._targets: WeakKeyDictionary[PreTrainedModel, RoundedLinear] = WeakKeyDictionary()
 
     def __getstate__(self):
@@ -41,11 +41,10 @@ class QuickOutputs:
             return []
         if weight is None:
             return self._of_target(target)
-        place = weight, weight.data_ptr()
-        if self._own_place is None or self._own_place[0] is not weight or self._own_place[1] != place[1]:
+        if self._weights is None or not self._weights.are_current():
             layers = [_linear(matrix) for matrix in weight]
             self._own = [RoundedLinear(layer) for layer in layers if RoundedLinear.suits(layer)]
-            self._own_place = place
+            self._weights = WeightsInPlace([self._heads])
         return self._own
 
     def _of_target(self, target: PreTrainedModel) -> list[RoundedLinear]:

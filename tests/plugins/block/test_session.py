@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -298,3 +299,14 @@ def test_half_precision(prompt, kind, dtype):
     model = target(dtype=dtype)
     output = model.generate(prompt(9), speculator=Speculator(random_block(kind, model)), **PLAIN)
     assert output.shape[1] == 9 + PLAIN["max_new_tokens"]
+
+
+@pytest.mark.usefixtures("needs_kernel")
+def test_requests_multiply_in_8_bits_and_the_text_is_plains(prompt):
+    model = target()
+    loaded = copy.deepcopy(loaded_block("dspark", model))
+    loaded.head._quick = None  # whoever asked the cached one before
+    drafter = BlockDrafter(loaded, model, BlockOptions(max_nodes=12))
+    request = {"input_ids": prompt(9), **PLAIN, "do_sample": False}
+    assert torch.equal(model.generate(**request, speculator=Speculator(drafter)), model.generate(**request))
+    assert drafter.head.is_quick

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
+from hf_speculate.compilation import Compiler
+from hf_speculate.drafting import DraftRequest
 from hf_speculate.gguf import RoundedLinear
 from hf_speculate_plugins.medusa import MedusaHeads
+from hf_speculate_plugins.medusa.compiled import CompiledForward, forward_of
 from hf_speculate_plugins.medusa.quick import QuickForward, QuickOutputs
 
 
@@ -81,6 +85,16 @@ def test_targets_are_not_kept_alive():
     del target
     gc.collect()
     assert alive() is None
+
+
+def test_compiled_heads_ask_for_none():
+    """Copies would be made in vain."""
+    heads, target = heads_of(0), Target()
+    for compiler, kind in ((None, QuickForward), (Compiler("eager", Counter()), CompiledForward)):
+        outputs = QuickOutputs(heads)
+        request = DraftRequest(target=target, input_ids=torch.zeros(1, 3, dtype=torch.long), compiler=compiler)
+        assert type(forward_of(heads, outputs.of, request)) is kind
+        assert len(outputs._targets) == (compiler is None)
 
 
 def test_what_the_kernel_does_not_multiply(monkeypatch):
