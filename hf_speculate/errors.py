@@ -26,7 +26,7 @@ class DrafterNotFoundError(SpeculateError, LookupError):
 
 
 class OptionError(SpeculateError, TypeError):
-    """An option that neither the drafter nor the engine has."""
+    """An option that neither the drafter nor the engine has, or that the drafter cannot follow."""
 
 
 class DrafterError(SpeculateError, RuntimeError):

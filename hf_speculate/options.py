@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from .compilation import find_backend
 from .errors import OptionError
-from .policy import Adaptive, DraftPolicy, Fixed
+from .policy import Adaptive, Ahead, DraftPolicy, Fixed
 from .verification import TypicalAcceptance
 
 
@@ -37,6 +37,10 @@ class EngineOptions:
             when it is first needed, and is kept as long as the model, as are the buffers of up to 4 requests. Nobody
             may change the model during a call. A string names a backend of `torch.compile`. What cannot be compiled
             runs as always, and `stats.fallbacks` says why.
+        ahead: True: while the target verifies a draft, the drafter makes the next one on a thread of its own, on the
+            likeliest guess of what is accepted. The text does not depend on it. It pays where the drafter has a device
+            of its own, for requests of one row; on a CPU it shares the cores with the target, and loses. "auto" tries
+            both and takes what is faster. Of the built-in drafters `draft_model` does.
     Raises:
         ValueError: an option without a meaning, or two that exclude each other.
     """
@@ -47,12 +51,15 @@ class EngineOptions:
     policy: DraftPolicy | None = None
     adaptive: bool | None = None
     compile: bool | str = False
+    ahead: Ahead = False
 
     def __post_init__(self) -> None:
         if self.policy is not None and self.adaptive is not None:
             raise ValueError("policy= and adaptive= both say how much is drafted: give one of them.")
         if self.policy is not None and not isinstance(self.policy, DraftPolicy):
             raise TypeError(f"policy= takes a DraftPolicy (Adaptive(), Fixed(), …), got {type(self.policy).__name__}.")
+        if self.ahead not in (True, False, "auto"):
+            raise ValueError(f"ahead must be True, False or 'auto', got {self.ahead!r}.")
         self.typical_acceptance()
         self.backend()
 

@@ -46,6 +46,7 @@ class Round:
         seconds: what it took.
         is_prefill: whether it is the prompt's.
         is_warm_up: something was compiled in it: its time says nothing about others.
+        is_ahead: its draft was made while the round before it was verified.
     """
 
     tree: DraftTree
@@ -58,6 +59,7 @@ class Round:
     seconds: RoundSeconds = RoundSeconds()
     is_prefill: bool = False
     is_warm_up: bool = False
+    is_ahead: bool = False
 
     @property
     def num_nodes(self) -> int:

@@ -258,3 +258,21 @@ def test_plans_that_are_kept_are_nobodys_mode():
     assert not plan.ancestors.is_inference()
     assert not plan.depths.is_inference()
     assert not bias.is_inference()
+
+
+class TestRows:
+    # root 9: 1 (of 3 and 4), 2; 3 has 5
+    ROW = TreeRow([9, 1, 2, 3, 4, 5], [ROOT_PARENT, 0, 0, 1, 1, 3], [0.0, -0.5, -1.0, -2.0, -0.75, -2.25])
+
+    def test_below_a_node(self):
+        assert self.ROW.below(1) == TreeRow([1, 3, 4, 5], [ROOT_PARENT, 0, 0, 1], [0.0, -1.5, -0.25, -1.75])
+        assert self.ROW.below(5) == TreeRow([5], [ROOT_PARENT], [0.0])
+        assert self.ROW._replace(values=None).below(3) == TreeRow([3, 5], [ROOT_PARENT, 0])
+        padded = TreeRow([9, 1, 0, 2], [ROOT_PARENT, 0, PADDING_PARENT, 1])
+        assert padded.below(1) == TreeRow([1, 2], [ROOT_PARENT, 0])
+
+    def test_the_best_path(self):
+        assert self.ROW.best_path() == [0, 1, 4]
+        assert self.ROW._replace(values=None).best_path() == [0, 1, 3, 5], "the first child without values"
+        assert TreeRow([9], [ROOT_PARENT]).best_path() == [0]
+        assert TreeRow([9, 0], [ROOT_PARENT, PADDING_PARENT]).best_path() == [0]

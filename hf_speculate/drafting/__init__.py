@@ -5,6 +5,7 @@ committed tokens, and takes nothing from it unchecked. This face, with `hf_specu
 party needs; nothing else is promised.
 """
 
+from .ahead import Pending as Pending
 from .calibration import CALIBRATION_FILE as CALIBRATION_FILE
 from .calibration import MEMORY as MEMORY
 from .calibration import Calibration as Calibration

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +35,7 @@ RAW_LAST = -1
 
 
 class DraftSession(ABC):
-    """The drafting state of one request. Sessions are used by one thread and closed exactly once.
+    """The drafting state of one request. Sessions are used by one thread at a time and closed exactly once.
 
     Attributes:
         carries_over: whether the next turn of a conversation can use what this session knows; then it is also told of
@@ -77,6 +77,22 @@ class DraftSession(ABC):
         """Learns what the target found probable at the nodes of a round, where `num_choices` asks for it; before that
         round's `observe`."""
 
+    def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
+        """A tree for the round after the coming one, as if that had committed `path`: as `observe(path)`, without any
+        hidden states, and `draft(state)` would. Leaves the session where it was before, however it ends.
+
+        Called of drafters that say `drafts_ahead`, on a thread of its own while the target verifies; until it has
+        returned nothing else of the session is. It draws no random numbers but the state's noise. Where
+        `state.goes_on` says no, nobody wants the draft any more: the next level need not be drafted.
+
+        Args:
+            state: of a request with one row. Its root is the last of `path` (the session's own where that is empty):
+                what it draws of the first level are guesses at the token that the target chooses there itself, so a
+                draft may be one level deeper than one of `draft`.
+            path: tokens of the draft that the target is likely to accept.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts nothing ahead.")
+
     def close(self) -> None:
         """Releases what the session holds. Called exactly once, also after an error."""
 
@@ -108,11 +124,13 @@ class Drafter(ABC):
             after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
         calibration: what the values of its trees mean, as far as that is known before it drafts.
         is_free: whether drafting takes next to nothing: no forward of a model.
+        drafts_ahead: whether its sessions have `DraftSession.ahead`.
         options_classes: dataclasses whose fields are the drafter's options, for those who list them.
     """
 
     name: ClassVar[str]
     is_free: ClassVar[bool] = False
+    drafts_ahead: bool = False
     options_classes: ClassVar[tuple[type[Any], ...]] = ()
     feature_layers: tuple[int, ...] = ()
     calibration: CalibrationTable = CalibrationTable()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from threading import Event
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +16,7 @@ from ..models import GenerativeModel, num_embeddings
 from ..round import Round
 from ..tree import DraftTree
 from ..verification import RngState, Sampler, Sequences, score_only
+from .ahead import Pending, Worker
 from .checks import DraftChecks
 from .choices import Choices
 from .contract import Drafter, DraftSession
@@ -42,6 +45,8 @@ class Drafting:
         self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
         self._num_ids = num_embeddings(request.target)
         self._checks = DraftChecks(drafter.name, self._num_ids)
+        self._worker: Worker | None = None
+        self._pending: Pending | None = None
 
     def start(self) -> None:
         """Opens the session."""
@@ -122,10 +127,41 @@ class Drafting:
             return session.draft(state)
 
         tree = self._checks.admit(self._ask(draft), roots)
+        return self.as_scored(tree, state)
+
+    def as_scored(self, tree: DraftTree, state: DraftState) -> DraftTree:
+        """What of a tree the target can score."""
         return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
+
+    def ahead(self, state: DraftState, path: Sequence[int]) -> Pending:
+        """Begins a draft on the worker's thread, see `DraftSession.ahead`. Until it has ended, the session is its
+        own."""
+        observation, session = self._unobserved.take(), self._session
+        if observation is not None:
+            self._ask(lambda: session.observe(*observation))
+        self._worker = self._worker or Worker(self.request.target.device)
+        cancelled, roots = Event(), state.root_ids.tolist()
+        state = replace(state, cancelled=cancelled)
+        self._pending = Pending(
+            self._worker, lambda: self._checks.admit(session.ahead(state, path), roots), cancelled, path
+        )
+        return self._pending
+
+    def made_ahead(self, pending: Pending) -> DraftTree:
+        """The draft, once it has been made, from the root that the state had."""
+        return self._ask(pending.result)
 
     def close(self) -> None:
         """Closes the session; one that carries over is told of the last rounds before."""
+        try:
+            if self._pending is not None:
+                self._pending.cancel()
+        finally:
+            if self._worker is not None:
+                self._worker.close()
+            self._close()
+
+    def _close(self) -> None:
         self._taps.close()
         session, self._open_session = self._open_session, None
         if session is None:

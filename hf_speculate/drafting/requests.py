@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -108,6 +109,7 @@ class DraftState:
         num_emitted: new tokens of each row so far; noise row `num_emitted[r] + d` chooses the children of row r's
             nodes at depth d.
         deepening: what `goes_on` asks.
+        cancelled: set when nobody wants the draft any more (`DraftSession.ahead`); None: it will be wanted.
     """
 
     root_ids: Int[Tensor, " B"]
@@ -116,6 +118,7 @@ class DraftState:
     chains_only: bool
     num_emitted: tuple[int, ...]
     deepening: Deepening | None = None
+    cancelled: Event | None = None
     _noise: Noise | None = None
     _warpers: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     _rows: Sequence[int] | None = None
@@ -140,7 +143,10 @@ class DraftState:
 
     def goes_on(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
         """Whether another level pays, for drafters that ask before each but the first; see `Deepening`. Always true on
-        a device, which would have to be waited for: `max_depth` is chosen for that."""
+        a device, which would have to be waited for: `max_depth` is chosen for that. No level of a draft that was
+        cancelled does."""
+        if self.cancelled is not None and self.cancelled.is_set():
+            return False
         return self.deepening is None or values.device.type != "cpu" or self.deepening(values, previous)
 
     def child_scores(

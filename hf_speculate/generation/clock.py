@@ -13,7 +13,7 @@ class RoundClock:
 
     def __init__(self) -> None:
         self._start = self._published = 0.0
-        self._drafting = self._carried = 0.0
+        self._drafting = self._carried = self._put_off = 0.0
 
     def start(self) -> None:
         self._start = time.perf_counter() - self._carried
@@ -26,6 +26,11 @@ class RoundClock:
         """Takes time of others, within the round, out of it."""
         self._start += seconds
 
+    def put_off(self, seconds: float) -> None:
+        """Counts time of this round to the next one's draft."""
+        self.leave_out(seconds)
+        self._put_off += seconds
+
     def stop(self) -> RoundSeconds:
         """The round is over, and is told of from here on."""
         self._published = time.perf_counter()
@@ -33,4 +38,5 @@ class RoundClock:
 
     def told(self) -> None:
         """Everybody has been told."""
-        self._carried = time.perf_counter() - self._published
+        self._carried = time.perf_counter() - self._published + self._put_off
+        self._put_off = 0.0

@@ -5,7 +5,8 @@ Streaming, statistics and text are consumers of the generator `decode`, not part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..cache import TreeCache
 from ..compilation import Compiler
-from ..drafting import Drafting
+from ..drafting import Deepening, Drafting, DraftState
 from ..models import GenerativeModel
 from ..policy import NOTHING, Budget, PolicySession, Situation
 from ..round import Round
@@ -22,15 +23,13 @@ from ..stats import SpeculationStats
 from ..target import Scorer
 from ..tree import DraftTree
 from ..verification import Sampler, Sequences, Stopping, Verdict, verify
+from .ahead import Ahead
 from .clock import RoundClock
 from .delivery import Delivery
 from .ended_rows import EndedRows
 from .limits import DepthLimits
+from .listeners import Listener
 from .prompt import Prompt
-
-
-Listener = Callable[[Round, Any], None]
-"""Told of every round, with the output of its forward, which the round does not keep."""
 
 
 def decode(run: Decoding) -> Generator[Round]:
@@ -45,6 +44,7 @@ def decode(run: Decoding) -> Generator[Round]:
             while run.is_unfinished:
                 budget = run.choose()
                 tree = run.draft(budget)
+                run.look_ahead(tree, budget)
                 output = run.score(tree)
                 verdict = run.verify(tree, output)
                 round = run.keep(tree, verdict)
@@ -71,6 +71,7 @@ class Decoding:
         lockstep_reason: why all rows must emit the same number of tokens a round; "" if each goes on alone.
         compiler: of the target's and the drafter's forwards; None: nothing is compiled.
         delivery: hands the tokens [B] of every step to a streamer; all rows advance together for it.
+        ahead: drafts the next round while this one is verified; None: nobody does.
         listeners: told of every round.
     """
 
@@ -88,6 +89,7 @@ class Decoding:
     lockstep_reason: str = ""
     compiler: Compiler | None = None
     delivery: Delivery | None = None
+    ahead: Ahead | None = None
     listeners: Sequence[Listener] = ()
 
     _clock: RoundClock = field(default_factory=RoundClock, init=False)
@@ -148,7 +150,8 @@ class Decoding:
         with self.stats.timed("drafter_seconds"):
             self.sampler.release_noise(self.sequences)
             rows = [row for row, takes_part in enumerate(self._active) if takes_part]
-            situation = Situation(rows, num_scored=len(self.cache.rows), context=self.cache.append_index)
+            looks_ahead = self.ahead is not None and self.ahead.choose()
+            situation = Situation(rows, len(self.cache.rows), self.cache.append_index, looks_ahead)
             return self.policy.choose(situation) if rows else NOTHING
 
     def draft(self, budget: Budget) -> DraftTree:
@@ -160,7 +163,8 @@ class Decoding:
 
     def _drafted(self, budget: Budget) -> DraftTree:
         """What the drafter gives within the budget, as far as it can be emitted."""
-        active, limits = self._active, self.limits(self.scorer, self._root_positions)
+        active, limits = self._active, self.limits(self.scorer, self.prompt.root_positions(self.sequences))
+        ready = None if self.ahead is None else self.ahead.take()
         taking_part = [limit for limit, takes_part in zip(limits, active, strict=True) if takes_part]
         max_depth = max(taking_part, default=0)
         if budget.max_depth is not None:
@@ -168,23 +172,33 @@ class Decoding:
         self._drafted_depth = 0
         if budget.max_nodes == 0 or max_depth <= 0:
             return DraftTree.root_only(self.sequences.last_tokens)
-        chains_only = self.scorer.shape == "chain"
-        deepening = self.policy.deepening()
-        state = self.drafting.state(
-            self.sampler, self.sequences, active, max_depth, chains_only=chains_only, deepening=deepening
-        )
-        tree = self.drafting.draft(state)
+        if ready is None:
+            ready = self.drafting.draft(self._state(active, max_depth, self.policy.deepening()))
+        tree = ready
         self._drafted_depth = tree.max_depth
         if budget.max_nodes is not None:
             tree = tree.best(budget.max_nodes)
         tree = self.policy.cut(tree)
         return tree.pruned(limits) if tree.max_depth > min(taking_part) else tree
 
+    def look_ahead(self, tree: DraftTree, budget: Budget) -> None:
+        """Lets the drafter begin with the next round, where it may."""
+        if self.ahead is not None and not budget.is_nothing:
+            with self.stats.timed("drafter_seconds"):
+                (limit,) = self.limits(self.scorer, self.prompt.root_positions(self.sequences))
+                self.ahead.begin(tree, budget, self._state(self._active, limit, self.policy.deepening_ahead()))
+            self._clock.drafted()
+
+    def _state(self, active: tuple[bool, ...], max_depth: int, deepening: Deepening | None) -> DraftState:
+        is_chain = self.scorer.shape == "chain"
+        place = self.sampler, self.sequences, active, max_depth
+        return self.drafting.state(*place, chains_only=is_chain, deepening=deepening)
+
     def score(self, tree: DraftTree) -> Any:
         """The output of the target's forward over a tree."""
         with self.stats.timed("target_seconds"), self.drafting.listening():
             self.stats.target_forwards += 1
-            output = self.scorer(tree, self._root_positions, forward_kwargs=self._forward_kwargs)
+            output = self.scorer(tree, self.prompt.root_positions(self.sequences), forward_kwargs=self._forward_kwargs)
             self.drafting.skip(self.scorer.num_rerun)
             return output
 
@@ -195,6 +209,9 @@ class Decoding:
             self._broken_off = tree, verdict, output
             self._verify(output.logits, tree, verdict)
         self._leave_to_streamer("target_seconds")
+        if self.ahead is not None:
+            with self.stats.timed("drafter_seconds"):
+                self._clock.put_off(self.ahead.settle(verdict.tokens[0], is_over=not self.is_unfinished))
         return verdict
 
     def keep(self, tree: DraftTree, verdict: Verdict) -> Round:
@@ -212,13 +229,9 @@ class Decoding:
 
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
-        try:
-            self._settle()
-        finally:
-            try:
-                self.drafting.close()
-            finally:
-                self.policy.close()
+        with ExitStack() as ends:
+            for end in (self.policy.close, self.drafting.close, self._settle):  # the last first
+                ends.callback(end)
 
     def _settle(self) -> None:
         if self._broken_off is not None:  # what was emitted of a round that was broken off
@@ -250,6 +263,7 @@ class Decoding:
             seconds=self._clock.stop(),
             is_prefill=is_prefill,
             is_warm_up=self._num_compiled != self._num_compiled_before,
+            is_ahead=self.ahead is not None and self.ahead.was_taken,
         )
 
     def _verify(self, logits: Tensor, tree: DraftTree, verdict: Verdict) -> None:
@@ -284,8 +298,3 @@ class Decoding:
     def _num_compiled(self) -> int:
         """Forwards so far that compiled before they ran."""
         return 0 if self.compiler is None else self.compiler.num_slow
-
-    @property
-    def _root_positions(self) -> list[int]:
-        """The root is the last emitted token: one position behind the prompt's last token for the first of them."""
-        return [p + n for p, n in zip(self.prompt.positions, self.sequences.num_emitted, strict=True)]

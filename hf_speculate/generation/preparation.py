@@ -18,16 +18,17 @@ from ..compilation import Compiler
 from ..drafting import RAW_LAST, Drafting, DraftRequest, cached_text
 from ..models import GenerativeModel
 from ..policy import PolicyRequest, PolicySession
-from ..round import Round
 from ..speculator import Speculator
 from ..stats import SpeculationStats
-from ..target import Scorer, Shape, active_adapters, compiled, layer_windows, prompt_learning, target_scorer
+from ..target import Scorer, Shape, active_adapters, compiled, prompt_learning, target_scorer
 from ..verification import LayerRecord, Noise, Records, Sampler, Sequences, StepRecord, Stopping, TypicalSampler
+from .ahead import Ahead
 from .delivery import Delivery
 from .ended_rows import EndedRows
 from .limits import DepthLimits
+from .listeners import listeners
 from .lockstep import lockstep_reason
-from .loop import Decoding, Listener
+from .loop import Decoding
 from .prompt import Prompt
 from .recomputing import recomputing
 from .requests import total_length
@@ -127,7 +128,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     # Something looks at the whole batch, or at every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
     drafting = Drafting(speculator.drafter, request)
-    policy = speculator.policy.start(_policy_request(speculator, request))
+    policy, ahead = _policy(speculator, request, drafting, sampler, stats)
     return Decoding(
         target=model,
         prompt=Prompt(
@@ -149,37 +150,9 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         lockstep_reason=lockstep,
         compiler=compiler,
         delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
-        listeners=_listeners(stats, sampler, sequences, scorer, drafting, policy),
+        ahead=ahead,
+        listeners=listeners(stats, sampler, sequences, scorer, drafting, policy, ahead),
     )
-
-
-def _listeners(
-    stats: SpeculationStats,
-    sampler: Sampler,
-    sequences: Sequences,
-    scorer: Scorer,
-    drafting: Drafting,
-    policy: PolicySession,
-) -> Sequence[Listener]:
-    records = sampler.records
-    windows = layer_windows(scorer.model.config) if records.forward_kwargs else ()
-
-    def count(round: Round, _output: Any) -> None:
-        stats.add(round)
-
-    def record(round: Round, output: Any) -> None:
-        records.add_round(round, output, sequences.num_emitted, windows, scorer.whole_output)
-
-    def observe(round: Round, output: Any) -> None:
-        with stats.timed("drafter_seconds"):
-            drafting.observe_choices(round, output.logits, sampler)
-            drafting.observe(round, output.hidden_states)
-
-    def learn(round: Round, _output: Any) -> None:
-        if any(round.tokens):
-            policy.learn(round)
-
-    return [count, record, observe, learn]
 
 
 def _sampler(speculator: Speculator, call: SampleCall, stats: SpeculationStats) -> Sampler:
@@ -211,14 +184,25 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
     )
 
 
-def _policy_request(speculator: Speculator, request: DraftRequest) -> PolicyRequest:
-    return PolicyRequest(
+def _policy(
+    speculator: Speculator, request: DraftRequest, drafting: Drafting, sampler: Sampler, stats: SpeculationStats
+) -> tuple[PolicySession, Ahead | None]:
+    """How much is drafted, and what drafts ahead."""
+    size, lookahead = request.input_ids.shape[0], speculator.lookahead
+    of_request = PolicyRequest(
         target=request.target,
-        batch_size=request.input_ids.shape[0],
+        batch_size=size,
         adapters=request.adapters,
         samples=request.do_sample,
         calibration=speculator.drafter.calibration,
+        looks_ahead=lookahead.ahead is True and size == 1,
     )
+    pace = lookahead.start(of_request)
+    if pace is not None and size > 1:
+        stats.fallbacks["nothing is drafted ahead: the guess would have to be right in every row"] += 1
+        pace = None
+    ahead = None if pace is None else Ahead(drafting, pace, sampler.noise, stats)
+    return speculator.policy.start(of_request), ahead
 
 
 def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler: Compiler | None) -> Scorer:

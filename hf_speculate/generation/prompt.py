@@ -54,6 +54,10 @@ class Prompt:
         scorer.cache.commit_appended()
         return output
 
+    def root_positions(self, sequences: Sequences) -> list[int]:
+        """Of the last emitted tokens: for the first of them one behind the prompt's last."""
+        return [position + count for position, count in zip(self.positions, sequences.num_emitted, strict=True)]
+
     def known_tokens(self, sequences: Sequences) -> Tensor:
         """int64 [B, J]: what came after each position that the drafter is told of, the prompt's next token."""
         first = torch.tensor([tokens[:1] for tokens in sequences.new_tokens])

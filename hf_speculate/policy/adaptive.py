@@ -67,23 +67,29 @@ class AdaptiveSession(PolicySession):
         known: what the request begins with; changed.
         batch_size: rows.
         keep: is given what is known in the end.
+        looks_ahead: the costs are those of rounds that do, see `Situation`.
     """
 
     def __init__(
-        self, costs: RoundCosts, known: Known, batch_size: int = 1, keep: Callable[[Known], None] | None = None
+        self,
+        costs: RoundCosts,
+        known: Known,
+        batch_size: int = 1,
+        keep: Callable[[Known], None] | None = None,
+        looks_ahead: bool = False,
     ):
         self.known = known
         self._keep = keep
         self._costs = costs
-        self._costs_by_size = {batch_size: costs}
-        self._batch_size = batch_size
+        self._kind = batch_size, looks_ahead
+        self._costs_by_kind = {self._kind: costs}
         self._elapsed = 0.0
         self._loss = 0.0
         self._situation = Situation((), 0, 0)
         self._deepening: WhilePaying | None = None
 
     def choose(self, situation: Situation) -> Budget:
-        self._run(situation.num_scored)
+        self._run(situation.num_scored, situation.looks_ahead)
         self._situation, self._deepening = situation, None
         if not self._costs.rounds.knows(1, situation.context):
             return NOTHING  # what plain decoding costs here is yet to be seen
@@ -95,6 +101,9 @@ class AdaptiveSession(PolicySession):
 
     def deepening(self) -> Deepening | None:
         return self._deepening
+
+    def deepening_ahead(self) -> Deepening | None:
+        return WhilePaying(self.known.acceptance, self._situation.rows, self._price_of_level)
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """The nodes that pay: the best of each row, as many in all; of a tree on a device, which is not to be waited
@@ -137,6 +146,8 @@ class AdaptiveSession(PolicySession):
     def _drafting_seconds(self, round: Round) -> float:
         """Learns from what a draft took, and returns what one like it is expected to take."""
         levels, deepening = round.depth, self._deepening
+        if round.is_ahead:
+            return round.seconds.drafting
         if self.known.is_asked:  # what is asked for costs; what is not (a copy of earlier text) may be as deep
             if deepening is None or not deepening.is_asked:
                 return round.seconds.drafting
@@ -155,12 +166,13 @@ class AdaptiveSession(PolicySession):
         for row, of_row in of_rows.items():
             acceptance.count(of_row, round.paths[row], round.tokens[row])
 
-    def _run(self, num_rows: int) -> None:
-        """From now on the target runs so many rows of the batch. What that costs is learnt for this request only: a
-        batch of this size drafts for no other rows."""
-        if num_rows not in self._costs_by_size:
-            self._costs_by_size[num_rows] = RoundCosts(self._costs_by_size[self._batch_size])
-        self._costs = self._costs_by_size[num_rows]
+    def _run(self, num_rows: int, looks_ahead: bool) -> None:
+        """The target is going to run so many rows of the batch. What that costs is learnt for this request only, where
+        it is not what the request began with: a batch of this size drafts for no other rows."""
+        kind = num_rows, looks_ahead
+        if kind not in self._costs_by_kind:
+            self._costs_by_kind[kind] = RoundCosts(self._costs_by_kind[self._kind])
+        self._costs = self._costs_by_kind[kind]
 
     @property
     def _plain(self) -> float:
@@ -222,7 +234,7 @@ class Adaptive(DraftPolicy):
     is_adaptive = True
 
     def __init__(self) -> None:
-        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], RoundCosts]] = WeakKeyDictionary()
+        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int, bool], RoundCosts]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,8 +253,9 @@ class Adaptive(DraftPolicy):
         def keep(learnt: Known) -> None:
             known[kind] = learnt
 
-        of_size = costs.setdefault((request.adapters, request.batch_size), RoundCosts())
-        return AdaptiveSession(of_size, known[kind].copy(), request.batch_size, keep)
+        size, ahead = request.batch_size, request.looks_ahead
+        of_size = costs.setdefault((request.adapters, size, ahead), RoundCosts())
+        return AdaptiveSession(of_size, known[kind].copy(), size, keep, ahead)
 
     def __repr__(self) -> str:
         return "Adaptive()"

@@ -25,6 +25,10 @@ class Budget:
     max_nodes: int | None = None
     max_depth: int | None = None
 
+    @property
+    def is_nothing(self) -> bool:
+        return self.max_nodes == 0 or self.max_depth == 0
+
 
 UNLIMITED = Budget()
 NOTHING = Budget(0, 0)
@@ -38,11 +42,13 @@ class Situation:
         rows: of the batch, that can emit tokens in this round.
         num_scored: rows that the target is going to run; finished ones may be among them.
         context: cache entries of the longest row.
+        looks_ahead: the next round, too, is drafted while the target verifies this one: that may take longer then.
     """
 
     rows: Sequence[int]
     num_scored: int
     context: int
+    looks_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,7 @@ class PolicyRequest:
         adapters: of the target that are in effect, "" for none (`active_adapters`).
         samples: whether tokens are sampled.
         calibration: what is known of the drafter's values before it drafts.
+        looks_ahead: whether all rounds do, see `Situation`.
     """
 
     target: PreTrainedModel
@@ -62,6 +69,7 @@ class PolicyRequest:
     adapters: str = ""
     samples: bool = False
     calibration: CalibrationTable = field(default_factory=CalibrationTable)
+    looks_ahead: bool = False
 
 
 class PolicySession(ABC):
@@ -73,6 +81,11 @@ class PolicySession(ABC):
 
     def deepening(self) -> Deepening | None:
         """What the drafter asks before every level of the draft that follows; None: it drafts to the budget's depth."""
+        return None
+
+    def deepening_ahead(self) -> Deepening | None:
+        """Likewise of a draft for the round after the coming one, on another thread; `learn` is called when it has
+        ended."""
         return None
 
     def cut(self, tree: DraftTree) -> DraftTree:

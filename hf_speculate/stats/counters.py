@@ -42,6 +42,12 @@ class Counters:
             every row that a round emitted something for.
         round_seconds_with_draft, round_seconds_without_draft: of the last rounds of whole batches, those left out in
             which something was compiled.
+        drafts_ahead: drafts that were begun while the target verified the round before.
+        drafts_ahead_taken: those of them that were right about it.
+        ahead_seconds_saved: what the drafter took for these, while nobody waited.
+        ahead_seconds_wasted: what it took for the others.
+        seconds_ahead, seconds_without_ahead: of the last rounds, from one draft to the next, of those in which the next
+            was begun ahead and of the others.
     """
 
     calls: int = 0
@@ -65,6 +71,12 @@ class Counters:
     plain_steps: float = 0.0
     round_seconds_with_draft: list[float] = field(default_factory=list)
     round_seconds_without_draft: list[float] = field(default_factory=list)
+    drafts_ahead: int = 0
+    drafts_ahead_taken: int = 0
+    ahead_seconds_saved: float = 0.0
+    ahead_seconds_wasted: float = 0.0
+    seconds_ahead: list[float] = field(default_factory=list)
+    seconds_without_ahead: list[float] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def timed(self, counter: str) -> _Stopwatch:
@@ -113,6 +125,21 @@ class Counters:
         self.accepted_histogram[num_accepted] += 1
         self.drafted_to_depth.update(range(1, depth + 1))
         self.accepted_to_depth.update(range(1, num_accepted + 1))
+
+    def count_ahead(self, seconds: float, waited: float, *, was_right: bool) -> None:
+        """Counts a draft that was made ahead: what the drafter computed, and how long it was waited for."""
+        self.drafts_ahead += 1
+        if was_right:
+            self.drafts_ahead_taken += 1
+            self.ahead_seconds_saved += max(seconds - waited, 0.0)
+        else:
+            self.ahead_seconds_wasted += seconds
+
+    def count_pace(self, was_ahead: bool, seconds: float) -> None:
+        """Notes what a round took, from its draft to the next."""
+        kept = self.seconds_ahead if was_ahead else self.seconds_without_ahead
+        kept.append(seconds)
+        del kept[:-_KEPT]
 
     def merge(self, other: Counters) -> None:
         """Adds the counters of `other` to these."""
@@ -167,6 +194,12 @@ class Counters:
         return self.plain_steps * plain / seconds if plain and seconds > 0 else None
 
     @property
+    def ahead_ratio(self) -> float | None:
+        """What a round that drafts ahead takes, to one that does not; None where there were not both."""
+        with_ahead, without = _mean(self.seconds_ahead), _mean(self.seconds_without_ahead)
+        return with_ahead / without if with_ahead and without else None
+
+    @property
     def rest_seconds(self) -> float:
         """Time of the calls outside prefill (target's and drafter's), target and drafter."""
         counted = self.prefill_seconds + self.drafter_prefill_seconds + self.target_seconds + self.drafter_seconds
@@ -197,6 +230,10 @@ def _typical(seconds: Sequence[float]) -> float | None:
     if not seconds:
         return None
     return min(seconds) if len(seconds) < _FEW else median(seconds)
+
+
+def _mean(seconds: Sequence[float]) -> float | None:
+    return sum(seconds) / len(seconds) if seconds else None
 
 
 def _plain(value: Any) -> Any:

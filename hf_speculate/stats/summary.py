@@ -61,6 +61,8 @@ def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
     if counts.total_seconds:
         yield "time", _times(counts)
         yield "speed-up", _speedup(counts)
+    if counts.drafts_ahead:
+        yield "drafts ahead", _ahead(counts)
     for reason, number in counts.fallbacks.most_common():
         yield "fallback", f"{reason} ({number}x)"
 
@@ -83,6 +85,18 @@ def _speedup(counts: Counters) -> str:
     return f"about {speedup:.2f}x behind the prompt, estimated: a round without a draft took {1000 * plain:.1f} ms " + (
         f"({number} seen)"
     )
+
+
+def _ahead(counts: Counters) -> str:
+    share, ratio = counts.drafts_ahead_taken / counts.drafts_ahead, counts.ahead_ratio
+    found = (
+        f"{share:.0%} of {counts.drafts_ahead} were right: {counts.ahead_seconds_saved:.2f} s of drafting hidden, "
+        f"{counts.ahead_seconds_wasted:.2f} s in vain; "
+    )
+    if ratio is None:
+        return found + "whether it pays is not known (ahead='auto' compares)"
+    pays = "it pays" if ratio < 1 else "it does not pay"
+    return found + f"{pays} here, a round takes {ratio:.2f} times what it takes without"
 
 
 def _bar_text(bar: tuple[int, float]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import torch
@@ -15,6 +18,12 @@ from ..models import unwrap
 from ..speculator import Speculator
 from ..tree import DraftTree
 from .lossless import check_lossless, prompt_ids
+
+
+# Of values, where a drafter has read the same text in other pieces.
+_ROUNDING = 1e-3
+# A draft ahead is cancelled, and broken off, after 0, 1, … levels.
+_LEVELS_CANCELLED = 3
 
 
 def check_drafter(
@@ -30,7 +39,8 @@ def check_drafter(
     Checked: tree invariants of every draft (root, parents, siblings, token range, depth budget), one `close` per
     session whatever happens, well-formed calls for greedy and sampled requests, left-padded batches whose rows
     end at different steps, a budget of one token, a prompt of one token, targets that take chains only; two sessions
-    open at once; and that the text stays the target's own.
+    open at once; of one that `drafts_ahead`, that a look ahead (right, wrong, cancelled between any two levels, broken
+    off by an error) changes no later draft; and that the text stays the target's own.
 
     Args:
         drafter: the drafter, or a speculator, whose drafter is checked; it must fit `target`.
@@ -61,6 +71,13 @@ def check_drafter(
     watched.chains_only = True
     check_lossless(target, speculator, prompts[:1], max_new_tokens=max_new_tokens, **budget)
     watched.chains_only = False
+    if drafter.drafts_ahead:
+        looking_ahead = Speculator(watched, adaptive=False, ahead=True)
+        watched.compares = True
+        check_lossless(target, looking_ahead, prompts, max_new_tokens=max_new_tokens, **budget)
+        sampled = {"do_sample": True, "seeds": (0, 1)}
+        check_lossless(target, looking_ahead, prompts[:1], max_new_tokens=max_new_tokens, **sampled, **budget)
+        watched.compares = False
     batch = _left_padded(prompts)
     plain = target.generate(**batch, speculator=None, max_new_tokens=max_new_tokens, **budget)
     ends_first_row = plain[0, batch["input_ids"].shape[1] + max_new_tokens // 2].item()
@@ -87,7 +104,8 @@ class _Watched(Drafter):
         self.vocab_size = vocab_size
         self.feature_layers = drafter.feature_layers
         self.name = drafter.name  # type: ignore[misc]
-        self.chains_only = False
+        self.drafts_ahead = drafter.drafts_ahead
+        self.chains_only = self.compares = False
         self.sessions: list[_WatchedSession] = []
 
     @classmethod
@@ -99,7 +117,7 @@ class _Watched(Drafter):
 
     def start(self, request: DraftRequest) -> DraftSession:
         idle = self.inner.start(request)  # a second session of the same request must not disturb the first
-        session = _WatchedSession(self, self.inner.start(request))
+        session = _WatchedSession(self, self.inner.start(request), self.inner.start(request) if self.compares else None)
         idle.close()
         self.sessions.append(session)
         return session
@@ -111,15 +129,49 @@ class _Watched(Drafter):
 
 
 class _WatchedSession(DraftSession):
-    def __init__(self, watched: _Watched, inner: DraftSession):
+    def __init__(self, watched: _Watched, inner: DraftSession, twin: DraftSession | None = None):
         self.watched = watched
         self.inner = inner
+        self.twin = twin  # that never looks ahead
         self.num_closed = 0
 
     def draft(self, state: DraftState) -> DraftTree:
         if self.watched.chains_only:
             state = DraftState(**{**vars(state), "chains_only": True})
         tree = self.inner.draft(state)
+        if self.twin is not None:
+            self._compare(tree, self.twin.draft(state))
+        self._check(tree, state)
+        return tree
+
+    def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
+        """The draft, after others of which nothing may be left."""
+        self._cancelled(state, path)
+        for levels in range(_LEVELS_CANCELLED):
+            with suppress(_BrokenOff):
+                self.inner.ahead(replace(state, cancelled=None, deepening=_BreaksOff(levels)), path)
+            self.inner.ahead(replace(state, cancelled=None, deepening=_SaysNo(levels)), path)
+        wrong = [*path[:-1], (path[-1] + 1) % self.watched.vocab_size] if path else []
+        self.inner.ahead(replace(state, root_ids=torch.tensor(wrong[-1:] or state.root_ids.tolist())), wrong)
+        tree = self.inner.ahead(state, path)
+        self._check(tree, state)
+        return tree
+
+    def _cancelled(self, state: DraftState, path: Sequence[int]) -> None:
+        cancelled = Event()
+        cancelled.set()
+        self.inner.ahead(replace(state, cancelled=cancelled), path)
+
+    def _compare(self, tree: DraftTree, other: DraftTree) -> None:
+        """Raises where a draft is not as if nothing had been drafted ahead; up to rounding."""
+        if tree.host.token_ids == other.host.token_ids:
+            return
+        mine, its = (sorted((each.host.values or [[]])[0]) for each in (tree, other))
+        is_close = all(abs(a - b) < _ROUNDING for a, b in zip(mine, its, strict=False))
+        if len(mine) != len(its) or not mine or not is_close:
+            raise DrafterError(f"{self.watched.name!r}: a look ahead left something behind: the next draft is another.")
+
+    def _check(self, tree: DraftTree, state: DraftState) -> None:
         name = self.watched.name
         checks = DraftChecks(name, self.watched.vocab_size)
         _ = checks.admit(tree, state.root_ids.tolist()).host  # of a tree on a device, what it holds is checked here
@@ -132,11 +184,36 @@ class _WatchedSession(DraftSession):
                 raise DrafterError(
                     f"{name!r}: row {row} is {tree.host.depth(row)} deep, the budget is {state.max_depth}."
                 )
-        return tree
 
     def observe(self, tokens, features, lengths) -> None:
-        self.inner.observe(tokens, features, lengths)
+        for session in filter(None, (self.inner, self.twin)):
+            session.observe(tokens, features, lengths)
 
     def close(self) -> None:
         self.num_closed += 1
-        self.inner.close()
+        for session in filter(None, (self.inner, self.twin)):
+            session.close()
+
+
+class _SaysNo:
+    """Says after so many levels that no other pays."""
+
+    def __init__(self, levels: int):
+        self._left = levels
+
+    def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+class _BrokenOff(Exception):
+    """In the middle of a draft."""
+
+
+class _BreaksOff(_SaysNo):
+    """Raises instead."""
+
+    def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
+        if not super().__call__(values, previous):
+            raise _BrokenOff
+        return True

@@ -47,7 +47,8 @@ class ScriptedDrafter(_ScriptDrafter):
         seed: of the script's own random numbers.
         ranked: as trained drafters do it: the child at place r is the true one as often as 1 / (r + 1)², and nodes
             stand in the order of what they are worth, whatever their depth. Else levels follow one another.
-        paid: a drafter that does its own work each round, as deep as what is verified.
+        paid: a drafter that does its own work each round, as deep as what is verified; drafts are made ahead if it
+            makes them.
     Raises:
         SpeculateError: the tree is larger than the vocabulary; a prompt without a continuation (at `start`).
     """
@@ -74,6 +75,7 @@ class ScriptedDrafter(_ScriptDrafter):
         self.seed = seed
         self.ranked = ranked
         self.paid = paid
+        self.drafts_ahead = paid is None or paid.drafts_ahead
         if paid is not None:
             self.feature_layers = paid.feature_layers
         if ranked and vocab_size <= sum(self.branching):
@@ -122,24 +124,30 @@ class _ScriptedSession(DraftSession):
         self.script = drafter
         self.rows = rows
         self.paid = paid
-        self.random = random.Random(drafter.seed)
 
     def observe(self, tokens, features, lengths) -> None:
         if self.paid is not None:
             self.paid.observe(tokens, features, lengths)
 
     def draft(self, state: DraftState) -> DraftTree:
+        levels = self.script.levels
         if self.paid is not None:
-            self.paid.draft(replace(state, max_depth=min(state.max_depth, len(self.script.levels))))
-        rows = [self._row(row, root, state) for row, root in enumerate(state.root_ids.tolist())]
+            self.paid.draft(replace(state, max_depth=min(state.max_depth, len(levels))))
+        rows = [self._row(row, root, state, levels) for row, root in enumerate(state.root_ids.tolist())]
         return DraftTree.from_rows(rows)
+
+    def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
+        levels = (*self.script.levels[:1], *self.script.levels)
+        if self.paid is not None:
+            self.paid.ahead(replace(state, max_depth=min(state.max_depth, len(levels))), path)
+        return DraftTree.from_rows([self._row(0, int(state.root_ids[0]), state, levels)])
 
     def close(self) -> None:
         if self.paid is not None:
             self.paid.close()
 
-    def _row(self, row: int, root: int, state: DraftState) -> TreeRow:
-        levels = self._levels(row, state) if state.active[row] else []
+    def _row(self, row: int, root: int, state: DraftState, shape: Sequence[tuple[int, float]]) -> TreeRow:
+        levels = self._levels(row, state, shape) if state.active[row] else []
         order = [(depth, rank) for depth, level in enumerate(levels) for rank in range(len(level.tokens))]
         if self.script.ranked:
             order.sort(key=lambda node: levels[node[0]].value / (node[1] + 1) ** 2, reverse=True)
@@ -159,13 +167,15 @@ class _ScriptedSession(DraftSession):
             place(*node)
         return TreeRow(tokens, parents, values)
 
-    def _levels(self, row: int, state: DraftState) -> list[_Level]:
+    def _levels(self, row: int, state: DraftState, shape: Sequence[tuple[int, float]]) -> list[_Level]:
+        # Its own numbers at every place of the text: whatever else was drafted.
+        drawn = random.Random(f"{self.script.seed}, {row}, {state.num_emitted[row]}")
         levels, on_script, value = [], True, 1.0
-        for depth, (count, accuracy) in enumerate(self.script.levels[: state.max_depth]):
+        for depth, (count, accuracy) in enumerate(shape[: state.max_depth]):
             true_token = self._true_token(row, state.num_emitted[row] + depth)
-            children = self._wrong_tokens(1 if state.chains_only else count, true_token)
-            place = self._place(len(children))
-            on_script &= self.random.random() < accuracy
+            children = self._wrong_tokens(1 if state.chains_only else count, true_token, drawn)
+            place = self._place(len(children), drawn)
+            on_script &= drawn.random() < accuracy
             if on_script and true_token is not None:
                 children[place] = true_token
             weights = self._weights(len(children))
@@ -173,10 +183,10 @@ class _ScriptedSession(DraftSession):
             value *= accuracy
         return levels
 
-    def _place(self, count: int) -> int:
+    def _place(self, count: int, drawn: random.Random) -> int:
         if not self.script.ranked:
-            return self.random.randrange(count)
-        return self.random.choices(range(count), self._weights(count))[0]
+            return drawn.randrange(count)
+        return drawn.choices(range(count), self._weights(count))[0]
 
     def _weights(self, count: int) -> list[float]:
         return [1 / (rank + 1) ** 2 if self.script.ranked else 1.0 for rank in range(count)]
@@ -185,11 +195,11 @@ class _ScriptedSession(DraftSession):
         tokens = self.rows[row % len(self.rows)]
         return tokens[index] if index < len(tokens) else None
 
-    def _wrong_tokens(self, count: int, true_token: int | None) -> list[int]:
+    def _wrong_tokens(self, count: int, true_token: int | None, drawn: random.Random) -> list[int]:
         """Distinct tokens other than the true one (fewer than `count` in a tiny vocabulary)."""
         population = min(self.script.vocab_size, count + 1)
-        drawn = self.random.sample(range(self.script.vocab_size), population)
-        return [token for token in drawn if token != true_token][:count] or [drawn[0]]
+        tokens = drawn.sample(range(self.script.vocab_size), population)
+        return [token for token in tokens if token != true_token][:count] or tokens[:1]
 
 
 class RandomDrafter(_ScriptDrafter):

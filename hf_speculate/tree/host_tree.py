@@ -38,6 +38,27 @@ class TreeRow(NamedTuple):
             nodes.sort(key=worth.__getitem__, reverse=True)  # stable: of equal ones the parent is the first
         return self.select([0, *nodes[:count]])
 
+    def below(self, top: int) -> TreeRow:
+        """The tree that hangs on the node `top`, which is its root."""
+        nodes = [top]
+        for node in range(top + 1, len(self.parents)):
+            if self.parents[node] in nodes:
+                nodes.append(node)
+        new = {node: position for position, node in enumerate(nodes)}
+        return TreeRow(
+            [self.token_ids[node] for node in nodes],
+            [ROOT_PARENT, *(new[self.parents[node]] for node in nodes[1:])],
+            None if self.values is None else [self.values[node] - self.values[top] for node in nodes],
+        )
+
+    def best_path(self) -> list[int]:
+        """The nodes, root first, of the path that takes of all children the one that is worth most; the first of them
+        where nodes have no values."""
+        path, values = [0], self.values
+        while children := [node for node, parent in enumerate(self.parents) if parent == path[-1]]:
+            path.append(children[0] if values is None else max(children, key=values.__getitem__))
+        return path
+
     def pruned(self, max_depth: int) -> TreeRow:
         """The nodes down to `max_depth`, without padding."""
         depths = node_depths(self.parents)

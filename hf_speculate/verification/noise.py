@@ -12,16 +12,32 @@ what such code draws counts as in stock: rows that no token has used yet are dra
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _one_at_a_time(method: Method) -> Method:
+    @functools.wraps(method)
+    def locked(self: Noise, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked  # type: ignore[return-value]
+
+
 class Noise:
-    """Rows of Exp(1) noise, one a decoding step, as stock `generate(do_sample=True)` would draw them.
+    """Rows of Exp(1) noise, one a decoding step, as stock `generate(do_sample=True)` would draw them. Whoever asks for
+    a row first, and on whichever thread: they are drawn in the order of their steps.
 
     Args:
         batch_size: B, as stock draws the noise of all rows of the batch at once.
@@ -35,6 +51,7 @@ class Noise:
         """Whether somebody drew from the global generator during a `pause`."""
         self._batch_size = batch_size
         self._device = device
+        self._lock = RLock()
         self._generator = torch.Generator(device)
         self._generator.set_state(_get_rng_state(device))
         self._first_step = 0
@@ -43,6 +60,7 @@ class Noise:
         self._logs: dict[int, dict[int | None, tuple[Tensor | None, Tensor]]] = {}
         self._paused_at: int | None = None
 
+    @_one_at_a_time
     def row(self, step: int) -> Float[Tensor, "B V"]:
         """Noise of decoding step `step` (0 = the first new token). Draws up to it; does not consume."""
         if step < self._first_step:
@@ -72,6 +90,7 @@ class Noise:
         logs = [self._log(max(step, self._first_step), columns)[row] for row, step in zip(chosen, steps, strict=True)]
         return logs[0][None] if len(logs) == 1 else torch.stack(logs)
 
+    @_one_at_a_time
     def _log(self, step: int, columns: Tensor | None) -> Float[Tensor, "B W"]:
         of_step = self._logs.setdefault(step, {})
         key = None if columns is None else id(columns)
@@ -81,6 +100,7 @@ class Noise:
             of_step[key] = columns, (row if columns is None else row[:, columns.to(row.device)]).log()
         return of_step[key][1]
 
+    @_one_at_a_time
     def fit(self, width: int, step: int) -> None:
         """From `step` on the scores have `width` columns: a processor or an output matrix may have its own idea of V.
         Rows that were drawn for another width are drawn anew."""
@@ -88,6 +108,7 @@ class Noise:
             self._drop_from(step)
             self.width = width
 
+    @_one_at_a_time
     def release_before(self, step: int) -> None:
         """Forgets the rows of steps before `step`; they were used by every row of the batch."""
         while self._first_step < step and self._rows:
@@ -96,11 +117,13 @@ class Noise:
             self._logs.pop(self._first_step, None)
             self._first_step += 1
 
+    @_one_at_a_time
     def pause(self, num_steps: int) -> None:
         """Puts the RNG where stock has it after `num_steps` sampled tokens, for code that may draw from it."""
         _set_rng_state(self._state_after(num_steps), self._device)
         self._paused_at = num_steps
 
+    @_one_at_a_time
     def resume(self) -> bool:
         """Goes on after `pause`. Returns whether anything was drawn meanwhile; then rows that no token has used are
         drawn anew, as in stock."""
@@ -114,6 +137,7 @@ class Noise:
         self.was_disturbed = True
         return True
 
+    @_one_at_a_time
     def finish(self, num_steps: int) -> None:
         """Leaves the RNG where stock leaves it after `num_steps` sampled tokens; while paused it is there already."""
         if self._paused_at is None:

@@ -108,7 +108,31 @@ def fail():
     raise RuntimeError("on purpose")
 
 
+class LooksAhead(Broken):
+    """Keeps a word of every look ahead, and drafts it."""
+
+    drafts_ahead = True
+
+    def start(self, request):
+        return _LooksAhead(self)
+
+
+class _LooksAhead(Session):
+    num_looks = 0
+
+    def ahead(self, state, path):
+        self.num_looks += 1
+        return super().draft(state)
+
+    def draft(self, state):
+        tree = super().draft(state)
+        if self.num_looks and tree.num_nodes > 1:
+            tree.token_ids[:, 1] = 8
+        return tree
+
+
 BROKEN = {
+    "a look ahead leaves something": (LooksAhead(), "a look ahead left something behind"),
     "another root": (Broken(lambda root, s, t, p: ([(root + 1) % VOCAB_SIZE, *t[1:]], p)), "the root is"),
     "too deep": (Broken(lambda root, s, t, p: ([root, 5, 6, 7, 8], [-1, 0, 1, 2, 3])), "deep, the budget is"),
     "siblings alike": (Broken(lambda root, s, t, p: ([*t, 5], [*p, 0])), "drafted token 5 twice below node 0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_speculate
 from hf_speculate import Speculator
@@ -12,26 +12,12 @@ from hf_speculate.errors import DrafterError
 from hf_speculate.testing import RaisingDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
+from ..support.interruptions import RaisingCriterion, assert_cache_is_fresh, assert_usable, perfect
 from ..support.models import VOCAB_SIZE
 
 
 # Eager attention computes its soft-max in fp32, whatever the model's dtype.
 TOLERANCE = {"sdpa": 1e-10, "eager": 2e-5}
-
-
-def assert_cache_is_fresh(model, cache, ids, atol, rows=None):
-    """Compares the entries of `cache` with a prefill of `ids` [1, T] (or of each row up to its length)."""
-    fresh = DynamicCache(config=model.config)
-    model(ids, past_key_values=fresh, use_cache=True)
-    for ours, plain in zip(cache.layers, fresh.layers, strict=True):
-        assert ours.get_seq_length() == ids.shape[1]
-        torch.testing.assert_close(ours.keys, plain.keys, atol=atol, rtol=0)
-        torch.testing.assert_close(ours.values, plain.values, atol=atol, rtol=0)
-
-
-def perfect(model, ids, branching=(2, 2, 2)):
-    script = model.generate(ids, max_new_tokens=48)[:, ids.shape[1] :]
-    return ScriptedDrafter(script, branching, accuracy=0.8, vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("attention", TOLERANCE)
@@ -73,16 +59,6 @@ class Boom(Exception):
     pass
 
 
-class RaisingCriterion(StoppingCriteria):
-    def __init__(self, length, error):
-        self.length, self.error = length, error
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] == self.length:
-            raise self.error
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 class Streamer:
     """Collects tokens; raises when it is handed token number `fail_at` (from 0)."""
 
@@ -107,17 +83,6 @@ def setting(tiny_model, prompt):
     model = tiny_model(dtype=torch.float64)
     ids = prompt(9)
     return model, ids, model.generate(ids, max_new_tokens=48)
-
-
-def assert_usable(model, ids, text, cache):
-    """The cache holds a prefix of the right text, and generation goes on from it, plain and speculative."""
-    length = cache.get_seq_length()
-    assert_cache_is_fresh(model, cache, text[:, :length], 1e-10)
-    go_on = text[:, : length + 1]
-    for speculator in (Speculator(perfect(model, go_on)), None):
-        output = model.generate(go_on, past_key_values=cache, max_new_tokens=5, speculator=speculator)
-        assert torch.equal(output, text[:, : length + 6])
-        cache.crop(length - cache.get_seq_length())
 
 
 @pytest.mark.parametrize("error", [Boom("stop"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])

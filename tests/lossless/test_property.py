@@ -346,10 +346,11 @@ def check(case, tiny_model, prompt, seen: Counter) -> None:
             generate(model, case, inputs, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
         return
     drafter = make_drafter(case, model, tiny_model, plain.sequences[:, width:])
-    speculator = Speculator(drafter)
+    speculator = Speculator(drafter, ahead=drafter.drafts_ahead and case.chunk is None)
     ours, our_rng = generate(model, case, inputs, speculator)
     seen["accepted"] += ours.speculation.accepted_tokens > 0
     seen["leaving"] += len(case.lengths) > 1 and not case.outputs and case.hook is None
+    seen["ahead"] += ours.speculation.drafts_ahead > 0
     seen["hooked"] += case.hook is not None
     seen["second turns"] += case.second_turn is not None
     seen["lock-step"] += any("lock-step" in reason for reason in ours.speculation.fallbacks)
@@ -405,6 +406,7 @@ def run(num_cases: int, tiny_model, prompt, part: int | None = None) -> Counter:
     assert seen["ties"] <= 1, seen
     assert seen["refused"] < num_cases / 5, seen
     kinds = ("accepted", "lock-step", "ragged", "leaving", "hooked", "second turns")
+    assert seen["ahead"] >= num_cases // 200, seen
     assert min(seen[kind] for kind in kinds) > num_cases / 12, f"one-sided cases: {seen}"
     return seen
 

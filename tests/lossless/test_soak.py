@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import random
+import threading
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -120,7 +121,9 @@ def run(num_calls: int, tiny_model, prompt) -> None:
         Speculator(DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3, top_k=2))),
         Speculator(Tapping(vocab_size=VOCAB_SIZE)),
         Speculator(EmptyDrafter()),
+        Speculator(DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=2)), ahead=True),
     ]
+    threads = threading.enumerate()
     choose, kinds = random.Random(0), Counter()
 
     def calls(count: int) -> None:
@@ -142,6 +145,7 @@ def run(num_calls: int, tiny_model, prompt) -> None:
     assert model.forward == forward
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     # Plans are cached by structure (at most 256 of a few tensors each); nothing grows with the calls.
+    assert threading.enumerate() == threads
     growth = num_tensors() - state[3]
     assert growth < 3 * 256, f"{growth} tensors more after {num_calls} calls"
     assert resident_kib() - state[4] < 32 * 1024, f"{resident_kib() - state[4]} KiB more after {num_calls} calls"

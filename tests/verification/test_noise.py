@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -112,3 +114,24 @@ def test_logs_of_rows_that_are_drawn_anew_are_computed_anew():
     after = noise.log_rows([2])
     assert not torch.equal(after, before)
     assert torch.equal(after, noise.rows([2]).log())
+
+
+def test_threads_that_ask_for_rows_in_any_order_find_those_of_stock():
+    """A draft of the next round is made while this one is verified."""
+    size = 20_000
+    for seed in range(10):
+        torch.manual_seed(seed)
+        expected = [torch.empty(1, size).exponential_() for _ in range(12)]
+        torch.manual_seed(seed)
+        noise, found = Noise(1, size, CPU), {}
+
+        def ask(steps, noise=noise, found=found):
+            for step in steps:
+                found[steps[0], step] = noise.log_rows([step])
+
+        threads = [threading.Thread(target=ask, args=[steps]) for steps in (range(12), range(11, 0, -1), range(5, 12))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(rows, expected[step].log()) for (_, step), rows in found.items())

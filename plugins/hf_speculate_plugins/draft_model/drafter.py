@@ -34,6 +34,7 @@ class DraftModelDrafter(Drafter):
     """
 
     name = "draft_model"
+    drafts_ahead = True
     options_classes = (DraftModelOptions,)
 
     def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):

@@ -21,6 +21,8 @@ from .options import DraftModelOptions
 class DraftModelSession(DraftSession):
     """The draft model's cache and what it holds.
 
+    A draft that was made ahead needs no more than its text to be taken back:
+
     `_texts[r]` are the committed tokens behind the prompt (root last), `_cached[r]` those in the cache behind the
     prompt, which may go on with rejected drafts: what the two have in common stays, the rest is fed again.
 
@@ -76,6 +78,18 @@ class DraftModelSession(DraftSession):
             text.extend(row[:length])
 
     def draft(self, state: DraftState) -> DraftTree:
+        return self._draft(state, self.options.depth)
+
+    def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
+        text = self._texts[0]
+        num_committed = len(text)
+        text.extend(min(token, self._last_token) for token in path)
+        try:
+            return self._draft(state, self.options.depth + 1)  # what was right of it stays in the cache
+        finally:
+            del text[num_committed:]
+
+    def _draft(self, state: DraftState, depth: int) -> DraftTree:
         self._note_chain()
         limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
         if limit is not None:
@@ -83,7 +97,7 @@ class DraftModelSession(DraftSession):
             limit = self._depth_limit(self.cache.rows)  # rows that have ended may have stayed
         if limit is None:
             return DraftTree.root_only(state.root_ids)
-        rows, depth = self.cache.rows, min(self.options.depth, state.max_depth, limit + 1)
+        rows, depth = self.cache.rows, min(depth, state.max_depth, limit + 1)
         root_logits = self._feed_committed()
         is_chain = self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain"
         draft = self._draft_chain if is_chain else self._draft_tree

@@ -1,0 +1,51 @@
+"""Who is told of every round: statistics, records, the drafter, and those who learn what pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..drafting import Drafting
+from ..policy import PolicySession
+from ..round import Round
+from ..stats import SpeculationStats
+from ..target import Scorer, layer_windows
+from ..verification import Sampler, Sequences
+from .ahead import Ahead
+
+
+Listener = Callable[[Round, Any], None]
+"""Told of every round, with the output of its forward, which the round does not keep."""
+
+
+def listeners(
+    stats: SpeculationStats,
+    sampler: Sampler,
+    sequences: Sequences,
+    scorer: Scorer,
+    drafting: Drafting,
+    policy: PolicySession,
+    ahead: Ahead | None,
+) -> Sequence[Listener]:
+    """Those of one request, in the order in which they are told."""
+    records = sampler.records
+    windows = layer_windows(scorer.model.config) if records.forward_kwargs else ()
+
+    def count(round: Round, _output: Any) -> None:
+        stats.add(round)
+
+    def record(round: Round, output: Any) -> None:
+        records.add_round(round, output, sequences.num_emitted, windows, scorer.whole_output)
+
+    def observe(round: Round, output: Any) -> None:
+        with stats.timed("drafter_seconds"):
+            drafting.observe_choices(round, output.logits, sampler)
+            drafting.observe(round, output.hidden_states)
+
+    def learn(round: Round, _output: Any) -> None:
+        if any(round.tokens):
+            policy.learn(round)
+            if ahead is not None:
+                ahead.learn(round)
+
+    return [count, record, observe, learn]
