@@ -41,6 +41,10 @@ class EngineOptions:
             likeliest guess of what is accepted. The text does not depend on it. It pays where the drafter has a device
             of its own, for requests of one row; on a CPU it shares the cores with the target, and loses. "auto" tries
             both and takes what is faster. Of the built-in drafters `draft_model` does.
+        exact: in 16 bit, too, the very text, scores and cache entries of plain `generate`, bit for bit: attention is
+            computed node by node, and products in numbers of rows that this machine was found to multiply as single
+            ones (tried once a model: seconds). A request that cannot have that is refused with the reason; with an
+            attached speculator it runs plain. In float32 the text is plain's without it.
     Raises:
         ValueError: an option without a meaning, or two that exclude each other.
     """
@@ -52,6 +56,7 @@ class EngineOptions:
     adaptive: bool | None = None
     compile: bool | str = False
     ahead: Ahead = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.policy is not None and self.adaptive is not None:
@@ -60,6 +65,10 @@ class EngineOptions:
             raise TypeError(f"policy= takes a DraftPolicy (Adaptive(), Fixed(), …), got {type(self.policy).__name__}.")
         if self.ahead not in (True, False, "auto"):
             raise ValueError(f"ahead must be True, False or 'auto', got {self.ahead!r}.")
+        others = {"compile": self.compile, "acceptance": self.acceptance == "typical", "ahead": self.ahead}
+        for name, is_given in others.items():
+            if self.exact and is_given:  # drafting ahead takes threads from the target, which may round otherwise then
+                raise ValueError(f"exact=True is the very text of plain `generate`, which {name}= cannot promise.")
         self.typical_acceptance()
         self.backend()
 

@@ -14,7 +14,7 @@ from .support.heads import write_medusa_heads
 from .support.tiny_heads import write_eagle_head
 
 
-ENGINE = "the engine takes acceptance, posterior_threshold, posterior_alpha, policy, adaptive, compile, ahead."
+ENGINE = "the engine takes acceptance, posterior_threshold, posterior_alpha, policy, adaptive, compile, ahead, exact."
 
 
 def refusal(make):

@@ -11,6 +11,7 @@ from .calibration import MEMORY as MEMORY
 from .calibration import Calibration as Calibration
 from .calibration import CalibrationTable as CalibrationTable
 from .calibration import rising as rising
+from .checks import MAX_NODES as MAX_NODES
 from .checks import DraftChecks as DraftChecks
 from .choices import Choices as Choices
 from .contract import RAW_LAST as RAW_LAST

@@ -30,11 +30,13 @@ class DraftChecks:
     Args:
         name: the drafter's, for errors.
         vocab_size: ids that the target has embeddings for.
+        max_nodes: that are scored, root included.
     """
 
-    def __init__(self, name: str, vocab_size: int):
+    def __init__(self, name: str, vocab_size: int, max_nodes: int = MAX_NODES):
         self._name = name
         self._vocab_size = vocab_size
+        self._max_nodes = max_nodes
 
     def admit(self, tree: Any, roots: Sequence[int]) -> DraftTree:
         """A tree like `tree` that can be scored, with `roots` as the nodes 0 of its rows.
@@ -46,7 +48,7 @@ class DraftChecks:
         if not isinstance(tree, DraftTree):
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
         self._check_form(tree, len(roots))
-        tree = _as_it_is(tree.first(MAX_NODES - 1))
+        tree = _as_it_is(tree.first(self._max_nodes - 1))
         if _is_on_host(tree):
             return self._on_host(tree, roots)
         parents = tree.parents_as_given

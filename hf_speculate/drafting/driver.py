@@ -17,7 +17,7 @@ from ..round import Round
 from ..tree import DraftTree
 from ..verification import RngState, Sampler, Sequences, score_only
 from .ahead import Pending, Worker
-from .checks import DraftChecks
+from .checks import MAX_NODES, DraftChecks
 from .choices import Choices
 from .contract import Drafter, DraftSession
 from .features import FeatureTaps
@@ -34,9 +34,10 @@ class Drafting:
     Args:
         drafter: the method.
         request: what its session is told.
+        max_nodes: of a tree, root included, that the target can take.
     """
 
-    def __init__(self, drafter: Drafter, request: DraftRequest):
+    def __init__(self, drafter: Drafter, request: DraftRequest, max_nodes: int = MAX_NODES):
         self.drafter = drafter
         self.request = request
         self._taps = FeatureTaps(cast(GenerativeModel, request.target), drafter.feature_layers)
@@ -44,7 +45,7 @@ class Drafting:
         self._open_session: DraftSession | None = None
         self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
         self._num_ids = num_embeddings(request.target)
-        self._checks = DraftChecks(drafter.name, self._num_ids)
+        self._checks = DraftChecks(drafter.name, self._num_ids, max_nodes)
         self._worker: Worker | None = None
         self._pending: Pending | None = None
 

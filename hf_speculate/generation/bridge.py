@@ -24,7 +24,7 @@ from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..models import GenerativeModel
 from ..speculator import Speculator
-from ..target import Shape, install_attention, uninstall_attention
+from ..target import Shape, Sizes, install_attention, uninstall_attention
 from .call import PreparedCall, streamed
 from .preparation import SampleCall, prepare
 from .requests import (
@@ -34,6 +34,7 @@ from .requests import (
     check_model,
     check_request,
     check_stream,
+    exact_sizes_of,
 )
 from .trial import checked_shape
 from .upstream import check_transformers
@@ -149,23 +150,26 @@ def _wrap_sample(original: Callable) -> Callable:
         if note is None or note.model is not self:
             return original(*arguments, **kwargs)
         _note.set(None)  # nested calls (guidance, drafters) are plain
-        shape = None
+        shape = sizes = None
         with _stepping_aside(note, UnsupportedRequestError):
             check_inputs(self, input_ids, generation_config, kwargs)
             check_taps(self, note.speculator.drafter.feature_layers, note.speculator.drafter.name)
             check_acceptance(note.speculator, generation_config, logits_processor)
             check_stream(note.streamed, input_ids.shape[0])
+            sizes = exact_sizes_of(note.speculator, self, input_ids, kwargs)
             shape = checked_shape(self, kwargs["past_key_values"])
         if shape is not None:
             with _stepping_aside(note, PromptError):
-                return _speculate(note, arguments, dict(kwargs), *shape)
+                return _speculate(note, arguments, dict(kwargs), *shape, sizes)
         return original(*arguments, **kwargs)
 
     _sample.__dict__["__hf_speculate__"] = True
     return _sample
 
 
-def _speculate(note: _Note, arguments: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape, reason: str) -> Any:
+def _speculate(
+    note: _Note, arguments: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape, reason: str, sizes: Sizes | None
+) -> Any:
     """What `_sample` returns, or the prepared call of a stream."""
     model, input_ids, processors, criteria, config = arguments
     kwargs.pop("synced_gpus", None)
@@ -181,6 +185,7 @@ def _speculate(note: _Note, arguments: tuple[Any, ...], kwargs: dict[str, Any], 
         has_callers_cache=note.has_callers_cache,
         shape=shape,
         reason=reason,
+        sizes=sizes,
     )
     prepared = PreparedCall(prepare(note.speculator, call), note.speculator, config)
     if note.streamed:

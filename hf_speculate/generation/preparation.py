@@ -14,13 +14,25 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from ..cache import TreeCache
 from ..compilation import Compiler
-from ..drafting import RAW_LAST, Drafting, DraftRequest, cached_text
+from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text
 from ..models import GenerativeModel
 from ..policy import PolicyRequest, PolicySession
 from ..speculator import Speculator
 from ..stats import SpeculationStats
-from ..target import Scorer, Shape, active_adapters, compiled, prompt_learning, target_scorer
+from ..target import (
+    MAX_NATIVE_ROWS,
+    ExactScorer,
+    Scorer,
+    Shape,
+    Sizes,
+    active_adapters,
+    compiled,
+    has_native_layers,
+    prompt_learning,
+    target_scorer,
+)
 from ..verification import LayerRecord, Noise, Records, Sampler, Sequences, StepRecord, Stopping, TypicalSampler
 from .ahead import Ahead
 from .delivery import Delivery
@@ -45,6 +57,7 @@ class SampleCall:
         streamer: as `generate` takes it.
         has_callers_cache: the cache was an argument of `generate`.
         shape, reason: what the model takes, and why nothing wider, see `request_shape`.
+        sizes: for `ExactScorer`; None: nothing has to be exact.
     """
 
     model: GenerativeModel
@@ -57,6 +70,7 @@ class SampleCall:
     has_callers_cache: bool
     shape: Shape
     reason: str
+    sizes: Sizes | None = None
 
     @property
     def batch_size(self) -> int:
@@ -127,7 +141,8 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         lockstep = lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
     # Something looks at the whole batch, or at every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
-    drafting = Drafting(speculator.drafter, request)
+    is_native = call.sizes is not None and has_native_layers(model)
+    drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS // call.batch_size if is_native else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, sampler, stats)
     return Decoding(
         target=model,
@@ -209,6 +224,9 @@ def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler:
     """Must be made before the prompt runs: our layers take the places of the cache's."""
     model, token_kwargs = call.model, _token_kwargs(call.model_kwargs)
     arguments = call.cache, call.batch_size, call.attention_mask, call.shape
+    if call.sizes is not None and not has_native_layers(model):
+        cache = TreeCache(call.cache, call.batch_size)
+        return ExactScorer(model, cache, call.attention_mask, token_kwargs, sizes=call.sizes)
     scorer = recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
     if compiler is None:
         return scorer

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..errors import UnsupportedRequestError
 from ..models import GenerativeModel
 from ..speculator import Speculator
-from ..target import activated_lora, prompt_learning, takes_position_ids
+from ..target import Sizes, activated_lora, exact_sizes, prompt_learning, takes_position_ids
 from ..verification import see_rows_alone
 
 
@@ -124,6 +124,23 @@ def check_acceptance(speculator: Speculator, config: GenerationConfig, processor
         f"acceptance='typical' needs logits processors that are known to be row-wise, found {names}. Use "
         "acceptance='match', or give your own processor `row_wise = True` if it looks at one row at a time."
     )
+
+
+def exact_sizes_of(
+    speculator: Speculator, model: GenerativeModel, input_ids: Tensor, kwargs: dict[str, Any]
+) -> Sizes | None:
+    """What exact forwards need to know; None where nobody asked for them."""
+    if not speculator.options.exact:
+        return None
+    mask = kwargs.get("attention_mask")
+    is_padded = mask is not None and not bool(mask.all())
+    found = exact_sizes(model, kwargs["past_key_values"], input_ids.shape[0], is_padded)
+    if isinstance(found, str):
+        raise UnsupportedRequestError(
+            f"exact=True was asked for, and {type(model).__name__} in {model.dtype} cannot have it here: {found}. "
+            "Without exact= the text is plain's up to near ties."
+        )
+    return found
 
 
 def check_stream(streamed: str | None, batch_size: int) -> None:

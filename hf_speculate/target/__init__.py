@@ -22,6 +22,7 @@ from .devices import last_device as last_device
 from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense
 from .embeddings import output_rows as output_rows
+from .exact import ExactScorer as ExactScorer
 from .hooks import has_foreign_hooks as has_foreign_hooks
 from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
@@ -38,6 +39,8 @@ from .positions import has_length_dependent_rope as has_length_dependent_rope
 from .positions import longrope_switch as longrope_switch
 from .positions import num_positions as num_positions
 from .positions import takes_position_ids as takes_position_ids
+from .probing import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
+from .probing import exact_sizes as exact_sizes
 from .recurrent import has_recurrent_layers as has_recurrent_layers
 from .recurrent import target_scorer as target_scorer
 from .recurrent import target_shape as target_shape
@@ -48,3 +51,4 @@ from .static import has_native_layers as has_native_layers
 from .static import width_for as width_for
 from .support import Shape as Shape
 from .support import supported_shape as supported_shape
+from .walk import Sizes as Sizes

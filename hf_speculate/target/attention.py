@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compatibility import incompatible
 from ..errors import SpeculateError
+from .walk import current_walk, is_walked
 
 
 Form = Literal["stock", "folded"]
@@ -147,7 +148,8 @@ def _unfold(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
 def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Stock's `sdpa_attention_forward`, and the same for masks from `fold`, with as many KV heads as there are.
+    """Stock's `sdpa_attention_forward`, and the same for masks from `fold`, with as many KV heads as there are; for a
+    tree that is to be exact, node by node (`walk`).
 
     Args:
         query: [B, heads, N, D]; key, value: [B, KV heads, S, D].
@@ -155,6 +157,8 @@ def grouped_sdpa(
     Returns:
         [B, N, heads, D] and None.
     """
+    if is_walked(attention_mask):
+        return current_walk().attend(module, query, key, value, **kwargs)
     num_queries, num_keys = query.shape[2], key.shape[2]
     if attention_mask is None or attention_mask.dim() != 4 or attention_mask.shape[2] <= num_queries:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -1,0 +1,215 @@
+"""Whether a model can score trees bit for bit as one token after another on this machine, and how.
+
+Found by trying, once a model and batch size: products of every shape with one row and with several, then a tree beside
+single steps, layer by layer. Nothing is taken for granted of a kernel, a device or a library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from ..cache import TreeCache, is_indexable
+from ..models import GenerativeModel, num_embeddings
+from ..tree import DraftTree
+from .adapters import active_adapters, prompt_learning
+from .devices import input_device
+from .exact import ExactScorer
+from .hooks import without_foreign_hooks
+from .masks import layer_windows
+from .positions import has_length_dependent_rope
+from .scoring import Scorer
+from .static import has_native_layers
+from .support import counts_along_cache
+from .walk import Sizes
+
+
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Of rows that are multiplied at once; others are put together of these."""
+
+MAX_NATIVE_ROWS = 128
+"""Of a forward that the kernel for packed weights takes; more go through modules, which round otherwise."""
+
+# Values that are compared for each number of rows, as far as the weights are not large. Where a kernel adds up 4864
+# products otherwise, 3 in 10,000 differ (torch 2.13, AMX), 1 in 100,000 of 32: that none of a million shows has a
+# probability of 5e-5 there, and of 64 rows of a large weight one below 1e-9.
+_NUM_VALUES, _MOST_ROWS = 2_000_000, 20_000
+_MIN_ROWS, _NUM_PRODUCTS = 64, 2_000_000_000
+
+_PARENTS = (-1, 0, 1, 2, 0, 1, 5, 4)
+_PATHS = (0, 1, 2, 3), (0, 1, 5, 6), (0, 4, 7)
+_LENGTHS = 9, 200, 1100
+
+_Kind = tuple[tuple[int, ...], torch.dtype, bool, torch.device, int]
+_sizes_of_kinds: dict[_Kind, Sequence[int]] = {}
+_found: WeakKeyDictionary[GenerativeModel, dict[tuple[Any, ...], Sizes | str]] = WeakKeyDictionary()
+
+
+def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded: bool) -> Sizes | str:
+    """What `ExactScorer` needs to know of a model (nothing, where a kernel of ours computes its layers); or why it
+    cannot be exact.
+
+    Args:
+        cache: of the request.
+        is_padded: whether rows of the batch have padding.
+    """
+    if problem := _problem(model, cache):
+        return problem
+    known = _found.setdefault(model, {})
+    key = batch_size, is_padded, active_adapters(model), model.dtype, torch.get_num_threads()
+    if key not in known:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(without_foreign_hooks(model))
+            torch.manual_seed(0)
+            known[key] = _tried(model, batch_size, is_padded)
+    return known[key]
+
+
+def _problem(model: GenerativeModel, cache: Cache) -> str:
+    """What is known without trying; "" if nothing."""
+    name, attention = type(model).__name__, model.config._attn_implementation
+    if not is_indexable(cache) or any(layer_windows(model.config)):
+        return f"not every layer of {name} keeps all of the text"
+    if reason := counts_along_cache(model):
+        return reason
+    if has_length_dependent_rope(model.config):
+        return "RoPE depends on the longest position"
+    if prompt_learning(model):
+        return "a prompt-learning adapter is in effect"
+    if attention != "sdpa" and not has_native_layers(model):
+        return f"exact attention is that of attn_implementation='sdpa', {name} has {attention!r}"
+    return ""
+
+
+def _tried(model: GenerativeModel, batch_size: int, is_padded: bool) -> Sizes | str:
+    sizes = {} if has_native_layers(model) else product_sizes(model)
+    if batch_size > 1:
+        for shape, of_shape in sizes.items():
+            if batch_size not in of_shape:
+                return f"a product of {list(shape)} rounds {batch_size} rows otherwise than each alone"
+    difference = first_difference(model, sizes, batch_size, is_padded)
+    return f"a tree differs from single steps in {difference}" if difference else sizes
+
+
+def product_sizes(model: nn.Module) -> Sizes:
+    """For the shape of every linear layer's weight [out, in] the numbers of rows, falling, with the bits of single
+    ones. Tried once a shape: which kernel multiplies does not depend on the weights."""
+    sizes: dict[tuple[int, ...], Sequence[int]] = {}
+    for module in model.modules():
+        if type(module) is not nn.Linear or module.weight.is_meta:
+            continue
+        weight = module.weight
+        kind = tuple(weight.shape), weight.dtype, module.bias is None, weight.device, torch.get_num_threads()
+        if kind not in _sizes_of_kinds:
+            _sizes_of_kinds[kind] = _equal_counts(module)
+        known = sizes.get(kind[0], COUNTS)
+        sizes[kind[0]] = [count for count in _sizes_of_kinds[kind] if count in known]
+    return sizes
+
+
+def _equal_counts(layer: nn.Linear) -> Sequence[int]:
+    """The counts up to the first one with other bits, falling."""
+    weight = layer.weight
+    num_rows = min(_NUM_VALUES // len(weight), _MOST_ROWS, _NUM_PRODUCTS // weight.numel())
+    rows = torch.randn(max(num_rows, _MIN_ROWS), weight.shape[1]).to(weight.device, weight.dtype)
+
+    def multiplied(count: int) -> Tensor:
+        return torch.cat([functional.linear(part, weight, layer.bias) for part in rows.split(count)])
+
+    found, alone = [], multiplied(1)
+    for count in COUNTS:
+        whole = len(rows) - len(rows) % count  # the last piece is smaller
+        if not torch.equal(multiplied(count)[:whole], alone[:whole]):
+            break
+        found.insert(0, count)
+    return found
+
+
+def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, is_padded: bool = False) -> str:
+    """Where a tree's states or logits are not those of single steps, behind prefixes of several lengths; "" if
+    nowhere."""
+    tokens = torch.randperm(num_embeddings(model))[: len(_PARENTS)].expand(batch_size, -1).contiguous()
+    tree = DraftTree(tokens, _PARENTS)
+    for length in _LENGTHS:
+        mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
+        if is_padded:
+            for row in range(1, batch_size):
+                mask[row, : row % (length - 1) + 1] = 0
+        prefix = _Steps.behind(model, mask)
+        scorer = _scorer(model, prefix.copy().cache, mask, sizes)
+        output = scorer(tree, mask.sum(1).tolist(), forward_kwargs={"output_hidden_states": True})
+        for path in _PATHS if length == _LENGTHS[0] else _PATHS[:1]:
+            steps = prefix.copy()
+            for node in path:
+                found = steps.run(tokens[:, node : node + 1])
+                states = zip(found.hidden_states, output.hidden_states, strict=True)
+                for layer, (stocks, ours) in enumerate(states):
+                    if not torch.equal(stocks[:, -1], ours[:, node]):
+                        return f"layer {layer}, behind {length} tokens"
+                if not torch.equal(found.logits[:, -1], output.logits[:, node]):
+                    return f"the logits, behind {length} tokens"
+    return ""
+
+
+def _scorer(model: GenerativeModel, cache: Cache, mask: Tensor, sizes: Sizes) -> Scorer:
+    cached = TreeCache(cache, len(mask))
+    if has_native_layers(model):
+        return Scorer(model, cached, mask)
+    return ExactScorer(model, cached, mask, sizes=sizes)
+
+
+class _Steps:
+    """Stock's forwards of a batch, one after the other.
+
+    Args:
+        states: keys and values of every layer.
+    """
+
+    def __init__(self, model: GenerativeModel, mask: Tensor, states: Sequence[tuple[Tensor, Tensor]]):
+        self._model, self._mask, self._states = model, mask, states
+        self.cache = DynamicCache(config=model.config)
+        for layer, (keys, values) in enumerate(states):
+            self.cache.update(keys.clone(), values.clone(), layer)
+
+    @classmethod
+    def behind(cls, model: GenerativeModel, mask: Tensor) -> _Steps:
+        """Behind a prefix of random entries, of the sizes that the model's own have: a prompt of that length would take
+        long."""
+        first = cls(model, mask[:, :1], [])
+        first.run(torch.zeros(len(mask), 1, dtype=torch.long, device=mask.device))
+        states = [
+            (_like(layer.keys, mask.shape[1]), _like(layer.values, mask.shape[1]))  # type: ignore[union-attr]
+            for layer in first.cache.layers
+        ]
+        return cls(model, mask, states)
+
+    def copy(self) -> _Steps:
+        """As it was in the beginning."""
+        return _Steps(self._model, self._mask, self._states)
+
+    def run(self, tokens: Tensor) -> Any:
+        first = self.cache.get_seq_length()
+        mask = functional.pad(self._mask, (0, first + tokens.shape[1] - self._mask.shape[1]), value=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, first:]
+        return self._model(
+            input_ids=tokens.to(self._mask.device),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            output_hidden_states=True,
+        )
+
+
+def _like(states: Tensor, length: int) -> Tensor:
+    shape = (*states.shape[:2], length, states.shape[3])
+    return (torch.randn(shape) * states.float().std().cpu()).to(states.device, states.dtype)

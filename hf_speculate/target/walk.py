@@ -1,0 +1,184 @@
+"""Attention and products of a tree bit for bit as those of one token after another.
+
+Norms, rotary embeddings and activations go row by row; so do products of 16 bit, up to a number of rows that `probing`
+finds. What is left is attention: many queries under a mask take another path through the kernels than one query over
+all its keys. Here every node is attended for as stock does it for a single token: one call with one query, over keys
+that lie one behind the other: the prefix, its ancestors, itself. The tree is walked depth first; of the entries behind
+the prefix only those are written anew that are another node's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+Sizes = Mapping[tuple[int, ...], Sequence[int]]
+"""Of the weight of a product [out, in]: numbers of rows that give each row the bits that it has alone, falling."""
+
+
+Visit = tuple[int, int]
+"""A node, and where its entry belongs behind the committed ones of its row: at its depth."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How the attentions of one forward over a tree go from node to node.
+
+    Attributes:
+        base: entries before the first node's.
+        visits: of every row, parents before children, each branch to its end.
+        lengths: committed entries of every row.
+        prompt_mask: bool [R, M0], see `Scorer`; None where stock has no mask.
+    """
+
+    base: int
+    visits: Sequence[Sequence[Visit]]
+    lengths: Sequence[int]
+    prompt_mask: Tensor | None = None
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Stock's attention of every node by itself.
+
+        Args:
+            query: [R, heads, N, D]; key, value: [R, KV heads, base + N, D], views of the cache, left as they were.
+        Returns:
+            [R, N, heads, D] and None.
+        """
+        rows, heads, num_nodes, _ = query.shape
+        queries = query.transpose(1, 2).contiguous()[:, :, :, None]  # [R, N, heads, 1, D]
+        outputs = []
+        for row in range(rows):
+            part, found = slice(row, row + 1), [query.new_zeros(1, 1, heads, value.shape[-1])] * num_nodes
+            mask = None if self.prompt_mask is None else self.prompt_mask[part]
+            entries = _Entries(key[part], value[part], self.base, self.lengths[row])
+            for node, place in self.visits[row]:
+                keys, values = entries.up_to(node, place)
+                visible = None if mask is None else _visible(mask, keys.shape[2])
+                found[node] = sdpa_attention_forward(module, queries[part, node], keys, values, visible, **kwargs)[0]
+            entries.restore()
+            outputs.append(torch.cat(found, dim=1))
+        return torch.cat(outputs) if rows > 1 else outputs[0], None
+
+
+def _visible(prompt_mask: Tensor, num_keys: int) -> Tensor:
+    """Stock's mask of one token: bool [1, 1, 1, num_keys]."""
+    return functional.pad(prompt_mask, (0, num_keys - prompt_mask.shape[1]), value=True)[:, None, None]
+
+
+class _Entries:
+    """The entries of one row in one layer while its tree is walked.
+
+    Args:
+        keys, values: [1, KV heads, base + N, D].
+        base: index of node 0.
+        length: index behind the committed entries, at most `base`.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, base: int, length: int):
+        self._buffers, self._base, self._length = (keys, values), base, length
+        self._saved: tuple[Tensor, ...] = ()
+        self._holds = {base + node: node for node in range(keys.shape[2] - base)}
+
+    def up_to(self, node: int, place: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prefix, the node's ancestors, which were visited before it, and its own."""
+        place += self._length
+        if self._holds.get(place) != node:
+            if not self._saved:
+                self._saved = tuple(buffer[:, :, self._base :].clone() for buffer in self._buffers)
+            for buffer, saved in zip(self._buffers, self._saved, strict=True):
+                buffer[:, :, place] = saved[:, :, node]
+            self._holds[place] = node
+        keys, values = self._buffers
+        return keys.narrow(2, 0, place + 1), values.narrow(2, 0, place + 1)
+
+    def restore(self) -> None:
+        """Every node's entry is where the forward has put it."""
+        for buffer, saved in zip(self._buffers, self._saved, strict=False):
+            buffer[:, :, self._base :] = saved
+
+
+class RowwiseProducts(TorchFunctionMode):
+    """Products of several rows, in pieces whose rows have the bits that they have alone.
+
+    Args:
+        sizes: of every weight's shape; of those that are not here any number of rows.
+    """
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self._sizes = sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and len(args) > 1:
+            sizes = self._sizes.get(tuple(args[1].shape))
+            if sizes is not None:
+                return _in_pieces(args[0], sizes, *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _in_pieces(states: Tensor, sizes: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
+    rows = states.reshape(-1, states.shape[-1])
+    if len(rows) in sizes or len(rows) == 1:
+        return functional.linear(states, *args, **kwargs)
+    pieces, start = [], 0
+    while start < len(rows):
+        size = next((size for size in sizes if size <= len(rows) - start), 1)
+        pieces.append(functional.linear(rows[start : start + size], *args, **kwargs))
+        start += size
+    return torch.cat(pieces).view(*states.shape[:-1], -1)
+
+
+_walk: ContextVar[Walk | None] = ContextVar("hf_speculate_exact_walk", default=None)
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """What an exact forward has for a mask: nothing to look at, and no other forward's."""
+    return torch.empty(1, 1, 1, 0, device=device)
+
+
+def is_walked(mask: Tensor | None) -> bool:
+    """Whether a forward with this mask is an exact one. (Graphs of others, which are traced, ask no more than this.)"""
+    return mask is not None and mask.shape[2:] == (1, 0)
+
+
+def current_walk() -> Walk:
+    """Of the exact forward that is running on this thread."""
+    walk = _walk.get()
+    assert walk is not None
+    return walk
+
+
+@contextmanager
+def walking(walk: Walk, sizes: Sizes) -> Iterator[None]:
+    """Around a forward over a tree: exact attention and products."""
+    token = _walk.set(walk)
+    try:
+        with RowwiseProducts(sizes) if sizes else nullcontext():
+            yield
+    finally:
+        _walk.reset(token)
+
+
+def depth_first(parents: Sequence[int]) -> list[Visit]:
+    """The nodes of one row, padding left out."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents[1:], start=1):
+        children.setdefault(parent, []).append(node)
+    order, stack = [], [(0, 0)]
+    while stack:
+        node, depth = stack.pop()
+        order.append((node, depth))
+        stack += [(child, depth + 1) for child in reversed(children.get(node, []))]
+    return order

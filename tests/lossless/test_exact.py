@@ -1,0 +1,290 @@
+"""`exact=True`: text, scores, cache entries and RNG of plain `generate` in 16 bit, bit for bit; or a refusal."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import hf_speculate
+from hf_speculate import Speculator
+from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.gguf import load_model
+from hf_speculate.gguf.native_layers import MOST_ROWS
+from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
+from hf_speculate.target import MAX_NATIVE_ROWS, exact_sizes
+from hf_speculate.target import walk as walks
+from hf_speculate.target.probing import first_difference, product_sizes
+from hf_speculate.target.walk import RowwiseProducts, depth_first
+from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
+
+from ..support.inputs import padded_batch, random_prompt
+from ..support.models import VOCAB_SIZE
+from ..support.paths import REPOSITORY
+from ..support.tiers import quick
+from ..support.tiny_heads import HIDDEN, random_eagle, random_medusa
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+
+
+def generate(model, inputs, speculator, seed, **request):
+    torch.manual_seed(seed)
+    told = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "pad_token_id": 0}
+    return model.generate(**inputs, **told, **request, speculator=speculator), torch.get_rng_state()
+
+
+def assert_equal_bits(model, inputs, drafter, seed=0, **request):
+    plain, rng = generate(model, inputs, None, seed, **request)
+    speculator = Speculator(drafter, adaptive=False, exact=True)
+    ours, our_rng = generate(model, inputs, speculator, seed, **request)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert torch.equal(our_rng, rng)
+    for name in ("scores", "logits"):
+        for step, (mine, its) in enumerate(zip(ours[name], plain[name], strict=True)):
+            rows = [row for row in range(len(its)) if not is_over(plain.sequences[row], inputs, step, request)]
+            assert torch.equal(mine[rows], its[rows]), f"{name} of step {step}"
+    if inputs["input_ids"].shape[0] == 1:
+        for mine, its in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            assert torch.equal(mine.keys, its.keys)
+            assert torch.equal(mine.values, its.values)
+    return speculator.stats
+
+
+def is_over(row, inputs, step, request):
+    """What a row shows of its padding is its own affair."""
+    ends = request.get("eos_token_id")
+    new = row[inputs["input_ids"].shape[1] :][:step].tolist()
+    return ends is not None and any(token in ends for token in new)
+
+
+def drafters(model, inputs, choose):
+    """One of the kinds that there are."""
+    heads = ["eagle", "medusa"] if model.config.hidden_size == HIDDEN else []
+    kind = choose.choice(["scripted", "random", "draft model", *heads])
+    if kind == "scripted":
+        text = model.generate(**inputs, max_new_tokens=40, pad_token_id=0, speculator=None)
+        branching = choose.choice([(1, 1, 1, 1), (3, 2, 1), (2, 2, 2)])
+        script = text[:, inputs["input_ids"].shape[1] :]
+        return ScriptedDrafter(script, branching, accuracy=0.8, vocab_size=VOCAB_SIZE)
+    if kind == "random":
+        return RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=choose.choice([4, 12, 40]), seed=choose.randrange(99))
+    if kind == "draft model":
+        return DraftModelDrafter(model, DraftModelOptions(depth=choose.randint(1, 5), top_k=choose.randint(1, 3)))
+    return random_eagle(3, 3, 10, model, False) if kind == "eagle" else random_medusa(CHOICES, model)
+
+
+def run(num_cases, make_model, choose):
+    """Bits of this machine: a batch whose products are not those of single rows is refused, as it must be."""
+    accepted = drafted = 0
+    for case in range(num_cases):
+        model = make_model(choose)
+        lengths = choose.choice([(choose.randint(1, 40),), (choose.randint(1, 40),), (9, 5), (4, 4, 4)])
+        inputs = padded_batch(partial(random_prompt, seed=choose.randrange(50)), lengths)
+        request = choose.choice([{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.7, "top_k": 20}])
+        request = request | choose.choice([{}, {}, {"repetition_penalty": 1.2}, {"eos_token_id": [3, 30, 60, 90]}])
+        request["max_new_tokens"] = choose.randint(1, 30)
+        try:
+            stats = assert_equal_bits(model, inputs, drafters(model, inputs, choose), seed=case, **request)
+        except UnsupportedRequestError as error:
+            if len(lengths) == 1 or "otherwise than each alone" not in str(error):
+                raise
+            continue
+        accepted, drafted = accepted + stats.accepted_tokens, drafted + stats.drafted_tokens
+    assert 0 < accepted < drafted
+    return accepted
+
+
+def dense(tiny_model, dtype, choose):
+    architecture = choose.choice(["llama", "qwen2"])
+    return tiny_model(architecture, dtype=dtype, seed=choose.randrange(4), tied=choose.random() < 0.5)
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES.values()), ids=DTYPES)
+@pytest.mark.parametrize("part", quick(range(4)))
+def test_random_requests(tiny_model, dtype, part):
+    assert run(25, partial(dense, tiny_model, dtype), random.Random(part)) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_thousand_requests(tiny_model, dtype):
+    run(1000, partial(dense, tiny_model, dtype), random.Random(99))
+
+
+@pytest.mark.rest
+def test_padded_batches_of_the_bundled_target():
+    """Its products are those of single rows up to 32 of them, wherever this was tried."""
+    model = AutoModelForCausalLM.from_pretrained(REPOSITORY / "examples" / "pycoder")
+    batch = padded_batch(partial(random_prompt, vocab_size=4000), (20, 9, 14))
+    drafter = DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2))
+    if isinstance(reason := exact_sizes(model, DynamicCache(config=model.config), 3, True), str):
+        pytest.skip(reason)
+    for request in ({}, {"do_sample": True}):
+        stats = assert_equal_bits(model, batch, drafter, max_new_tokens=16, **request)
+        assert stats.accepted_tokens > 20
+
+
+RECIPES = {"Q4_0": one_type("Q4_0"), "Q8_0": one_type("Q8_0"), "Q4_K_M": q4_k_m(2)}
+
+
+def packed(tmp_path, kind):
+    write_random_file(tmp_path / "a.gguf", FileShape("llama", VOCAB_SIZE, 256, 256, 2, 4, 2, 512), RECIPES[kind])
+    model = load_model(str(tmp_path / "a.gguf"), dtype=torch.bfloat16)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_kernel")
+@pytest.mark.parametrize("kind", RECIPES)
+def test_many_requests_of_packed_targets(tmp_path, kind):
+    model = packed(tmp_path, kind)
+    assert run(300, lambda choose: model, random.Random(5)) > 300
+
+
+@pytest.mark.usefixtures("needs_kernel")
+@pytest.mark.parametrize("kind", quick(RECIPES, "Q4_0", "Q4_K_M"))
+def test_packed_targets(tmp_path, kind):
+    """The kernel computes every row by itself; trees are cut to the rows that it takes."""
+    model = packed(tmp_path, kind)
+    assert run(12, lambda choose: model, random.Random(1)) > 10
+    wide = RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=200)
+    batch = padded_batch(random_prompt, (9, 5, 7))
+    assert_equal_bits(model, batch, wide, max_new_tokens=20)
+    speculator = Speculator(wide, adaptive=False, exact=True)
+    rounds = hf_speculate.rounds(model, **batch, max_new_tokens=12, speculator=speculator)
+    widest = max(round.tree.num_nodes for round in rounds)
+    assert widest == MAX_NATIVE_ROWS // 3
+    assert MAX_NATIVE_ROWS == MOST_ROWS
+
+
+class TestTurns:
+    """What a request leaves is stock's, so what comes after it is, too."""
+
+    def test_plain_goes_on_from_the_cache(self, tiny_model):
+        model, ids = tiny_model(dtype=torch.bfloat16), random_prompt(9)
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        drafter = DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2))
+        for cache, speculator in zip(caches, (None, Speculator(drafter, exact=True)), strict=True):
+            text = model.generate(ids, max_new_tokens=20, past_key_values=cache, speculator=speculator)
+        logits = [
+            model.generate(
+                text, max_new_tokens=10, past_key_values=cache, output_logits=True, return_dict_in_generate=True
+            ).logits
+            for cache in caches
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+
+
+class TestRefusals:
+    def refused(self, model, reason, inputs=None, drafter=None):
+        inputs = inputs or {"input_ids": random_prompt(9)}
+        speculator = Speculator(drafter or RandomDrafter(vocab_size=VOCAB_SIZE), exact=True)
+        with pytest.raises(UnsupportedRequestError, match=reason):
+            model.generate(**inputs, max_new_tokens=8, speculator=speculator)
+        plain = model.generate(**inputs, max_new_tokens=8, speculator=None)
+        hf_speculate.attach(model, speculator)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8), plain)
+        hf_speculate.detach(model)
+        assert speculator.stats.target_forwards == 0
+        assert len(speculator.stats.fallbacks) == 1
+
+    def test_another_attention(self, tiny_model):
+        self.refused(tiny_model(attention="eager", dtype=torch.bfloat16), "attn_implementation='sdpa', .* has 'eager'")
+
+    def test_windows(self, tiny_model):
+        model = tiny_model("mistral", sliding_window=8, dtype=torch.bfloat16)
+        self.refused(model, "not every layer of MistralForCausalLM keeps all of the text")
+
+    def test_a_model_whose_layers_look_at_other_rows(self, tiny_model, monkeypatch):
+        """Named by its layer."""
+        model = tiny_model(dtype=torch.bfloat16, seed=11)
+        norm = model.model.layers[1].input_layernorm
+        forward = norm.forward
+        monkeypatch.setattr(norm, "forward", lambda states: forward(states) + 1e-2 * (states.shape[1] > 1))
+        self.refused(model, "a tree differs from single steps in layer 2, behind 9 tokens")
+
+    def test_products_of_a_batch(self, tiny_model, monkeypatch):
+        model = tiny_model(dtype=torch.bfloat16, seed=12)
+        monkeypatch.setattr("hf_speculate.target.probing.COUNTS", (2, 4))
+        batch = padded_batch(random_prompt, (9, 5, 7))
+        self.refused(model, r"a product of \[.*\] rounds 3 rows otherwise than each alone", batch)
+
+    @pytest.mark.parametrize(("name", "value"), [("compile", True), ("acceptance", "typical"), ("ahead", "auto")])
+    def test_options_that_cannot_promise_it(self, name, value):
+        with pytest.raises(ValueError, match=f"which {name}= cannot promise"):
+            Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), exact=True, **{name: value})
+
+
+class TestWhatItIsMadeOf:
+    def test_depth_first(self):
+        assert depth_first([-1, 0, 1, 0, 3, -2, 1]) == [(0, 0), (1, 1), (2, 2), (6, 2), (3, 1), (4, 2)]
+
+    @pytest.mark.parametrize("sizes", [(), (2,), (8, 4, 2), (5,)])
+    @pytest.mark.parametrize("rows", [1, 2, 7, 16])
+    def test_products_in_pieces(self, sizes, rows, monkeypatch):
+        weight, bias, states = torch.randn(6, 4).double(), torch.randn(6).double(), torch.randn(1, rows, 4).double()
+        seen, linear = [], torch._C._nn.linear
+
+        def watched(states, *args, **kwargs):
+            seen.append(states.numel() // 4)
+            return linear(states, *args, **kwargs)
+
+        monkeypatch.setattr(walks.functional, "linear", watched)
+        found = walks._in_pieces(states, sizes, weight, bias)
+        torch.testing.assert_close(found, linear(states, weight, bias))
+        assert sum(seen) == rows
+        assert all(count in (1, *sizes) for count in seen)
+
+    def test_only_products_of_the_shapes_that_need_it_are_taken_apart(self):
+        states, narrow, wide = torch.randn(5, 8), torch.randn(3, 8), torch.randn(7, 8)
+        taken = []
+        with RowwiseProducts({(3, 8): (2,)}):
+            for weight in (narrow, wide):
+                taken.append(functional.linear(states, weight))
+        torch.testing.assert_close(taken[0], functional.linear(states, narrow))
+        assert torch.equal(taken[1], functional.linear(states, wide))
+
+    def test_every_number_of_rows_is_right_of_what_was_found(self):
+        """(3 in 10,000 values differ where a kernel changes with the rows: that 200,000 show none has e^-60.)"""
+        layer = torch.nn.Linear(4864, 64, bias=False, dtype=torch.bfloat16)
+        (sizes,) = product_sizes(layer).values()
+        rows = torch.randn(256, 4864).bfloat16()
+        with torch.no_grad():
+            alone = torch.cat([layer(row[None]) for row in rows])
+            for size in sizes:
+                for start in range(0, len(rows) - size + 1, size):
+                    assert torch.equal(layer(rows[start : start + size]), alone[start : start + size])
+
+    def test_attention_that_is_not_stocks_is_noticed(self, tiny_model, monkeypatch):
+        """All nodes at once, under a mask."""
+        model = tiny_model(dtype=torch.bfloat16)
+        assert not first_difference(model, product_sizes(model))
+
+        bias = torch.full((8, 8), -1e9)
+        for node, parent in enumerate((-1, 0, 1, 2, 0, 1, 5, 4)):
+            if parent >= 0:
+                bias[node] = bias[parent]
+            bias[node, node] = 0
+
+        def with_mask(self, module, query, key, value, **kwargs):
+            mask = functional.pad(bias.bfloat16(), (key.shape[2] - 8, 0))[None, None]
+            return walks.sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+        monkeypatch.setattr(walks.Walk, "attend", with_mask)
+        assert first_difference(model, product_sizes(model)).startswith("layer")
+
+    def test_what_was_tried_is_not_tried_again(self, tiny_model, monkeypatch):
+        model = tiny_model(dtype=torch.bfloat16, seed=13)
+        cache = DynamicCache(config=model.config)
+        first = exact_sizes(model, cache, 1, False)
+        monkeypatch.setattr("hf_speculate.target.probing._tried", lambda *_: "tried again")
+        assert exact_sizes(model, cache, 1, False) is first
+        assert exact_sizes(model, cache, 2, False) == "tried again"
