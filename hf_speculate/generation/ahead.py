@@ -81,7 +81,7 @@ class Ahead:
         if pending is None or self._state is None:
             return 0.0
         was_disturbed = self._state.samples and self._noise is not None and self._noise.was_disturbed
-        if is_over or was_disturbed or list(emitted[:-1]) != list(pending.path):
+        if is_over or was_disturbed or not emitted or list(emitted[:-1]) != list(pending.path):
             pending.cancel()
         else:
             self._ready = self._below(self._drafting.made_ahead(pending), emitted[-1])

@@ -86,6 +86,8 @@ def _problem(model: GenerativeModel, cache: Cache) -> str:
         return "RoPE depends on the longest position"
     if prompt_learning(model):
         return "a prompt-learning adapter is in effect"
+    if torch.is_autocast_enabled(input_device(model).type):
+        return "autocast is on"
     if attention != "sdpa" and not has_native_layers(model):
         return f"exact attention is that of attn_implementation='sdpa', {name} has {attention!r}"
     return ""
