@@ -28,12 +28,11 @@ from ..commands import (
     ratio,
 )
 from ..errors import SpeculateError
-from ..target import supported_shape
+from ..target import filler_cache, supported_shape
 from .forwards import (
     attention_forms,
     bytes_read,
     cache_ms,
-    filled_cache,
     host_waits,
     memory_bandwidth,
     prefilled_cache,
@@ -162,7 +161,7 @@ class _Place:
         self.model, self.vocab_size = workload.model, workload.vocab_size
         self.is_made_up = settings.target is None
         if self.is_made_up:
-            self.prompt, self.cache = random_prompt(length + 1, self.vocab_size)[0], filled_cache(self.model, length)
+            self.prompt, self.cache = random_prompt(length + 1, self.vocab_size)[0], filler_cache(self.model, 1, length)
         else:
             text = torch.cat([ids for _, ids in workload.prompts])
             self.prompt = text.repeat(-(-length // len(text)))[:length]

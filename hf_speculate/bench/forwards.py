@@ -23,17 +23,6 @@ _COPIED_BYTES = 1 << 28
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
 
 
-def filled_cache(model: GenerativeModel, length: int) -> DynamicCache:
-    """Entries of a context nobody wrote: they cost what real ones cost, and no prefill of 16384 tokens is needed."""
-    config, cache = model.config, DynamicCache(config=model.config)
-    size = (1, config.num_key_value_heads, length, config.hidden_size // config.num_attention_heads)
-    generator = torch.Generator(model.device).manual_seed(2)
-    for index in range(config.num_hidden_layers):
-        keys, values = (torch.randn(size, generator=generator, device=model.device) for _ in range(2))
-        cache.update(keys.to(model.dtype), values.to(model.dtype), index)
-    return cache
-
-
 def prefilled_cache(model: GenerativeModel, prompt: Tensor) -> DynamicCache:
     """Of a prompt (int64 [1, S])."""
     cache = DynamicCache(config=model.config)

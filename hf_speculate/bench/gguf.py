@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ..commands import (
+    Context,
     Dtype,
     Grid,
     NewTokens,
@@ -67,7 +68,7 @@ class GgufSettings:
     acceptance: Rates = DEFAULT_RATES
     llama_cpp: LlamaCppPython = None
     openvino: OpenVinoPython = None
-    context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 64
+    context: Context = 64
     max_new_tokens: NewTokens = 64
     repeats: Repeats = 3
 

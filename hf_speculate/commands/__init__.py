@@ -11,6 +11,7 @@ from .machine import find_device as find_device
 from .machine import find_dtype as find_dtype
 from .options import BatchSizes as BatchSizes
 from .options import Category as Category
+from .options import Context as Context
 from .options import Device as Device
 from .options import Dtype as Dtype
 from .options import GgufBackend as GgufBackend
@@ -25,6 +26,7 @@ from .options import Quick as Quick
 from .options import Rates as Rates
 from .options import Raw as Raw
 from .options import Repeats as Repeats
+from .options import Rounds as Rounds
 from .options import Shape as Shape
 from .options import Specs as Specs
 from .options import Target as Target

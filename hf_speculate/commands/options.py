@@ -42,6 +42,8 @@ Rates = Annotated[
 BatchSizes = Annotated[list[int], typer.Option("--batch-size", min=1, help="Repeatable.")]
 Temperatures = Annotated[list[float], typer.Option("--temperature", min=0, help="Repeatable; 0 is greedy.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Of every row.")]
+Context = Annotated[int, typer.Option(min=1, help="Prompt length.")]
+Rounds = Annotated[int, typer.Option(min=2, help="About as many are timed.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Interleaved passes; figures are medians over them.")]
 
 # How it is run and shown.

@@ -96,12 +96,12 @@ class Ahead:
 
     def learn(self, round: Round) -> None:
         """Learns what rounds take, from one draft to the next."""
-        if self._before is not None and round.depth and not round.is_warm_up:
+        is_known = bool(round.depth) and not round.is_warm_up
+        if self._before is not None and is_known:
             kind, seconds = self._before
             seconds += round.seconds.drafting
             self._pace.learn(kind, seconds, len(round.tokens[0]))
             self._stats.count_pace(kind, seconds)
-        is_known = round.depth and not round.is_warm_up
         self._before = (self._is_ahead, round.seconds.total - round.seconds.drafting) if is_known else None
 
     def _below(self, tree: DraftTree, token: int) -> DraftTree | None:

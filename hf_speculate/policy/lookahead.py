@@ -22,7 +22,7 @@ class Pace:
     """Seconds and tokens of rounds, from one draft to the next, with drafting ahead and without.
 
     Attributes:
-        ahead: see `Speculator`.
+        ahead: see `EngineOptions`.
     """
 
     def __init__(self, ahead: Ahead):
@@ -59,7 +59,7 @@ class Lookahead:
     """What a speculator has learnt about drafting ahead, of targets that are there; shared by its requests.
 
     Args:
-        ahead: see `Speculator`.
+        ahead: see `EngineOptions`.
     """
 
     def __init__(self, ahead: Ahead):

@@ -23,6 +23,7 @@ from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense
 from .embeddings import output_rows as output_rows
 from .exact import ExactScorer as ExactScorer
+from .filler import filler_cache as filler_cache
 from .hooks import has_foreign_hooks as has_foreign_hooks
 from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks

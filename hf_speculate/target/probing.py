@@ -6,6 +6,7 @@ single steps, layer by layer. Nothing is taken for granted of a kernel, a device
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from ..cache import TreeCache, is_indexable
@@ -23,9 +23,10 @@ from ..tree import DraftTree
 from .adapters import active_adapters, prompt_learning
 from .devices import input_device
 from .exact import ExactScorer
+from .filler import filler_cache
 from .hooks import without_foreign_hooks
 from .masks import layer_windows
-from .positions import has_length_dependent_rope
+from .positions import has_length_dependent_rope, num_positions
 from .scoring import Scorer
 from .static import has_native_layers
 from .support import counts_along_cache
@@ -99,7 +100,10 @@ def _tried(model: GenerativeModel, batch_size: int, is_padded: bool) -> Sizes | 
         for shape, of_shape in sizes.items():
             if batch_size not in of_shape:
                 return f"a product of {list(shape)} rounds {batch_size} rows otherwise than each alone"
-    difference = first_difference(model, sizes, batch_size, is_padded)
+    try:
+        difference = first_difference(model, sizes, batch_size, is_padded)
+    except Exception as error:
+        return f"{type(model).__name__} could not be tried ({type(error).__name__}: {error})"
     return f"a tree differs from single steps in {difference}" if difference else sizes
 
 
@@ -142,16 +146,16 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
     nowhere."""
     tokens = torch.randperm(num_embeddings(model))[: len(_PARENTS)].expand(batch_size, -1).contiguous()
     tree = DraftTree(tokens, _PARENTS)
-    for length in _LENGTHS:
+    for length in _prefix_lengths(model):
         mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
         if is_padded:
             for row in range(1, batch_size):
                 mask[row, : row % (length - 1) + 1] = 0
-        prefix = _Steps.behind(model, mask)
-        scorer = _scorer(model, prefix.copy().cache, mask, sizes)
+        prefix = filler_cache(model, batch_size, length)
+        scorer = _scorer(model, copy.deepcopy(prefix), mask, sizes)
         output = scorer(tree, mask.sum(1).tolist(), forward_kwargs={"output_hidden_states": True})
         for path in _PATHS if length == _LENGTHS[0] else _PATHS[:1]:
-            steps = prefix.copy()
+            steps = _Steps(model, mask, prefix)
             for node in path:
                 found = steps.run(tokens[:, node : node + 1])
                 states = zip(found.hidden_states, output.hidden_states, strict=True)
@@ -161,6 +165,12 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
                 if not torch.equal(found.logits[:, -1], output.logits[:, node]):
                     return f"the logits, behind {length} tokens"
     return ""
+
+
+def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:
+    """As many as fit, with a path behind them, where a model has a table of positions."""
+    depth, most = len(_PATHS[0]), num_positions(model.config)
+    return [length for length in _LENGTHS if most is None or length + depth <= most]
 
 
 def _scorer(model: GenerativeModel, cache: Cache, mask: Tensor, sizes: Sizes) -> Scorer:
@@ -174,44 +184,20 @@ class _Steps:
     """Stock's forwards of a batch, one after the other.
 
     Args:
-        states: keys and values of every layer.
+        cache: what stands before; it is left as it is.
     """
 
-    def __init__(self, model: GenerativeModel, mask: Tensor, states: Sequence[tuple[Tensor, Tensor]]):
-        self._model, self._mask, self._states = model, mask, states
-        self.cache = DynamicCache(config=model.config)
-        for layer, (keys, values) in enumerate(states):
-            self.cache.update(keys.clone(), values.clone(), layer)
-
-    @classmethod
-    def behind(cls, model: GenerativeModel, mask: Tensor) -> _Steps:
-        """Behind a prefix of random entries, of the sizes that the model's own have: a prompt of that length would take
-        long."""
-        first = cls(model, mask[:, :1], [])
-        first.run(torch.zeros(len(mask), 1, dtype=torch.long, device=mask.device))
-        states = [
-            (_like(layer.keys, mask.shape[1]), _like(layer.values, mask.shape[1]))  # type: ignore[union-attr]
-            for layer in first.cache.layers
-        ]
-        return cls(model, mask, states)
-
-    def copy(self) -> _Steps:
-        """As it was in the beginning."""
-        return _Steps(self._model, self._mask, self._states)
+    def __init__(self, model: GenerativeModel, mask: Tensor, cache: Cache):
+        self._model, self._mask, self._cache = model, mask, copy.deepcopy(cache)
 
     def run(self, tokens: Tensor) -> Any:
-        first = self.cache.get_seq_length()
+        first = self._cache.get_seq_length()
         mask = functional.pad(self._mask, (0, first + tokens.shape[1] - self._mask.shape[1]), value=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, first:]
         return self._model(
             input_ids=tokens.to(self._mask.device),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self.cache,
+            past_key_values=self._cache,
             output_hidden_states=True,
         )
-
-
-def _like(states: Tensor, length: int) -> Tensor:
-    shape = (*states.shape[:2], length, states.shape[3])
-    return (torch.randn(shape) * states.float().std().cpu()).to(states.device, states.dtype)

@@ -44,12 +44,9 @@ class TreeRow(NamedTuple):
         for node in range(top + 1, len(self.parents)):
             if self.parents[node] in nodes:
                 nodes.append(node)
-        new = {node: position for position, node in enumerate(nodes)}
-        return TreeRow(
-            [self.token_ids[node] for node in nodes],
-            [ROOT_PARENT, *(new[self.parents[node]] for node in nodes[1:])],
-            None if self.values is None else [self.values[node] - self.values[top] for node in nodes],
-        )
+        values = self.values and [value - self.values[top] for value in self.values]
+        row = TreeRow(self.token_ids, [*self.parents[:top], ROOT_PARENT, *self.parents[top + 1 :]], values)
+        return row.select(nodes)
 
     def best_path(self) -> list[int]:
         """The nodes, root first, of the path that takes of all children the one that is worth most; the first of them

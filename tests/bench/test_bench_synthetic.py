@@ -25,7 +25,7 @@ from hf_speculate.bench import (
 )
 from hf_speculate.bench.costs import figures as cost_figures
 from hf_speculate.bench.costs import tables as cost_tables
-from hf_speculate.bench.forwards import bytes_read, cache_ms, count_waits, filled_cache, host_waits, verify_ms
+from hf_speculate.bench.forwards import bytes_read, cache_ms, count_waits, host_waits, verify_ms
 from hf_speculate.bench.methods import (
     compiled_method,
     eager_method,
@@ -39,6 +39,7 @@ from hf_speculate.commands import SHAPES, ModelShape, find_shape, random_prompt,
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.policy.contract import Budget
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.target import filler_cache
 from hf_speculate.testing import ScriptedDrafter
 
 from ..support.bench import bench, last_line, run_of
@@ -189,7 +190,7 @@ def test_measured_caches_stay_as_they_are(tiny_model, monkeypatch):
         lengths.add(states[0].shape[-2])
         return states
 
-    context = filled_cache(model, 20)
+    context = filler_cache(model, 1, 20)
     before = [layer.keys.clone() for layer in context.layers]
     times = verify_ms(model, context, [1, 4], ("stock", "folded"), repeats=1)
     assert set(times) == {(n, form) for n in (1, 4) for form in ("stock", "folded")}

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, OPTConfig, OPTForCausalLM
 
 import hf_speculate
 from hf_speculate import Speculator
@@ -182,6 +182,24 @@ class TestTurns:
         assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
 
 
+def test_a_model_with_few_positions():
+    """Its table of positions is shorter than most prefixes of the trial."""
+    config = OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = OPTForCausalLM(config).to(torch.bfloat16).eval()
+    drafter = RandomDrafter(vocab_size=VOCAB_SIZE)
+    stats = assert_equal_bits(model, {"input_ids": random_prompt(9)}, drafter, max_new_tokens=20)
+    assert stats.target_forwards
+
+
 class TestRefusals:
     def refused(self, model, reason, inputs=None, drafter=None):
         inputs = inputs or {"input_ids": random_prompt(9)}
@@ -219,6 +237,16 @@ class TestRefusals:
         monkeypatch.setattr("hf_speculate.target.probing.COUNTS", (2, 4))
         batch = padded_batch(random_prompt, (9, 5, 7))
         self.refused(model, r"a product of \[.*\] rounds 3 rows otherwise than each alone", batch)
+
+    def test_a_trial_that_raises(self, tiny_model, monkeypatch):
+        model = tiny_model(dtype=torch.bfloat16, seed=13)
+        monkeypatch.setattr("hf_speculate.target.probing._found", {})
+
+        def broken(*args):
+            raise IndexError("no such entry")
+
+        monkeypatch.setattr("hf_speculate.target.probing.filler_cache", broken)
+        self.refused(model, "LlamaForCausalLM could not be tried .IndexError: no such entry")
 
     @pytest.mark.parametrize(("name", "value"), [("compile", True), ("acceptance", "typical"), ("ahead", "auto")])
     def test_options_that_cannot_promise_it(self, name, value):

@@ -18,11 +18,15 @@ import typer
 
 from hf_speculate.bench import AcceptanceProfile, fixed_length
 from hf_speculate.commands import (
+    Context,
+    Dtype,
     Grid,
     JsonOnly,
     Markdown,
     ModelShape,
     Out,
+    Repeats,
+    Rounds,
     Shape,
     Threads,
     check_counts,
@@ -229,10 +233,10 @@ def bench_ahead(
         list[int] | None, typer.Option("--depth", min=1, help="Tokens of a draft (repeatable; default: 2, 5).")
     ] = None,
     kind: Annotated[str | None, typer.Option("--type", help="Packed weights: Q4_0, Q8_0 ... (default: dense).")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16.")] = "bfloat16",
-    context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 256,
-    rounds: Annotated[int, typer.Option(min=2, help="About as many are timed.")] = 24,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats; figures are medians over them.")] = 3,
+    dtype: Dtype = "bfloat16",
+    context: Context = 256,
+    rounds: Rounds = 24,
+    repeats: Repeats = 3,
     threads: Threads = None,
     json_only: JsonOnly = False,
     markdown: Markdown = False,

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from hf_speculate.bench import AcceptanceProfile, fixed_length, read_profile
 from hf_speculate.commands import (
+    Context,
     Device,
+    Dtype,
     Grid,
     JsonOnly,
     Layers,
@@ -27,6 +29,8 @@ from hf_speculate.commands import (
     ModelShape,
     Out,
     Rates,
+    Repeats,
+    Rounds,
     Shape,
     Threads,
     check_counts,
@@ -253,10 +257,10 @@ def bench_heads(
     acceptance: Rates = None,
     nodes: Annotated[int, typer.Option(min=1, help="Draft nodes that are verified.")] = 16,
     layers: Layers = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16.")] = "bfloat16",
-    context: Annotated[int, typer.Option(min=1, help="Prompt length.")] = 256,
-    rounds: Annotated[int, typer.Option(min=2, help="About as many are timed.")] = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats; figures are medians over them.")] = 3,
+    dtype: Dtype = "bfloat16",
+    context: Context = 256,
+    rounds: Rounds = 16,
+    repeats: Repeats = 3,
     threads: Threads = None,
     device: Device = None,
     json_only: JsonOnly = False,

@@ -21,10 +21,9 @@ from .options import DraftModelOptions
 class DraftModelSession(DraftSession):
     """The draft model's cache and what it holds.
 
-    A draft that was made ahead needs no more than its text to be taken back:
-
     `_texts[r]` are the committed tokens behind the prompt (root last), `_cached[r]` those in the cache behind the
-    prompt, which may go on with rejected drafts: what the two have in common stays, the rest is fed again.
+    prompt, which may go on with rejected drafts: what the two have in common stays, the rest is fed again. So a
+    draft that was made ahead for nothing needs no more than its text to be taken back.
 
     Args:
         model: the draft model.

@@ -1,0 +1,34 @@
+"""A cache behind a text that nobody wrote: for trials and measurements that would wait long for a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..models import GenerativeModel
+from .devices import input_device
+
+
+def filler_cache(model: GenerativeModel, batch_size: int, length: int) -> DynamicCache:
+    """Random entries of the shapes and sizes that the model's own have, the same ones every time.
+
+    Needs a model whose layers all keep keys and values of every token (`hf_speculate.cache.is_indexable`).
+    """
+    first, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=input_device(model))
+    with torch.no_grad():
+        model(tokens, past_key_values=first, use_cache=True, logits_to_keep=1)
+    generator = torch.Generator().manual_seed(2)
+    layers: list[Any] = first.layers
+    for index, layer in enumerate(layers):
+        keys, values = (_like(states, length, generator) for states in (layer.keys, layer.values))
+        cache.update(keys, values, index)
+    return cache
+
+
+def _like(states: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    found = torch.randn(*states.shape[:2], length, states.shape[3], generator=generator)
+    return (found * states.float().std().cpu()).to(states.device, states.dtype)
