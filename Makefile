@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem stock-tests lint fix docs bench bench-quick build clean
+.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests lint fix docs bench bench-quick build clean
 
 demo: $(SETUP) smollm2
 	$(BIN)/python examples/quickstart.py
@@ -75,6 +75,18 @@ $(ECOSYSTEM)/.installed: pyproject.toml
 	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3 nbclient ipykernel
 	touch $@
 
+# Several processes, Ray's actors, a server of transformers', what the speculators package reads and writes.
+SCALE := .venv-scale
+
+scale: $(SCALE)/.installed $(PEERS)/.installed
+	SPECULATORS_PYTHON=$(PEERS)/bin/python HF_HUB_OFFLINE=1 $(SCALE)/bin/python -m pytest -q -m scale tests/scale
+
+$(SCALE)/.installed: pyproject.toml
+	test -x $(SCALE)/bin/python || $(PYTHON) -m venv $(SCALE)
+	$(SCALE)/bin/python -m pip install -q "$(TORCH)"
+	$(SCALE)/bin/python -m pip install -q -e ".[dev,ray]" "transformers[serving]"
+	touch $@
+
 # The tests in the source distribution of the installed transformers; what only they need stays out of .venv.
 SDISTS := .sdist
 SDIST_NEEDS := parameterized==0.9.0 torchao==0.18.0
@@ -129,4 +141,4 @@ $(SETUP): pyproject.toml
 	touch $(SETUP)
 
 clean:
-	rm -rf .venv $(NEWEST) $(PEERS) $(ECOSYSTEM) $(SDISTS) dist build site .pytest_cache .ruff_cache
+	rm -rf .venv $(NEWEST) $(PEERS) $(ECOSYSTEM) $(SCALE) $(SDISTS) dist build site .pytest_cache .ruff_cache

@@ -29,8 +29,11 @@ os.environ["HF_SPECULATE_ADAPTIVE"] = "0"
 def pytest_collection_modifyitems(items):
     """Before `-m` looks at the markers."""
     for item in items:
-        if is_rest(item.path.relative_to(TESTS).as_posix()):
+        path = item.path.relative_to(TESTS).as_posix()
+        if is_rest(path):
             item.add_marker(pytest.mark.rest)
+        if path.startswith("scale/"):
+            item.add_marker(pytest.mark.scale)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,5 @@
-"""The tiers: `make test` runs what is not marked `rest`, `make test-rest` what is, `make slow` the nightly one.
+"""The tiers: `make test` runs what is not marked `rest`, `make test-rest` what is, `make slow` the nightly one, `make
+scale` what is in `tests/scale`.
 
 Modules mark their own tests, most of them in their parametrisations. Of plug-ins, trainer and command lines whole
 modules are the rest: those that match `REST`, but not those that match `QUICK`.

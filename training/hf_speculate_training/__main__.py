@@ -6,6 +6,7 @@ from hf_speculate.errors import SpeculateError
 
 from .bench.command import train_bench
 from .run.command import TRAIN_EXAMPLES, train
+from .run.launch import process_index
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -22,4 +23,5 @@ if __name__ == "__main__":
     try:
         app()
     except SpeculateError as error:
-        raise SystemExit(f"hf-speculate: error: {error}") from error
+        who = f" (process {process_index()})" if process_index() else ""
+        raise SystemExit(f"hf-speculate: error{who}: {error}") from error

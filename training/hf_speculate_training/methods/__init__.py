@@ -9,6 +9,7 @@ vocabulary are the parts that they share, and that a method of your own can take
 from .contract import SMALL_HIDDEN_SIZE, CountTokens, NoOptions, StepOutput, TrainingMethod
 from .entries import Entries, Normalizer, counted_entries, emitting_positions, tokens_ahead
 from .losses import EntryLosses, HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
+from .processes import shared_size
 from .registry import GROUP, check_method, installed_methods, load_method
 from .teacher import Teacher, TeacherRows
 from .vocabulary import choose_vocabulary, count_tokens, draft_vocabulary, suggested_vocabulary
@@ -42,6 +43,7 @@ __all__ = [
     "lean_cross_entropy",
     "load_method",
     "plain_cross_entropy",
+    "shared_size",
     "suggested_vocabulary",
     "target_rows",
     "tokens_ahead",

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..data import NO_DOCUMENT, Batch
+from .processes import shared_size
 
 
 Normalizer = Literal["all", "counted"]
@@ -70,6 +71,7 @@ class Entries:
         teacher_row: int64 [E], index into the T positions at which the teacher is needed.
         teacher_positions: bool [B, S], those positions.
         num_eligible: float [K], how many entries each step had before `only`.
+        num_tokens: float scalar, tokens of the batch, without padding.
     """
 
     counted: Bool[Tensor, "K B S"]
@@ -78,6 +80,7 @@ class Entries:
     teacher_row: Int[Tensor, " E"]
     teacher_positions: Bool[Tensor, "B S"]
     num_eligible: Float[Tensor, " K"]
+    num_tokens: Float[Tensor, ""]
 
     @classmethod
     def of(cls, batch: Batch, num_steps: int, device: torch.device) -> Entries:
@@ -90,13 +93,14 @@ class Entries:
         order = needed.flatten().cumsum(0).view_as(needed) - 1
         label = batch["input_ids"].to(device)[row, positions + 1]
         num_eligible = counted.flatten(1).sum(1).float()
-        return cls(counted, step, label, order[row, positions], needed, num_eligible)
+        num_tokens = (batch["document_ids"] != NO_DOCUMENT).sum().float().to(device)
+        return cls(counted, step, label, order[row, positions], needed, num_eligible, num_tokens)
 
     def __len__(self) -> int:
         return len(self.step)
 
     def only(self, kept: Bool[Tensor, " E"]) -> Entries:
-        """A part of the entries; `num_eligible` and the teacher's positions stay."""
+        """A part of the entries; the numbers and the teacher's positions stay."""
         counted = self.counted.clone()
         counted[self.counted] = kept
         return Entries(
@@ -106,6 +110,7 @@ class Entries:
             self.teacher_row[kept],
             self.teacher_positions,
             self.num_eligible,
+            self.num_tokens,
         )
 
     def gather(self, states: Sequence[Float[Tensor, "B S H"]]) -> Float[Tensor, "E H"]:
@@ -113,7 +118,7 @@ class Entries:
         return torch.cat([step[mask] for step, mask in zip(states, self.counted, strict=True)])
 
     def weights(self, decay: float, normalizer: Normalizer) -> Float[Tensor, " E"]:
-        """Weight of each entry's loss: `decay**step / n`.
+        """Weight of each entry's loss: `decay**step / n`, n as `shared_size` has it.
 
         Args:
             normalizer: n is the number of all tokens of the batch ("all", as SafeAILab, SpecForge and DeepSpec divide:
@@ -122,10 +127,10 @@ class Entries:
         num_steps = len(self.counted)
         steps = torch.arange(num_steps, device=self.step.device)
         if normalizer == "all":
-            size = torch.full_like(self.num_eligible, self.counted[0].numel())
+            size = self.num_tokens.expand(num_steps)
         else:
-            size = torch.bincount(self.step, minlength=num_steps).clamp(min=1)
-        return (decay**steps / size)[self.step]
+            size = torch.bincount(self.step, minlength=num_steps).float()
+        return (decay**steps / shared_size(size))[self.step]
 
     def metrics(
         self, losses: Float[Tensor, " E"], hits: Bool[Tensor, " E"], learnt: Bool[Tensor, " E"] | None = None

@@ -7,7 +7,7 @@ curves. No training method is named here: each is found by the name in the recip
 
 from .arguments import HeadTrainingArguments
 from .building import adapted_target, build_method, training_arguments
-from .checkpoints import last_checkpoint
+from .checkpoints import last_checkpoint, step_of
 from .defaults import default_choices, recipe_values
 from .evaluation import AcceptanceEvaluation, AcceptanceOptions, Prompt, prompts_of
 from .guards import DivergedError, InterruptedTrainingError
@@ -38,6 +38,7 @@ __all__ = [
     "recipe_from",
     "recipe_names",
     "recipe_values",
+    "step_of",
     "train_head",
     "train_prepared",
     "training_arguments",

@@ -15,8 +15,9 @@ class HeadTrainingArguments(TrainingArguments):
     Everything that `TrainingArguments` knows can be set. Different defaults: `learning_rate` 1e-4, `adam_beta2` 0.95,
     `lr_scheduler_type` "cosine", `warmup_steps` 4 % of all steps, `max_grad_norm` 0.5, `num_train_epochs` 10,
     `logging_steps` 10, `save_total_limit` 2, `logging_nan_inf_filter` False (a loss that is not a number stops the
-    run), `remove_unused_columns` False and `label_names` (a batch is no model's arguments), tokens counted. New: `muon`
-    and `adamw_learning_rate`, see `MuonWithAdamW`.
+    run), `remove_unused_columns` False and `label_names` (a batch is no model's arguments), tokens counted; of several
+    processes `ddp_find_unused_parameters` False (methods give every parameter a gradient) and `log_level_replica`
+    "error" (what is said is said once). New: `muon` and `adamw_learning_rate`, see `MuonWithAdamW`.
     """
 
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
@@ -38,3 +39,5 @@ class HeadTrainingArguments(TrainingArguments):
     include_num_input_tokens_seen: Any = field(default="all", metadata={"help": "Count tokens, padding included."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False."})
     label_names: list[str] | None = field(default_factory=lambda: ["loss_mask"], metadata={"help": "Not used."})
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter has a gradient."})
+    log_level_replica: str = field(default="error", metadata={"help": "Log level of processes but the first."})

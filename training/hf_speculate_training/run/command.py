@@ -15,6 +15,7 @@ from hf_speculate.errors import SpeculateError
 from .defaults import commented_recipe, default_choices, recipe_values
 from .dry_run import describe_run
 from .guards import InterruptedTrainingError
+from .launch import process_index
 from .recipe import read_recipe, recipe_from
 from .run import prepare, train_head
 from .shipped import find_recipe, recipe_names
@@ -66,22 +67,29 @@ def train(
         text = find_recipe(config).read_text(encoding="utf-8") if config else _commented(target, data, method, output)
         _write_recipe(text, init)
         return
+    leads = process_index() == 0
     values = {"target.path": target, "data.train": data, "method.name": method, "output.folder": output and str(output)}
     given = [f"{place}={json.dumps(value)}" for place, value in values.items() if value is not None]
     if config is not None:
         recipe = read_recipe(config, [*given, *(overrides or ())])
     else:
         recipe = recipe_from(recipe_values(_choices(target, data, method, output)), overrides or ())
-        typer.echo(f"the recipe for {recipe.target.path} goes by its size (--init - shows it): {recipe.output.folder}")
+        if leads:
+            typer.echo(
+                f"the recipe for {recipe.target.path} goes by its size (--init - shows it): {recipe.output.folder}"
+            )
     if dry_run:
-        console().print(describe_run(prepare(recipe, write=False)))
+        description = describe_run(prepare(recipe, write=False))
+        if leads:
+            console().print(description)
         return
     try:
         folder = train_head(recipe, resume=resume)
     except InterruptedTrainingError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(_INTERRUPTED) from error
-    typer.echo(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
+    if leads:
+        typer.echo(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
 
 
 def _choices(target: str | None, data: str | None, method: str | None, output: Path | None):

@@ -18,6 +18,7 @@ from hf_speculate.speculator import Speculator
 from hf_speculate.stats import SpeculationStats
 
 from ..methods import TrainingMethod
+from ..target import is_sharded
 
 
 Prompt = Int[Tensor, " S"]
@@ -76,12 +77,15 @@ class AcceptanceEvaluation:
         Args:
             target: the model, wrapped or not.
             method: what is trained; its mode and weights are left as they are.
-            accelerator: shares the prompts out among its processes; None: this one runs all.
+            accelerator: shares the prompts out among its processes, unless they share the target, which all must run
+                equally often; None: this one runs all.
         Returns:
             `mean_acceptance_length`, and where there are several settings `mean_acceptance_length_nodes_8`,
             `mean_acceptance_length_nodes_8_temperature_1`, …; the same on every process. A setting in which no round
             had a draft gives 0.
         """
+        if is_sharded(target):
+            accelerator = None
         index, count = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
         prompts = self.prompts[index::count]
         lengths: dict[str, float] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_speculate.drafting import SavedHead
+from hf_speculate.drafting import CalibrationTable, SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
 from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, write_card
 from hf_speculate.models import unwrap
@@ -38,11 +38,10 @@ def write_head(recipe: Recipe, method: TrainingMethod, target: nn.Module) -> Sav
     return saved
 
 
-def calibrate_head(folder: Path, target: nn.Module, prompts: Sequence[Tensor]) -> None:
-    """Writes what the head's values mean on held-out prompts beside it, where there are any."""
-    if prompts:
-        drafter = AutoSpeculator.from_pretrained(folder, target=target).drafter
-        measure_calibration(unwrap(target), drafter, prompts).save(folder)
+def calibration_of(method: TrainingMethod, target: nn.Module, prompts: Sequence[Tensor]) -> CalibrationTable | None:
+    """What the head's values mean on held-out prompts, where there are any."""
+    model = unwrap(target)
+    return measure_calibration(model, method.drafter(model), prompts) if prompts else None
 
 
 def resume_command(folder: str | os.PathLike) -> str:

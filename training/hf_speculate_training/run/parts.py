@@ -23,6 +23,7 @@ from .building import adapted_target, build_method
 from .defaults import default_arguments
 from .evaluation import AcceptanceEvaluation, prompts_of
 from .inputs import data_for
+from .launch import check_launch
 from .recipe import MethodSection
 
 
@@ -57,9 +58,10 @@ def resolved(
     """Loads and prepares what was given by name or raw; everything else stays as it is.
 
     Raises:
-        SpeculateError: no such target or method, data that cannot be used.
+        SpeculateError: no such target or method, data that cannot be used; see `check_launch`.
     """
     args = args or _arguments(target, method)
+    check_launch(args)
     set_seed(args.seed)  # fresh heads are drawn at random
     model = target if isinstance(target, nn.Module) else load_target(TargetSection(path=_name_of(target)), args.device)
     needs_tokenizer = any(_is_raw(data) for data in (train_dataset, eval_dataset))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 from transformers.utils import logging
@@ -29,14 +30,24 @@ from ..fingerprints import content_fingerprint
 from ..methods import TrainingMethod
 from ..sections import RecipeError
 from ..states import write_features
-from ..target import load_target, load_tokenizer
+from ..target import (
+    TargetSection,
+    check_sharding,
+    in_turn,
+    is_sharded,
+    load_target,
+    load_tokenizer,
+    mesh_of_processes,
+    shard_layers,
+)
 from .arguments import HeadTrainingArguments
 from .building import adapted_target, build_method, has_evaluation, training_arguments
 from .checkpoints import last_checkpoint, step_of
 from .evaluation import AcceptanceEvaluation, Prompt
-from .finishing import calibrate_head, draw_curves, outcome_of, push_head, resume_command, write_head
+from .finishing import calibration_of, draw_curves, outcome_of, push_head, resume_command, write_head
 from .guards import InterruptedTrainingError
 from .inputs import RunData, load_data, load_prompts
+from .launch import check_launch, quiet_replicas, rows_a_step
 from .output_folder import checked_folder, is_finished, locked, refuse_locked
 from .preflight import check_disk, check_evaluation, check_output, check_services, feature_folder
 from .provenance import check_same, describe_use, write_provenance, write_recipe
@@ -53,6 +64,7 @@ class Run:
 
     Attributes:
         prompts: on which acceptance is measured.
+        use: of the target and the tokenizer, see `describe_use`.
         resume: the checkpoint to go on from, None for a fresh run.
     """
 
@@ -63,6 +75,7 @@ class Run:
     data: RunData
     method: TrainingMethod
     prompts: list[Prompt]
+    use: Mapping[str, Any]
     resume: str | None = None
 
     @property
@@ -90,10 +103,7 @@ class Run:
             callbacks=callbacks,
         )
         if features and self.recipe.features.source == "cache":
-            with self.args.main_process_first(desc="feature cache"):
-                trainer.train_dataset = write_features(
-                    feature_folder(self.recipe), trainer.reader, cast(RowDataset, rows)
-                )
+            trainer.train_dataset = write_features(feature_folder(self.recipe), trainer.reader, cast(RowDataset, rows))
         return trainer
 
 
@@ -108,6 +118,8 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Run:
             has been written then.
     """
     args = training_arguments(recipe)
+    check_launch(args)
+    quiet_replicas(args)
     checkpoint = None
     if write and args.should_save:
         refuse_locked(recipe.output.folder)
@@ -116,21 +128,38 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Run:
         checkpoint = last_checkpoint(recipe.output.folder)
     check_services(recipe, args)
     set_seed(args.seed)  # fresh heads are drawn at random
-    target = load_target(recipe.target, args.device)
-    tokenizer = load_tokenizer(recipe.target)
-    data = load_data(recipe.data, tokenizer, target)
+    target, tokenizer, use = _loaded(recipe.target, args.device)
+    with args.main_process_first(desc="data"):  # the others find them converted and tokenised
+        data = load_data(recipe.data, tokenizer, target)
     config = unwrap(target).config.get_text_config(decoder=True)
     prompts = load_prompts(recipe.evaluation, data, tokenizer, config.max_position_embeddings)
     target = adapted_target(recipe.method, target)
     method = build_method(recipe.method, target, data.train)
     if method.trains_target and recipe.features.source == "cache":
         raise RecipeError(f"{method.name} trains the target, whose states change: features.source must be online.")
+    if recipe.target.shard and (method.trains_target or recipe.features.source == "cache"):
+        other = f"method {method.name}, which trains the target" if method.trains_target else "features.source=cache"
+        raise RecipeError(f"target.shard does not go with {other}: processes would run the target unequally often.")
     check_output(recipe, target, method)
     check_evaluation(recipe, target, method, prompts)
-    run = Run(recipe, args, target, tokenizer, data, method, prompts, checkpoint)
+    use = use or describe_use(target, tokenizer)
+    run = Run(recipe, args, target, tokenizer, data, method, prompts, use, checkpoint)
     if write:
         check_disk(recipe, args, target, method, data)
     return run
+
+
+def _loaded(section: TargetSection, device: torch.device) -> tuple[nn.Module, Any, dict[str, Any] | None]:
+    """Target, tokenizer, and what `describe_use` says where it has to be asked before layers are shared out."""
+    if not section.shard:
+        return load_target(section, device), load_tokenizer(section), None
+    check_sharding(section)
+    mesh = mesh_of_processes(device)
+    with in_turn():
+        target, tokenizer = load_target(section, torch.device("cpu")), load_tokenizer(section)
+        use = describe_use(target, tokenizer)
+        shard_layers(target, mesh)
+    return target, tokenizer, use
 
 
 def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
@@ -191,10 +220,12 @@ def _train(run: Run, known: dict[str, Any], sessions: list[dict[str, Any]]) -> b
         write_provenance(run.folder, {"status": "running", **known})
         saved = write_head(run.recipe, run.method, run.target)
     metrics = trainer.evaluate() if has_evaluation(run.recipe) else {}
+    calibration = calibration_of(run.method, run.target, run.prompts) if leads or is_sharded(run.target) else None
     if saved is not None:
         title = f"{run.method.name} for {Path(run.recipe.target.path).name}"
         draw_curves(history, run.folder, title)
-        calibrate_head(run.folder, run.target, run.prompts)
+        if calibration is not None:
+            calibration.save(run.folder)
         write_provenance(run.folder, {"status": "complete", **known, "metrics": metrics})
         write_card(run.folder, **card_facts(run.folder, saved), repo_id=run.recipe.output.push_to_hub)
         refresh_hashes(run.folder)
@@ -209,13 +240,14 @@ def _known(run: Run) -> dict[str, Any]:
     return {
         "recipe": run.recipe.to_dict(),
         "command": masked_arguments(sys.argv),
-        **describe_use(run.target, run.tokenizer),
+        **run.use,
         "data": run.data.report,
         "head": {
             "method": run.method.name,
             "trained_parameters": sum(p.numel() for p in parameters),
             "draft_vocabulary": None if vocabulary is None else content_fingerprint(vocabulary.tolist()),
         },
+        "batch": {"rows_a_step": rows_a_step(run.args)},
         "seed": run.args.seed,
         "evaluation_prompts": len(run.prompts),
     }
@@ -226,7 +258,7 @@ def _sessions(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
     sessions = []
     if run.resume:
         before = read_provenance(run.folder) or {}
-        for kind in ("target", "data", "head"):
+        for kind in ("target", "data", "head", "batch"):
             if kind in before:
                 check_same(kind, before[kind], known[kind], run.folder)
         sessions = list(before.get("sessions", []))

@@ -21,8 +21,8 @@ from hf_speculate.hub import card_facts, push_folder, refresh_hashes, write_card
 from hf_speculate.models import unwrap
 from hf_speculate.target import adapter_fingerprints
 
-from ..data import Batch, DataOptions
-from ..methods import TrainingMethod
+from ..data import NO_DOCUMENT, Batch, DataOptions
+from ..methods import TrainingMethod, shared_size
 from ..states import TargetReader
 from .arguments import HeadTrainingArguments
 from .checkpoints import STATE_FILE, check_checkpoint, last_checkpoint, step_of
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
+
+_SHARE = "share"  # of a batch in the loss of its step
 
 
 class HeadTrainer(Trainer):
@@ -127,10 +129,23 @@ class HeadTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The method's loss on the target's states, computed now or taken from the batch."""
-        batch = cast(Batch, inputs)
+        share = inputs.get(_SHARE)
+        batch = cast(Batch, {name: value for name, value in inputs.items() if name != _SHARE})
         output = model(batch, self.reader(batch))
         self._collect("train" if model.training else "eval", output.metrics)
-        return (output.loss, output) if return_outputs else output.loss
+        loss = output.loss if share is None else output.loss * share
+        return (loss, output) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The batches of a step. Where they are several, each counts by its tokens: their losses are as that of one
+        batch of all their rows."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if len(batches) > 1:
+            tokens = torch.stack([(batch["document_ids"] != NO_DOCUMENT).sum() for batch in batches])
+            tokens = shared_size(tokens.to(device, torch.float32))
+            for batch, share in zip(batches, tokens / tokens.mean(), strict=True):
+                batch[_SHARE] = share
+        return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)

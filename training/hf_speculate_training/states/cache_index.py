@@ -43,11 +43,16 @@ class CacheKey:
 
 
 class CacheIndex:
-    """`cache.json`: rewritten as a whole after every shard, which appears under its name when it is whole."""
+    """`cache.json`: rewritten as a whole after every shard, which appears under its name when it is whole.
+
+    Where several processes write, each notes its shards in a file of its own (`cache-1.json`, …); `gather` takes them
+    into `cache.json`, those of a run that was killed included.
+    """
 
     def __init__(self, folder: Path, key: CacheKey, num_rows: int, rows_per_shard: int, shards: dict[str, Any]):
         self.folder, self.key, self.num_rows, self.rows_per_shard = folder, key, num_rows, rows_per_shard
         self._shards = shards
+        self._file = INDEX_FILE
 
     @classmethod
     def open(cls, folder: Path, key: CacheKey, num_rows: int, rows_per_shard: int) -> CacheIndex:
@@ -55,6 +60,7 @@ class CacheIndex:
         if (folder / INDEX_FILE).exists():
             index = cls.read(folder)
             index.check_key(key)
+            index.gather()
             return index
         index = cls(folder, key, num_rows, rows_per_shard, {})
         index._save()
@@ -75,6 +81,22 @@ class CacheIndex:
             if isinstance(error, FeatureCacheError):
                 raise
             raise FeatureCacheError(f"cannot read the index of a feature cache, {path}: {error!r}") from error
+
+    def of_process(self, number: int) -> CacheIndex:
+        """The same for one of several writers."""
+        index = CacheIndex(self.folder, self.key, self.num_rows, self.rows_per_shard, dict(self._shards))
+        index._file = f"cache-{number}.json"
+        return index
+
+    def gather(self) -> None:
+        """Takes what several writers noted into `cache.json`."""
+        notes = sorted(self.folder.glob("cache-*.json"))
+        for path in notes:
+            self._shards |= json.loads(path.read_text(encoding="utf-8"))["shards"]
+        if notes:
+            self._save()
+        for path in notes:
+            path.unlink()
 
     @property
     def num_shards(self) -> int:
@@ -132,10 +154,10 @@ class CacheIndex:
             "rows_per_shard": self.rows_per_shard,
             "shards": self._shards,
         }
-        partial = self.folder / f"{INDEX_FILE}.partial"
+        partial = self.folder / f"{self._file}.partial"
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         _sync(partial)
-        partial.replace(self.folder / INDEX_FILE)
+        partial.replace(self.folder / self._file)
 
 
 def _sha256(path: Path) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -77,6 +78,8 @@ def write_features(
 ) -> FeatureCache:
     """Computes the states of all rows, or those that an earlier run has not, and opens the cache.
 
+    Processes that train together share the shards out: all of them call this, with one folder for all.
+
     Args:
         folder: made if it is absent.
         reader: of the target.
@@ -95,16 +98,18 @@ def write_features(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     key = cache_key(reader, rows, dtype)
-    with _locked(path):
-        index = CacheIndex.open(path, key, len(rows), rows_per_shard)
-        plan = _plan(key, reader.target, rows, index.rows_per_shard)
-        missing = [shard for shard in range(plan.num_shards) if not index.has(shard)]
-        if missing:
-            _check_space(path, plan, missing, ignore_space)
-            disable = None if show_progress is None else not show_progress
-            with tqdm(missing, desc="caching features", unit="shard", disable=disable) as bar:
-                for shard in bar:
-                    index.add(shard, _states_of(reader, rows, plan, shard, batch_size))
+    rank, _ = _process()
+    with _locked(path) if rank == 0 else nullcontext():
+        if rank == 0:
+            CacheIndex.open(path, key, len(rows), rows_per_shard)
+        _meet()
+        index = CacheIndex.read(path)
+        index.check_key(key)
+        _write_missing(index, reader, rows, batch_size, ignore_space, show_progress)
+        _meet()
+        if rank == 0:
+            index.gather()
+        _meet()
     return FeatureCache(path, key)
 
 
@@ -193,6 +198,41 @@ def _plan(key: CacheKey, target: PreTrainedModel, rows: RowDataset, rows_per_sha
     stored = ("last_hidden", *(f"features.{layer}" for layer in key.layers if layer != config.num_hidden_layers))
     lengths = [rows.row_length(row) for row in range(len(rows))]
     return _Plan(key, lengths, rows_per_shard, stored, config.hidden_size)
+
+
+def _write_missing(
+    index: CacheIndex,
+    reader: TargetReader,
+    rows: RowDataset,
+    batch_size: int,
+    ignore_space: bool,
+    show_progress: bool | None,
+) -> None:
+    """Writes this process' share of the shards that are missing."""
+    plan = _plan(index.key, reader.target, rows, index.rows_per_shard)
+    missing = [shard for shard in range(plan.num_shards) if not index.has(shard)]
+    if not missing:
+        return
+    rank, count = _process()
+    _check_space(index.folder, plan, missing, ignore_space)
+    writer = index if count == 1 else index.of_process(rank)
+    disable = True if rank else None if show_progress is None else not show_progress
+    with tqdm(missing[rank::count], desc="caching features", unit="shard", disable=disable) as bar:
+        for shard in bar:
+            writer.add(shard, _states_of(reader, rows, plan, shard, batch_size))
+
+
+def _process() -> tuple[int, int]:
+    """Number of this process among those that train together, and how many these are."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _meet() -> None:
+    """All processes are here."""
+    if _process()[1] > 1:
+        distributed.barrier()
 
 
 def _check_space(path: Path, plan: _Plan, missing: Sequence[int], ignore_space: bool) -> None:

@@ -25,6 +25,7 @@ class TargetSection:
         adapter: folder or Hub id of a PEFT adapter, put on top.
         tokenizer: folder or Hub id, where it is not with the model.
         device_map: spread a large target over devices ("auto", or a map); None: the training's device.
+        shard: share its layers out among the processes that train together (FSDP2); they are not quantised.
         attn_implementation: as in `from_pretrained`.
     """
 
@@ -37,4 +38,5 @@ class TargetSection:
     adapter: str | None = None
     tokenizer: str | None = None
     device_map: str | dict[str, Any] | None = None
+    shard: bool = False
     attn_implementation: str | None = None

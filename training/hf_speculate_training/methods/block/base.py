@@ -23,6 +23,7 @@ from ...sections import RecipeError
 from ...states import TargetStates
 from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
 from ..head_method import HeadMethod
+from ..processes import shared_size
 from ..vocabulary import DRAFT_VOCAB_SIZE, choose_vocabulary, suggested_vocabulary
 from .attention import run_blocks
 from .blocks import Blocks
@@ -118,8 +119,8 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
             losses["confidence"] = binary_cross_entropy_with_logits(
                 self.confidence(blocks, slots).to(accepted.dtype), accepted, reduction="none"
             )
-        weights, size = self._weights(blocks, losses, rows)
-        means = self._means(losses, weights, size, rows.labels >= 0)
+        weights, sizes = self._weights(blocks, losses, rows)
+        means = self._means(losses, weights, sizes, rows.labels >= 0)
         loss = torch.stack([weight * means[name] for name, weight in self._terms.items()]).sum()
         return StepOutput(loss, self._metrics(blocks, rows, losses, means))
 
@@ -160,27 +161,31 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
             inputs.append(each)
         return torch.stack(inputs, dim=2)[blocks.counted]
 
-    def _weights(self, blocks: Blocks, losses: SlotLosses, rows: SlotRows) -> tuple[Tensor, Tensor | None]:
-        """Weights of the proposals that count, and what sums are divided by; None: by the sum of the weights.
+    def _weights(self, blocks: Blocks, losses: SlotLosses, rows: SlotRows) -> tuple[Tensor, Tensor]:
+        """Weights of the proposals that count; and what sums are divided by [2]: of all of them, and of those whose
+        token the draft vocabulary has. It is the sum of the weights, as `shared_size` has it.
 
         D-PACE's weights are parts of a draft's length: what they add up to must not be divided away
         (sgl-project/SpecForge#828, by its author), so the divisor is the number of blocks.
         """
+        known = rows.labels >= 0
         if not self.options.d_pace:
-            return decay_weights(blocks.counted, self.options.decay)[blocks.counted], None
-        probs = torch.exp(-losses["cross_entropy"].detach()) * (rows.labels >= 0)
+            weights = decay_weights(blocks.counted, self.options.decay)[blocks.counted]
+            return weights, shared_size(torch.stack([weights.sum(), (weights * known).sum()]))
+        probs = torch.exp(-losses["cross_entropy"].detach()) * known
         confidence = torch.zeros(blocks.counted.shape, dtype=probs.dtype, device=probs.device)
         confidence[blocks.counted] = probs
-        return pace_weights(confidence, blocks.counted)[blocks.counted], blocks.counted.any(-1).sum()
+        num_blocks = blocks.counted.any(-1).sum().float()
+        return pace_weights(confidence, blocks.counted)[blocks.counted], shared_size(num_blocks.expand(2))
 
     @staticmethod
-    def _means(losses: SlotLosses, weights: Tensor, size: Tensor | None, known: Tensor) -> dict[str, Tensor]:
+    def _means(losses: SlotLosses, weights: Tensor, sizes: Tensor, known: Tensor) -> dict[str, Tensor]:
         """Weighted means of every loss; the cross-entropy's over those whose token the draft vocabulary has."""
         means = {}
         for name, each in losses.items():
             if name != "best":
-                mine = weights * known if name == "cross_entropy" else weights
-                means[name] = (mine.to(each) * each).sum() / ((mine.sum() if size is None else size) + _NOT_ZERO)
+                mine, size = (weights * known, sizes[1]) if name == "cross_entropy" else (weights, sizes[0])
+                means[name] = (mine.to(each) * each).sum() / (size + _NOT_ZERO)
         return means
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -27,12 +27,13 @@ from hf_speculate.hub import ADAPTER_FOLDER
 from hf_speculate.models import unwrap
 from hf_speculate_plugins.medusa import MedusaHeads
 
-from ...data import Batch
+from ...data import NO_DOCUMENT, Batch
 from ...sections import RecipeError, field_names, refuse_unknown
 from ...states import TargetReader, TargetStates
 from ..contract import StepOutput
 from ..entries import emitting_positions
 from ..losses import EntryLosses, SoftTargets, lean_cross_entropy, plain_cross_entropy
+from ..processes import shared_size
 from ..teacher import Teacher
 from .base import BaseMedusaMethod
 from .options import Medusa2TrainingOptions
@@ -122,8 +123,7 @@ class Medusa2Method(BaseMedusaMethod[Medusa2TrainingOptions]):
             )
         output = self.heads_loss(batch, states)
         original = self._original_hidden(batch).to(states.last_hidden.device)
-        kept = emitting_positions(batch).to(states.last_hidden.device)
-        distillation, agreement = self._distillation(states.last_hidden, original, kept)
+        distillation, agreement = self._distillation(states.last_hidden, original, batch)
         loss = distillation.to(output.loss.device) + self._weight * output.loss
         metrics = {"distillation": distillation.detach(), "agreement": agreement}
         return StepOutput(loss, {**output.metrics, **metrics})
@@ -158,13 +158,15 @@ class Medusa2Method(BaseMedusaMethod[Medusa2TrainingOptions]):
             return self._original(batch).last_hidden
 
     def _distillation(
-        self, hidden: Float[Tensor, "B S H"], original: Float[Tensor, "B S H"], kept: Bool[Tensor, "B S"]
+        self, hidden: Float[Tensor, "B S H"], original: Float[Tensor, "B S H"], batch: Batch
     ) -> tuple[Tensor, Tensor]:
+        kept = emitting_positions(batch).to(hidden.device)
         rows, wanted = hidden[kept], original[kept]
         index = torch.arange(len(rows), device=rows.device)
         targets = SoftTargets(self._whole_teacher.read(wanted), index)
-        size = kept.numel() if self.options.normalizer == "all" else max(len(rows), 1)
-        weights = torch.full((len(rows),), 1 / size, device=rows.device)
+        divided = batch["document_ids"] != NO_DOCUMENT if self.options.normalizer == "all" else kept
+        size = shared_size(divided.sum().float().to(rows.device))
+        weights = (1 / size).expand(len(rows))
         losses = self._against_original(rows, targets, weights)
         agrees = losses.best == self._whole_teacher.argmax(wanted)
         return losses.loss, agrees.float().sum() / max(len(rows), 1)
