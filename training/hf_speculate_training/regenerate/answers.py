@@ -41,6 +41,8 @@ class Job:
         finish: "stop": the last answer came to its end; "length": it did not; "endless": nor would it ever have, since
             it repeats itself; "context": the conversation would have grown beyond the target's context. Empty while
             there is more to answer.
+        is_reencoded: whether the tokens of an answer are those that the tokenizer makes of its text, for want of those
+            that were generated.
     """
 
     id: str
@@ -49,6 +51,7 @@ class Job:
     messages: list[Message] | None = None
     documents: list[Document] = field(default_factory=list)
     finish: str = ""
+    is_reencoded: bool = False
 
     @property
     def digest(self) -> str:
@@ -94,7 +97,9 @@ class Job:
 
     def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
         """What is written down: text for readers, token ids for training."""
-        text = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
+        text: dict[str, Any] = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
+        if self.is_reencoded:
+            text["reencoded"] = True
         return [
             {"id": self.id, "part": part, **text, "finish": self.finish}
             | {"num_prompt_tokens": len(self.prompt_ids), "input_ids": document.input_ids}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 import typer
@@ -19,9 +19,18 @@ from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
 
 from ..data import HeldOut, load_records
-from ..target import DtypeName, QuantizationName, TargetSection, load_target, load_tokenizer
+from ..target import DtypeName, QuantizationName, TargetSection, load_config, load_target, load_tokenizer
+from .cluster import RayEngine
+from .connection import KEY_VARIABLE, Connection
+from .engine import Engine
+from .local import LocalEngine
+from .planning import Planner, RegenerateOptions
 from .self_prompts import SelfPromptOptions, write_self_prompts
-from .writing import RegenerateOptions, regenerate
+from .server import ServerEngine
+from .writing import write_answers
+
+
+EngineName: TypeAlias = Literal["local", "ray", "server"]
 
 
 def regenerate_command(
@@ -64,10 +73,27 @@ def regenerate_command(
     gguf_file: Annotated[str | None, typer.Option(help="GGUF file in the target's folder.")] = None,
     device: Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    engine: Annotated[
+        EngineName, typer.Option(help="Who answers: this process, actors of a Ray cluster, a server.")
+    ] = "local",
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help=f"Of --engine server; its key is taken from {KEY_VARIABLE}.")
+    ] = None,
+    server_model: Annotated[str | None, typer.Option(help="Its name there (default: the only one).")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the server at a time.")] = 32,
+    request_timeout: Annotated[float, typer.Option(min=1, help="Seconds that the server may take.")] = 600.0,
+    retries: Annotated[int, typer.Option(min=0, help="So often a request, or a batch of Ray's, is tried again.")] = 5,
+    actors: Annotated[int, typer.Option(min=1, help="Of --engine ray; each holds target and speculator.")] = 1,
+    actor_cpus: Annotated[float, typer.Option(min=0, help="Of each actor.")] = 1.0,
+    actor_gpus: Annotated[float, typer.Option(min=0, help="Of each actor.")] = 0.0,
 ) -> None:
     """Have the target write the answers of a dataset anew (and the questions): what its head should learn from."""
     if (data is None) == (self_prompts is None):
         raise SpeculateError("give the prompts to answer: either --data or --self-prompts.")
+    if self_prompts is not None and engine != "local":
+        raise SpeculateError(f"--self-prompts draws questions here, not with --engine {engine}: draw them first.")
+    if (server is None) == (engine == "server"):
+        raise SpeculateError("--engine server wants --server URL, and nobody else does.")
     options = RegenerateOptions(
         temperature=temperature,
         top_p=top_p,
@@ -96,19 +122,31 @@ def regenerate_command(
         adapter=adapter,
     )
     tokenizer = load_tokenizer(section)
-    model = load_target(section, _device(device))
-    drafting = _speculator(speculator, model)
     dropped: Mapping[str, int] = {}
-    if self_prompts is not None:
-        drawing = SelfPromptOptions(count=self_prompts, batch_size=batch_size, seed=seed)
-        drawn = output.with_name(output.name + ".prompts")  # no data to train on
-        records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
-        options = replace(options, chat=True)
+    if engine == "server":
+        assert server is not None
+        connection, served = Connection(server, timeout=request_timeout, retries=retries), load_config(section)
+        answering: Engine = ServerEngine(
+            connection, tokenizer, served, options, model=server_model, concurrency=concurrency
+        )
+    elif engine == "ray":
+        served, spec = load_config(section), None if speculator == "none" else _spec(speculator)
+        answering = RayEngine(section, options, spec, actors=actors, cpus=actor_cpus, gpus=actor_gpus, retries=retries)
+    else:
+        model = load_target(section, _device(device))
+        drafting, served = _speculator(speculator, model), unwrap(model).config
+        if self_prompts is not None:
+            drawing = SelfPromptOptions(count=self_prompts, batch_size=batch_size, seed=seed)
+            drawn = output.with_name(output.name + ".prompts")  # no data to train on
+            records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
+            options = replace(options, chat=True)
+        answering = LocalEngine(model, tokenizer, options, drafting)
     assert records is not None
-    report = regenerate(model, tokenizer, records, output, options, speculator=drafting, held_out=held_out)
-    figures = asdict(report) | {"dropped_prompts": dict(dropped), "output": str(output)}
-    if drafting is not None:
-        figures["mean_acceptance_length"] = drafting.stats.mean_acceptance_length
+    report = write_answers(answering, Planner(tokenizer, served, options, held_out), records, output)
+    counted = {"skipped": dict(report.skipped), "dropped_prompts": dict(dropped)}
+    figures = vars(report) | counted | {"output": str(output)}
+    if (length := answering.mean_acceptance_length()) is not None:
+        figures["mean_acceptance_length"] = length
     typer.echo(json.dumps(figures))
 
 
@@ -139,4 +177,8 @@ def _device(name: str | None) -> torch.device:
 def _speculator(text: str, model: nn.Module) -> Speculator | None:
     if text == "none":
         return None
-    return make_spec(parse_spec("prompt_lookup" if text == "auto" else text), unwrap(model))
+    return make_spec(parse_spec(_spec(text)), unwrap(model))
+
+
+def _spec(text: str) -> str:
+    return "prompt_lookup" if text == "auto" else text

@@ -20,7 +20,8 @@ from hf_speculate.speculator import Speculator
 
 from ..data import Encoder
 from .journal import read_lines
-from .writing import RegenerateOptions, regenerate
+from .planning import RegenerateOptions
+from .writing import regenerate
 
 
 logger = logging.get_logger(__name__)
