@@ -6,23 +6,18 @@ interpreter.
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_speculate import AutoSpeculator
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, write_head
-from hf_speculate_plugins.eagle.calibration import chain_logits
+
+from ..support.speculators_peer import PYTHON, assert_peer_agrees
 
 
-PYTHON = os.environ.get("SPECULATORS_PYTHON")
-HIDDEN, VOCAB, LAYERS, COUNT, STEPS = 32, 96, 7, 12, 3
+HIDDEN, VOCAB, LAYERS = 32, 96, 7
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 HEADS = {
     "plain": {},
@@ -81,28 +76,6 @@ def save_head(folder, target_folder, **changes) -> None:
         target_name=str(target_folder),
         target_architectures=["LlamaForCausalLM"],
     )
-
-
-def assert_peer_agrees(folder: Path, model: LlamaForCausalLM, tmp_path: Path) -> None:
-    drafter = AutoSpeculator.from_pretrained(folder, target=model).drafter
-    token_ids = torch.randint(3, VOCAB, (COUNT + 1,))
-    with torch.no_grad():
-        hidden = model(token_ids[None], output_hidden_states=True).hidden_states
-        features = [hidden[layer] for layer in drafter.entry_layers]
-        entries = range(COUNT - STEPS + 1)  # their chains stay within the text
-        logits = chain_logits(drafter.head, token_ids, drafter.head.fuse(features), entries, STEPS)
-    inputs = {"states": torch.cat(features, dim=-1)[:, :-1].contiguous(), "token_ids": token_ids[None, 1:].clone()}
-    save_file(inputs, tmp_path / "inputs.safetensors")
-    script = Path(__file__).with_name("read_with_speculators.py")
-    arguments = [PYTHON, script, folder, tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, env=environment, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = load_file(tmp_path / "outputs.safetensors")
-    theirs = found["logits"][:, : len(entries)].transpose(0, 1)
-    torch.testing.assert_close(theirs, logits, atol=1e-4, rtol=1e-4)
-    if drafter.target_ids is not None:
-        assert torch.equal(found["d2t"] + torch.arange(len(drafter.target_ids)), drafter.target_ids)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -111,9 +111,9 @@ def check(
     on = find_device(device)
 
     def load(dtype: str, dense: bool = False) -> Any:
-        return _load(target, dtype, on, dense)[0]
+        return load_measured(target, dtype, on, dense)[0]
 
-    model, tokenizer = _load(target, dtype, on)
+    model, tokenizer = load_measured(target, dtype, on)
     without_adapter = None
     if adapter is not None:
         model, without_adapter = with_adapter(model, adapter)
@@ -172,7 +172,7 @@ def _writable(head: str | os.PathLike) -> str:
     return folder
 
 
-def _load(target: str, dtype: str, device: torch.device, dense: bool = False) -> tuple[Any, Any]:
+def load_measured(target: str, dtype: str, device: torch.device, dense: bool = False) -> tuple[Any, Any]:
     """Target and tokenizer; dense: dequantised."""
     model, tokenizer = load_target(target, dtype, device, gguf_backend="dense" if dense else "auto")
     if dense and quantization_label(model):

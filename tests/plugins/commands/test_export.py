@@ -1,0 +1,155 @@
+"""Heads for serving engines: what is written, what is measured, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from hf_speculate import AutoSpeculator, SpeculateError, cli
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate_plugins.commands.export import SCRIPT, export_head
+from hf_speculate_plugins.commands.serving import Drafting, Serving, refuse_quantized
+
+from ...support.models import build_tiny_model
+from ...support.paths import REPOSITORY
+
+
+EXAMPLES = REPOSITORY / "examples"
+TARGET = str(EXAMPLES / "pycoder")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    return [tokenizer(text, return_tensors="pt").input_ids[0] for text in ("import os\n", "class Stack:\n")]
+
+
+def exported(head, folder, engine, target, prompts, **options):
+    options = {"target_name": TARGET, "max_new_tokens": 24, **options}
+    return export_head(EXAMPLES / head, folder, engine, target, prompts, **options)
+
+
+@pytest.mark.parametrize(
+    ("head", "engine", "layout", "options", "drafting"),
+    [
+        ("pycoder-eagle3", "vllm", "speculators", {}, Drafting(5)),
+        ("pycoder-eagle3", "vllm", "speculators", {"depth": 3}, Drafting(3)),
+        ("pycoder-eagle3", "sglang", "specforge", {}, Drafting(5, 4, 7)),
+        ("pycoder-eagle3", "sglang", "specforge", {"depth": 4, "top_k": 2, "num_draft_tokens": 12}, Drafting(4, 2, 11)),
+        ("pycoder-eagle3", "sglang", "specforge", {"depth": 3, "top_k": 1}, Drafting(3, 1, 3)),
+        ("pycoder-medusa", "vllm", "vllm", {"depth": 3}, Drafting(3)),
+    ],
+)
+def test_heads(target, prompts, tmp_path, head, engine, layout, options, drafting):
+    """What was exported drafts, loaded again, as often right as what was measured."""
+    found = exported(head, tmp_path / "out", engine, target, prompts, **options)
+    assert (found.layout, found.drafting) == (layout, drafting)
+    assert max(found.acceptance_rate_by_depth) <= drafting.depth
+    assert 1 < found.mean_acceptance_length <= drafting.depth + 1
+    if drafting.top_k == 1:
+        rates = sum(found.acceptance_rate_by_depth.values())
+        assert found.mean_acceptance_length == pytest.approx(1 + rates, abs=0.2)  # the last rounds are cut short
+    name = "medusa" if "medusa" in head else "eagle"
+    chain = {"choices": [(0,) * depth for depth in range(1, drafting.depth + 1)]}
+    tree = {"depth": drafting.depth, "top_k": drafting.top_k, "max_nodes": drafting.max_nodes}
+    again = AutoSpeculator.from_pretrained(
+        tmp_path / "out", target=target, adaptive=False, **(chain if name == "medusa" else tree)
+    )
+    for prompt in prompts:
+        target.generate(prompt[None], max_new_tokens=24, do_sample=False, speculator=again)
+    assert again.stats.mean_acceptance_length == pytest.approx(found.mean_acceptance_length)
+
+
+def test_sampled_texts_are_measured_too(target, prompts, tmp_path):
+    greedy, sampled = (
+        exported("pycoder-eagle3", tmp_path / str(temperature), "vllm", target, prompts, temperature=temperature)
+        for temperature in (0.0, 1.0)
+    )
+    assert sampled.mean_acceptance_length < greedy.mean_acceptance_length
+    assert "temperature 1" in sampled.script
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_script_hands_the_engine_the_head_beside_it(target, prompts, tmp_path, engine):
+    """Run with stand-ins for the engines, from another folder, with a flag of the user's."""
+    folder = tmp_path / "it's a folder"
+    exported("pycoder-eagle3", folder, engine, target, prompts)
+    program = tmp_path / ("vllm" if engine == "vllm" else "python")
+    program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    program.chmod(0o755)
+    told = subprocess.run(
+        [folder / SCRIPT, "--port", "8001"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    ).stdout.splitlines()
+    assert told[-2:] == ["--port", "8001"]
+    assert TARGET in told
+    if engine == "vllm":
+        config = json.loads(told[told.index("--speculative-config") + 1])
+        assert config == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 5}
+    else:
+        flags = dict(zip(told[4::2], told[5::2], strict=False))
+        assert flags["--speculative-draft-model-path"] == str(folder)
+        assert flags["--speculative-num-draft-tokens"] == "8"  # the root is one of them
+
+
+@pytest.mark.parametrize(
+    ("head", "engine", "options", "said"),
+    [
+        ("pycoder-medusa", "sglang", {}, "SGLang serves heads of eagle3, eagle, not of medusa; vLLM does"),
+        ("pycoder-dspark", "vllm", {}, "not of dspark; nobody known here does"),
+        ("pycoder-eagle3", "vllm", {"top_k": 4}, "vLLM drafts chains"),
+        ("pycoder-eagle3", "sglang", {"depth": 9}, r"cannot be 9 deep: at least 10"),
+    ],
+)
+def test_refusals(target, prompts, tmp_path, head, engine, options, said):
+    with pytest.raises(SpeculateError, match=said):
+        exported(head, tmp_path / "out", engine, target, prompts, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_target_and_a_folder_in_use(target, prompts, tmp_path):
+    with pytest.raises(TargetMismatchError):
+        exported("pycoder-eagle3", tmp_path / "out", "vllm", build_tiny_model(), prompts)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        exported("pycoder-eagle3", tmp_path / "out", "vllm", target, prompts)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_quantised_targets_and_what_may_go_otherwise():
+    refuse_quantized("vllm", "")
+    with pytest.raises(SpeculateError, match=r"quantised \(GGUF \(Q4_0\)\), and vLLM would serve other ones"):
+        refuse_quantized("vllm", "GGUF (Q4_0)")
+    serving = Serving.of("vllm", "eagle3")
+    known, unknown = build_tiny_model().config, build_tiny_model("mistral").config
+    assert serving.warnings(known, "eagle3", "bfloat16") == []
+    (one,) = serving.warnings(unknown, "eagle3", "bfloat16")
+    assert "'mistral' was not in it" in one
+    assert "float32" in serving.warnings(known, "eagle3", "float32")[0]
+
+
+def test_command(tmp_path):
+    arguments = ["export", str(EXAMPLES / "pycoder-eagle3"), str(tmp_path / "out"), "--for", "vllm", "--target", TARGET]
+    result = CliRunner().invoke(cli.app, [*arguments, "--limit", "2", "--max-new-tokens", "16", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["num_prompts"] == 2
+    assert (tmp_path / "out" / SCRIPT).read_text() == found["script"]
+    assert os.access(tmp_path / "out" / SCRIPT, os.X_OK)
