@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -22,10 +23,13 @@ from ..commands import (
     Typist,
     chat_ids,
     console,
+    find_device,
+    prepare,
     side_by_side,
 )
 from ..errors import SpeculateError, first_line
 from ..streaming import rounds
+from .over_data import data_generator, given_options
 from .session import (
     PLAIN,
     ChatTarget,
@@ -38,6 +42,7 @@ from .session import (
     Temperature,
     TopK,
     TopP,
+    default_target,
     print_piece,
     sampling,
 )
@@ -51,6 +56,8 @@ Examples:
   hf-speculate generate "Write a haiku." -t ./model -s ./eagle3-head --temperature 0.8 --seed 1 --stats
 
   hf-speculate generate --compare -t model.gguf -s prompt_lookup:max_ngram=4 < question.txt
+
+  hf-speculate generate --data questions.jsonl --output answers.jsonl -t ./model
 
   hf-speculate generate "def fibonacci(" --raw --draw -t examples/pycoder -s examples/pycoder-eagle3
 """
@@ -77,12 +84,44 @@ def generate(
     gguf_backend: GgufBackend = "auto",
     threads: Threads = None,
     json_only: JsonOnly = False,
+    data: Annotated[
+        str | None, typer.Option(help="Answer every prompt of a file, folder, pattern or Hub id instead.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --data: JSON lines; a run that was stopped goes on with them.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --data: the first so many records.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --data: prompts at a time.")] = 16,
+    engine: Annotated[str, typer.Option(help="With --data: local, or ray (actors of a cluster).")] = "local",
+    actors: Annotated[int, typer.Option(min=1, help="Of --engine ray.")] = 1,
 ) -> None:
-    """Generate a text with a speculator, and print it as it comes."""
+    """Generate a text with a speculator, and print it as it comes; or the answers to a dataset's prompts."""
     if (compare or draw or stats) and speculator == PLAIN:
         raise SpeculateError(
             f"--compare, --draw and --stats show what a speculator does: --speculator {PLAIN} has none."
         )
+    if data is not None or output is not None:
+        if data is None or output is None or prompt is not None or compare or draw or system is not None:
+            raise SpeculateError("--data and --output go together, without a prompt, --system, --compare and --draw.")
+        prepare(threads)
+        figures = data_generator()(
+            data,
+            output,
+            target=target or default_target(),
+            speculator=speculator,
+            sampling=given_options(
+                max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+            ),
+            raw=raw,
+            limit=limit,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=find_device(device),
+            engine=engine,
+            actors=actors,
+        )
+        typer.echo(json.dumps(figures))
+        return
     text = _prompt(prompt)
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(

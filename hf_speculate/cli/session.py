@@ -77,7 +77,7 @@ class Session:
     ) -> Session:
         """Raises `SpeculateError` in one line for whatever cannot be had; names are checked before weights are read."""
         prepare(threads)
-        name = target or _default_target()
+        name = target or default_target()
         spec = default_specs(name)[-1] if speculator is None else None
         if speculator not in (None, PLAIN):
             spec = parse_spec(speculator)
@@ -124,7 +124,8 @@ def sampling(temperature: float | None, top_p: float | None, top_k: int | None) 
     return {"do_sample": True, **given} if given else {}
 
 
-def _default_target() -> str:
+def default_target() -> str:
+    """What is generated with where no target was named; raises `SpeculateError` where it is not installed."""
     if find_smollm2() is None:
         raise SpeculateError(
             f"no target was given: pass --target with a path, a Hub id or a GGUF file, or install a small one to try, "

@@ -95,8 +95,13 @@ class Job:
             self.documents[-1].extend(ids, written=False)
         return ids
 
+    def text_lines(self, tokenizer: Any) -> list[dict[str, Any]]:
+        """What is written down for readers."""
+        text: dict[str, Any] = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
+        return [{"id": self.id, "part": 0, **text, "finish": self.finish, "digest": self.digest}]
+
     def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """What is written down: text for readers, token ids for training."""
+        """What is written down for training: text and token ids."""
         text: dict[str, Any] = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
         if self.is_reencoded:
             text["reencoded"] = True
@@ -115,6 +120,8 @@ class Job:
 
 def line_digest(line: Mapping[str, Any]) -> str:
     """`Job.digest` of the job that a line came from (its part 0)."""
+    if "digest" in line:
+        return line["digest"]
     return prompt_digest(line["input_ids"][: line["num_prompt_tokens"]])
 
 

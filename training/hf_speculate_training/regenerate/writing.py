@@ -98,22 +98,29 @@ def write_answers(
     records: Records,
     output: str | Path,
     *,
+    text_only: bool = False,
     show_progress: bool | None = None,
 ) -> RegenerateReport:
-    """`regenerate` by any engine; raises what it raises, and what the engine does."""
+    """`regenerate` by any engine; raises what it raises, and what the engine does.
+
+    Args:
+        text_only: lines without token ids: nobody learns from them.
+    """
     num_records = len(records) if hasattr(records, "__len__") else None  # type: ignore[arg-type]
     settings = {**engine.settings(), "num_records": num_records, **asdict(planner.options)}
+    settings |= {"text_only": True} if text_only else {}
     report = RegenerateReport()
     with (
         Journal(output, settings) as journal,
-        tqdm(desc="regenerating", unit=" records", total=num_records, disable=_hidden(show_progress)) as bar,
+        tqdm(desc="answering", unit=" records", total=num_records, disable=_hidden(show_progress)) as bar,
     ):
         done = {line["id"]: line_digest(line) for line in journal.lines() if line["part"] == 0}
         report.num_found = len(done)
         batches = planner.batches(records, report.skipped, bar)
         for answered in engine.answered(_missing(batches, dict(done), journal, engine.answers_whole_batches)):
             fresh = [job for job in answered if job.id not in done]
-            journal.append([job.lines(planner.tokenizer) for job in fresh])
+            made = Job.text_lines if text_only else Job.lines
+            journal.append([made(job, planner.tokenizer) for job in fresh])
             done |= {job.id: job.digest for job in fresh}
             _count(report, fresh)
             bar.set_postfix_str(f"{report.num_found + report.num_written} examples, {report.num_new_tokens} new tokens")
