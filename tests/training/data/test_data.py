@@ -11,7 +11,15 @@ import torch
 from transformers import LlamaConfig
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.data import Collator, DataOptions, Encoder, RecordError, prepare_data, read_record
+from hf_speculate_training.data import (
+    Collator,
+    DataOptions,
+    Encoder,
+    RecordError,
+    load_records,
+    prepare_data,
+    read_record,
+)
 
 
 END = 2
@@ -247,6 +255,22 @@ def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
     assert [document["input_ids"] for document in stream.train] == expected
     rows = list(stream.rows())
     assert Collator()(rows)["input_ids"].shape == (1, sum(map(len, expected)))
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets_that_are_read_as_tensors(tmp_path, form, streaming):
+    """As `speculators` saves its own: records are lists for us."""
+    records = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 1]]}).with_format(form)
+    records.save_to_disk(tmp_path / "saved")
+    found = load_records(records.to_iterable_dataset() if streaming else str(tmp_path / "saved"))
+    assert next(iter(found)) == {"input_ids": [5, 6], "loss_mask": [0, 1]}
+
+
+def test_a_transform_of_the_users_stays():
+    records = datasets.Dataset.from_dict({"input_ids": [[5, 6]]})
+    records.set_transform(lambda batch: {"input_ids": [ids[::-1] for ids in batch["input_ids"]]})
+    assert next(iter(load_records(records)))["input_ids"] == [6, 5]
 
 
 def test_a_stream_without_anything_to_train_on(byte_tokenizer, write_lines):

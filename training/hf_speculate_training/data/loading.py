@@ -55,7 +55,7 @@ def load_records(
     Raises:
         SpeculateError: nothing there, not readable, no records, no such column.
     """
-    records = (
+    records = _plain(
         source if isinstance(source, Dataset | IterableDataset) else _open(source, split, config, revision, streaming)
     )
     name = describe_source(source)
@@ -70,6 +70,12 @@ def describe_source(source: Source) -> str:
     if isinstance(source, Dataset):
         return f"Dataset({len(source)} records, fingerprint {source._fingerprint})"
     return "IterableDataset" if isinstance(source, IterableDataset) else os.fspath(source)
+
+
+def _plain(records: Records) -> Records:
+    """Records of lists and numbers: others save theirs to be read as tensors. A transform of the user's stays."""
+    kind = records.format["type"] if isinstance(records, Dataset) else getattr(records._formatting, "format_type", None)
+    return records if kind in (None, "custom") else records.with_format(None)
 
 
 def _open(source: str | os.PathLike, split: str, config: str | None, revision: str | None, streaming: bool) -> Records:

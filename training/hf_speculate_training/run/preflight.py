@@ -19,7 +19,7 @@ from hf_speculate.models import unwrap
 from ..data import RowDataset
 from ..methods import TrainingMethod
 from ..sections import RecipeError
-from ..states import feature_bytes
+from ..states import feature_bytes, is_foreign
 from .arguments import HeadTrainingArguments
 from .building import has_evaluation
 from .evaluation import Prompt
@@ -85,8 +85,8 @@ def check_disk(
     """Raises `SpeculateError` if feature cache and checkpoints do not fit on their disks."""
     needs = [(recipe.output.folder, "checkpoints and head", _output_bytes(args, target, method))]
     rows = data.train.rows("train") if recipe.features.source == "cache" else None
-    if isinstance(rows, RowDataset):
-        folder = feature_folder(recipe)
+    folder = feature_folder(recipe)
+    if isinstance(rows, RowDataset) and not is_foreign(folder):
         needs.append((folder, "feature cache", feature_bytes(folder, unwrap(target), method.feature_layers, rows)))
     disks: dict[int, list[tuple[str, str, int]]] = {}
     for need in needs:

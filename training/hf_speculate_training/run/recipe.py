@@ -72,7 +72,7 @@ class FeaturesSection:
 
     Attributes:
         source: "online": a forward of the target in every step. "cache": written to disk once, then read.
-        folder: of the cache; None: beside the output.
+        folder: of the cache; None: beside the output. One with vLLM's files (`hs_0.safetensors`, …) is read as it is.
     """
 
     source: Literal["online", "cache"] = "online"

@@ -29,7 +29,7 @@ from ..data import Collator, RowDataset
 from ..fingerprints import content_fingerprint
 from ..methods import TrainingMethod
 from ..sections import RecipeError
-from ..states import write_features
+from ..states import ForeignFeatures, is_foreign, write_features
 from ..target import (
     TargetSection,
     check_sharding,
@@ -103,7 +103,9 @@ class Run:
             callbacks=callbacks,
         )
         if features and self.recipe.features.source == "cache":
-            trainer.train_dataset = write_features(feature_folder(self.recipe), trainer.reader, cast(RowDataset, rows))
+            folder, rows = feature_folder(self.recipe), cast(RowDataset, rows)
+            read = ForeignFeatures if is_foreign(folder) else write_features
+            trainer.train_dataset = read(folder, trainer.reader, rows)
         return trainer
 
 
