@@ -24,6 +24,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import DrafterError, UnsupportedRequestError
 from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
 from hf_speculate.verification.noise import Noise
@@ -191,7 +192,7 @@ class TestStream:
         for output in outputs:
             assert torch.equal(output.sequences, text)
             assert len(output.scores) == NEW_TOKENS
-            assert output.past_key_values.get_seq_length() == text.shape[1] - 1
+            assert cache_of(output).get_seq_length() == text.shape[1] - 1
             assert output.speculation.accepted_tokens > 0
 
     def test_rows_of_a_batch_at_their_own_pace(self, tiny_model, prompt):
@@ -263,7 +264,7 @@ class TestStreamEndsEarly:
         model, inputs, text = setting
         cache, speculator = DynamicCache(config=model.config), perfect(model, inputs)
         rounds = hf_speculate.stream(
-            model, **inputs, past_key_values=cache, speculator=speculator, max_new_tokens=NEW_TOKENS
+            model, **inputs, **as_cache(cache), speculator=speculator, max_new_tokens=NEW_TOKENS
         )
         yielded = []
         if how == "unstarted":
@@ -286,7 +287,7 @@ class TestStreamEndsEarly:
         assert len({layer.get_seq_length() for layer in cache.layers}) == 1
         go_on = text[:, : 9 + len(yielded)]
         assert torch.equal(
-            model.generate(go_on, past_key_values=cache, max_new_tokens=text.shape[1] - go_on.shape[1]), text
+            model.generate(go_on, **as_cache(cache), max_new_tokens=text.shape[1] - go_on.shape[1]), text
         )
         if how != "unstarted":
             assert speculator.stats.calls == 1
@@ -304,7 +305,7 @@ class TestStreamEndsEarly:
         rounds = hf_speculate.stream(
             model,
             **inputs,
-            past_key_values=cache,
+            **as_cache(cache),
             speculator=perfect(model, inputs),
             stopping_criteria=StoppingCriteriaList([Raises()]),
             max_new_tokens=NEW_TOKENS,
@@ -314,7 +315,7 @@ class TestStreamEndsEarly:
         assert yielded == text[0, 9 : 9 + len(yielded)].tolist()
         assert cache.get_seq_length() < 20
         length = cache.get_seq_length()
-        ours = model.generate(text[:, : length + 1], past_key_values=cache, max_new_tokens=5)
+        ours = model.generate(text[:, : length + 1], **as_cache(cache), max_new_tokens=5)
         assert torch.equal(ours, text[:, : length + 6])
 
     def test_a_drafter_that_raises(self, setting):
@@ -463,7 +464,7 @@ class TestBadInput:
                 prompt(6),
                 speculator="prompt_lookup",
                 max_new_tokens=3,
-                past_key_values=strange_cache(model),
+                **as_cache(strange_cache(model)),
             )
 
     def test_generate_works_after_an_error(self, setting):

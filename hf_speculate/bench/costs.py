@@ -15,6 +15,7 @@ import torch
 import typer
 from transformers import DynamicCache
 
+from ..cache import as_cache
 from ..commands import (
     Grid,
     Layers,
@@ -206,7 +207,7 @@ class _Place:
 
     def _scripted(self, request: Request, arguments: dict[str, Any]) -> list[Method]:
         def fresh() -> dict[str, Any]:
-            return {"past_key_values": deepcopy(self.cache)}
+            return as_cache(deepcopy(self.cache))
 
         texts, methods = plain_texts(self.model, [request], arguments | fresh()), [eager_method()]
         for n in sorted(self.settings.nodes):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from ..cache import TreeCache
+from ..cache import TreeCache, as_cache
 from ..commands import synchronize, timed
 from ..models import GenerativeModel
 from ..target import Scorer
@@ -27,7 +27,7 @@ def prefilled_cache(model: GenerativeModel, prompt: Tensor) -> DynamicCache:
     """Of a prompt (int64 [1, S])."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():  # not inference mode: entries are written in place later
-        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(prompt, **as_cache(cache), use_cache=True, logits_to_keep=1)
     return cache
 
 

@@ -10,6 +10,7 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..cache import as_cache
 from ..commands import Device, GgufBackend, TargetDtype, Threads, Typist, chat_ids
 from ..errors import SpeculateError
 from .session import (
@@ -63,7 +64,7 @@ class Conversation:
         self._keep_common(ids)
         typist = Typist(session.tokenizer, write)
         try:
-            session.run(ids[None], typist, session.speculator, past_key_values=self._cache)
+            session.run(ids[None], typist, session.speculator, **as_cache(self._cache))
         except KeyboardInterrupt:
             write(" …")
         except Exception:

@@ -20,6 +20,7 @@ from transformers import GenerationMixin
 from transformers.utils import logging
 
 from ..attaching import attached_to, resolve
+from ..cache import CACHE_NAME, OLD_CACHE_NAME
 from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..models import GenerativeModel
@@ -102,7 +103,7 @@ def _wrap_generate(original: Callable) -> Callable:
         chosen = speculator if explicit else attached_to(self)
         note = None
         if chosen is not None:
-            has_cache = kwargs.get("past_key_values") is not None
+            has_cache = any(kwargs.get(name) is not None for name in (CACHE_NAME, OLD_CACHE_NAME))
             note = _Note(self, resolve(chosen, self), explicit, streamed.get(), has_cache)
         # Also where there is none: a call within another one (token healing) must not take that one's.
         tokens = _note.set(note), streamed.set(None)
@@ -157,7 +158,7 @@ def _wrap_sample(original: Callable) -> Callable:
             check_acceptance(note.speculator, generation_config, logits_processor)
             check_stream(note.streamed, input_ids.shape[0])
             sizes = exact_sizes_of(note.speculator, self, input_ids, kwargs)
-            shape = checked_shape(self, kwargs["past_key_values"])
+            shape = checked_shape(self, kwargs[CACHE_NAME])
         if shape is not None:
             with _stepping_aside(note, PromptError):
                 return _speculate(note, arguments, dict(kwargs), *shape, sizes)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..cache import as_cache
 from ..drafting import remember_text
 from ..round import Round
 from ..speculator import Speculator
@@ -75,7 +76,7 @@ class PreparedCall:
         if not self.config.return_dict_in_generate:
             return sequences
         parts: Any = self.run.sampler.records.complete(*self.run.sequences.new_shape)
-        output: Any = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.run.cache.cache, **parts)  # type: ignore
+        output: Any = GenerateDecoderOnlyOutput(sequences=sequences, **as_cache(self.run.cache.cache), **parts)  # type: ignore
         output.speculation = self.run.stats
         return output
 

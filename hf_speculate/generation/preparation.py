@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from ..cache import TreeCache
+from ..cache import CACHE_NAME, TreeCache
 from ..compilation import Compiler
 from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text
 from ..models import GenerativeModel
@@ -78,7 +78,7 @@ class SampleCall:
 
     @property
     def cache(self) -> Cache:
-        return self.model_kwargs["past_key_values"]
+        return self.model_kwargs[CACHE_NAME]
 
     @property
     def shows_cache(self) -> bool:

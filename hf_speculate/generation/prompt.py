@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import TreeCache
+from ..cache import TreeCache, cache_of
 from ..errors import PromptError
 from ..target import Scorer
 from ..verification import Sequences
@@ -41,8 +41,8 @@ class Prompt:
             PromptError: the model goes on behind it in a way that trees cannot follow.
         """
         output = self.forward(**forward_kwargs)
-        if output.past_key_values is not scorer.cache.cache:  # prefix tuning brings its own
-            scorer.cache = TreeCache(output.past_key_values, len(scorer.cache.lengths))
+        if cache_of(output) is not scorer.cache.cache:  # prefix tuning brings its own
+            scorer.cache = TreeCache(cache_of(output), len(scorer.cache.lengths))
         # Masks, positions and paths are laid over entries by their index: there has to be one for each token.
         found = scorer.cache.cache.get_seq_length()
         if self.num_expected is not None and found != self.num_expected:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..cache import TreeCache
+from ..cache import TreeCache, cache_of
 from ..models import GenerativeModel, has_own_method
 from ..target import Scorer, longrope_switch
 from ..tree import DraftTree
@@ -57,7 +57,7 @@ class RecomputingScorer(Scorer):
             return super().__call__(tree, root_positions, num_cached=num_cached, forward_kwargs=forward_kwargs)
         inputs = {**self._step.inputs(self.cache.cache), **(forward_kwargs or {})}
         output = self.model(**inputs, return_dict=True)
-        if output.past_key_values is not self.cache.cache:
+        if cache_of(output) is not self.cache.cache:
             self._adopt(output)
         output.logits = output.logits[:, -1:]
         return output
@@ -67,7 +67,7 @@ class RecomputingScorer(Scorer):
         length, self.num_rerun = self.cache.append_index, self.cache.append_index
         self.cache.restore()
         self.cache.release()
-        self.cache = TreeCache(output.past_key_values, len(self.cache.lengths))
+        self.cache = TreeCache(cache_of(output), len(self.cache.lengths))
         self.cache.lengths = (length,) * len(self.cache.lengths)
         self.whole_output = type(output)(hidden_states=output.hidden_states, attentions=output.attentions)
         for name in ("hidden_states", "attentions"):

@@ -12,10 +12,11 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..cache import CACHE_NAME
 from ..errors import UnsupportedRequestError
 from ..models import GenerativeModel
 from ..speculator import Speculator
-from ..target import Sizes, activated_lora, exact_sizes, prompt_learning, takes_position_ids
+from ..target import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
 from ..verification import see_rows_alone
 
 
@@ -69,10 +70,15 @@ def check_request(mode: GenerationMode, config: GenerationConfig, mode_kwargs: d
 
 
 def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-    cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    cache, position_ids = kwargs.get(CACHE_NAME), kwargs.get("position_ids")
     if not isinstance(cache, Cache):
         raise UnsupportedRequestError(
             f"speculator= needs a transformers Cache, but {type(model).__name__} has {type(cache).__name__}."
+        )
+    if cache.layers and all(cache.is_linear):
+        raise UnsupportedRequestError(
+            f"speculator= needs a transformers Cache with attention layers, but {type(model).__name__} keeps recurrent "
+            "states alone."
         )
     unknown = cache.offloading or (not isinstance(cache, DynamicCache) and type(cache) is not Cache)
     if unknown or cache.is_compileable:
@@ -95,15 +101,17 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             "leave it out for some of the tokens that are scored at once."
         )
     past = cache.get_seq_length()
+    if prompt_learning(model) and (problem := outdated_peft()):
+        raise UnsupportedRequestError(f"speculator= does not work with this prompt-learning adapter: {problem}.")
     if past and prompt_learning(model):
         raise UnsupportedRequestError(
-            f"past_key_values holds {past} tokens, but a prompt-learning adapter is active: transformers cannot "
-            "continue a cache behind its virtual tokens. Pass the whole text without past_key_values."
+            f"{CACHE_NAME} holds {past} tokens, but a prompt-learning adapter is active: transformers cannot "
+            f"continue a cache behind its virtual tokens. Pass the whole text without {CACHE_NAME}."
         )
     total = total_length(input_ids, config, kwargs)
     if past and total <= past:
         raise UnsupportedRequestError(
-            f"the prompt has {total} tokens but past_key_values already holds {past}: pass the whole text with "
+            f"the prompt has {total} tokens but {CACHE_NAME} already holds {past}: pass the whole text with "
             "at least one new token, or only the new tokens with an attention mask for all."
         )
 
@@ -134,7 +142,7 @@ def exact_sizes_of(
         return None
     mask = kwargs.get("attention_mask")
     is_padded = mask is not None and not bool(mask.all())
-    found = exact_sizes(model, kwargs["past_key_values"], input_ids.shape[0], is_padded)
+    found = exact_sizes(model, kwargs[CACHE_NAME], input_ids.shape[0], is_padded)
     if isinstance(found, str):
         raise UnsupportedRequestError(
             f"exact=True was asked for, and {type(model).__name__} in {model.dtype} cannot have it here: {found}. "

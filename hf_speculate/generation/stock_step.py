@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from ..cache import CACHE_NAME, as_cache
 from ..errors import PromptError
 from ..models import GenerativeModel, has_own_method
 from ..verification import Sequences
@@ -21,7 +22,7 @@ TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 OWN_KWARGS = (
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    CACHE_NAME,
     "use_cache",
     "logits_to_keep",
     "inputs_embeds",
@@ -80,7 +81,7 @@ class StockStep:
         return found
 
     def _inputs(self, text: Tensor, num_new: int, cache: Cache) -> dict[str, Any]:
-        kwargs = {**self._kwargs, "past_key_values": cache}
+        kwargs = self._kwargs | as_cache(cache)
         kwargs = self._model._update_model_kwargs_for_generation(
             {}, kwargs, is_encoder_decoder=False, num_new_tokens=num_new
         )

@@ -95,15 +95,19 @@ def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
             return True
     if "forward" in vars(model) and not hasattr(model, "_hf_hook"):
         return True
-    tried = tried_classes()
-    is_same_version = transformers.__version__.split(".")[:2] == tried["transformers"].split(".")[:2]
-    return not (is_same_version and kind.__module__.startswith("transformers.") and kind.__name__ in tried["classes"])
+    return not (kind.__module__.startswith("transformers.") and kind.__name__ in tried_classes(minor_version()))
+
+
+def minor_version() -> str:
+    """Of transformers: what classes do may change with it."""
+    return ".".join(transformers.__version__.split(".")[:2])
 
 
 @cache
-def tried_classes() -> dict[str, Any]:
-    """Which classes take trees by the test of architectures, and with which transformers it was found."""
-    return json.loads(files("hf_speculate.generation").joinpath("tried_classes.json").read_text(encoding="utf-8"))
+def tried_classes(version: str) -> frozenset[str]:
+    """Which classes take trees by the test of architectures, run with this minor version of transformers."""
+    text = files("hf_speculate.generation").joinpath("tried_classes.json").read_text(encoding="utf-8")
+    return frozenset(json.loads(text).get(version, ()))
 
 
 def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[Shape, str]:

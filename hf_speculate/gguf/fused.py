@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from ..cache import CACHE_NAME
 from ..target import grouped_sdpa
 from .decoder_layers import parts_of
 from .native_layers import NativeLayers
@@ -56,14 +57,14 @@ class _Arguments:
 
     hidden_states: Tensor
     attention_mask: Tensor | None
-    past_key_values: Cache | None
+    cache: Cache | None
     position_embeddings: tuple[Tensor, Tensor] | None
     others: dict[str, Any]
 
     @classmethod
     def of(cls, hidden_states: Tensor, **named: Any) -> _Arguments:
-        known = {name: named.pop(name, None) for name in ("attention_mask", "past_key_values", "position_embeddings")}
-        return cls(hidden_states, **known, others=named)
+        known = [named.pop(name, None) for name in ("attention_mask", CACHE_NAME, "position_embeddings")]
+        return cls(hidden_states, *known, others=named)
 
 
 class FusedForward:
@@ -114,7 +115,7 @@ class _Span:
 
     def run(self, arguments: _Arguments) -> Tensor | None:
         """[L, B, N, H]: the outputs of each layer; None, and nothing done, where the modules are to compute them."""
-        inputs, cache, rotary = arguments.hidden_states, arguments.past_key_values, arguments.position_embeddings
+        inputs, cache, rotary = arguments.hidden_states, arguments.cache, arguments.position_embeddings
         if cache is None or rotary is None or not (served(inputs) and self.is_untouched()):
             return None
         attention = self._layers[0].self_attn

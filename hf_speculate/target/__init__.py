@@ -8,6 +8,7 @@ apart here, and nothing names an architecture.
 from .adapters import activated_lora as activated_lora
 from .adapters import active_adapters as active_adapters
 from .adapters import adapter_fingerprints as adapter_fingerprints
+from .adapters import outdated_peft as outdated_peft
 from .adapters import prompt_learning as prompt_learning
 from .adapters import sample_bytes as sample_bytes
 from .attention import TreeAttention as TreeAttention

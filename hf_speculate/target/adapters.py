@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from ..models import GenerativeModel
 
@@ -37,6 +41,18 @@ def prompt_learning(model: GenerativeModel) -> Any:
     prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
     config: Any = getattr(prepare, "active_peft_config", None)
     return config if prepare is not model and getattr(config, "is_prompt_learning", False) else None
+
+
+def outdated_peft() -> str:
+    """What is wrong with the PEFT that is installed, "" if nothing: transformers says which it works with. The
+    prompt-learning adapters of an older one may not know the names of its arguments."""
+    try:
+        found = version("peft")
+    except PackageNotFoundError:
+        return ""
+    if Version(found) >= Version(MIN_PEFT_VERSION):
+        return ""
+    return f"transformers {transformers.__version__} needs peft >= {MIN_PEFT_VERSION}, {found} is installed"
 
 
 def activated_lora(model: GenerativeModel) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..cache import as_cache
 from ..models import GenerativeModel
 from .devices import input_device
 
@@ -20,7 +21,7 @@ def filler_cache(model: GenerativeModel, batch_size: int, length: int) -> Dynami
     first, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
     tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=input_device(model))
     with torch.no_grad():
-        model(tokens, past_key_values=first, use_cache=True, logits_to_keep=1)
+        model(tokens, **as_cache(first), use_cache=True, logits_to_keep=1)
     generator = torch.Generator().manual_seed(2)
     layers: list[Any] = first.layers
     for index, layer in enumerate(layers):

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..cache import INDEXABLE, TreeCache
+from ..cache import INDEXABLE, TreeCache, as_cache
 from ..errors import CacheStateError
 from ..transfers import to_device
 from ..tree import DraftTree
@@ -239,7 +239,7 @@ class RecurrentScorer(Scorer):
         return self.model(
             input_ids=to_device(token_ids, device),
             attention_mask=mask,
-            past_key_values=self.cache.cache,
+            **as_cache(self.cache.cache),
             use_cache=True,
             logits_to_keep=count,
             return_dict=True,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache import PreallocatedLayer, TreeCache
+from ..cache import PreallocatedLayer, TreeCache, as_cache
 from ..transfers import to_device
 from ..tree import DraftTree
 from .attention import TreeAttention
@@ -102,7 +102,7 @@ class Scorer:
         return self.model(
             input_ids=to_device(tree.token_ids[:, num_cached:], device),
             attention_mask=self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix),
-            past_key_values=self.cache.cache,
+            **as_cache(self.cache.cache),
             use_cache=True,
             logits_to_keep=tree.num_nodes - num_cached,
             return_dict=True,

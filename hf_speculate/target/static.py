@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache import PreallocatedLayer
+from ..cache import PreallocatedLayer, as_cache
 from ..compilation import Compiler, capacity_for, lease_of, padded, padded_mask, pool_of
 from ..transfers import to_device
 from ..tree import DraftTree
@@ -40,7 +40,7 @@ def _widths(num_nodes: int) -> list[int]:
 
 
 def _forward(model: Any, cache: Cache, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
-    output = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True, **options)
+    output = model(**inputs, **as_cache(cache), use_cache=True, return_dict=True, **options)
     return output.logits, output.hidden_states
 
 
@@ -134,9 +134,7 @@ class StaticScorer(Scorer):
             layer.length = num_prefix + num_nodes
         if states is not None:
             states: Any = tuple(None if state is None else state[:, :num_nodes] for state in states)
-        return CausalLMOutputWithPast(
-            logits=logits[:, :num_nodes], past_key_values=self.cache.cache, hidden_states=states
-        )
+        return CausalLMOutputWithPast(logits=logits[:, :num_nodes], **as_cache(self.cache.cache), hidden_states=states)
 
     def settle(self) -> None:
         """Lets go of the buffers: plain `generate` makes its own when the cache grows."""

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Qwen2Config, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.cache.layers import PreallocatedLayer
 from hf_speculate.cache.tree_cache import TreeCache, is_indexable
 from hf_speculate.errors import CacheStateError
@@ -250,14 +251,14 @@ class TestTruncate:
 class TestTakeOver:
     def test_the_users_object_stays_and_its_tensors_are_not_written(self, tiny_model, prompt):
         model, cache, ids = tiny_model(), DynamicCache(), prompt(9)
-        model(ids, past_key_values=cache)
+        model(ids, **as_cache(cache))
         held = [(layer.keys, layer.values) for layer in cache.layers]
         copies = [(keys.clone(), values.clone()) for keys, values in held]
         tree_cache = TreeCache(cache, 1)
         assert tree_cache.cache is cache
         assert tree_cache.lengths == (9,)
         assert all(type(layer) is PreallocatedLayer for layer in cache.layers)
-        model(ids[:, :3], past_key_values=cache)
+        model(ids[:, :3], **as_cache(cache))
         tree_cache.keep([[2]])
         for (keys, values), (old_keys, old_values) in zip(held, copies, strict=True):
             assert torch.equal(keys, old_keys)
@@ -268,7 +269,7 @@ class TestTakeOver:
         model = tiny_model()
         cache = DynamicCache(config=model.config) if configured else DynamicCache()
         TreeCache(cache, 1)
-        model(prompt(5), past_key_values=cache)
+        model(prompt(5), **as_cache(cache))
         assert [type(layer) for layer in cache.layers] == [PreallocatedLayer] * 2
 
     def test_taking_over_twice_changes_nothing(self):
@@ -313,19 +314,19 @@ class TestStockGenerate:
         for cache in ours_and_stock():
             torch.manual_seed(0)
             request = {"max_new_tokens": 24, "return_dict_in_generate": True} | REQUESTS[request_name]
-            outputs.append(model.generate(ids, past_key_values=cache, **request))
+            outputs.append(model.generate(ids, **as_cache(cache), **request))
         ours, stock = outputs
         assert torch.equal(ours.sequences, stock.sequences)
-        assert [type(layer) for layer in ours.past_key_values.layers] == [PreallocatedLayer] * 2
-        for our_layer, stock_layer in zip(ours.past_key_values.layers, stock.past_key_values.layers, strict=True):
+        assert [type(layer) for layer in cache_of(ours).layers] == [PreallocatedLayer] * 2
+        for our_layer, stock_layer in zip(cache_of(ours).layers, cache_of(stock).layers, strict=True):
             assert_layers_equal(our_layer, stock_layer)
 
     def test_a_continuation_is_the_same(self, tiny_model, prompt):
         model, texts = tiny_model(), []
         for cache in ours_and_stock():
-            text = model.generate(prompt(8), past_key_values=cache, max_new_tokens=10)
+            text = model.generate(prompt(8), **as_cache(cache), max_new_tokens=10)
             text = torch.cat([text, prompt(3, seed=1)], dim=1)
-            texts.append(model.generate(text, past_key_values=cache, max_new_tokens=10))
+            texts.append(model.generate(text, **as_cache(cache), max_new_tokens=10))
         assert torch.equal(*texts)
 
     def test_assisted_generation_is_the_same(self, tiny_model, prompt):
@@ -333,5 +334,5 @@ class TestStockGenerate:
         assistant = copy.deepcopy(tiny_model(seed=1))
         assistant.generation_config = GenerationConfig(num_assistant_tokens=3, pad_token_id=0)
         for cache in ours_and_stock():
-            texts.append(model.generate(prompt(8), past_key_values=cache, assistant_model=assistant, max_new_tokens=20))
+            texts.append(model.generate(prompt(8), **as_cache(cache), assistant_model=assistant, max_new_tokens=20))
         assert torch.equal(*texts)

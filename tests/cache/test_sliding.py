@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache
 from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
@@ -201,21 +202,19 @@ class TestRequests:
         texts = []
         for speculator in (None, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))):
             cache = DynamicCache(config=model.config)
-            text = model.generate(prompt(20), past_key_values=cache, max_new_tokens=30, speculator=speculator)
+            text = model.generate(prompt(20), **as_cache(cache), max_new_tokens=30, speculator=speculator)
             text = torch.cat([text, prompt(5, seed=1)], dim=1)
-            text = model.generate(text, past_key_values=cache, max_new_tokens=30, speculator=speculator)
+            text = model.generate(text, **as_cache(cache), max_new_tokens=30, speculator=speculator)
             text = torch.cat([text, prompt(5, seed=2)], dim=1)
-            texts.append(model.generate(text, past_key_values=cache, max_new_tokens=20))
+            texts.append(model.generate(text, **as_cache(cache), max_new_tokens=20))
             assert cache.get_seq_length() == texts[-1].shape[1] - 1
         assert torch.equal(*texts)
 
     def test_windows_hold_on_a_cache_that_keeps_everything(self, model, prompt):
         """`DynamicCache()` without a config has no sliding layers; the model masks the window all the same."""
-        plain = model.generate(prompt(20), past_key_values=DynamicCache(), max_new_tokens=30)
+        plain = model.generate(prompt(20), **as_cache(DynamicCache()), max_new_tokens=30)
         drafter = ScriptedDrafter(plain[:, 20:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
-        text = model.generate(
-            prompt(20), past_key_values=DynamicCache(), max_new_tokens=30, speculator=Speculator(drafter)
-        )
+        text = model.generate(prompt(20), **as_cache(DynamicCache()), max_new_tokens=30, speculator=Speculator(drafter))
         assert torch.equal(text, plain)
 
     @pytest.mark.parametrize("options", [{"prefill_chunk_size": 6}, {"do_sample": True}], ids=["chunks", "sampling"])

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.cache.layers import PreallocatedLayer
 from hf_speculate.compilation import buffers as buffers_module
 from hf_speculate.compilation.buffers import MAX_IDLE, Buffers, Lease, Pool, capacity_for, pool_of
@@ -103,8 +104,8 @@ def test_the_second_request_makes_no_buffers(model, prompt, monkeypatch):
 def test_a_returned_cache_stays_as_it_is(model, prompt):
     mine = speculator()
     first = model.generate(prompt(12), speculator=mine, return_dict_in_generate=True, **REQUEST)
-    states = [(layer.keys.clone(), layer.values.clone()) for layer in first.past_key_values.layers]
-    tensors = [(layer.keys, layer.values) for layer in first.past_key_values.layers]
+    states = [(layer.keys.clone(), layer.values.clone()) for layer in cache_of(first).layers]
+    tensors = [(layer.keys, layer.values) for layer in cache_of(first).layers]
     expected = first.sequences
     del first  # the caller has kept tensors of the cache only
     model.generate(prompt(30), speculator=mine, **REQUEST)
@@ -115,22 +116,22 @@ def test_a_returned_cache_stays_as_it_is(model, prompt):
 
 def test_a_cache_of_the_caller_stays_as_it_is(model, prompt):
     mine, cache = speculator(), DynamicCache(config=model.config)
-    text = model.generate(prompt(12), speculator=mine, past_key_values=cache, **REQUEST)
+    text = model.generate(prompt(12), speculator=mine, **as_cache(cache), **REQUEST)
     states = [layer.keys.clone() for layer in cache.layers]
     model.generate(prompt(30), speculator=mine, **REQUEST)
     other = DynamicCache(config=model.config)
-    model.generate(prompt(20), speculator=mine, past_key_values=other, **REQUEST)
+    model.generate(prompt(20), speculator=mine, **as_cache(other), **REQUEST)
     assert all(torch.equal(layer.keys, before) for layer, before in zip(cache.layers, states, strict=True))
     assert not buffers_of(cache) & buffers_of(other)
     assert all(layer.allocate is None for layer in cache.layers)
-    longer = model.generate(text, speculator=mine, past_key_values=cache, **REQUEST)
+    longer = model.generate(text, speculator=mine, **as_cache(cache), **REQUEST)
     assert longer.tolist() == model.generate(prompt(12), **{**REQUEST, "max_new_tokens": 32}).tolist()
 
 
 def test_a_cache_that_a_hook_kept_is_not_handed_on(model, prompt):
     kept = []
     hook = model.model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: None if kept else kept.append(kwargs["past_key_values"]), with_kwargs=True
+        lambda _module, _args, kwargs: None if kept else kept.append(kwargs[CACHE_NAME]), with_kwargs=True
     )
     mine = speculator()
     try:

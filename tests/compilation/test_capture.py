@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation import capture, graphs
 from hf_speculate.compilation.buffers import pool_of
 from hf_speculate.compilation.capture import MAX_RECORDINGS, Recorder, is_capturable
@@ -106,5 +107,5 @@ def test_a_returned_cache_is_what_replays_wrote(model, prompt, monkeypatch):
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
     request = {**REQUEST, "return_dict_in_generate": True}
     first = model.generate(prompt(10), speculator=speculator, **request)
-    second = model.generate(first.sequences, past_key_values=first.past_key_values, speculator=speculator, **request)
+    second = model.generate(first.sequences, **as_cache(cache_of(first)), speculator=speculator, **request)
     assert second.sequences.tolist() == model.generate(prompt(10), **{**REQUEST, "max_new_tokens": 32}).tolist()

@@ -9,6 +9,7 @@ import torch
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.drafting import conversations
 from hf_speculate.tree import PADDING_PARENT
 
@@ -32,7 +33,7 @@ def trees(model, speculator, **inputs):
         if round.num_nodes:
             nodes = zip(round.tree.host.token_ids[0], round.tree.host.parents[0], strict=True)
             seen[round.lengths[0]] = [node for node in nodes if node[1] != PADDING_PARENT]
-    return output.sequences, output.past_key_values, seen
+    return output.sequences, cache_of(output), seen
 
 
 class Conversation:
@@ -73,7 +74,7 @@ def test_the_second_turn_drafts_as_if_it_had_read_everything(conversation, form)
     plain, _, wanted = conversation.expected()
     inputs = {"input_ids": conversation.text} if form == "whole text" else conversation.only_new()
     text, cache, seen = conversation.run(
-        conversation.speculator, **inputs, past_key_values=conversation.cache, max_new_tokens=16
+        conversation.speculator, **inputs, **as_cache(conversation.cache), max_new_tokens=16
     )
     assert torch.equal(text[0, -16:], plain[0, -16:])
     assert cache is conversation.cache
@@ -82,11 +83,11 @@ def test_the_second_turn_drafts_as_if_it_had_read_everything(conversation, form)
 
 
 def test_a_third_turn_does_too(remembered):
-    inputs = {"past_key_values": remembered.cache, "max_new_tokens": 6}
+    inputs = {CACHE_NAME: remembered.cache, "max_new_tokens": 6}
     second, cache, _ = remembered.run(remembered.speculator, input_ids=remembered.text, **inputs)
     text = torch.cat([second, remembered.text[:, :4]], dim=1)
     plain, _, wanted = remembered.expected(text)
-    third, _, seen = remembered.run(remembered.speculator, input_ids=text, past_key_values=cache, max_new_tokens=16)
+    third, _, seen = remembered.run(remembered.speculator, input_ids=text, **as_cache(cache), max_new_tokens=16)
     assert torch.equal(third, plain)
     assert seen == wanted
 
@@ -106,7 +107,7 @@ def count_forwards(monkeypatch, module):
 def test_only_what_is_new_is_read(remembered, monkeypatch):
     module = getattr(remembered.drafter, "head", None) or remembered.drafter.model
     sizes = count_forwards(monkeypatch, module)
-    inputs = {"past_key_values": remembered.cache, "max_new_tokens": 8}
+    inputs = {CACHE_NAME: remembered.cache, "max_new_tokens": 8}
     remembered.run(remembered.speculator, input_ids=remembered.text, **inputs)
     assert max(sizes) < 12  # the text has 34 tokens
 
@@ -117,18 +118,18 @@ def test_an_edited_text_is_the_targets_all_the_same(conversation):
     conversation.cache.crop(17 - conversation.cache.get_seq_length())
     plain = conversation.model.generate(text, max_new_tokens=16, pad_token_id=0)
     again, _, _ = conversation.run(
-        conversation.speculator, input_ids=text, past_key_values=conversation.cache, max_new_tokens=16
+        conversation.speculator, input_ids=text, **as_cache(conversation.cache), max_new_tokens=16
     )
     assert torch.equal(again, plain)
 
 
 def test_a_turn_of_plain_generate_in_between_is_no_trouble(conversation):
     model, cache = conversation.model, conversation.cache
-    between = model.generate(conversation.text, past_key_values=cache, max_new_tokens=6, pad_token_id=0)
+    between = model.generate(conversation.text, **as_cache(cache), max_new_tokens=6, pad_token_id=0)
     text = torch.cat([between, conversation.text[:, :4]], dim=1)
     plain, _, _ = conversation.expected(text)
     for speculator in (conversation.speculator, Speculator(conversation.drafter, adaptive=False)):
-        again, _, _ = conversation.run(speculator, input_ids=text, past_key_values=cache, max_new_tokens=16)
+        again, _, _ = conversation.run(speculator, input_ids=text, **as_cache(cache), max_new_tokens=16)
         assert torch.equal(again, plain)
         cache.crop(between.shape[1] - 1 - cache.get_seq_length())
 
@@ -151,7 +152,7 @@ def test_after_a_turn_that_was_cut_short(remembered):
         def end(self):
             pass
 
-    inputs = {"past_key_values": remembered.cache, "max_new_tokens": 16, "pad_token_id": 0}
+    inputs = {CACHE_NAME: remembered.cache, "max_new_tokens": 16, "pad_token_id": 0}
     with pytest.raises(Stop):
         remembered.model.generate(remembered.text, **inputs, speculator=remembered.speculator, streamer=Streamer())
     plain, _, wanted = remembered.expected()
@@ -159,7 +160,7 @@ def test_after_a_turn_that_was_cut_short(remembered):
     again, _, seen = remembered.run(
         remembered.speculator,
         input_ids=text,
-        past_key_values=remembered.cache,
+        **as_cache(remembered.cache),
         max_new_tokens=plain.shape[1] - text.shape[1],
     )
     assert torch.equal(again, plain)

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import typer
 
+from hf_speculate.cache import CACHE_NAME
 from hf_speculate.cli import app
 
 from ..support.tiers import quick
@@ -57,11 +58,16 @@ def run_page(page: Path) -> list[tuple[Block, str]]:
         elif block.language == "python":
             with redirect_stdout(io.StringIO()) as output:
                 # Tracebacks name the page and the line in it.
-                exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+                exec(compile("\n" * (block.line - 1) + _for_installed(block.text), str(page), "exec"), namespace)
             printed = output.getvalue()
         elif block.note == "prints" and printed is not None:
             shown.append((block, "".join(f"{line.rstrip()}\n" for line in printed.splitlines())))
     return shown
+
+
+def _for_installed(text: str) -> str:
+    """Pages call the cache what the newest transformers calls it."""
+    return text.replace("cache=first.cache", f"{CACHE_NAME}=first.{CACHE_NAME}")
 
 
 def write_outputs(page: Path, shown: list[tuple[Block, str]]) -> None:

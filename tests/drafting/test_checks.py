@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
+from hf_speculate.cache import as_cache
 from hf_speculate.drafting import checks as draft_checks
 from hf_speculate.drafting.checks import MAX_NODES
 from hf_speculate.errors import DrafterError
@@ -123,11 +124,11 @@ def test_a_breach_is_an_error_that_names_the_drafter_and_leaves_everything_usabl
     model, _, _, text, _ = setting
     cache = DynamicCache(config=model.config)
     with pytest.raises(DrafterError, match="drafter 'sloppy'"):
-        generate(setting, BREACHES[name], past_key_values=cache)
+        generate(setting, BREACHES[name], **as_cache(cache))
     going_on = text[:, : cache.get_seq_length() + 1]
     assert going_on.shape[1] == 10, "the token of the prompt was emitted"
     greedy = {"max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(model.generate(going_on, past_key_values=cache, **greedy), model.generate(going_on, **greedy))
+    assert torch.equal(model.generate(going_on, **as_cache(cache), **greedy), model.generate(going_on, **greedy))
 
 
 @pytest.mark.parametrize("name", HARMLESS)

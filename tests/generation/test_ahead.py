@@ -14,6 +14,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, StoppingCr
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import DrafterError, OptionError
 from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.testing.scripted import _ScriptedSession
@@ -199,7 +200,7 @@ def test_an_error_counts_where_the_draft_would_have_been_used(tiny_model):
     model, ids = tiny_model(dtype=torch.float64), random_prompt(9)
     cache = DynamicCache(config=model.config)
     with no_thread_is_left(), pytest.raises(DrafterError, match="raised Dies: on purpose"):
-        run(model, ids, looking_ahead(script(model, ids, die, accuracy=1.0)), past_key_values=cache)
+        run(model, ids, looking_ahead(script(model, ids, die, accuracy=1.0)), **as_cache(cache))
     assert_usable(model, ids, model.generate(ids, max_new_tokens=48), cache)
     with no_thread_is_left():
         ours = run(model, ids, looking_ahead(script(model, ids, die, accuracy=0.0)))
@@ -217,7 +218,7 @@ class TestItIsGone:
     def test_an_abandoned_stream(self, setting):
         model, ids, drafter, cache = setting
         with no_thread_is_left():
-            request = {"max_new_tokens": NEW_TOKENS, "past_key_values": cache, "speculator": looking_ahead(drafter)}
+            request = {"max_new_tokens": NEW_TOKENS, CACHE_NAME: cache, "speculator": looking_ahead(drafter)}
             for number, _ in enumerate(hf_speculate.rounds(model, ids, **request)):
                 if number == 3:
                     break
@@ -229,7 +230,7 @@ class TestItIsGone:
         model, ids, drafter, cache = setting
         criteria = StoppingCriteriaList([RaisingCriterion(20, error())])
         with no_thread_is_left(), pytest.raises(error):
-            run(model, ids, looking_ahead(drafter), past_key_values=cache, stopping_criteria=criteria)
+            run(model, ids, looking_ahead(drafter), **as_cache(cache), stopping_criteria=criteria)
         assert_usable(model, ids, model.generate(ids, max_new_tokens=48), cache)
 
     def test_an_interrupt_in_the_forward(self, setting):
@@ -242,7 +243,7 @@ class TestItIsGone:
 
         hook = model.model.layers[1].register_forward_hook(interrupt)
         with no_thread_is_left(), pytest.raises(KeyboardInterrupt):
-            run(model, ids, looking_ahead(drafter), past_key_values=cache)
+            run(model, ids, looking_ahead(drafter), **as_cache(cache))
         hook.remove()
         assert_usable(model, ids, model.generate(ids, max_new_tokens=48), cache)
 

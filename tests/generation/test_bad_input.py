@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_speculate import AutoSpeculator, DraftTree, Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import (
     CheckpointError,
     DrafterError,
@@ -74,14 +75,14 @@ def test_caches_handed_over_by_the_user(no_forward, prompt):
     for words, cache in caches.items():
         if cache is not None:
             with pytest.raises(UnsupportedRequestError, match=words):
-                no_forward.generate(prompt(6), max_new_tokens=4, past_key_values=cache, speculator="prompt_lookup")
+                no_forward.generate(prompt(6), max_new_tokens=4, **as_cache(cache), speculator="prompt_lookup")
 
 
 def test_quantized_cache_objects(no_forward, prompt):
     cache = QuantizedCache.__new__(QuantizedCache)  # building one needs an optional package
     cache.layers, cache.offloading, cache.layer_class_to_replicate = [], False, None
     with pytest.raises(UnsupportedRequestError, match="QuantizedCache"):
-        no_forward.generate(prompt(6), max_new_tokens=4, past_key_values=cache, speculator="prompt_lookup")
+        no_forward.generate(prompt(6), max_new_tokens=4, **as_cache(cache), speculator="prompt_lookup")
 
 
 def test_beams_in_a_generation_config(no_forward, prompt):
@@ -100,9 +101,9 @@ def test_encoder_decoder_models(prompt):
 @pytest.mark.parametrize("num_cached", [6, 8])
 def test_a_prompt_that_is_not_longer_than_the_cache(tiny_model, prompt, num_cached):
     model, cache = tiny_model(), DynamicCache(config=tiny_model().config)
-    model(prompt(num_cached), past_key_values=cache)
-    with pytest.raises(UnsupportedRequestError, match=f"6 tokens but past_key_values already holds {num_cached}"):
-        model.generate(prompt(num_cached)[:, :6], max_new_tokens=4, past_key_values=cache, speculator="prompt_lookup")
+    model(prompt(num_cached), **as_cache(cache))
+    with pytest.raises(UnsupportedRequestError, match=f"6 tokens but {CACHE_NAME} already holds {num_cached}"):
+        model.generate(prompt(num_cached)[:, :6], max_new_tokens=4, **as_cache(cache), speculator="prompt_lookup")
     assert cache.get_seq_length() == num_cached
 
 

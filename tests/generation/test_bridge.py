@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.generation import bridge
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
@@ -161,9 +162,9 @@ class TestWrappedModels:
         model, ids = tiny_model(), prompt(8)
         text, cache = model.generate(ids, max_new_tokens=30), DynamicCache(config=model.config)
         with torch.inference_mode():
-            first = model.generate(ids, max_new_tokens=10, past_key_values=cache, speculator=perfect(model, ids))
+            first = model.generate(ids, max_new_tokens=10, **as_cache(cache), speculator=perfect(model, ids))
         assert torch.equal(first, text[:, :18])
-        ours = model.generate(first, max_new_tokens=20, past_key_values=cache, speculator=perfect(model, first))
+        ours = model.generate(first, max_new_tokens=20, **as_cache(cache), speculator=perfect(model, first))
         assert torch.equal(ours, text)
 
 
@@ -260,17 +261,17 @@ class TestOutput:
         text = model.generate(ids, max_new_tokens=30)
         for make in (lambda: DynamicCache(config=model.config), DynamicCache):
             cache = make()
-            model.generate(ids, max_new_tokens=10, past_key_values=cache)
+            model.generate(ids, max_new_tokens=10, **as_cache(cache))
             output = model.generate(
                 text[:, :18],
                 max_new_tokens=6,
-                past_key_values=cache,
+                **as_cache(cache),
                 speculator=perfect(model, text[:, :18]),
                 return_dict_in_generate=True,
             )
-            assert output.past_key_values is cache
+            assert cache_of(output) is cache
             assert torch.equal(output.sequences, text[:, :24])
-            assert torch.equal(model.generate(text[:, :24], max_new_tokens=14, past_key_values=cache), text)
+            assert torch.equal(model.generate(text[:, :24], max_new_tokens=14, **as_cache(cache)), text)
 
     def test_only_the_new_tokens_with_the_mask_of_all(self, tiny_model, prompt):
         model, ids = tiny_model(), prompt(8)
@@ -278,11 +279,11 @@ class TestOutput:
         results = []
         for speculator in (None, perfect(model, text[:, :18])):
             cache = DynamicCache(config=model.config)
-            model.generate(ids, max_new_tokens=10, past_key_values=cache)
+            model.generate(ids, max_new_tokens=10, **as_cache(cache))
             mask = torch.ones(1, 18, dtype=torch.long)
             results.append(
                 model.generate(
-                    text[:, 17:18], attention_mask=mask, max_new_tokens=12, past_key_values=cache, speculator=speculator
+                    text[:, 17:18], attention_mask=mask, max_new_tokens=12, **as_cache(cache), speculator=speculator
                 )
             )
         assert torch.equal(*results)
@@ -344,10 +345,10 @@ class TestFallbacks:
         plain = model.generate(ids, max_new_tokens=20, pad_token_id=0)
         request = {"max_new_tokens": 20, "pad_token_id": 0}
         with pytest.raises(UnsupportedRequestError, match="StrangeLayer"):
-            model.generate(ids, **request, speculator=speculator, past_key_values=strange_cache(model))
+            model.generate(ids, **request, speculator=speculator, **as_cache(strange_cache(model)))
         hf_speculate.attach(model, speculator)
         try:
-            ours = model.generate(ids, **request, past_key_values=strange_cache(model))
+            ours = model.generate(ids, **request, **as_cache(strange_cache(model)))
         finally:
             hf_speculate.detach(model)
         assert torch.equal(ours, plain)

@@ -10,6 +10,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 from transformers.utils import logging
 
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
@@ -209,7 +210,7 @@ class TestPromptsOfEmbeddings:
             first = model.generate(inputs_embeds=start, **request, speculator=Speculator(drafter))
             assert torch.equal(first.sequences, whole[:, :10]), name
             longer = torch.cat([start, embed(first.sequences)], dim=1)
-            second = {"inputs_embeds": longer, "past_key_values": first.past_key_values, **request}
+            second = {"inputs_embeds": longer, CACHE_NAME: cache_of(first), **request}
             ours = model.generate(**second, speculator=Speculator(drafters(model, whole[:, 10:])[name]))
             assert torch.equal(ours.sequences, whole[:, 10:]), name
 
@@ -369,7 +370,7 @@ class TestStops:
                 inputs,
                 Speculator(drafter),
                 stopping_criteria=StoppingCriteriaList([MultiTokenEnd(end, width, batch_size)]),
-                past_key_values=cache,
+                **as_cache(cache),
                 return_dict_in_generate=True,
                 output_scores=True,
                 output_logits=True,

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from hf_speculate import Speculator, stream
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
@@ -53,8 +54,8 @@ def two_turns(model, inputs, request, speculator, second):
     torch.manual_seed(7)
     cache = DynamicCache(config=model.config)
     options = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
-    first = model.generate(**inputs, past_key_values=cache, **options, **request(), speculator=speculator)
-    assert first.past_key_values is cache
+    first = model.generate(**inputs, **as_cache(cache), **options, **request(), speculator=speculator)
+    assert cache_of(first) is cache
     repeats = len(first.sequences) // len(inputs["input_ids"])
     mask = torch.cat(
         [inputs["attention_mask"].repeat_interleave(repeats, 0), (first.sequences[:, WIDTH:] != 0).long()], dim=1
@@ -62,7 +63,7 @@ def two_turns(model, inputs, request, speculator, second):
     later = torch.cat([random_prompt(4, seed=20 + row) for row in range(len(mask))])
     text, mask = torch.cat([first.sequences, later], dim=1), torch.cat([mask, torch.ones_like(later)], dim=1)
     follow = model.generate(
-        text, attention_mask=mask, past_key_values=cache, max_new_tokens=12, speculator=speculator if second else None
+        text, attention_mask=mask, **as_cache(cache), max_new_tokens=12, speculator=speculator if second else None
     )
     return first.sequences, follow
 
@@ -94,9 +95,9 @@ class TestSecondTurns:
         request = {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS, "return_dict_in_generate": True}
         plain = model.generate(**inputs, **request)
         for drafter in (EmptyDrafter(), ScriptedDrafter(plain.sequences[:, WIDTH:], (2, 2), vocab_size=VOCAB_SIZE)):
-            caches.append(model.generate(**inputs, **request, speculator=Speculator(drafter)).past_key_values)
+            caches.append(cache_of(model.generate(**inputs, **request, speculator=Speculator(drafter))))
         for cache in caches:
-            for mine, theirs in zip(cache.layers, plain.past_key_values.layers, strict=True):
+            for mine, theirs in zip(cache.layers, cache_of(plain).layers, strict=True):
                 assert mine.get_seq_length() == theirs.get_seq_length()
                 for row, text in enumerate(plain.sequences):
                     real = range(min(int((text[WIDTH:] != 0).sum()) + WIDTH, mine.get_seq_length()))

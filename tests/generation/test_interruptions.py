@@ -8,6 +8,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import DrafterError
 from hf_speculate.testing import RaisingDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
@@ -27,7 +28,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(tiny_model, prompt, atte
     ids, num_checked = prompt(9), 0
     for drafter in (perfect(model, ids), RandomDrafter(vocab_size=VOCAB_SIZE)):
         text, cache = ids, DynamicCache(config=model.config)
-        request = {"max_new_tokens": 30, "past_key_values": cache, "speculator": Speculator(drafter)}
+        request = {"max_new_tokens": 30, CACHE_NAME: cache, "speculator": Speculator(drafter)}
         for round in hf_speculate.rounds(model, ids, **request):
             text = torch.cat([text, torch.tensor(round.tokens)], dim=1)
             assert_cache_is_fresh(model, cache, text[:, :-1], TOLERANCE[attention])
@@ -41,14 +42,14 @@ def test_after_every_round_each_row_of_a_batch_is_a_fresh_prefill(tiny_model, pr
     script = model.generate(batch, max_new_tokens=48)[:, 9:]
     drafter = ScriptedDrafter(script, (3, 2, 2), accuracy=0.7, vocab_size=VOCAB_SIZE)
     cache, texts, was_ragged = DynamicCache(config=model.config), batch.tolist(), False
-    request = {"max_new_tokens": 30, "past_key_values": cache, "speculator": Speculator(drafter)}
+    request = {"max_new_tokens": 30, CACHE_NAME: cache, "speculator": Speculator(drafter)}
     for round in hf_speculate.rounds(model, batch, **request):
         texts = [text + list(tokens) for text, tokens in zip(texts, round.tokens, strict=True)]
         was_ragged |= len(set(map(len, texts))) > 1
         for slot, row in enumerate(round.tree.rows):
             text, fresh = torch.tensor([texts[row][:-1]]), DynamicCache(config=model.config)
             length = text.shape[1]
-            model(text, past_key_values=fresh)
+            model(text, **as_cache(fresh))
             for ours, plain in zip(cache.layers, fresh.layers, strict=True):
                 torch.testing.assert_close(ours.keys[slot : slot + 1, :, :length], plain.keys, atol=1e-10, rtol=0)
                 torch.testing.assert_close(ours.values[slot : slot + 1, :, :length], plain.values, atol=1e-10, rtol=0)
@@ -92,7 +93,7 @@ def test_a_streamer_that_raises(setting, error, fail_at):
     cache, streamer = DynamicCache(config=model.config), Streamer(fail_at, error)
     with pytest.raises(type(error)):
         model.generate(
-            ids, max_new_tokens=30, streamer=streamer, past_key_values=cache, speculator=Speculator(perfect(model, ids))
+            ids, max_new_tokens=30, streamer=streamer, **as_cache(cache), speculator=Speculator(perfect(model, ids))
         )
     assert streamer.tokens == text[0, 9 : 9 + fail_at + 1].tolist()
     # As in stock: everything but the token that was being delivered.
@@ -111,7 +112,7 @@ def test_a_criterion_that_raises(setting, error, length):
             ids,
             max_new_tokens=30,
             stopping_criteria=criteria,
-            past_key_values=cache,
+            **as_cache(cache),
             speculator=Speculator(perfect(model, ids)),
         )
     assert 9 <= cache.get_seq_length() < length
@@ -124,7 +125,7 @@ def test_a_drafter_that_raises_is_named_and_leaves_everything_usable(setting, wh
     cache, streamer = DynamicCache(config=model.config), Streamer()
     speculator = Speculator(RaisingDrafter(where=where, after=after))
     with pytest.raises(DrafterError, match=r"drafter 'raising' raised RuntimeError: scripted failure"):
-        model.generate(ids, max_new_tokens=30, streamer=streamer, past_key_values=cache, speculator=speculator)
+        model.generate(ids, max_new_tokens=30, streamer=streamer, **as_cache(cache), speculator=speculator)
     assert streamer.tokens == text[0, 9 : 9 + len(streamer.tokens)].tolist()
     if cache.get_seq_length():
         assert_usable(model, ids, text, cache)
@@ -146,14 +147,14 @@ def test_ctrl_c_in_the_middle_of_a_target_forward(setting, layer, forward):
     hook = model.model.layers[layer].mlp.register_forward_pre_hook(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, max_new_tokens=30, past_key_values=cache, speculator=speculator)
+            model.generate(ids, max_new_tokens=30, **as_cache(cache), speculator=speculator)
     finally:
         hook.remove()
     assert len({layer.get_seq_length() for layer in cache.layers}) == 1
     if forward > 1:
         assert_usable(model, ids, text, cache)
     else:
-        ours = model.generate(ids, max_new_tokens=8, past_key_values=cache, speculator=speculator)
+        ours = model.generate(ids, max_new_tokens=8, **as_cache(cache), speculator=speculator)
         assert torch.equal(ours, text[:, :17])
 
 
@@ -172,7 +173,7 @@ def test_ctrl_c_while_the_draft_model_runs(setting, tiny_model):
     speculator = Speculator(DraftModelDrafter(draft))
     try:
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, max_new_tokens=30, past_key_values=cache, speculator=speculator)
+            model.generate(ids, max_new_tokens=30, **as_cache(cache), speculator=speculator)
     finally:
         hook.remove()
     assert_usable(model, ids, text, cache)

@@ -17,7 +17,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.cache import rows
+from hf_speculate.cache import as_cache, cache_of, rows
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.generation import loop as decoding
 from hf_speculate.target import scoring
@@ -111,7 +111,7 @@ def assert_same_rows(ours, plain, ends, width, atol=2e-5):
             for a, b in pairs:
                 assert a.shape == b.shape, name
                 torch.testing.assert_close(a, b, atol=10 * atol, rtol=1e-4, msg=name)
-    for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for mine, theirs in zip(cache_of(ours).layers, cache_of(plain).layers, strict=True):
         assert mine.get_seq_length() == theirs.get_seq_length() == width + max(ends) - 1
         for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
             assert a.shape == b.shape
@@ -130,9 +130,7 @@ def next_turn(model, inputs, output, ends):
         mask[row, width : width + end] = 1
     mask[:, total:] = 1
     ids = torch.cat([output.sequences, inputs["input_ids"][:, -5:]], dim=1)
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=output.past_key_values, max_new_tokens=10, eos_token_id=None
-    )
+    return model.generate(ids, attention_mask=mask, **as_cache(cache_of(output)), max_new_tokens=10, eos_token_id=None)
 
 
 def assert_settled(run):
@@ -295,7 +293,7 @@ class TestInterruptions:
         return model, inputs, plain, Speculator(drafter)
 
     def assert_whole(self, cache, plain, lengths):
-        for mine, theirs in zip(cache.layers, plain.past_key_values.layers, strict=True):
+        for mine, theirs in zip(cache.layers, cache_of(plain).layers, strict=True):
             assert mine.get_seq_length() == max(lengths)
             for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                 assert a.shape[0] == len(lengths)
@@ -319,7 +317,7 @@ class TestInterruptions:
             self.watch(patch, runs)
             try:
                 with pytest.raises(KeyboardInterrupt):
-                    run(model, inputs, ENDS[0], speculator, past_key_values=cache)
+                    run(model, inputs, ENDS[0], speculator, **as_cache(cache))
             finally:
                 hook.remove()
         self.assert_whole(cache, plain, runs[0].cache.lengths)
@@ -341,7 +339,7 @@ class TestInterruptions:
         self.watch(monkeypatch, runs)
         monkeypatch.setattr(rows, "_take", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(model, inputs, ENDS[0], speculator, past_key_values=cache)
+            run(model, inputs, ENDS[0], speculator, **as_cache(cache))
         assert_settled(runs[0])
         self.assert_whole(cache, plain, runs[0].cache.lengths)
 
@@ -354,7 +352,7 @@ class TestInterruptions:
                 model,
                 **inputs,
                 speculator=speculator,
-                past_key_values=cache,
+                **as_cache(cache),
                 stopping_criteria=criteria,
                 max_new_tokens=STEPS,
             )
@@ -383,7 +381,7 @@ class TestSlidingWindow:
         assert counts[-1] == 1
         assert torch.equal(ours.sequences, plain.sequences)
         longest = ends.index(50)
-        for mine, theirs in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        for mine, theirs in zip(cache_of(ours).layers, cache_of(plain).layers, strict=True):
             assert mine.keys.shape == theirs.keys.shape
             assert mine.get_seq_length() == theirs.get_seq_length()
             assert mine.keys.isfinite().all()
@@ -394,7 +392,7 @@ def test_arguments_with_a_value_for_each_row_keep_all_rows():
     model = build_tiny_model()
     for kwargs, can in (({}, True), ({"flag": True}, True), ({"ids": torch.zeros(2)}, False), ({"ids": [1, 2]}, False)):
         cache = TreeCache(DynamicCache(), 2)
-        model(torch.ones(2, 4, dtype=torch.long), past_key_values=cache.cache)
+        model(torch.ones(2, 4, dtype=torch.long), **as_cache(cache.cache))
         cache.commit_appended()
         scorer = Scorer(model, cache, forward_kwargs=kwargs)
         scorer.leave_out([1])

@@ -18,6 +18,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
@@ -98,9 +99,10 @@ def widths(monkeypatch):
     def watch(model):
         original = model.forward
 
-        def forward(input_ids=None, past_key_values=None, **kwargs):
-            seen.append((input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0))
-            return original(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        def forward(input_ids=None, **kwargs):
+            cache = kwargs.get(CACHE_NAME)
+            seen.append((input_ids.shape[1], cache.get_seq_length() if cache else 0))
+            return original(input_ids=input_ids, **kwargs)
 
         run(model, single(4), Speculator(EmptyDrafter()), max_new_tokens=1)  # the trial is over
         forward.__signature__ = inspect.signature(original)
@@ -204,9 +206,9 @@ class TestOutputs:
         text = run(model, inputs, **self.REQUEST)[0].sequences[:, max(lengths) :]
         for speculator in (None, scripted(text, 1.0, (1, 1, 1, 1))):
             given = DynamicCache(config=model.config)
-            output = run(model, inputs, speculator, past_key_values=given, **self.REQUEST)[0]
-            assert output.past_key_values is not given
-            results.append((given, output.past_key_values))
+            output = run(model, inputs, speculator, **as_cache(given), **self.REQUEST)[0]
+            assert cache_of(output) is not given
+            results.append((given, cache_of(output)))
         for mine, theirs in zip(*reversed(results), strict=True):
             assert_same_cache(mine, theirs)
 
@@ -218,7 +220,7 @@ class TestOutputs:
             output, mask = run(model, inputs, speculators_[0], **self.REQUEST)[0], inputs["attention_mask"]
             text = torch.cat([output.sequences, question], dim=1)
             mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
-            turn = {"input_ids": text, "attention_mask": mask, "past_key_values": output.past_key_values}
+            turn = {"input_ids": text, "attention_mask": mask, CACHE_NAME: cache_of(output)}
             results.append(run(model, turn, speculators_[1], max_new_tokens=10)[0])
         assert torch.equal(*results)
 
@@ -249,13 +251,13 @@ class TestInterruptions:
                 single(20),
                 scripted(text[:, 20:]),
                 max_new_tokens=30,
-                past_key_values=cache_,
+                **as_cache(cache_),
                 logits_processor=[Raising(length)],
             )
         known = cache_.get_seq_length()
         assert known == min(length - 1, BORDER)
         for speculator in (scripted(text[:, known + 1 :]), None):
-            turn = {"input_ids": text[:, : known + 1], "past_key_values": cache_}
+            turn = {"input_ids": text[:, : known + 1], CACHE_NAME: cache_}
             ours = run(model, turn, speculator, max_new_tokens=12)[0]
             assert torch.equal(ours, text[:, : known + 13])
             if cache_.get_seq_length() > known:
@@ -269,7 +271,7 @@ class TestInterruptions:
             model,
             **single(24),
             speculator=scripted(text[:, 24:], 0.5),
-            past_key_values=cache_,
+            **as_cache(cache_),
             max_new_tokens=30,
         )
         emitted = [token for _, (tokens,) in zip(range(num_rounds), stream, strict=False) for token in tokens]

@@ -7,6 +7,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.records import LayerRecord
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
@@ -106,7 +107,7 @@ def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
         request = {**ALL_PARTS, "max_new_tokens": NEW_TOKENS, "speculator": chosen}
         chunked = model.generate(ids, prefill_chunk_size=4, **request)
         first = model.generate(ids, **request)
-        second = model.generate(first.sequences, past_key_values=first.past_key_values, **request)
+        second = model.generate(first.sequences, **as_cache(cache_of(first)), **request)
         results.append((chunked, first, second))
     for (ours, plain), width in zip(zip(*reversed(results), strict=True), (11, 11, 11 + NEW_TOKENS), strict=True):
         assert_same_parts(ours, plain, width)
@@ -144,7 +145,7 @@ def test_plain_generate_goes_on_from_the_returned_cache(tiny_model, prompt, leng
     )
     mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), NEW_TOKENS, dtype=torch.long)], dim=1)
     second = model.generate(
-        first.sequences, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=NEW_TOKENS
+        first.sequences, attention_mask=mask, **as_cache(cache_of(first)), max_new_tokens=NEW_TOKENS
     )
     assert torch.equal(second, whole)
 

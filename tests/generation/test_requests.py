@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.generation.bridge import _originals
@@ -52,8 +54,8 @@ class TestTraining:
         assert assert_as_plain(model.train(), input_ids=random_prompt(9)).accepted_tokens > 0
 
     def test_the_way_past_no_grad_is_that_of_transformers(self, model):
-        wrapped = type(model).generate.__wrapped__
-        assert wrapped.__code__ is _originals["generate"].__wrapped__.__code__
+        assert type(model).generate.__wrapped__.__code__ is _originals["generate"].__wrapped__.__code__
+        wrapped = inspect.unwrap(type(model).generate)
         model.requires_grad_(True)
         request = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_scores": True}
         assert wrapped(model, random_prompt(5), **request).scores[0].requires_grad
@@ -82,12 +84,12 @@ class Labelled(DynamicCache):
 class TestCaches:
     def test_one_that_does_more_than_keep_entries(self, model):
         reason = "Evicting, which has its own crop, update: what it keeps of the text is not known"
-        assert_steps_aside(model, reason, lambda: {"input_ids": random_prompt(9), "past_key_values": Evicting()})
+        assert_steps_aside(model, reason, lambda: {"input_ids": random_prompt(9), CACHE_NAME: Evicting()})
 
     def test_one_that_only_says_more_about_itself(self, model):
         plain, cache = run(model, input_ids=random_prompt(9))[0], Labelled("mine")
         speculator = Speculator(ScriptedDrafter(plain[:, 9:], vocab_size=VOCAB_SIZE))
-        assert torch.equal(run(model, speculator, input_ids=random_prompt(9), past_key_values=cache)[0], plain)
+        assert torch.equal(run(model, speculator, input_ids=random_prompt(9), **as_cache(cache))[0], plain)
         assert speculator.stats.accepted_tokens > 10
         assert (cache.describe(), cache.get_seq_length()) == ("mine", 9 + 23)
 
@@ -187,8 +189,8 @@ def test_copies_of_a_speculator_that_was_used(make):
     assert other.stats.calls == speculator.stats.calls == 1
     text = torch.cat([first.sequences, random_prompt(4)], dim=1)
     for each in (other, speculator):  # the original goes on where it was, the copy begins anew
-        cache = copy.deepcopy(first.past_key_values)
-        ours = run(target, each, input_ids=text, past_key_values=cache)[0]
+        cache = copy.deepcopy(cache_of(first))
+        ours = run(target, each, input_ids=text, **as_cache(cache))[0]
         assert torch.equal(ours, run(target, input_ids=text)[0])
     assert [s.stats.calls for s in (speculator, other)] == [2, 2]
 

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE
@@ -84,7 +85,7 @@ def test_types_and_shapes_of_the_dict_output(model, prompt, do_sample):
             width, length = (7, 7) if step == 0 else (1, 7 + step)
             assert [layer.shape for layer in output.hidden_states[step]] == [(rows, width, config.hidden_size)] * 3
             assert [layer.shape for layer in output.attentions[step]] == [(rows, 4, width, length)] * 2
-        cache = output.past_key_values
+        cache = cache_of(output)
         assert len(cache.layers) == config.num_hidden_layers
         for layer in cache.layers:
             assert layer.keys.shape == layer.values.shape == (rows, 2, 7 + NEW_TOKENS - 1, 8)
@@ -113,7 +114,7 @@ def test_going_on_from_a_cache_equals_going_through(model, prompt):
         hf_speculate.attach(model, "prompt_lookup")
         rest = model.generate(
             half.sequences,
-            past_key_values=half.past_key_values,
+            **as_cache(cache_of(half)),
             max_new_tokens=NEW_TOKENS - NEW_TOKENS // 2,
             **request,
         )
@@ -121,7 +122,7 @@ def test_going_on_from_a_cache_equals_going_through(model, prompt):
         assert torch.equal(rest.sequences, through.sequences)
         for a, b in zip(half.scores + rest.scores, through.scores, strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-        for a, b in zip(rest.past_key_values.layers, through.past_key_values.layers, strict=True):
+        for a, b in zip(cache_of(rest).layers, cache_of(through).layers, strict=True):
             torch.testing.assert_close(a.keys, b.keys, atol=1e-4, rtol=1e-4)
 
 

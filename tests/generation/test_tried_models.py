@@ -11,6 +11,7 @@ from transformers import DynamicCache, ImageGPTConfig, ImageGPTForCausalImageMod
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.generation.trial import needs_trial, request_shape
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
@@ -50,8 +51,8 @@ class Harmless(LlamaForCausalLM):
 class Signature(LlamaForCausalLM):
     """Arguments as code of users often has them, named ones only."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 
 
 class AnyArguments(LlamaForCausalLM):
@@ -74,7 +75,7 @@ class WithImage(LlamaForCausalLM):
         if pixel_values is not None:
             position_ids, inputs = None, torch.cat([pixel_values, inputs], dim=1)
         if attention_mask is not None and attention_mask.dim() == 2:
-            missing = kwargs["past_key_values"].get_seq_length() + inputs.shape[1] - attention_mask.shape[1]
+            missing = kwargs[CACHE_NAME].get_seq_length() + inputs.shape[1] - attention_mask.shape[1]
             attention_mask = functional.pad(attention_mask, (missing, 0), value=1)
         return super().forward(None, attention_mask, position_ids, inputs_embeds=inputs, **kwargs)
 
@@ -178,13 +179,13 @@ class TestMoreEntriesThanTokens:
         request = {"input_ids": prompt(9), "pixel_values": torch.randn(1, 3, 32), "max_new_tokens": 12, **request_}
 
         def caches():
-            return {"past_key_values": DynamicCache(config=model.config)} if own_cache else {}
+            return as_cache(DynamicCache(config=model.config)) if own_cache else {}
 
         plain, speculator = run(model, **caches(), **request), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
         cache = caches()
         assert_same(run_attached(model, speculator, **cache, **request), plain)
         if own_cache:
-            assert cache["past_key_values"].get_seq_length() == 3 + 9 + 11
+            assert cache[CACHE_NAME].get_seq_length() == 3 + 9 + 11
         assert "keeps 12 cache entries of a prompt of 9 tokens" in next(iter(speculator.stats.fallbacks))
 
     def test_an_explicit_speculator_says_so_before_anything_is_emitted(self, prompt):
@@ -201,7 +202,7 @@ class TestMoreEntriesThanTokens:
             model.generate(
                 prompt(9),
                 pixel_values=pixels,
-                past_key_values=cache,
+                **as_cache(cache),
                 max_new_tokens=4,
                 do_sample=True,
                 streamer=streamer,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_speculate.cache import PreallocatedLayer
+from hf_speculate.cache import CACHE_NAME, PreallocatedLayer, as_cache
 from hf_speculate.gguf import load_model, native
 from hf_speculate.gguf.fused import FusedForward, fuse_layers
 from hf_speculate.gguf.native_layers import MOST_ROWS
@@ -79,7 +79,7 @@ def ids(*shape: int, seed: int = 1) -> torch.Tensor:
 def states_of(model, inputs, cache=None, **options):
     """The states behind every layer."""
     cache = DynamicCache(config=model.config) if cache is None else cache
-    output = model.model(inputs, past_key_values=cache, use_cache=True, output_hidden_states=True, **options)
+    output = model.model(inputs, **as_cache(cache), use_cache=True, output_hidden_states=True, **options)
     return torch.stack(output.hidden_states), cache
 
 
@@ -326,7 +326,7 @@ def test_layers_called_by_others_are_computed_one_by_one(load, calls):
         hidden = model.model.embed_tokens(ids(1, 6))
         rotary = model.model.rotary_emb(hidden, torch.arange(6)[None])
         for layer in model.model.layers[:2]:
-            hidden = layer(hidden, past_key_values=twin, position_embeddings=rotary)
+            hidden = layer(hidden, **as_cache(twin), position_embeddings=rotary)
     assert calls == [3, 1, 1]
     assert torch.equal(hidden, states[2])
     assert [layer.get_seq_length() for layer in twin.layers] == [6, 6, 0]
@@ -375,7 +375,7 @@ def test_what_the_kernel_does_not_serve(load, calls):
         return {"attention_mask": torch.randn(1, 1, 6, 6, generator=torch.Generator().manual_seed(0))}
 
     for arguments in (
-        lambda: {"past_key_values": StaticCache(config=model.config, max_cache_len=16)},
+        lambda: {CACHE_NAME: StaticCache(config=model.config, max_cache_len=16)},
         lambda: {"use_cache": False},
         other_mask,
         lambda: {"input_ids": ids(1, MOST_ROWS + 1)},

@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.cache import cache_of
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
 from hf_speculate.gguf import load_gguf, load_model, packing_report
 from hf_speculate.gguf.formats import DENSE_TYPES, FORMATS
@@ -439,8 +440,8 @@ def test_native_layers_give_the_very_text_of_plain(dtype, backend, write, prompt
                 assert torch.equal(plain.sequences, found.sequences)
                 assert all(map(torch.equal, plain.scores, found.scores))
                 if len(inputs["input_ids"]) == 1:
-                    kept = [(layer.keys, layer.values) for layer in plain.past_key_values.layers]
-                    for (keys, values), layer in zip(kept, found.past_key_values.layers, strict=True):
+                    kept = [(layer.keys, layer.values) for layer in cache_of(plain).layers]
+                    for (keys, values), layer in zip(kept, cache_of(found).layers, strict=True):
                         assert torch.equal(keys, layer.keys)
                         assert torch.equal(values, layer.values)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.cache import cache_of
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
@@ -118,7 +119,7 @@ def test_rows_of_a_left_padded_batch_go_their_own_pace(tiny_model, prompt, atten
         **inputs, max_new_tokens=NEW_TOKENS, speculator=Speculator(made), return_dict_in_generate=True
     )
     assert torch.equal(output.sequences, plain)
-    assert output.past_key_values.get_seq_length() == plain.shape[1] - 1
+    assert cache_of(output).get_seq_length() == plain.shape[1] - 1
     for row, n in enumerate(lengths):
         alone = model.generate(prompt(n), max_new_tokens=NEW_TOKENS)
         assert torch.equal(alone[0, n:], plain[row, max(lengths) :]), "the batch itself differs: choose another model"
@@ -134,7 +135,7 @@ class TestEnds:
         speculator = Speculator(scripted(model, ids, shape, 1.0))
         output = model.generate(ids, max_new_tokens=num_tokens, speculator=speculator, return_dict_in_generate=True)
         assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=num_tokens))
-        assert output.past_key_values.get_seq_length() == ids.shape[1] + num_tokens - 1
+        assert cache_of(output).get_seq_length() == ids.shape[1] + num_tokens - 1
 
     @pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-chain5", "random", "prompt_lookup"])
     def test_the_context_is_filled_to_its_last_position(self, tiny_model, prompt, drafter):
@@ -165,7 +166,7 @@ class TestEnds:
                 return_dict_in_generate=True,
             )
             assert torch.equal(output.sequences, plain)
-            assert output.past_key_values.get_seq_length() == plain.shape[1] - 1
+            assert cache_of(output).get_seq_length() == plain.shape[1] - 1
 
     def test_a_stop_string_inside_an_accepted_block_ends_the_text_there(self, real_llama, shared_root):
         tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")

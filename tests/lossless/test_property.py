@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate.testing.lossless import TOLERANCE
 from hf_speculate.verification.noise import Noise
@@ -301,12 +302,12 @@ def second_turn(model, case, inputs, first, speculator):
     later = torch.randint(3, VOCAB_SIZE, (len(rows), 3), generator=torch.Generator().manual_seed(case.seed))
     mask = torch.cat([rows, (first.sequences[:, width:] != 0).long(), torch.ones_like(later)], dim=1)
     text = torch.cat([first.sequences, later], dim=1)
-    prompt = text if kind == "whole text" else text[:, first.past_key_values.get_seq_length() :]
+    prompt = text if kind == "whole text" else text[:, cache_of(first).get_seq_length() :]
     request = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     return model.generate(
         prompt,
         attention_mask=mask,
-        past_key_values=first.past_key_values,
+        **as_cache(cache_of(first)),
         speculator=speculator if is_speculative else None,
         **request,
     )
@@ -364,7 +365,7 @@ def check(case, tiny_model, prompt, seen: Counter) -> None:
         return
     assert torch.equal(our_rng, rng), "equal text, but the RNG is elsewhere"
     assert_same_outputs(case, plain, ours)
-    assert ours.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+    assert cache_of(ours).get_seq_length() == plain.sequences.shape[1] - 1
     if case.second_turn is not None:
         turns = [second_turn(model, case, inputs, first, speculator) for first in (plain, ours)]
         if not torch.equal(turns[0].sequences, turns[1].sequences):

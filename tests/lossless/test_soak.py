@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import SpeculateError
 from hf_speculate.testing import EmptyDrafter, RaisingDrafter, RandomDrafter, ScriptedDrafter
@@ -81,8 +82,8 @@ def one_call(choose: random.Random, model, speculators, ids, cache) -> str:
         with pytest.raises(Boom):
             model.generate(ids[:1], **request, streamer=BreaksOff(), speculator=speculator)
     else:
-        text = model.generate(ids[:1], past_key_values=cache, max_new_tokens=4, speculator=speculator)
-        model.generate(text, past_key_values=cache, max_new_tokens=4, speculator=speculator)
+        text = model.generate(ids[:1], **as_cache(cache), max_new_tokens=4, speculator=speculator)
+        model.generate(text, **as_cache(cache), max_new_tokens=4, speculator=speculator)
     return kind
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.target import outdated_peft
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE
@@ -27,7 +29,13 @@ PLAIN = {"max_new_tokens": 24, "pad_token_id": 0, "return_dict_in_generate": Tru
 
 @pytest.fixture(params=ADAPTERS)
 def adapted(request, tiny_model):
-    model = peft.get_peft_model(copy.deepcopy(tiny_model(dtype=torch.float64)), ADAPTERS[request.param]).eval()
+    if problem := outdated_peft():
+        pytest.skip(problem)
+    return with_adapter(request.param, tiny_model)
+
+
+def with_adapter(name, tiny_model):
+    model = peft.get_peft_model(copy.deepcopy(tiny_model(dtype=torch.float64)), ADAPTERS[name]).eval()
     for parameter in model.prompt_encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model.double()
@@ -62,7 +70,7 @@ def test_text_and_cache_are_plain_generates(adapted, inputs, do_sample):
         ours = adapted.generate(**inputs, **PLAIN, do_sample=do_sample, speculator=speculator)
         assert torch.equal(ours.sequences, plain.sequences)
         assert speculator.stats.rounds > 2
-        for mine, its in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        for mine, its in zip(cache_of(ours).layers, cache_of(plain).layers, strict=True):
             torch.testing.assert_close(mine.keys, its.keys, rtol=0, atol=1e-10)
 
 
@@ -73,10 +81,17 @@ def test_a_cache_cannot_be_continued_behind_virtual_tokens(adapted, prompt):
     with pytest.raises(UnsupportedRequestError, match="cannot continue a cache behind its virtual tokens"):
         adapted.generate(
             input_ids=text,
-            past_key_values=first.past_key_values,
+            **as_cache(cache_of(first)),
             **PLAIN,
             speculator=Speculator(RANDOM),
         )
+
+
+def test_a_peft_that_is_too_old_for_transformers_is_named(tiny_model, monkeypatch, prompt):
+    monkeypatch.setattr("hf_speculate.target.adapters.MIN_PEFT_VERSION", "99.0")
+    model, speculator = with_adapter("prompt tuning", tiny_model), Speculator(RANDOM)
+    with pytest.raises(UnsupportedRequestError, match=r"needs peft >= 99\.0, .* is installed"):
+        model.generate(input_ids=prompt(9), max_new_tokens=3, speculator=speculator)
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
@@ -104,8 +119,8 @@ def test_drafters_cope_with_a_prompt_that_has_no_tokens(tiny_model, name):
     ours = model.generate(inputs_embeds=embeds, **PLAIN, speculator=speculator)
     assert torch.equal(ours.sequences, plain.sequences)
     # and a second turn on the cache, whose first entries are no tokens at all
-    mask = torch.ones(1, ours.past_key_values.get_seq_length() + 4).long()
+    mask = torch.ones(1, cache_of(ours).get_seq_length() + 4).long()
     turn = {"input_ids": torch.arange(20, 24)[None], "attention_mask": mask}
-    again = model.generate(**turn, past_key_values=plain.past_key_values, **PLAIN)
-    ours = model.generate(**turn, past_key_values=ours.past_key_values, **PLAIN, speculator=speculator)
+    again = model.generate(**turn, **as_cache(cache_of(plain)), **PLAIN)
+    ours = model.generate(**turn, **as_cache(cache_of(ours)), **PLAIN, speculator=speculator)
     assert torch.equal(ours.sequences, again.sequences)

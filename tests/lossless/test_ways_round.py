@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.testing import EmptyDrafter, ScriptedDrafter
 
 
@@ -37,7 +38,7 @@ class WhileDecoding:
         self.is_prompt = True
 
     def look(self, module, args, kwargs):
-        self.is_prompt = kwargs["past_key_values"].get_seq_length() == 0
+        self.is_prompt = kwargs[CACHE_NAME].get_seq_length() == 0
 
     def __call__(self, module, args, output):
         return output if self.is_prompt else output + VECTOR
@@ -85,13 +86,13 @@ def test_a_branch_of_a_conversation_that_is_copied(model, prompt, keep):
     goes_on = []
     for speculator in (None, scripted(text)):
         cache = DynamicCache(config=model.config)
-        out = model.generate(prompt(WIDTH), past_key_values=cache, max_new_tokens=24, speculator=speculator)
+        out = model.generate(prompt(WIDTH), **as_cache(cache), max_new_tokens=24, speculator=speculator)
         kept = copy.deepcopy(cache)
         if keep == "clones":
             kept = DynamicCache([(layer.keys.clone(), layer.values.clone()) for layer in cache.layers])
         cache.crop(12 - cache.get_seq_length())
         other = torch.cat([out[:, :12], prompt(5, seed=3)], dim=1)
-        model.generate(other, past_key_values=cache, max_new_tokens=15, speculator=speculator)
+        model.generate(other, **as_cache(cache), max_new_tokens=15, speculator=speculator)
         again = torch.cat([out, prompt(2, seed=4)], dim=1)
-        goes_on.append(model.generate(again, past_key_values=kept, max_new_tokens=15))
+        goes_on.append(model.generate(again, **as_cache(kept), max_new_tokens=15))
     assert torch.equal(*goes_on)

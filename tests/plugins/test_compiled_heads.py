@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator, tree
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
@@ -201,9 +202,9 @@ def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
             prompt(12), speculator=speculator, do_sample=False, return_dict_in_generate=True, **REQUEST
         )
         second = torch.cat([first.sequences, prompt(5, seed=1)], dim=1)
-        cache = first.past_key_values
+        cache = cache_of(first)
         texts.append(
-            model.generate(second, speculator=speculator, do_sample=False, past_key_values=cache, **REQUEST).tolist()
+            model.generate(second, speculator=speculator, do_sample=False, **as_cache(cache), **REQUEST).tolist()
         )
         assert not speculator.stats.fallbacks
     half = len(drafts) // 2

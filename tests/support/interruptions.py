@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache
 from hf_speculate.testing import ScriptedDrafter
 
 from .models import VOCAB_SIZE
@@ -14,7 +15,7 @@ from .models import VOCAB_SIZE
 def assert_cache_is_fresh(model, cache, ids, atol, rows=None):
     """Compares the entries of `cache` with a prefill of `ids` [1, T] (or of each row up to its length)."""
     fresh = DynamicCache(config=model.config)
-    model(ids, past_key_values=fresh, use_cache=True)
+    model(ids, **as_cache(fresh), use_cache=True)
     for ours, plain in zip(cache.layers, fresh.layers, strict=True):
         assert ours.get_seq_length() == ids.shape[1]
         torch.testing.assert_close(ours.keys, plain.keys, atol=atol, rtol=0)
@@ -32,7 +33,7 @@ def assert_usable(model, ids, text, cache):
     assert_cache_is_fresh(model, cache, text[:, :length], 1e-10)
     go_on = text[:, : length + 1]
     for speculator in (Speculator(perfect(model, go_on)), None):
-        output = model.generate(go_on, past_key_values=cache, max_new_tokens=5, speculator=speculator)
+        output = model.generate(go_on, **as_cache(cache), max_new_tokens=5, speculator=speculator)
         assert torch.equal(output, text[:, : length + 6])
         cache.crop(length - cache.get_seq_length())
 

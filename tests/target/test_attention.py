@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
+from hf_speculate.cache import as_cache
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import SpeculateError
 from hf_speculate.target import attention
@@ -161,7 +162,7 @@ def prefill(model, rows, *, ragged=False):
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in rows])
     cache = TreeCache(DynamicCache(), len(rows))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache.cache)
+    model(ids, attention_mask=mask, position_ids=positions, **as_cache(cache.cache))
     cache.commit_appended()
     if ragged:
         cache.truncate([width - row for row in range(len(rows))])

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, cache_of
 from hf_speculate.target.positions import longrope_switch, num_positions
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
@@ -173,9 +174,9 @@ class TestDraftModel:
         for chosen in (None, speculator):
             text, cache = random_prompt(9), None
             for _ in range(4):
-                inputs = {"input_ids": text, "past_key_values": cache}
+                inputs = {"input_ids": text, CACHE_NAME: cache}
                 output = run(target, inputs, chosen, max_new_tokens=10, return_dict_in_generate=True)[0]
-                text, cache = torch.cat([output.sequences, random_prompt(3)], dim=1), output.past_key_values
+                text, cache = torch.cat([output.sequences, random_prompt(3)], dim=1), cache_of(output)
             texts.append(text)
         assert torch.equal(*texts)
 

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hf_speculate import Speculator
+from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.drafting.features import RAW_LAST
 from hf_speculate.errors import CacheStateError
 from hf_speculate.generation.trial import run_trial
@@ -109,12 +110,12 @@ class TestText:
         plain = model.generate(**inputs, max_new_tokens=24, eos_token_id=eos)
         drafter = ScriptedDrafter(plain[:, 11:], (1, 1, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
         cache = DynamicCache(config=model.config)
-        options = {"max_new_tokens": 24, "eos_token_id": eos, "past_key_values": cache}
+        options = {"max_new_tokens": 24, "eos_token_id": eos, CACHE_NAME: cache}
         model.generate(**inputs, **options, speculator=Speculator(drafter))
         end = 11 + plain[1, 11:].tolist().index(eos)  # its entries, the end of the text not among them
         attention = next(layer for layer in cache.layers if hasattr(layer, "keys"))
         alone = DynamicCache(config=model.config)
-        model(plain[1:, 7:end], past_key_values=alone)
+        model(plain[1:, 7:end], **as_cache(alone))
         expected = next(layer for layer in alone.layers if hasattr(layer, "keys")).keys
         assert torch.allclose(attention.keys[1, :, 7:end], expected[0], atol=1e-4)
 
@@ -122,12 +123,12 @@ class TestText:
         texts = []
         for speculator in (None, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))):
             cache = DynamicCache(config=model.config)
-            text = model.generate(prompt(20), past_key_values=cache, max_new_tokens=21, speculator=speculator)
+            text = model.generate(prompt(20), **as_cache(cache), max_new_tokens=21, speculator=speculator)
             assert cache.get_seq_length() == text.shape[1] - 1
             text = torch.cat([text, prompt(5, seed=1)], dim=1)
-            text = model.generate(text, past_key_values=cache, max_new_tokens=22, speculator=speculator)
+            text = model.generate(text, **as_cache(cache), max_new_tokens=22, speculator=speculator)
             text = torch.cat([text, prompt(5, seed=2)], dim=1)
-            texts.append(model.generate(text, past_key_values=cache, max_new_tokens=20))
+            texts.append(model.generate(text, **as_cache(cache), max_new_tokens=20))
         assert torch.equal(*texts)
 
     def test_sampling_with_a_seed_is_that_of_plain_generate(self, model, prompt):
@@ -140,7 +141,7 @@ class TestText:
 
 def prefilled(model, ids):
     cache = RecurrentCache(DynamicCache(config=model.config), 1)
-    model(ids, past_key_values=cache.cache, use_cache=True)
+    model(ids, **as_cache(cache.cache), use_cache=True)
     cache.commit_appended()
     return RecurrentScorer(model, cache, shape="chain")
 
@@ -150,7 +151,7 @@ class TestStates:
         sizes = {prefilled(model, prompt(length)).cache.snapshot_bytes for length in (5, 50, 200)}
         assert len(sizes) == 1
         layers = DynamicCache(config=model.config)
-        model(prompt(9), past_key_values=layers)
+        model(prompt(9), **as_cache(layers))
         held = [
             state.nbytes
             for layer in layers.layers
@@ -181,7 +182,7 @@ class TestStates:
         scorer.settle()
         scorer.cache.release()
         assert scorer.cache.cache.get_seq_length() == 8 + kept
-        found = model(ids[:, 8 + kept : 9 + kept] if kept < 4 else prompt(1), past_key_values=scorer.cache.cache)
+        found = model(ids[:, 8 + kept : 9 + kept] if kept < 4 else prompt(1), **as_cache(scorer.cache.cache))
         text = ids[:, : 9 + kept] if kept < 4 else torch.cat([ids, prompt(1)], dim=1)
         assert torch.allclose(found.logits[0, -1], model(text).logits[0, -1], atol=1e-4)
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Qwen2Config
 
 from hf_speculate import DraftTree, Speculator
+from hf_speculate.cache import as_cache
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.target import Scorer, supported_shape
 from hf_speculate.target.positions import DepthLimit, has_length_dependent_rope
@@ -29,7 +30,7 @@ def prefill(model, texts, shape="tree"):
     is_padded = not mask.all()
     cache = TreeCache(DynamicCache(), len(texts))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids, attention_mask=mask if is_padded else None, position_ids=positions, past_key_values=cache.cache)
+    model(ids, attention_mask=mask if is_padded else None, position_ids=positions, **as_cache(cache.cache))
     cache.commit_appended()
     return Scorer(model, cache, mask if is_padded else None, shape), list(map(len, texts))
 

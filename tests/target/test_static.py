@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation import graphs
 from hf_speculate.compilation.buffers import capacity_for
 from hf_speculate.compilation.capture import Recorder
@@ -123,7 +124,7 @@ def test_a_cache_from_a_compiled_call_goes_on_in_plain_generate(tiny_model, prom
     request = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(prompt(10), speculator=speculator, **request)
     expected = model.generate(prompt(10), **{**request, "max_new_tokens": 16}).sequences
-    second = model.generate(first.sequences, past_key_values=first.past_key_values, **request)
+    second = model.generate(first.sequences, **as_cache(cache_of(first)), **request)
     assert second.sequences.tolist() == expected.tolist()
 
 

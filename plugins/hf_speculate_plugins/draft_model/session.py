@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_speculate.cache import TreeCache
+from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState, common_prefix
 from hf_speculate.target import Scorer, num_positions, supported_shape, takes_position_ids
 from hf_speculate.transfers import to_device
@@ -151,7 +151,7 @@ class DraftModelSession(DraftSession):
                 input_ids=self._prompt[:, start:].to(device),
                 attention_mask=None if self._prompt_mask is None else self._prompt_mask.to(device),
                 position_ids=positions,
-                past_key_values=self.cache.cache,
+                **as_cache(self.cache.cache),
                 use_cache=True,
                 logits_to_keep=1,
             )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.errors import DrafterNotFoundError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_lossless
@@ -200,7 +201,7 @@ def test_a_conversation_goes_on_in_every_part(tiny_model, prompt):
         first = model.generate(ids, max_new_tokens=9, do_sample=False, speculator=chosen, return_dict_in_generate=True)
         longer = torch.cat([first.sequences, prompt(3, seed=5)], dim=1)
         second = model.generate(
-            longer, max_new_tokens=9, do_sample=False, speculator=chosen, past_key_values=first.past_key_values
+            longer, max_new_tokens=9, do_sample=False, speculator=chosen, **as_cache(cache_of(first))
         )
         caches.append(second)
     assert torch.equal(*caches)

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
 from hf_speculate_plugins.eagle.steps import PlainSteps
@@ -130,12 +131,12 @@ class TestDraftLogitsFromScratch:
             prompt(9), **PLAIN, do_sample=False, speculator=Speculator(drafter), return_dict_in_generate=True
         )
         text = torch.cat([first.sequences, prompt(6, seed=4)], dim=1)
-        known_from = first.past_key_values.get_seq_length()
+        known_from = cache_of(first).get_seq_length()
         cold = EagleDrafter.from_folder(head("speculators"), model, **SHAPES["dynamic"])  # knows nothing of turn one
         watch = Watch(monkeypatch, cold, first_position=known_from)
         plain = model.generate(text, **PLAIN, do_sample=False)
         second = model.generate(
-            text, **PLAIN, do_sample=False, speculator=Speculator(cold), past_key_values=first.past_key_values
+            text, **PLAIN, do_sample=False, speculator=Speculator(cold), **as_cache(cache_of(first))
         )
         assert torch.equal(plain, second)
         last_round = drafter.options.depth + 1  # nothing was drafted after it, so it was not told

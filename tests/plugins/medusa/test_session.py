@@ -11,6 +11,7 @@ import torch
 from accelerate import dispatch_model
 
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftChecks, DraftRequest, DraftState
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.medusa import (
@@ -85,7 +86,7 @@ def test_text_is_the_targets_with_eos_penalty_and_a_second_turn(tiny_model, prom
         assert torch.equal(target.generate(**inputs, **kwargs, speculator=speculator), expected)
     first = target.generate(prompt(8), max_new_tokens=12, return_dict_in_generate=True, speculator=speculator)
     turn = torch.cat([first.sequences, prompt(5, seed=3)], dim=1)
-    again = target.generate(turn, past_key_values=first.past_key_values, max_new_tokens=12, speculator=speculator)
+    again = target.generate(turn, **as_cache(cache_of(first)), max_new_tokens=12, speculator=speculator)
     assert torch.equal(again, target.generate(turn, max_new_tokens=12))
 
 
