@@ -118,8 +118,10 @@ def _processor_of_row(processor: Any, row: int, batch_size: int) -> Any:
         prompt = row * len(processor.generated_ngrams) // batch_size
         alone.generated_ngrams, alone.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
     else:
+        # Its "beams" are the rows of one prompt; it asks for what a prompt allows.
         allowed: Any = processor._prefix_allowed_tokens_fn
-        alone._prefix_allowed_tokens_fn = lambda _, text: allowed(row, text)
+        prompt = row // processor._num_beams
+        alone._prefix_allowed_tokens_fn, alone._num_beams = lambda _, text: allowed(prompt, text), 1
     return alone
 
 

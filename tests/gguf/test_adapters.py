@@ -14,6 +14,7 @@ from hf_speculate.gguf import load_model
 from hf_speculate.gguf.modules import PackedMatrix
 from hf_speculate.gguf.native import native_problem
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
+from hf_speculate.target import outdated_peft
 from hf_speculate.testing import ScriptedDrafter, check_lossless
 
 from ..support.adapters import perturbed
@@ -104,6 +105,7 @@ def test_adapted_layers_are_those_of_the_dequantised_model(path):
         assert found
 
 
+@pytest.mark.skipif(bool(outdated_peft()), reason=outdated_peft())
 def test_peft_in_transformers(path, tmp_path):
     folder, ids = save_adapter(path, tmp_path / "adapter", target_modules=PROJECTIONS), token_ids(1, 9)
     found, expected = load(path), load(path, "dense")

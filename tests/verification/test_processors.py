@@ -131,6 +131,14 @@ def test_equal_to_plain(tiny_model, prompt, name, lengths, do_sample):
         assert any(not torch.allclose(a, b, atol=1e-3) for a, b in pairs), "the processor does nothing here"
 
 
+@pytest.mark.parametrize("name", ["PrefixConstrainedLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"])
+def test_several_texts_of_each_prompt(tiny_model, prompt, name):
+    """Some processors count rows by prompt."""
+    inputs = padded_batch(prompt, LENGTHS[:2])
+    request = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "num_return_sequences": 3, **NAMED[name]}
+    assert_equals_plain(tiny_model("qwen2"), inputs, **request)
+
+
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
 def test_all_at_once_in_a_batch_that_ends_raggedly(tiny_model, prompt, do_sample):
     model, inputs = tiny_model(), padded_batch(prompt, LENGTHS)
