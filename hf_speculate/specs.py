@@ -45,6 +45,12 @@ class SpeculatorSpec:
             options[key.strip()] = _value(value.strip())
         return cls(text, source, options)
 
+    def with_option(self, name: str, value: Any) -> SpeculatorSpec:
+        """The same with one option more, or another value of it."""
+        options = self.options | {name: value}
+        pairs = (f"{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in options.items())
+        return SpeculatorSpec(f"{self.source}:{','.join(pairs)}", self.source, options)
+
     def check_source(self) -> None:
         """Raises `DrafterNotFoundError` for what is neither installed, nor a folder, nor a Hub id."""
         for source in self.source.split("+"):

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from ..cache import as_cache
 from ..commands import (
+    Exact,
     Grid,
     Layers,
     NewTokens,
@@ -63,6 +64,7 @@ _STEP = {
     "verify,\nfolded attention": "{verify_ms[folded]:.1f}",
     "stock /\nfolded": lambda row: ratio(row["verify_ms"]["stock"] / row["verify_ms"]["folded"]),
     "/ verify\nof one": "{verify_ratio:.2f}",
+    "verify,\nexact": "{verify_ms[exact]:.1f}",
     "append and\nkeep": "{cache_ms[ours]:.2f}",
     "stock's\ncache": "{cache_ms[stock]:.2f}",
 }
@@ -98,6 +100,7 @@ class CostSettings(WorkloadSettings):
         default_factory=lambda: [8, 16, 32]
     )
     acceptance: Rates = DEFAULT_RATES
+    exact: Exact = False
     max_new_tokens: NewTokens = 48
     repeats: Repeats = 3
 
@@ -115,11 +118,11 @@ def bench_costs(settings: CostSettings) -> dict[str, Any]:
 
     Returns:
         JSON-serialisable. `rows`, one for each context and number of nodes: `verify_ms` of a bare forward by form of
-        attention and `verify_ratio` over one node's; `cache_ms` of appending that many entries to all layers and
-        keeping a path, ours and stock's. `rounds`, one for each context and method: means of milliseconds a round
-        (`target_ms`, `draft_ms`, `rest_ms`), `engine_efficiency`, `tokens_a_round`, `nodes` a round, `host_waits` a
-        round (None on a CPU), and `speedup` over plain decoding of the same call. `weights_ms`: reading the weights
-        once at the speed of a copy.
+        attention ("exact": with the bits of single steps) and `verify_ratio` over one node's; `cache_ms` of appending
+        that many entries to all layers and keeping a path, ours and stock's. `rounds`, one for each context and method:
+        means of milliseconds a round (`target_ms`, `draft_ms`, `rest_ms`), `engine_efficiency`, `tokens_a_round`,
+        `nodes` a round, `host_waits` a round (None on a CPU), and `speedup` over plain decoding of the same call.
+        `weights_ms`: reading the weights once at the speed of a copy.
     """
     settings.check()
     workload, contexts = _workload(settings), sorted(settings.contexts)
@@ -172,12 +175,12 @@ class _Place:
         """Bare forwards, and the cache."""
         nodes, repeats = [1, *sorted(self.settings.nodes)], 2 * self.settings.repeats + 1
         forms = attention_forms(self.model, self.cache)
-        times = verify_ms(self.model, self.cache, nodes, forms, repeats)
+        times = verify_ms(self.model, self.cache, nodes, (*forms, *(["exact"] if self.settings.exact else ())), repeats)
         return [
             {
                 "context": self.length,
                 "nodes": n,
-                "verify_ms": {form: times[n, form] for form in forms},
+                "verify_ms": {form: found for (count, form), found in times.items() if count == n},
                 "verify_ratio": times[n, forms[-1]] / times[1, forms[-1]],
                 "cache_ms": cache_ms(self.cache, n, self.model.device, repeats),
             }

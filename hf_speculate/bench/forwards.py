@@ -14,8 +14,9 @@ from transformers import DynamicCache
 
 from ..cache import TreeCache, as_cache
 from ..commands import synchronize, timed
+from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..target import Scorer
+from ..target import ExactScorer, Scorer, exact_sizes, has_native_layers
 from ..tree import DraftTree
 
 
@@ -48,9 +49,12 @@ def verify_ms(
 
     Args:
         context: what stands before; it is left as it is.
-        forms: of attention; None is what the library takes on this device.
+        forms: of attention; None is what the library takes on this device; "exact" is a forward with the bits of
+            single steps, products included.
     Returns:
         by nodes and form.
+    Raises:
+        SpeculateError: "exact" cannot be had.
     """
     cache = TreeCache(deepcopy(context), batch_size=1)
     length, calls = cache.append_index, {}
@@ -58,12 +62,19 @@ def verify_ms(
         # Binary, so that there is something to mask.
         tree = DraftTree(torch.arange(3, 3 + n)[None], [(node - 1) // 2 if node else -1 for node in range(n)])
         for form in forms:
-            scorer = Scorer(model, cache)
-            if form is not None:
+            scorer = _exact_scorer(model, cache) if form == "exact" else Scorer(model, cache)
+            if form not in (None, "exact"):
                 scorer.attention.form = form  # type: ignore[assignment]
             calls[n, form] = lambda scorer=scorer, tree=tree: (scorer(tree, (length,)), cache.restore())
     with torch.inference_mode():
         return medians_in_turn(calls, model.device, repeats)
+
+
+def _exact_scorer(model: GenerativeModel, cache: TreeCache) -> Scorer:
+    sizes = exact_sizes(model, cache.cache, 1, is_padded=False)
+    if isinstance(sizes, str):
+        raise SpeculateError(f"an exact forward cannot be measured: {sizes}.")
+    return Scorer(model, cache) if has_native_layers(model) else ExactScorer(model, cache, sizes=sizes)
 
 
 def medians_in_turn(calls: dict[Any, Callable[[], Any]], device: torch.device, repeats: int) -> dict[Any, float]:

@@ -11,6 +11,7 @@ import typer
 from ..commands import (
     SHAPES,
     BatchSizes,
+    Exact,
     Layers,
     NewTokens,
     Rates,
@@ -22,6 +23,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
+from ..specs import SpeculatorSpec
 from .engines import LlamaCppPython, OpenVinoPython, engine_methods
 from .identity import compare_texts
 from .methods import (
@@ -78,6 +80,7 @@ class GenerateSettings(WorkloadSettings):
     prompt_lookup_num_tokens: Annotated[
         int, typer.Option("--lookup-tokens", min=1, help="prompt_lookup_num_tokens of stock.")
     ] = 10
+    exact: Exact = False
     llama_cpp: LlamaCppPython = None
     openvino: OpenVinoPython = None
     stock_speculative: bool = True
@@ -86,13 +89,18 @@ class GenerateSettings(WorkloadSettings):
     def __post_init__(self) -> None:
         self.temperatures = self.temperatures or ([0.0, 1.0] if self.shape is None else [0.0])
 
+    def specs(self) -> list[SpeculatorSpec]:
+        return [spec.with_option("exact", True) if self.exact else spec for spec in super().specs()]
+
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
         check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, batch_size=min(self.batch_sizes))
         check_temperatures(self.temperatures)
-        if self.shape is not None and (self.target or self.speculators or self.prompts or any(self.temperatures)):
+        given = self.target or self.speculators or self.prompts or self.exact or any(self.temperatures)
+        if self.shape is not None and given:
             raise SpeculateError(
-                "a shape with random weights takes no target, speculators or prompts, and is measured greedily."
+                "a shape with random weights takes no target, speculators, prompts or --exact, and is measured "
+                "greedily."
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..cache import as_cache
-from ..commands import Device, GgufBackend, TargetDtype, Threads, Typist, chat_ids
+from ..commands import Device, Exact, GgufBackend, TargetDtype, Threads, Typist, chat_ids
 from ..errors import SpeculateError
 from .session import (
     ChatTarget,
@@ -106,11 +106,19 @@ def chat(
     device: Device = None,
     gguf_backend: GgufBackend = "auto",
     threads: Threads = None,
+    exact: Exact = False,
 ) -> None:
     """Chat with a model that has a chat template; each line of stdin is a turn where that is no terminal."""
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(
-        target, speculator, request, dtype=dtype, device=device, gguf_backend=gguf_backend, threads=threads
+        target,
+        speculator,
+        request,
+        dtype=dtype,
+        device=device,
+        gguf_backend=gguf_backend,
+        threads=threads,
+        exact=exact,
     )
     if not session.tokenizer.chat_template:
         raise SpeculateError(

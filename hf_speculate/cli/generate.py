@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..commands import (
     Device,
+    Exact,
     GgufBackend,
     JsonOnly,
     Raw,
@@ -83,6 +84,7 @@ def generate(
     device: Device = None,
     gguf_backend: GgufBackend = "auto",
     threads: Threads = None,
+    exact: Exact = False,
     json_only: JsonOnly = False,
     data: Annotated[
         str | None, typer.Option(help="Answer every prompt of a file, folder, pattern or Hub id instead.")
@@ -119,13 +121,21 @@ def generate(
             device=find_device(device),
             engine=engine,
             actors=actors,
+            exact=exact,
         )
         typer.echo(json.dumps(figures))
         return
     text = _prompt(prompt)
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(
-        target, speculator, request, dtype=dtype, device=device, gguf_backend=gguf_backend, threads=threads
+        target,
+        speculator,
+        request,
+        dtype=dtype,
+        device=device,
+        gguf_backend=gguf_backend,
+        threads=threads,
+        exact=exact,
     )
     ids = _ids(text, system, raw, session.tokenizer)
     restart = _seeding(seed)

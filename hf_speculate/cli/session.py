@@ -74,6 +74,7 @@ class Session:
         device: str | None,
         gguf_backend: str,
         threads: int | None,
+        exact: bool = False,
     ) -> Session:
         """Raises `SpeculateError` in one line for whatever cannot be had; names are checked before weights are read."""
         prepare(threads)
@@ -81,6 +82,8 @@ class Session:
         spec = default_specs(name)[-1] if speculator is None else None
         if speculator not in (None, PLAIN):
             spec = parse_spec(speculator)
+        if exact and spec is not None:
+            spec = spec.with_option("exact", True)
         model, tokenizer = load_target(name, dtype, find_device(device), gguf_backend, neutral=False)
         return cls(model, tokenizer, None if spec is None else make_spec(spec, model), request)
 

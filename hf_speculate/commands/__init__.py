@@ -14,6 +14,7 @@ from .options import Category as Category
 from .options import Context as Context
 from .options import Device as Device
 from .options import Dtype as Dtype
+from .options import Exact as Exact
 from .options import GgufBackend as GgufBackend
 from .options import JsonOnly as JsonOnly
 from .options import Layers as Layers

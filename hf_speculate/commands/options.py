@@ -27,6 +27,7 @@ Category = Annotated[list[str] | None, typer.Option("--category", help="Only pro
 Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each file, spread over its categories.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 TargetDtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")]
+Exact = Annotated[bool, typer.Option("--exact", help="In 16 bit, too, plain's very text; or a refusal that says why.")]
 GgufBackend = Annotated[str, typer.Option(help="Of a GGUF file: auto, native-int8, dense ...")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16.")]
 Device = Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..cache import TreeCache, is_indexable
+from ..cache import TreeCache, as_cache, is_indexable
 from ..models import GenerativeModel, num_embeddings
 from ..tree import DraftTree
 from .adapters import active_adapters, prompt_learning
@@ -25,7 +25,7 @@ from .devices import input_device
 from .exact import ExactScorer
 from .filler import filler_cache
 from .hooks import without_foreign_hooks
-from .masks import layer_windows
+from .masks import layer_types, layer_windows
 from .positions import has_length_dependent_rope, num_positions
 from .scoring import Scorer
 from .static import has_native_layers
@@ -48,6 +48,7 @@ _MIN_ROWS, _NUM_PRODUCTS = 64, 2_000_000_000
 _PARENTS = (-1, 0, 1, 2, 0, 1, 5, 4)
 _PATHS = (0, 1, 2, 3), (0, 1, 5, 6), (0, 4, 7)
 _LENGTHS = 9, 200, 1100
+_MOST_WINDOW = 4096
 
 _Kind = tuple[tuple[int, ...], torch.dtype, bool, torch.device, int]
 _sizes_of_kinds: dict[_Kind, Sequence[int]] = {}
@@ -79,8 +80,8 @@ def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded
 def _problem(model: GenerativeModel, cache: Cache) -> str:
     """What is known without trying; "" if nothing."""
     name, attention = type(model).__name__, model.config._attn_implementation
-    if not is_indexable(cache) or any(layer_windows(model.config)):
-        return f"not every layer of {name} keeps all of the text"
+    if not is_indexable(cache) or any(kind.is_chunked for kind in layer_types(model.config)):
+        return f"not every layer of {name} keeps all of the text, or a window of it"
     if reason := counts_along_cache(model):
         return reason
     if has_length_dependent_rope(model.config):
@@ -89,8 +90,8 @@ def _problem(model: GenerativeModel, cache: Cache) -> str:
         return "a prompt-learning adapter is in effect"
     if torch.is_autocast_enabled(input_device(model).type):
         return "autocast is on"
-    if attention != "sdpa" and not has_native_layers(model):
-        return f"exact attention is that of attn_implementation='sdpa', {name} has {attention!r}"
+    if attention not in ("sdpa", "eager") and not has_native_layers(model):
+        return f"exact attention is that of attn_implementation='sdpa' or 'eager', {name} has {attention!r}"
     return ""
 
 
@@ -168,9 +169,11 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
 
 
 def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:
-    """As many as fit, with a path behind them, where a model has a table of positions."""
+    """As many as fit, with a path behind them, where a model has a table of positions; and up to where windows begin
+    to move, as far as that takes no great cache."""
     depth, most = len(_PATHS[0]), num_positions(model.config)
-    return [length for length in _LENGTHS if most is None or length + depth <= most]
+    ends = {window - 2 for window in layer_windows(model.config) if window is not None and 2 < window <= _MOST_WINDOW}
+    return [length for length in (*_LENGTHS, *sorted(ends)) if most is None or length + depth <= most]
 
 
 def _scorer(model: GenerativeModel, cache: Cache, mask: Tensor, sizes: Sizes) -> Scorer:
@@ -198,6 +201,6 @@ class _Steps:
             input_ids=tokens.to(self._mask.device),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
+            **as_cache(self._cache),
             output_hidden_states=True,
         )

@@ -9,17 +9,20 @@ the prefix only those are written anew that are another node's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+Attention: TypeAlias = Callable[..., tuple[Tensor, Any]]
+"""As transformers calls it: of a module, query [B, heads, N, D], key, value [B, KV heads, S, D], and a mask."""
 
 
 Sizes = Mapping[tuple[int, ...], Sequence[int]]
@@ -38,43 +41,60 @@ class Walk:
         base: entries before the first node's.
         visits: of every row, parents before children, each branch to its end.
         lengths: committed entries of every row.
-        prompt_mask: bool [R, M0], see `Scorer`; None where stock has no mask.
+        prompt_mask: bool [R, M0], see `Scorer`; None where stock has no padding to hide.
+        windows: of every layer the entries that a token sees, itself included, None for all; empty: no layer has one.
+        mask_dtype: of the mask that is added to all scores (eager); None: stock masks only where it has to.
     """
 
     base: int
     visits: Sequence[Sequence[Visit]]
     lengths: Sequence[int]
     prompt_mask: Tensor | None = None
+    windows: Sequence[int | None] = ()
+    mask_dtype: torch.dtype | None = None
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+        self, stock: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Stock's attention of every node by itself.
 
         Args:
-            query: [R, heads, N, D]; key, value: [R, KV heads, base + N, D], views of the cache, left as they were.
+            query: [R, heads, N, D]; key, value: [R, KV heads, S, D], views of the cache up to the last node's entry,
+                left as they were.
         Returns:
             [R, N, heads, D] and None.
         """
         rows, heads, num_nodes, _ = query.shape
+        window = self.windows[module.layer_idx] if self.windows else None
+        hidden = self.base + num_nodes - key.shape[2]  # entries that a windowed layer has let go
         queries = query.transpose(1, 2).contiguous()[:, :, :, None]  # [R, N, heads, 1, D]
         outputs = []
         for row in range(rows):
             part, found = slice(row, row + 1), [query.new_zeros(1, 1, heads, value.shape[-1])] * num_nodes
-            mask = None if self.prompt_mask is None else self.prompt_mask[part]
-            entries = _Entries(key[part], value[part], self.base, self.lengths[row])
+            entries = _Entries(key[part], value[part], self.base - hidden, self.lengths[row] - hidden)
             for node, place in self.visits[row]:
-                keys, values = entries.up_to(node, place)
-                visible = None if mask is None else _visible(mask, keys.shape[2])
-                found[node] = sdpa_attention_forward(module, queries[part, node], keys, values, visible, **kwargs)[0]
+                keys, values = entries.up_to(node, place, window)
+                end = self.lengths[row] + place + 1
+                mask = self._mask(part, end - keys.shape[2], end, window, query.device)
+                found[node] = stock(module, queries[part, node], keys, values, mask, **kwargs)[0]
             entries.restore()
             outputs.append(torch.cat(found, dim=1))
         return torch.cat(outputs) if rows > 1 else outputs[0], None
 
-
-def _visible(prompt_mask: Tensor, num_keys: int) -> Tensor:
-    """Stock's mask of one token: bool [1, 1, 1, num_keys]."""
-    return functional.pad(prompt_mask, (0, num_keys - prompt_mask.shape[1]), value=True)[:, None, None]
+    def _mask(self, part: slice, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+        """Stock's mask of one token that sees the entries from `start` to `end`, [1, 1, 1, end - start]."""
+        is_full = window is not None and end - start >= window
+        if self.prompt_mask is None and self.mask_dtype is None and not is_full:
+            return None
+        visible = torch.ones(1, end - start, dtype=torch.bool, device=device)
+        if self.prompt_mask is not None:
+            of_prompt = self.prompt_mask[part, start:end]
+            visible[:, : of_prompt.shape[1]] = of_prompt
+        visible = visible[:, None, None]
+        if self.mask_dtype is None:
+            return visible
+        none = torch.zeros((), dtype=self.mask_dtype, device=device)
+        return torch.where(visible, none, torch.finfo(self.mask_dtype).min)
 
 
 class _Entries:
@@ -91,8 +111,9 @@ class _Entries:
         self._saved: tuple[Tensor, ...] = ()
         self._holds = {base + node: node for node in range(keys.shape[2] - base)}
 
-    def up_to(self, node: int, place: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefix, the node's ancestors, which were visited before it, and its own."""
+    def up_to(self, node: int, place: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prefix, the node's ancestors, which were visited before it, and its own; the last
+        ones, as many as a window has."""
         place += self._length
         if self._holds.get(place) != node:
             if not self._saved:
@@ -100,8 +121,9 @@ class _Entries:
             for buffer, saved in zip(self._buffers, self._saved, strict=True):
                 buffer[:, :, place] = saved[:, :, node]
             self._holds[place] = node
+        start = 0 if window is None else max(place + 1 - window, 0)
         keys, values = self._buffers
-        return keys.narrow(2, 0, place + 1), values.narrow(2, 0, place + 1)
+        return keys.narrow(2, start, place + 1 - start), values.narrow(2, start, place + 1 - start)
 
     def restore(self) -> None:
         """Every node's entry is where the forward has put it."""
@@ -144,7 +166,7 @@ _walk: ContextVar[Walk | None] = ContextVar("hf_speculate_exact_walk", default=N
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """What an exact forward has for a mask: nothing to look at, and no other forward's."""
+    """What an exact forward has for a mask: nothing to look at, and not what other forwards have."""
     return torch.empty(1, 1, 1, 0, device=device)
 
 
@@ -169,6 +191,17 @@ def walking(walk: Walk, sizes: Sizes) -> Iterator[None]:
             yield
     finally:
         _walk.reset(token)
+
+
+def walked(stock: Attention) -> Attention:
+    """An attention that goes node by node in exact forwards, and is stock's in all others."""
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        if isinstance(attention_mask, Tensor) and is_walked(attention_mask):
+            return current_walk().attend(stock, module, query, key, value, **kwargs)
+        return stock(module, query, key, value, attention_mask, **kwargs)
+
+    return attend
 
 
 def depth_first(parents: Sequence[int]) -> list[Visit]:

@@ -132,6 +132,30 @@ def test_speculator_specs():
     assert SpeculatorSpec.parse("owner/head").options == {}
 
 
+@pytest.mark.parametrize("text", ["suffix", "draft_model:model=/models/small,depth=4,flag=false"])
+def test_an_option_more(text):
+    spec = SpeculatorSpec.parse(text)
+    more = spec.with_option("exact", True)
+    assert more.options == spec.options | {"exact": True}
+    assert SpeculatorSpec.parse(more.text) == more
+
+
+def test_exact_texts_are_plains_in_16_bit(bench_folders):
+    settings = GenerateSettings(
+        target=str(bench_folders / "target"),
+        speculators=["suffix"],
+        exact=True,
+        dtype="bfloat16",
+        limit=3,
+        max_new_tokens=24,
+        repeats=1,
+        stock_speculative=False,
+    )
+    rows = [row for row in bench_generate(settings)["rows"] if row["method"] != "eager"]
+    assert [row["method"] for row in rows] == ["suffix:exact=True"] * 2
+    assert all(row["identical"]["share"] == 1.0 for row in rows)
+
+
 def test_unknown_option_names_the_drafter(bench_folders):
     settings = GenerateSettings(target=str(bench_folders / "target"), speculators=["prompt_lookup:depht=3"])
     with pytest.raises(SpeculateError, match="unknown option 'depht' of the drafter 'prompt_lookup'"):

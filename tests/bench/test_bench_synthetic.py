@@ -103,6 +103,7 @@ def test_costs_of_a_shape(tiny_shape, monkeypatch):
         nodes=[3, 5],
         acceptance="1,1,1,1",
         dtype="float32",
+        exact=True,
         max_new_tokens=10,
         repeats=1,
     )
@@ -111,7 +112,7 @@ def test_costs_of_a_shape(tiny_shape, monkeypatch):
     places = [(context, nodes) for context in (16, 40) for nodes in (1, 3, 5)]
     assert [(row["context"], row["nodes"]) for row in found["rows"]] == places
     for row in found["rows"]:
-        assert set(row["verify_ms"]) == {"stock", "folded"}
+        assert set(row["verify_ms"]) == {"stock", "folded", "exact"}
         assert set(row["cache_ms"]) == {"ours", "stock"}
         assert row["verify_ratio"] == 1 or row["nodes"] > 1
     methods = ["eager", "3 nodes", "5 nodes", "automatic"]

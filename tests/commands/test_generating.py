@@ -112,6 +112,7 @@ class TestGenerate:
             (("--temperature", "0", "--top-p", "0.5"), "greedy"),
             (("--raw", "--system", "x"), "needs a chat template"),
             (("-t", "./absent"), "no such folder"),
+            (("-s", "prompt_lookup:compile=true", "--exact"), "which compile= cannot promise"),
         ],
     )
     def test_errors_are_one_line(self, folder, arguments, said):
@@ -132,6 +133,10 @@ class TestGenerate:
 
 
 class TestChat:
+    def test_exact(self, folder):
+        result = run("chat", "-t", folder, "-s", "prompt_lookup:ahead=auto", "--exact", stdin="hello\n")
+        assert "which ahead= cannot promise" in result.stderr
+
     def test_every_turn_is_answered_as_plain_generate_would(self, folder):
         said = ["hello", "and now", "bye"]
         result = run("chat", "-t", folder, "-s", "prompt_lookup", "-n", 30, "--temperature", 0, stdin="\n".join(said))

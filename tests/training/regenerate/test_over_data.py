@@ -48,6 +48,12 @@ def test_answers_are_those_of_generate(saved_target, prompts, tmp_path, speculat
         assert not {"input_ids", "loss_mask"} & line.keys()
 
 
+def test_exact(saved_target, prompts, tmp_path):
+    result = run(prompts, tmp_path / "out.jsonl", saved_target, "--exact", "-s", "prompt_lookup:compile=true")
+    assert result.exit_code == 1
+    assert "which compile= cannot promise" in result.stderr
+
+
 def test_a_run_that_was_stopped_goes_on(saved_target, prompts, tmp_path):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     options = ["--temperature", "1", "--seed", "3"]

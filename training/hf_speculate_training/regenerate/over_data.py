@@ -38,6 +38,7 @@ def generate_over_data(
     device: torch.device,
     engine: str,
     actors: int,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Writes JSON lines: `id` (the record's number), `messages` or `prompt` and `completion`, `finish`. A run that was
     stopped goes on where it was.
@@ -50,6 +51,7 @@ def generate_over_data(
         raw: no chat template.
         batch_size: prompts at a time, of about the same length.
         engine: "local", or "ray" with so many `actors`.
+        exact: with the speculator's `exact=True`.
     Returns:
         Figures of the run, JSON-serialisable.
     Raises:
@@ -62,6 +64,8 @@ def generate_over_data(
     records, tokenizer = _prompts(load_records(data, limit=limit)), load_tokenizer(section)
     options = RegenerateOptions(batch_size=batch_size, chat=bool(tokenizer.chat_template) and not raw, **sampling)
     spec = None if speculator == "none" else speculator or _SPEC
+    if exact and spec is not None:
+        spec = parse_spec(spec).with_option("exact", True).text
     answering: Engine
     if engine == "ray":
         config = load_config(section)
