@@ -155,8 +155,9 @@ class EagleSession(DraftSession):
         options, depth = self.options, min(self.options.max_depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
-        if options.top_k > 1 and not state.chains_only:
-            return steps.tree(root, state, TreeSize(depth, options.top_k, options.max_nodes))
+        width = options.width(state.samples)
+        if width > 1 and not state.chains_only:
+            return steps.tree(root, state, TreeSize(depth, width, options.max_nodes))
         # The most nodes that a chain may have, not those of this round, which would be another graph.
         chain = steps.tree(root, state, TreeSize(depth, 1, options.max_depth))
         return DraftTree.chain(chain.token_ids, chain.values)
@@ -180,7 +181,7 @@ class EagleSession(DraftSession):
             logits = torch.cat([logits, steps.level(token_ids, states, plan)[0]], dim=1)
         noise = state.log_noise(range(logits.shape[1]), logits.shape[-1], target_ids)
         scores = slot_scores(logits, noise, state.warpers)
-        shares_of = slot_shares(scores, target_ids, 1 if state.chains_only else options.top_k)
+        shares_of = slot_shares(scores, target_ids, 1 if state.chains_only else options.width(state.samples))
         roots = to_device(state.root_ids, root.device)
         return trimmed(best_tree(roots, shares_of, depth=depth, max_nodes=options.max_nodes), state.active)
 
