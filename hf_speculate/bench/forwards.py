@@ -16,7 +16,7 @@ from ..cache import TreeCache, as_cache
 from ..commands import synchronize, timed
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..target import ExactScorer, Scorer, exact_sizes, has_native_layers
+from ..target import Scorer, exact_scorer, exact_sizes
 from ..tree import DraftTree
 
 
@@ -74,7 +74,7 @@ def _exact_scorer(model: GenerativeModel, cache: TreeCache) -> Scorer:
     sizes = exact_sizes(model, cache.cache, 1, is_padded=False)
     if isinstance(sizes, str):
         raise SpeculateError(f"an exact forward cannot be measured: {sizes}.")
-    return Scorer(model, cache) if has_native_layers(model) else ExactScorer(model, cache, sizes=sizes)
+    return exact_scorer(model, cache, sizes)
 
 
 def medians_in_turn(calls: dict[Any, Callable[[], Any]], device: torch.device, repeats: int) -> dict[Any, float]:

@@ -42,6 +42,7 @@ from .positions import longrope_switch as longrope_switch
 from .positions import num_positions as num_positions
 from .positions import takes_position_ids as takes_position_ids
 from .probing import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
+from .probing import exact_scorer as exact_scorer
 from .probing import exact_sizes as exact_sizes
 from .recurrent import has_recurrent_layers as has_recurrent_layers
 from .recurrent import target_scorer as target_scorer

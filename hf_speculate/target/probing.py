@@ -153,7 +153,7 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
             for row in range(1, batch_size):
                 mask[row, : row % (length - 1) + 1] = 0
         prefix = filler_cache(model, batch_size, length)
-        scorer = _scorer(model, copy.deepcopy(prefix), mask, sizes)
+        scorer = exact_scorer(model, TreeCache(copy.deepcopy(prefix), batch_size), sizes, mask)
         output = scorer(tree, mask.sum(1).tolist(), forward_kwargs={"output_hidden_states": True})
         for path in _PATHS if length == _LENGTHS[0] else _PATHS[:1]:
             steps = _Steps(model, mask, prefix)
@@ -176,11 +176,11 @@ def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:
     return [length for length in (*_LENGTHS, *sorted(ends)) if most is None or length + depth <= most]
 
 
-def _scorer(model: GenerativeModel, cache: Cache, mask: Tensor, sizes: Sizes) -> Scorer:
-    cached = TreeCache(cache, len(mask))
+def exact_scorer(model: GenerativeModel, cache: TreeCache, sizes: Sizes, prompt_mask: Tensor | None = None) -> Scorer:
+    """What scores trees with the bits of single steps: where a kernel of ours computes the layers, any `Scorer`."""
     if has_native_layers(model):
-        return Scorer(model, cached, mask)
-    return ExactScorer(model, cached, mask, sizes=sizes)
+        return Scorer(model, cache, prompt_mask)
+    return ExactScorer(model, cache, prompt_mask, sizes=sizes)
 
 
 class _Steps:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -52,6 +52,7 @@ class Walk:
     prompt_mask: Tensor | None = None
     windows: Sequence[int | None] = ()
     mask_dtype: torch.dtype | None = None
+    _masks: dict[tuple[Any, ...], Tensor | None] = field(default_factory=dict, init=False)
 
     def attend(
         self, stock: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -70,25 +71,31 @@ class Walk:
         queries = query.transpose(1, 2).contiguous()[:, :, :, None]  # [R, N, heads, 1, D]
         outputs = []
         for row in range(rows):
-            part, found = slice(row, row + 1), [query.new_zeros(1, 1, heads, value.shape[-1])] * num_nodes
-            entries = _Entries(key[part], value[part], self.base - hidden, self.lengths[row] - hidden)
+            found = [query.new_zeros(1, 1, heads, value.shape[-1])] * num_nodes
+            entries = _Entries(key[row : row + 1], value[row : row + 1], self.base - hidden, self.lengths[row] - hidden)
             for node, place in self.visits[row]:
                 keys, values = entries.up_to(node, place, window)
                 end = self.lengths[row] + place + 1
-                mask = self._mask(part, end - keys.shape[2], end, window, query.device)
-                found[node] = stock(module, queries[part, node], keys, values, mask, **kwargs)[0]
+                mask = self._mask(row, end - keys.shape[2], end, window, query.device)
+                found[node] = stock(module, queries[row : row + 1, node], keys, values, mask, **kwargs)[0]
             entries.restore()
             outputs.append(torch.cat(found, dim=1))
         return torch.cat(outputs) if rows > 1 else outputs[0], None
 
-    def _mask(self, part: slice, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+    def _mask(self, *place: Any) -> Tensor | None:
+        """As `_made_mask`; once for all layers."""
+        if place not in self._masks:
+            self._masks[place] = self._made_mask(*place)
+        return self._masks[place]
+
+    def _made_mask(self, row: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
         """Stock's mask of one token that sees the entries from `start` to `end`, [1, 1, 1, end - start]."""
         is_full = window is not None and end - start >= window
         if self.prompt_mask is None and self.mask_dtype is None and not is_full:
             return None
         visible = torch.ones(1, end - start, dtype=torch.bool, device=device)
         if self.prompt_mask is not None:
-            of_prompt = self.prompt_mask[part, start:end]
+            of_prompt = self.prompt_mask[row : row + 1, start:end]
             visible[:, : of_prompt.shape[1]] = of_prompt
         visible = visible[:, None, None]
         if self.mask_dtype is None:
