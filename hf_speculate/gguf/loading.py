@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError
 from ..models import GenerativeModel
-from .backends import Backend, DequantizeBackend, choose_backend
+from .backends import Backend, DequantizeBackend, NativeBackend, choose_backend
 from .formats import DENSE_TYPES, FORMATS, dense_values
 from .fused import fuse_layers
 from .matrices import Matrix, TensorRows, half_split_order
@@ -247,7 +247,7 @@ class _Builder:
             weight = self._dense(matrix)
             return nn.Embedding(matrix.num_rows, matrix.num_columns, _weight=weight, _freeze=True)
         weight = matrix.read(0, matrix.num_rows).to(self.device)
-        return PackedEmbedding(weight, matrix.type, self.dtype)
+        return PackedEmbedding(weight, matrix.type, self.dtype, isinstance(self.backend, NativeBackend))
 
     def _tied_output(self, embeddings: nn.Embedding) -> nn.Module:
         """The same memory where the output layer keeps the file's rows too; kernels have layouts of their own."""

@@ -61,7 +61,7 @@ class Library:
     Attributes:
         kinds: the number of each block type, and of dense ones.
         run_layers, find_runs: for `native_layers`; rank: for `native_ranking`; grow, see, cut: for `native_growth`;
-            ask_for_large_pages: for `backends` and `rounded`.
+            ask_for_large_pages: for `backends` and `rounded`; look_up: for `native_lookup`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -78,6 +78,7 @@ class Library:
             ("hfs_tile_bytes", size, (integer, size)),
             ("hfs_large_pages", None, (pointer, size)),
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
+            ("hfs_look_up", flag, (integer, pointer, size, size, pointer, size, pointer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
             ("hfs_layers", flag, (pointer,)),
@@ -92,6 +93,7 @@ class Library:
         self.ask_for_large_pages = functions.hfs_large_pages
         self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
         self.see, self.cut = functions.hfs_see, functions.hfs_cut
+        self.look_up = functions.hfs_look_up
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         self.bf16: int = functions.hfs_bf16()

@@ -40,6 +40,7 @@ int hfs_rank() {{ return 1; }}
 void hfs_grow() {{}}
 long long hfs_see() {{ return 0; }}
 bool hfs_cut() {{ return true; }}
+bool hfs_look_up() {{ return true; }}
 }}
 """
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "dense.h"
+#include "rows.h"
 #include "tiles.h"
 
 namespace {
@@ -83,6 +84,7 @@ struct Kind {
   int sum_group;  // columns whose sum is needed; 0: none
   int64_t (*tile_bytes)(int64_t cells);
   bool (*pack)(const uint8_t* blocks, int64_t rows, int64_t cells, uint8_t* tile);
+  void (*look_up)(const uint8_t* blocks, int64_t columns, float* to);
   Tiles<Inputs<float>> tiles;
   Tiles<Inputs<Factor<uint16_t>>> tiles_bf16;
   Tiles<Rounded> tiles_rounded, tiles_rounded_bf16;
@@ -100,6 +102,7 @@ template <class F> constexpr Kind kind(const char* name) {
           F::OFFSET ? F::GROUP : 0,
           F::tile_bytes,
           pack<F>,
+          look_up_row<F>,
           multiply_tiles<F, float, Inputs<float>>,
           multiply_tiles<F, uint16_t, Inputs<Factor<uint16_t>>>,
           multiply_tiles<F, float, Rounded>,
@@ -110,8 +113,8 @@ const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0")
                       kind<Q8_0>("Q8_0"), kind<Q2_K>("Q2_K"), kind<Q3_K>("Q3_K"), kind<Q4_K>("Q4_K"),
                       kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K"), kind<IQ4_NL>("IQ4_NL"), kind<IQ4_XS>("IQ4_XS"),
                       // As they lie; of the type of the inputs.
-                      {"F32", 1, 4, 0, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
-                      {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
+                      {"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
+                      {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
 
 // Memory of the calling thread that is kept from call to call.
 class Scratch {
