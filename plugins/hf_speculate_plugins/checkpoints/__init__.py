@@ -17,9 +17,9 @@ from .decoder_config import (
     windows_of,
 )
 from .reading import Checkpoint, read_checkpoint, read_config, tensor_shapes
-from .sharing import HeadSizes, OpenedHead, is_copy, shared_embeddings, shared_output
+from .sharing import HeadSizes, OpenedHead, is_copy, shared_embeddings, shared_output, vocabulary_output
 from .stated_target import check_stated_target, facts_of_target, speculators_section, stated_name
-from .target_files import TargetFiles
+from .target_files import LoadedTarget, TargetFiles
 from .vocabulary import draft_vocabulary, vocabulary_tensors
 from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
 
@@ -31,6 +31,7 @@ __all__ = [
     "HeadSizes",
     "KeyAccount",
     "LoadReport",
+    "LoadedTarget",
     "OpenedHead",
     "Shapes",
     "TargetFiles",
@@ -54,6 +55,7 @@ __all__ = [
     "stated_name",
     "stated_sizes",
     "tensor_shapes",
+    "vocabulary_output",
     "vocabulary_tensors",
     "windows_of",
     "write_checkpoint",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.target import output_rows
 
 from .accounting import KeyAccount
 from .config import ConfigValues
@@ -86,14 +87,21 @@ def shared_embeddings(
     return None
 
 
-def shared_output(opened: OpenedHead[Any], theirs: Any) -> nn.Module | None:
-    """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded."""
+def shared_output(opened: OpenedHead[Any], theirs: Any, rows: torch.dtype | None = None) -> nn.Module | None:
+    """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded.
+
+    Args:
+        rows: for a head whose files leave out the target's rows for its draft vocabulary: the type to take them in.
+    """
     name = "lm_head.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
     own = _own(opened, name)
     fits = tuple(theirs.weight.shape) == (spec.vocab_size, spec.hidden_size)
     if own is not None and not (own.shape == theirs.weight.shape and is_copy(own, theirs.weight)):
         return None
+    if own is None and opened.target_ids is not None and rows is not None:
+        keys.share(name, "the target's rows for the draft vocabulary")
+        return vocabulary_output(theirs, spec.hidden_size, opened.target_ids, rows)
     if own is None and spec.draft_vocab_size != spec.vocab_size:
         keys.take(name, (spec.draft_vocab_size, spec.hidden_size))  # noted as missing
         return None
@@ -105,6 +113,20 @@ def shared_output(opened: OpenedHead[Any], theirs: Any) -> nn.Module | None:
         )
     keys.share(name, "equal to the target's" if own is not None else "not in the file")
     return theirs
+
+
+def vocabulary_output(theirs: Any, hidden_size: int, target_ids: Tensor, dtype: torch.dtype) -> nn.Linear:
+    """A copy of the rows of an output layer for some tokens, without gradients.
+
+    Args:
+        theirs: the target's output layer, whatever it keeps its matrix in.
+        target_ids: int64 [Vd].
+        dtype: of the target's states, and of the rows.
+    """
+    rows = output_rows(theirs, hidden_size, dtype, target_ids)
+    layer = nn.Linear(hidden_size, len(target_ids), bias=False, device="meta")
+    layer.weight = nn.Parameter(rows.to(dtype).clone(memory_format=torch.contiguous_format), requires_grad=False)
+    return layer
 
 
 def _own(opened: OpenedHead[Any], name: str) -> Tensor | None:

@@ -101,3 +101,25 @@ class TargetFiles:
 
     def _file(self, name: str) -> str | None:
         return cached_file(self.name, name, _raise_exceptions_for_missing_entries=False, **self._hub)
+
+
+class LoadedTarget(TargetFiles):
+    """The same of a model that is loaded, and whose matrices are not packed.
+
+    Args:
+        name: what it is called.
+    """
+
+    def __init__(self, model: Any, name: str):
+        self.name, self.config = name, model.config
+        self._model = model
+
+    @property
+    def architectures(self) -> list[str]:
+        return [type(self._model).__name__]
+
+    def input_embeddings(self) -> nn.Embedding:
+        return self._model.get_input_embeddings()
+
+    def output_embeddings(self) -> nn.Linear:
+        return self._model.get_output_embeddings()

@@ -9,8 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
+from hf_speculate.commands import target_path
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import (
@@ -23,20 +25,24 @@ from hf_speculate.hub import (
     write_card,
 )
 
-from ..checkpoints import LoadReport, TargetFiles
+from ..checkpoints import LoadedTarget, LoadReport, TargetFiles
 
 
 def convert_checkpoint(
-    source: str | os.PathLike, destination: str | os.PathLike, layout: str, target: str | os.PathLike | None = None
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    layout: str,
+    target: str | os.PathLike | TargetFiles | None = None,
 ) -> tuple[SavedHead, LoadReport]:
     """Writes a head in another published layout, with the figures of its card, its provenance, recipe and curves.
 
     Args:
         source: folder or Hub id of a head of any readable layout.
         destination: a folder that is absent or empty; it is made whole or not at all.
-        layout: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm") for EAGLE; "fasterdecoding", "vllm"
-            for Medusa.
-        target: folder or Hub id; only its config and the tensors that are needed are read. Many conversions need none.
+        layout: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"), "compact" for EAGLE;
+            "fasterdecoding", "vllm" for Medusa.
+        target: folder or Hub id; only its config and the tensors that are needed are read. Or a GGUF file, or
+            "smollm2", which is loaded. Many conversions need none.
     Returns:
         What was written, and what became of every key of `source`.
     Raises:
@@ -52,7 +58,7 @@ def convert_checkpoint(
     convert_folder = getattr(drafter, "convert", None)
     if convert_folder is None:
         raise CheckpointError(f"{folder} is a checkpoint of {drafter.name!r}, which has no other layouts.")
-    files = None if target is None else TargetFiles(target)
+    files = None if target is None else _files_of(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch, path.name or "head")
@@ -67,18 +73,30 @@ def convert_checkpoint(
     return saved, report
 
 
+def _files_of(target: str | os.PathLike | TargetFiles) -> TargetFiles:
+    if isinstance(target, TargetFiles):
+        return target
+    path = target_path(os.fspath(target))
+    if not path.endswith(".gguf"):
+        return TargetFiles(path)
+    from hf_speculate.gguf import load_gguf  # which others need not know
+
+    return LoadedTarget(load_gguf(path, dtype=torch.bfloat16, backend="dense")[0], path)
+
+
 def convert(
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a head, in any layout that loads.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write; absent or empty.")],
     layout: Annotated[
         str,
         typer.Option(
-            help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM). Medusa: fasterdecoding, vllm. "
+            help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM), compact. Medusa: fasterdecoding, vllm. "
             "One-pass heads: zlab, deepspec, speculators."
         ),
     ],
     target: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of the target; only where the error asks for it.")
+        str | None,
+        typer.Option(help="Folder or Hub id of the target, a GGUF file or smollm2; only where the error asks for it."),
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:

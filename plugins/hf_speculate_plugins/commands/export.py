@@ -29,10 +29,11 @@ from hf_speculate.commands import (
 )
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
-from hf_speculate.models import GenerativeModel
+from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.speculator import AutoSpeculator
 from hf_speculate.target import quantization_label
 
+from ..checkpoints import LoadedTarget
 from .check import load_measured
 from .convert import convert_checkpoint
 from .serving import Drafting, EngineName, Serving, refuse_quantized
@@ -111,7 +112,8 @@ def export_head(
     if length is None:
         raise SpeculateError("nothing was drafted: the prompts are answered with a single token each.")
     is_local = os.path.isdir(target_name)
-    saved, _ = convert_checkpoint(folder, path, serving.layout, target_name if is_local else None)
+    files = target_name if is_local else LoadedTarget(unwrap(target), target_name)
+    saved, _ = convert_checkpoint(folder, path, serving.layout, files)
     target_name = os.path.abspath(target_name) if is_local else target_name  # the script may be run from anywhere
     sampled = f"temperature {temperature:g}" if temperature else "greedy"
     facts = (

@@ -84,7 +84,7 @@ class EagleDrafter(HeadDrafter[EagleHead]):
         return self.spec.algorithm
 
     def check_layout(self, layout: LayoutName | str | None = None) -> str:
-        """The layout by its own name: "safeailab", "specforge" ("sglang") or "speculators" ("vllm").
+        """The layout by its own name: "safeailab", "specforge" ("sglang"), "speculators" ("vllm") or "compact".
 
         Args:
             layout: None: "speculators", for EAGLE-1 "safeailab", the only one that has it.

@@ -27,6 +27,8 @@ class EagleSpec:
         target_hidden_size: Ht, width of one target feature.
         vocab_size: V, the target's vocabulary.
         draft_vocab_size: Vd, rows of the head's output matrix.
+        own_output: whether these rows are the head's own. Otherwise they are the target's for the draft vocabulary
+            ("frequency-ranked", FR-Spec, arXiv:2502.14856), and no file needs to hold them.
         num_layers: decoder layers; the first is special, see `head`.
         intermediate_size, num_heads, num_kv_heads, head_dim, hidden_act, rms_norm_eps: of every layer.
         rope: `rope_parameters` as transformers 5 has them (`rope_type`, `rope_theta`, …).
@@ -79,6 +81,7 @@ class EagleSpec:
     windows: tuple[int | None, ...] = (None,)
     parallel: bool = False
     mask_token_id: int | None = None
+    own_output: bool = True
 
     @property
     def kind(self) -> str:

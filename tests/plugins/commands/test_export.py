@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from hf_speculate import AutoSpeculator, SpeculateError, cli
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate_plugins.commands.export import SCRIPT, export_head
 from hf_speculate_plugins.commands.serving import Drafting, Serving, refuse_quantized
+from hf_speculate_training.methods.eagle import Eagle3Method, new_eagle3
 
 from ...support.models import build_tiny_model
 from ...support.paths import REPOSITORY
@@ -69,6 +71,17 @@ def test_heads(target, prompts, tmp_path, head, engine, layout, options, draftin
     for prompt in prompts:
         target.generate(prompt[None], max_new_tokens=24, do_sample=False, speculator=again)
     assert again.stats.mean_acceptance_length == pytest.approx(found.mean_acceptance_length)
+
+
+def test_what_a_compact_head_leaves_out_comes_from_the_target(target, prompts, tmp_path):
+    """Also where the engine is to load it from the Hub: there is no folder to read then."""
+    ids = torch.arange(0, target.config.vocab_size, 2)
+    method = Eagle3Method(new_eagle3(target, ids, own_output=False), target, ids)
+    method.save(tmp_path / "head", target, "compact")
+    found = exported(tmp_path / "head", tmp_path / "out", "sglang", target, prompts, target_name="org/coder")
+    assert found.layout == "specforge"
+    weight = load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(weight, target.get_output_embeddings().weight[ids])
 
 
 def test_sampled_texts_are_measured_too(target, prompts, tmp_path):

@@ -75,6 +75,26 @@ class TestEagle3Heads:
         with pytest.raises(TargetMismatchError, match="even size"):
             new_eagle3(target(), hidden_size=48, num_heads=16)
 
+    def test_the_targets_rows_as_output_are_not_trained(self, tmp_path):
+        model = target()
+        method = Eagle3Method(new_eagle3(model, KEPT, own_output=False), model, KEPT)
+        assert torch.equal(method.head.output.weight, model.lm_head.weight[KEPT])
+        assert not any("lm_head" in name for name, _ in method.named_parameters())
+        states = TargetReader(model, method.feature_layers)(row())
+        method(row(), states).loss.backward()
+        assert all(parameter.grad is not None for parameter in method.parameters())
+        assert method.head.output.weight.grad is None
+        method.save(tmp_path, model, "compact")
+        again, target_ids = warm_eagle(tmp_path, model)
+        assert torch.equal(target_ids, KEPT)
+        assert again.fc.weight.requires_grad
+        assert not again.output.weight.requires_grad
+        for name, parameter in method.head.named_parameters():
+            assert torch.equal(dict(again.named_parameters())[name], parameter), name
+        assert new_eagle3(model, own_output=False).output is model.get_output_embeddings(), "without a draft vocabulary"
+        with pytest.raises(TargetMismatchError, match="leave own_output out"):
+            new_eagle3(model, KEPT, own_output=False, hidden_size=48)
+
     @pytest.mark.parametrize("layout", ["speculators", "specforge"])
     @pytest.mark.parametrize("shape", [{}, {"hidden_size": 48}, {"own_embeddings": True}])
     def test_saved_and_loaded_by_everyones_path(self, tmp_path, layout, shape):

@@ -34,8 +34,9 @@ def convert_head(
     """Writes the head in `folder` to the folder `path` in `layout`.
 
     Args:
-        target: needed where the layout stores what the file shares with the target (embeddings, an output matrix of
-            the full vocabulary), and where the layers that the head reads cannot be said without the target's depth.
+        target: needed where the layout stores what the file shares with the target (embeddings, an output matrix or
+            its rows for the draft vocabulary), and where the layers that the head reads cannot be said without the
+            target's depth.
     Raises:
         CheckpointError: unreadable; the layout cannot express the head; the target is needed and was not given.
         TargetMismatchError: the target is another one.
@@ -62,7 +63,7 @@ def convert_head(
 def describe_head(folder: str) -> SavedHead:
     """Method, layout and target of the head in `folder`, as far as it says."""
     opened = open_head(folder)
-    layout = "safeailab" if opened.spec.version == 1 else opened.spec.dialect
+    layout = "safeailab" if opened.spec.version == 1 else opened.spec.dialect if opened.spec.own_output else "compact"
     name = stated_name(ConfigValues(folder, opened.checkpoint.config))
     return SavedHead(opened.spec.algorithm, layout, name)
 
@@ -83,14 +84,15 @@ def _embeddings(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles 
 def _output(opened: OpenedHead[EagleSpec], layout: str, target: TargetFiles | None) -> nn.Module | None:
     """The target's output matrix where the file has none; None where its own is written."""
     spec = opened.spec
-    if _OUTPUT in opened.checkpoint.tensors or spec.draft_vocab_size != spec.vocab_size:
+    if _OUTPUT in opened.checkpoint.tensors or (spec.own_output and spec.draft_vocab_size != spec.vocab_size):
         return None
     if not stores(layout, spec)["lm_head"]:
         opened.keys.share(_OUTPUT, "not in the file")
-        return nn.Linear(spec.hidden_size, spec.vocab_size, bias=False, device="meta")
+        return nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False, device="meta")
     if target is None:
         raise _target_needed(opened, layout, _OUTPUT)
-    return shared_output(opened, target.output_embeddings())
+    theirs = target.output_embeddings()
+    return shared_output(opened, theirs, None if spec.own_output else theirs.weight.dtype)
 
 
 def _absent(opened: OpenedHead) -> nn.Module:

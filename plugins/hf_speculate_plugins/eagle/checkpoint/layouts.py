@@ -109,6 +109,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
             **_features(shapes, config, dialect, version),
             **_switches(shapes, config, dialect, version),
             **_mask(shapes, config),
+            own_output=version == 1 or "lm_head.weight" in shapes or config.flag("own_output", True),
             hidden_act=layer_config.text("hidden_act") or "silu",
             rms_norm_eps=layer_config.number("rms_norm_eps", 1e-6),
             rope=_rope(layer_config, dialect),

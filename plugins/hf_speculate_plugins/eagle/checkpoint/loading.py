@@ -53,7 +53,8 @@ def load_head(folder: str, target: PreTrainedModel, conventions: Conventions | N
     embed_tokens = shared_embeddings(
         opened, target.get_input_embeddings(), conventions.embeddings, trained=opened.spec.parallel
     )
-    lm_head = shared_output(opened, target.get_output_embeddings())
+    rows = None if opened.spec.own_output else target.dtype
+    lm_head = shared_output(opened, target.get_output_embeddings(), rows)
     return assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
 
 

@@ -21,7 +21,7 @@ from ..head import EagleHead
 from ..spec import EagleSpec
 
 
-LayoutName = Literal["safeailab", "specforge", "speculators"]
+LayoutName = Literal["safeailab", "specforge", "speculators", "compact"]
 
 # Who reads a layout -> the layout.
 _READERS = {"vllm": "speculators", "sglang": "specforge"}
@@ -53,6 +53,13 @@ _LIMITS: dict[str, tuple[_Limit, ...]] = {
         ("RoPE scaling", lambda spec: spec.rope["rope_type"] != "default"),
     ),
     "specforge": (*_COMMON, *_NEEDS_SPECULATORS, ("EAGLE-1", lambda spec: spec.version == 1)),
+    # That of SpecForge without what the target has anyway: nobody else reads it, and `convert` makes the others of it.
+    "compact": (
+        *_COMMON,
+        *_NEEDS_SPECULATORS,
+        ("EAGLE-1", lambda spec: spec.version == 1),
+        ("an output matrix of its own", lambda spec: spec.own_output),
+    ),
     "speculators": (
         *_COMMON,
         ("EAGLE-1", lambda spec: spec.version == 1),
@@ -89,8 +96,10 @@ def write_head(
     tensors = _tensors(head, target_ids, layout)
     if layout == "safeailab":
         config = _safeailab_config(spec)
-    elif layout == "specforge":
+    elif layout in ("specforge", "compact"):
         config = _specforge_config(spec, layers)
+        if layout == "compact":
+            config["own_output"] = False
     else:
         config = _speculators_config(spec, layers, target_name, target_architectures)
         own = head.shared["embed_tokens"] is None
@@ -124,7 +133,10 @@ def check_layout(layout: str, spec: EagleSpec, num_target_layers: int | None = N
 
 def stores(layout: str, spec: EagleSpec) -> dict[str, bool]:
     """Whether files of a layout hold embeddings and output matrix even where these are the target's."""
-    return {"embed_tokens": layout == "speculators" or spec.version == 1, "lm_head": spec.version == 3}
+    return {
+        "embed_tokens": layout == "speculators" or spec.version == 1,
+        "lm_head": spec.version == 3 and layout != "compact",
+    }
 
 
 def _feature_layers(spec: EagleSpec, layout: str, num_target_layers: int | None) -> list[int] | None:
@@ -145,8 +157,8 @@ def _feature_layers(spec: EagleSpec, layout: str, num_target_layers: int | None)
         raise CheckpointError(
             f"the safeailab layout cannot express this head: it has features of other layers than {default}."
         )
-    if layout == "specforge" and 0 in layers:
-        raise CheckpointError("the specforge layout cannot express this head: it has the embeddings as a feature.")
+    if layout in ("specforge", "compact") and 0 in layers:
+        raise CheckpointError(f"the {layout} layout cannot express this head: it has the embeddings as a feature.")
     return layers
 
 
@@ -162,9 +174,9 @@ def _tensors(head: EagleHead, target_ids: Tensor | None, layout: str) -> dict[st
             else:
                 rows = output_rows(module, spec.hidden_size, head.dtype)
             tensors[f"{name}.weight"] = rows
-    if spec.version == 3 and (target_ids is not None or layout == "specforge"):
+    if spec.version == 3 and (target_ids is not None or layout in ("specforge", "compact")):
         tensors |= vocabulary_tensors(spec, target_ids)
-    if layout == "specforge" and "norm.weight" not in tensors:
+    if layout in ("specforge", "compact") and "norm.weight" not in tensors:
         tensors["norm.weight"] = torch.ones(spec.hidden_size, dtype=head.dtype)  # its module always has one
     if spec.version == 3 and layout != "speculators":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import local_folder
 from hf_speculate.target import embedding_rows, last_device
+from hf_speculate_plugins.checkpoints import vocabulary_output
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 
 from ...sections import RecipeError
@@ -36,6 +37,7 @@ def new_eagle3(
     num_kv_heads: int | None = None,
     feature_layers: Sequence[int] | None = None,
     own_embeddings: bool | None = None,
+    own_output: bool = True,
     **switches: Any,
 ) -> EagleHead:
     """A fresh EAGLE-3 head.
@@ -51,6 +53,8 @@ def new_eagle3(
             where a file does not say; for targets of fewer than 6 layers three that are spread evenly.
         own_embeddings: whether the head has (and trains) embeddings of its own, a copy of the target's at first. None:
             only where it must.
+        own_output: whether it has (and trains) an output matrix of its own, at first a copy of the target's rows.
+            False: these rows themselves, or the target's matrix where there are no `target_ids`.
         switches: further fields of `EagleSpec` (`num_layers`, `norm_before_residual`, `fc_norm`, `windows`, …).
 
     Raises:
@@ -67,16 +71,25 @@ def new_eagle3(
     sizes = _sizes(config, width, intermediate_size, num_heads, num_kv_heads, switches.get("num_layers", 1))
     features = {"feature_layers": None if layers is None else tuple(layers), "num_features": len(layers or range(3))}
     draft_vocab_size = config.vocab_size if target_ids is None else len(target_ids)
-    fixed = {"dialect": "speculators", "version": 3, "draft_vocab_size": draft_vocab_size}
+    if not own_output and width != config.hidden_size:
+        raise TargetMismatchError(
+            f"an EAGLE-3 head of width {width} cannot have rows of the target's output matrix, of width "
+            f"{config.hidden_size}, as its own; leave own_output out."
+        )
+    fixed = {"dialect": "speculators", "version": 3, "draft_vocab_size": draft_vocab_size, "own_output": own_output}
     spec = EagleSpec(**{**sizes, **features, **fixed, **switches})
     check_fits(spec, target)
     shares_embeddings = not (own_embeddings or width != config.hidden_size)
+    output: Any = None if own_output else target.get_output_embeddings()
+    if output is not None and target_ids is not None:
+        output = vocabulary_output(output, width, target_ids, target.dtype)
     with torch.device("cpu"):
-        head = EagleHead(spec, target.get_input_embeddings() if shares_embeddings else None)
+        head = EagleHead(spec, target.get_input_embeddings() if shares_embeddings else None, output)
     initialise(head, config.initializer_range)
     if not shares_embeddings:
         copy_rows(head.embed_tokens.weight, embedding_rows(target.get_input_embeddings(), config.vocab_size))
-    copy_rows(head.lm_head.weight, target_rows(target, target_ids))
+    if own_output:
+        copy_rows(head.lm_head.weight, target_rows(target, target_ids))
     return head.to(last_device(target))
 
 

@@ -54,6 +54,8 @@ class Eagle3Shape(EagleShape):
         num_heads, num_kv_heads: None: as many as fit `hidden_size` with the target's head size and grouping.
         feature_layers: hidden states of the target that are read, see `new_eagle3`.
         own_embeddings: whether the head has (and trains) embeddings of its own. None: only where it must.
+        own_output: False: the output matrix stays the target's, or its rows for the draft vocabulary, and is not
+            trained; the layout "compact" leaves it out of the files.
         draft_vocab_size: so many of the most frequent tokens of the training data; None: the target's vocabulary.
         norm_before_fc, fc_norm: see `EagleSpec`.
     """
@@ -63,6 +65,7 @@ class Eagle3Shape(EagleShape):
     num_kv_heads: int | None = None
     feature_layers: tuple[int, ...] | None = None
     own_embeddings: bool | None = None
+    own_output: bool | None = None
     draft_vocab_size: int | None = None
     norm_before_fc: bool | None = None
     fc_norm: bool | None = None
