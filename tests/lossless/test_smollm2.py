@@ -11,6 +11,8 @@ from transformers import TextIteratorStreamer
 from hf_speculate import AutoSpeculator, load_gguf
 from hf_speculate.commands import builtin_prompts, bundled, find_smollm2, read_prompts, tokenize
 from hf_speculate.testing import check_lossless
+from hf_speculate_plugins.commands.convert import convert_checkpoint
+from hf_speculate_plugins.eagle import EagleDrafter
 
 
 pytestmark = pytest.mark.smollm2
@@ -54,6 +56,20 @@ def test_what_the_file_says_of_chats(exact):
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert set(model.generation_config.eos_token_id) == set(ends)
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_the_bundled_head_for_other_engines(file, tmp_path):
+    """Its file leaves out the target's rows, which a conversion takes from the GGUF file."""
+    head = bundled("smollm2-eagle3")
+    if head is None:
+        pytest.skip("the bundled head is not here")
+    model, _ = load_gguf(file, dtype=torch.bfloat16)
+    saved, _ = convert_checkpoint(head, tmp_path / "whole", "sglang", file)
+    assert saved.layout == "specforge"
+    ours, theirs = (EagleDrafter.from_folder(str(folder), model) for folder in (head, tmp_path / "whole"))
+    assert torch.equal(ours.head.output.weight, theirs.head.output.weight)
+    assert torch.equal(ours.target_ids, theirs.target_ids)
+    assert (ours.spec.own_output, theirs.spec.own_output) == (False, True)
 
 
 def test_an_answer_ends_by_itself_and_streams(exact):
