@@ -221,7 +221,7 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         weight: uint8 [V, bytes of a row].
         block_type: of the blocks.
         dtype: of what is looked up.
-        is_native: the kernel looks rows up, the same ones in a fifth of the time.
+        is_native: the kernel looks rows up, the same ones in half the time.
     """
 
     # What PEFT asks an embedding for: nothing of it is set.
