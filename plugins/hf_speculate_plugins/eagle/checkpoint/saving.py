@@ -26,6 +26,9 @@ LayoutName = Literal["safeailab", "specforge", "speculators", "compact"]
 # Who reads a layout -> the layout.
 _READERS = {"vllm": "speculators", "sglang": "specforge"}
 
+# "compact" is SpecForge's without what the target has anyway: nobody else reads it; `convert` makes the others of it.
+_AS_SPECFORGE = ("specforge", "compact")
+
 # What a layout's readers can not be told, as (name for people, does the spec need it).
 _Limit = tuple[str, Callable[[EagleSpec], bool]]
 _NEEDS_SPECULATORS: tuple[_Limit, ...] = (
@@ -43,6 +46,7 @@ _COMMON: tuple[_Limit, ...] = (
     ("biases of output projections", lambda spec: spec.o_bias or spec.mlp_bias),
     ("biases in EAGLE-3", lambda spec: spec.version == 3 and (spec.fc_bias or spec.qkv_bias)),
 )
+_SPECFORGE: tuple[_Limit, ...] = (*_COMMON, *_NEEDS_SPECULATORS, ("EAGLE-1", lambda spec: spec.version == 1))
 _LIMITS: dict[str, tuple[_Limit, ...]] = {
     "safeailab": (
         *_COMMON,
@@ -52,14 +56,8 @@ _LIMITS: dict[str, tuple[_Limit, ...]] = {
         ("a head size other than hidden size / heads", lambda s: s.head_dim * s.num_heads != s.hidden_size),
         ("RoPE scaling", lambda spec: spec.rope["rope_type"] != "default"),
     ),
-    "specforge": (*_COMMON, *_NEEDS_SPECULATORS, ("EAGLE-1", lambda spec: spec.version == 1)),
-    # That of SpecForge without what the target has anyway: nobody else reads it, and `convert` makes the others of it.
-    "compact": (
-        *_COMMON,
-        *_NEEDS_SPECULATORS,
-        ("EAGLE-1", lambda spec: spec.version == 1),
-        ("an output matrix of its own", lambda spec: spec.own_output),
-    ),
+    "specforge": _SPECFORGE,
+    "compact": (*_SPECFORGE, ("an output matrix of its own", lambda spec: spec.own_output)),
     "speculators": (
         *_COMMON,
         ("EAGLE-1", lambda spec: spec.version == 1),
@@ -96,7 +94,7 @@ def write_head(
     tensors = _tensors(head, target_ids, layout)
     if layout == "safeailab":
         config = _safeailab_config(spec)
-    elif layout in ("specforge", "compact"):
+    elif layout in _AS_SPECFORGE:
         config = _specforge_config(spec, layers)
         if layout == "compact":
             config["own_output"] = False
@@ -157,7 +155,7 @@ def _feature_layers(spec: EagleSpec, layout: str, num_target_layers: int | None)
         raise CheckpointError(
             f"the safeailab layout cannot express this head: it has features of other layers than {default}."
         )
-    if layout in ("specforge", "compact") and 0 in layers:
+    if layout in _AS_SPECFORGE and 0 in layers:
         raise CheckpointError(f"the {layout} layout cannot express this head: it has the embeddings as a feature.")
     return layers
 
@@ -174,9 +172,9 @@ def _tensors(head: EagleHead, target_ids: Tensor | None, layout: str) -> dict[st
             else:
                 rows = output_rows(module, spec.hidden_size, head.dtype)
             tensors[f"{name}.weight"] = rows
-    if spec.version == 3 and (target_ids is not None or layout in ("specforge", "compact")):
+    if spec.version == 3 and (target_ids is not None or layout in _AS_SPECFORGE):
         tensors |= vocabulary_tensors(spec, target_ids)
-    if layout in ("specforge", "compact") and "norm.weight" not in tensors:
+    if layout in _AS_SPECFORGE and "norm.weight" not in tensors:
         tensors["norm.weight"] = torch.ones(spec.hidden_size, dtype=head.dtype)  # its module always has one
     if spec.version == 3 and layout != "speculators":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
