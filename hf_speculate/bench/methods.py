@@ -42,6 +42,11 @@ class Method:
     compiles: bool = False
     model: Any = None
 
+    def forget(self) -> None:
+        """Has its drafter drop the texts of earlier requests."""
+        if (speculator := self.arguments.get("speculator")) is not None:
+            speculator.drafter.forget()
+
     def runs_at(self, batch_size: int) -> bool:
         return self.kind not in ("stock_speculative", "engine") or batch_size == 1
 

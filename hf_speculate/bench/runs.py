@@ -151,7 +151,8 @@ def measure_in_turn(
 ) -> list[Run]:
     """Every method on every request, `repeats` times, one after the other in an order that rotates.
 
-    Drift of the machine hits all methods alike; each has a warm-up before. `advance` is called `num_steps` times.
+    Drift of the machine hits all methods alike; each has a warm-up before. Drafters forget the texts of a pass before
+    the next one, which would repeat them. `advance` is called `num_steps` times.
 
     Raises:
         SpeculateError: a method emitted another number of tokens than it was asked for.
@@ -162,6 +163,8 @@ def measure_in_turn(
         advance("warm-up")
     runs = []
     for repeat in range(repeats):
+        for method in methods:
+            method.forget()
         for request in requests:
             for method in rotated(methods, repeat + request.index):
                 run = generate_once(model, method, request, arguments, repeat)

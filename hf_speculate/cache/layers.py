@@ -6,7 +6,7 @@ assisted decoding work on them unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -113,6 +113,22 @@ class PreallocatedLayer(DynamicLayer):
                 grown[:, :, : self.length] = self._buffers[name][:, :, : self.length]
             self._buffers[name] = grown
         self._is_owned = True
+
+    @property
+    def origin(self) -> int:
+        """Index in the text of the first entry of the buffers."""
+        return 0
+
+    def clear_behind(self, ends: Sequence[int]) -> None:
+        """Zeroes everything behind the first `ends[row]` entries of each row, up to the end of the buffers."""
+        for name, buffer in self._buffers.items():
+            starts = [max(end - self.origin, 0) for end in ends]
+            if min(starts) >= buffer.shape[2]:
+                continue
+            if not (self._is_owned and self._is_writable()):
+                self._buffers[name] = buffer = buffer.clone()
+            for row, start in zip(buffer, starts, strict=True):
+                row[:, start:] = 0
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:

@@ -57,7 +57,7 @@ class RowsAside:
         held = self._held(layer)
         leaving = [row for row in held if row not in rows]
         stay, go = ([held.index(row) for row in part] for part in (rows, leaving))
-        first, origin = _first(layer), _origin(layer)
+        first, origin = _first(layer), layer.origin
         left = slice(first - origin, max(first, *(lengths[row] for row in leaving)) - origin)
         kept = slice(max(lengths[row] for row in rows) + _ROOM - origin)
         states = {name: _take(buffer[:, :, left], go) for name, buffer in layer._buffers.items()}
@@ -73,7 +73,7 @@ class RowsAside:
     def _whole(self, layer: PreallocatedLayer, name: str, lengths: Sequence[int]) -> Tensor:
         """The buffer of all rows. What no row has written is 0: in attention it gets the weight 0, and 0 x NaN is
         not 0."""
-        held, buffer, origin = self._held(layer), layer._buffers[name], _origin(layer)
+        held, buffer, origin = self._held(layer), layer._buffers[name], layer.origin
         shape = (len(lengths), buffer.shape[1], max(lengths) - origin, buffer.shape[3])
         whole = buffer.new_zeros(shape)
         for rows, first, states in self._left.get(layer, ()):
@@ -102,8 +102,3 @@ def _put(whole: Tensor, rows: Sequence[int], states: Tensor, start: int) -> None
 def _first(layer: PreallocatedLayer) -> int:
     """Index of the oldest entry that a layer keeps."""
     return layer.first if isinstance(layer, SlidingLayer) else 0
-
-
-def _origin(layer: PreallocatedLayer) -> int:
-    """Index of the first entry of a layer's buffers."""
-    return layer._origins["keys"] if isinstance(layer, SlidingLayer) else 0

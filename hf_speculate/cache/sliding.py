@@ -59,6 +59,10 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         self.length = length
 
     @property
+    def origin(self) -> int:
+        return self._origins["keys"]
+
+    @property
     def visible_from(self) -> int:
         """Index of the first entry that the next forward gets to see."""
         return self.window_start(self.length) if self.pinned_from is None else self.pinned_from
@@ -117,7 +121,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
 
     def reserve(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
         """Makes room up to index `capacity`, letting go of entries behind the window; modifies no entry."""
-        room = capacity - self._origins["keys"]
+        room = capacity - self.origin
         if self._is_owned and self._buffers["keys"].shape[-2] >= room and self._is_writable():
             return
         kept_from = self.first if self.record_past else max(self.visible_from - _SPARE, self.first)
@@ -151,7 +155,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """See `PreallocatedLayer.move`. What a row has of entries that are gone stays gone."""
-        origin = self._origins["keys"]
+        origin = self.origin
         super().move((sources - origin).clamp(min=0), (destinations - origin).clamp(min=0))
 
     def checkpoint(self) -> _Checkpoint:

@@ -166,6 +166,15 @@ class TreeCache:
             layer.length = length
         self._pin_windows()
 
+    def clear_uncommitted(self) -> None:
+        """Makes the layers agree with `lengths`, and zeroes what they hold behind the end of every row.
+
+        A mask gives such entries the weight 0. That hides what is finite only: 0 x NaN is NaN.
+        """
+        self.restore()
+        for layer in self._layers:
+            layer.clear_behind([min(length, layer.length) for length in self.present_lengths])
+
     def release(self) -> None:
         """Hands the layers back to plain `generate`: sliding windows move with every append again."""
         for layer in self._sliding:

@@ -180,6 +180,9 @@ class Drafter(ABC):
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""
 
+    def forget(self) -> None:
+        """Drops the texts that it keeps of earlier requests. A benchmark calls it before it repeats its requests."""
+
     @abstractmethod
     def start(self, request: DraftRequest) -> DraftSession:
         """Opens a session for one request."""

@@ -157,7 +157,7 @@ def _wrap_sample(original: Callable) -> Callable:
             check_taps(self, note.speculator.drafter.feature_layers, note.speculator.drafter.name)
             check_acceptance(note.speculator, generation_config, logits_processor)
             check_stream(note.streamed, input_ids.shape[0])
-            sizes = exact_sizes_of(note.speculator, self, input_ids, kwargs)
+            sizes = exact_sizes_of(note.speculator, self, input_ids, generation_config, kwargs)
             shape = checked_shape(self, kwargs[CACHE_NAME])
         if shape is not None:
             with _stepping_aside(note, PromptError):

@@ -47,7 +47,9 @@ class EndedRows:
         return self._owe_eos and any(found < settled for found, settled in pairs)
 
     def done(self, cache: TreeCache) -> list[int]:
-        """Rows that need not be run any more, whatever the others do."""
+        """Rows that need not be run any more, whatever the others do. Rows that go on with padding are none of them."""
+        if self.are_padded:
+            return []
         return [row for row in self._sequences.finished_rows if not self._owes_eos(row, cache)]
 
     def paths(self, verdict: Verdict, cache: TreeCache) -> list[list[int]]:

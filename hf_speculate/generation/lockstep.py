@@ -18,5 +18,5 @@ def lockstep_reason(
     if has_length_dependent_rope(target.config):
         return "RoPE that depends on the longest position"
     if scorer.needs_equal_rows:
-        return "attention that counts along the cache"
+        return "attention that takes no mask or counts along the cache"
     return "a streamer" if has_streamer else ""

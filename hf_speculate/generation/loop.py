@@ -22,7 +22,7 @@ from ..round import Round
 from ..stats import SpeculationStats
 from ..target import Scorer
 from ..tree import DraftTree
-from ..verification import Sampler, Sequences, Stopping, Verdict, verify
+from ..verification import Sampler, Sequences, Stopping, TaintedScores, Verdict, verify
 from .ahead import Ahead
 from .clock import RoundClock
 from .delivery import Delivery
@@ -46,7 +46,7 @@ def decode(run: Decoding) -> Generator[Round]:
                 tree = run.draft(budget)
                 run.look_ahead(tree, budget)
                 output = run.score(tree)
-                verdict = run.verify(tree, output)
+                tree, verdict = run.verify(tree, output)
                 round = run.keep(tree, verdict)
                 run.publish(round, output)
                 if any(round.tokens):
@@ -143,7 +143,7 @@ class Decoding:
         In lock-step it runs all: what is called with the whole batch must see what stock shows it.
         """
         finished = self.sequences.finished
-        if not (self.lockstep or self.ended.are_padded) and any(finished) and not all(finished):
+        if not self.lockstep and any(finished) and not all(finished):
             self.scorer.leave_out(self.ended.done(self.cache))
         self._num_compiled_before = self._num_compiled
         self._clock.start()
@@ -196,23 +196,42 @@ class Decoding:
 
     def score(self, tree: DraftTree) -> Any:
         """The output of the target's forward over a tree."""
-        with self.stats.timed("target_seconds"), self.drafting.listening():
-            self.stats.target_forwards += 1
-            output = self.scorer(tree, self.prompt.root_positions(self.sequences), forward_kwargs=self._forward_kwargs)
-            self.drafting.skip(self.scorer.num_rerun)
-            return output
+        with self.stats.timed("target_seconds"):
+            return self._score(tree)
 
-    def verify(self, tree: DraftTree, output: Any) -> Verdict:
-        """Walks the tree, emitting what the request's sampler chooses."""
+    def _score(self, tree: DraftTree) -> Any:
+        self.stats.target_forwards += 1
+        with self.drafting.listening():
+            output = self.scorer(tree, self.prompt.root_positions(self.sequences), forward_kwargs=self._forward_kwargs)
+        self.drafting.skip(self.scorer.num_rerun)
+        return output
+
+    def verify(self, tree: DraftTree, output: Any) -> tuple[DraftTree, Verdict]:
+        """Walks the tree, emitting what the request's sampler chooses; the tree is its root alone where scores of its
+        nodes cannot be trusted."""
         with self.stats.timed("target_seconds"):
             verdict = Verdict.empty(self.sequences.batch_size)
             self._broken_off = tree, verdict, output
-            self._verify(output.logits, tree, verdict)
+            try:
+                self._verify(output.logits, tree, verdict, may_be_tainted=tree.num_nodes > 1 or self.cache.is_ragged)
+            except TaintedScores:
+                tree = tree.root_alone()
+                self._score_again(tree, output)
+                self._broken_off = tree, verdict, output
+                self._verify(output.logits, tree, verdict)
         self._leave_to_streamer("target_seconds")
         if self.ahead is not None:
             with self.stats.timed("drafter_seconds"):
                 self._clock.put_off(self.ahead.settle(verdict.tokens[0], is_over=not self.is_unfinished))
-        return verdict
+        return tree, verdict
+
+    def _score_again(self, roots: DraftTree, output: Any) -> None:
+        """Puts the output of plain steps in place of one over drafts with states that are not finite."""
+        self.stats.fallbacks["scored again without the draft: it led to states that are not finite"] += 1
+        self._drafted_depth = 0
+        self.cache.clear_uncommitted()
+        for name, value in self._score(roots).items():
+            output[name] = value
 
     def keep(self, tree: DraftTree, verdict: Verdict) -> Round:
         """Keeps the entries of the accepted paths; the round that this makes."""
@@ -245,6 +264,8 @@ class Decoding:
             wanted = zip(self.ended.settled_lengths(delivered), self.cache.lengths, strict=True)
             self.cache.truncate(list(map(min, wanted)))
             self.scorer.settle()
+        if self.cache.is_ragged:  # what the next turn masks must be finite
+            self.cache.clear_uncommitted()
         self.cache.release()
         if self.sampler.noise is not None:
             self.sampler.noise.finish(max(delivered))
@@ -266,7 +287,7 @@ class Decoding:
             is_ahead=self.ahead is not None and self.ahead.was_taken,
         )
 
-    def _verify(self, logits: Tensor, tree: DraftTree, verdict: Verdict) -> None:
+    def _verify(self, logits: Tensor, tree: DraftTree, verdict: Verdict, may_be_tainted: bool = False) -> None:
         verify(
             logits,
             tree,
@@ -275,6 +296,7 @@ class Decoding:
             self.sequences,
             lockstep=self.lockstep,
             pads_ended=self.ended.are_padded,
+            may_be_tainted=may_be_tainted,
             after_step=self.delivery,
             verdict=verdict,
         )

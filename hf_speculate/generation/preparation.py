@@ -141,8 +141,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         lockstep = lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
     # Something looks at the whole batch, or at every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
-    is_native = call.sizes is not None and has_native_layers(model)
-    drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS // call.batch_size if is_native else MAX_NODES)
+    drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, sampler, stats)
     return Decoding(
         target=model,

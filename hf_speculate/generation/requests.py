@@ -135,11 +135,16 @@ def check_acceptance(speculator: Speculator, config: GenerationConfig, processor
 
 
 def exact_sizes_of(
-    speculator: Speculator, model: GenerativeModel, input_ids: Tensor, kwargs: dict[str, Any]
+    speculator: Speculator, model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> Sizes | None:
     """What exact forwards need to know; None where nobody asked for them."""
     if not speculator.options.exact:
         return None
+    if config.output_attentions:
+        raise UnsupportedRequestError(
+            "exact=True computes attention node by node and keeps no attention weights: output_attentions=True cannot "
+            "be had with it. Leave out one of the two."
+        )
     mask = kwargs.get("attention_mask")
     is_padded = mask is not None and not bool(mask.all())
     found = exact_sizes(model, kwargs[CACHE_NAME], input_ids.shape[0], is_padded)

@@ -34,7 +34,16 @@ from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import UnsupportedRequestError
 from ..models import GenerativeModel, has_own_method
 from ..speculator import Speculator
-from ..target import Shape, has_recurrent_layers, input_device, prompt_learning, target_shape, without_foreign_hooks
+from ..target import (
+    Shape,
+    has_foreign_attention,
+    has_recurrent_layers,
+    input_device,
+    prompt_learning,
+    structure_key,
+    target_shape,
+    without_foreign_hooks,
+)
 from ..tree import ROOT_PARENT, DraftTree
 from ..verification import RngState
 
@@ -66,7 +75,7 @@ def request_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
         return on_trial, reason
     if shape == "single" or not needs_trial(model, cache):
         return shape, reason
-    key = (shape, model.config._attn_implementation, has_recurrent_layers(cache))
+    key = (shape, structure_key(model), has_recurrent_layers(cache))
     known = _found.setdefault(model, {})
     if key not in known:
         known[key] = run_trial(model, shape, reason)
@@ -84,11 +93,11 @@ def checked_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
 def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
     """Whether nobody has tried this class: its input preparation is not stock's, or no test compares it with stock.
 
-    Recurrent layers are always tried, and so are models whose forward somebody has replaced. Prompt-learning adapters,
-    which prepare inputs as well, and accelerate, which replaces forwards, are known.
+    Recurrent layers are always tried, and so are models whose forward or attention somebody has replaced.
+    Prompt-learning adapters, which prepare inputs as well, and accelerate, which replaces forwards, are known.
     """
     kind = type(model)
-    if has_recurrent_layers(cache):
+    if has_recurrent_layers(cache) or has_foreign_attention(model):
         return True
     for name in INPUT_PREPARATION:
         if has_own_method(model, name) or (name in vars(model) and prompt_learning(model) is None):

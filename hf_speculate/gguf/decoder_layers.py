@@ -27,6 +27,6 @@ def parts_of(layer: Any) -> LayerParts | None:
         eps=layer.input_layernorm.variance_epsilon,
         scale=attention.scaling,
     )
-    is_packed = all(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
+    is_packed = any(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
     has_one_eps = all(norm.variance_epsilon == parts.eps for norm in parts.norms.values())
     return parts if is_packed and has_one_eps and parts.fit() else None

@@ -62,10 +62,12 @@ class LayerParts:
         return list(dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)]))
 
     def rounds(self) -> bool | None:
-        """Whether inputs are rounded to bytes; None where the kernel does not multiply with all of the matrices, or
-        not alike."""
-        found = {rounds_inputs(matrix) for matrix in self.matrices}
-        return found.pop() if len(found) == 1 else None
+        """Whether packed matrices round their inputs to bytes; None where the kernel does not multiply with all of the
+        matrices, or the packed ones differ. Dense matrices never round, and stand beside either kind."""
+        found = [(isinstance(matrix, PackedMatrix), rounds_inputs(matrix)) for matrix in self.matrices]
+        of_packed = {rounds for is_packed, rounds in found if is_packed} or {False}
+        is_known = all(rounds is not None for _, rounds in found)
+        return of_packed.pop() if is_known and len(of_packed) == 1 else None
 
     def rounded(self) -> LayerParts:
         """These with the matrices that can be in 8 bits, for drafts."""

@@ -39,12 +39,33 @@ class NativeRows:
         rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
         beside: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
-        """The outputs of every layer; their entries are in the cache then."""
-        beside = None if beside is None else beside.contiguous()
-        outputs = self.layers.run(inputs.contiguous(), rotary, self.buffers, self.num_keys, self.sight, beside)
+        """The outputs of every layer; their entries are in the cache then.
+
+        A large batch is run in parts, whose rows have the bits that they have together.
+        """
+        inputs, beside = inputs.contiguous(), None if beside is None else beside.contiguous()
+        step = max(MOST_ROWS // inputs.shape[1], 1)
+        parts = [self._run(slice(start, start + step), inputs, rotary, beside) for start in range(0, len(inputs), step)]
+        outputs = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         for layer in self.cache_layers:
             layer.length = self.num_keys
         return outputs
+
+    def _run(
+        self, rows: slice, inputs: Tensor, rotary: tuple[Tensor, Tensor], beside: Tensor | None
+    ) -> Float[Tensor, "L R N H"]:
+        """Some rows of the batch."""
+        if rows.stop >= len(inputs) and not rows.start:
+            return self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, beside)
+        cos, sin = (states if len(states) == 1 else states[rows] for states in rotary)
+        buffers = [(keys[rows], values[rows]) for keys, values in self.buffers]
+        sight = self.sight
+        if sight is not None:  # offsets count from the first run of all
+            offsets, runs = sight
+            num_queries = inputs.shape[1]
+            sight = offsets[rows.start * num_queries : rows.stop * num_queries + 1], runs
+        part = None if beside is None else beside[rows]
+        return self.layers.run(inputs[rows], (cos, sin), buffers, self.num_keys, sight, part)
 
 
 def new_rows(
@@ -116,7 +137,8 @@ def tree_rows(
     """
     batch_size, (width, num_levels) = len(root), size
     level = root[:, None].expand(-1, width, -1)
-    if root.dtype is not layers.dtype or not served(level) or max(size) > MOST_WIDTH:
+    is_large = batch_size * width > MOST_ROWS or max(size) > MOST_WIDTH
+    if root.dtype is not layers.dtype or not served(level) or is_large:
         return None
     cache_layers = appendable_layers(cache, 0, len(layers))
     if not cache_layers:
@@ -130,12 +152,13 @@ def tree_rows(
 
 
 def served(inputs: Tensor) -> bool:
-    """Whether the kernel takes such rows, and as many."""
+    """Whether the kernel takes such rows, as many of each text."""
     return (
         type(inputs) is Tensor
         and inputs.is_cpu
         and inputs.dtype in (torch.bfloat16, torch.float32)
-        and 0 < inputs.shape[0] * inputs.shape[1] <= MOST_ROWS
+        and 0 < inputs.shape[1] <= MOST_ROWS
+        and len(inputs) > 0
         and not (inputs.requires_grad and torch.is_grad_enabled())
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_dispatch_stack()

@@ -52,6 +52,8 @@ from .static import NODE_BUCKETS as NODE_BUCKETS
 from .static import compiled as compiled
 from .static import has_native_layers as has_native_layers
 from .static import width_for as width_for
+from .structure import structure_key as structure_key
 from .support import Shape as Shape
+from .support import has_foreign_attention as has_foreign_attention
 from .support import supported_shape as supported_shape
 from .walk import Sizes as Sizes

@@ -1,7 +1,8 @@
 """Whether a model can score trees bit for bit as one token after another on this machine, and how.
 
-Found by trying, once a model and batch size: products of every shape with one row and with several, then a tree beside
-single steps, layer by layer. Nothing is taken for granted of a kernel, a device or a library.
+Found by trying, once for a structure and batch size: products of every shape with one row and with several, then a
+tree beside single steps, layer by layer. Products of other kinds (experts, convolutions, remote code) are tried within
+the whole model, with many rows. Nothing is taken for granted of a kernel, a device or a library.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers.cache_utils import Cache
 from ..cache import TreeCache, as_cache, is_indexable
 from ..models import GenerativeModel, num_embeddings
 from ..tree import DraftTree
-from .adapters import active_adapters, prompt_learning
+from .adapters import prompt_learning
 from .devices import input_device
 from .exact import ExactScorer
 from .filler import filler_cache
@@ -29,6 +30,7 @@ from .masks import layer_types, layer_windows
 from .positions import has_length_dependent_rope, num_positions
 from .scoring import Scorer
 from .static import has_native_layers
+from .structure import structure_key, unvouched_modules
 from .support import counts_along_cache
 from .walk import Sizes
 
@@ -37,7 +39,7 @@ COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Of rows that are multiplied at once; others are put together of these."""
 
 MAX_NATIVE_ROWS = 128
-"""Of a forward that the kernel for packed weights takes; more go through modules, which round otherwise."""
+"""Of a text that the kernel for packed weights takes in one forward; more go through modules, which round otherwise."""
 
 # Values that are compared for each number of rows, as far as the weights are not large. Where a kernel adds up 4864
 # products otherwise, 3 in 10,000 differ (torch 2.13, AMX), 1 in 100,000 of 32: that none of a million shows has a
@@ -50,7 +52,10 @@ _PATHS = (0, 1, 2, 3), (0, 1, 5, 6), (0, 4, 7)
 _LENGTHS = 9, 200, 1100
 _MOST_WINDOW = 4096
 
-_Kind = tuple[tuple[int, ...], torch.dtype, bool, torch.device, int]
+# Entries before the chains in which products of other kinds are tried.
+_CHAIN_PREFIX = 200
+
+_Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, torch.device, int]
 _sizes_of_kinds: dict[_Kind, Sequence[int]] = {}
 _found: WeakKeyDictionary[GenerativeModel, dict[tuple[Any, ...], Sizes | str]] = WeakKeyDictionary()
 
@@ -66,7 +71,7 @@ def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded
     if problem := _problem(model, cache):
         return problem
     known = _found.setdefault(model, {})
-    key = batch_size, is_padded, active_adapters(model), model.dtype, torch.get_num_threads()
+    key = batch_size, is_padded, structure_key(model)
     if key not in known:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -103,6 +108,9 @@ def _tried(model: GenerativeModel, batch_size: int, is_padded: bool) -> Sizes | 
                 return f"a product of {list(shape)} rounds {batch_size} rows otherwise than each alone"
     try:
         difference = first_difference(model, sizes, batch_size, is_padded)
+        others = [] if difference or has_native_layers(model) else unvouched_modules(model)
+        if others and (found := chain_difference(model, sizes, batch_size)):
+            difference = f"{found}, where {', '.join(others)} may multiply by other means than nn.Linear"
     except Exception as error:
         return f"{type(model).__name__} could not be tried ({type(error).__name__}: {error})"
     return f"a tree differs from single steps in {difference}" if difference else sizes
@@ -115,8 +123,8 @@ def product_sizes(model: nn.Module) -> Sizes:
     for module in model.modules():
         if type(module) is not nn.Linear or module.weight.is_meta:
             continue
-        weight = module.weight
-        kind = tuple(weight.shape), weight.dtype, module.bias is None, weight.device, torch.get_num_threads()
+        weight, has_bias, threads = module.weight, module.bias is not None, torch.get_num_threads()
+        kind = tuple(weight.shape), weight.stride(), weight.dtype, has_bias, weight.device, threads
         if kind not in _sizes_of_kinds:
             _sizes_of_kinds[kind] = _equal_counts(module)
         known = sizes.get(kind[0], COUNTS)
@@ -158,14 +166,35 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
         for path in _PATHS if length == _LENGTHS[0] else _PATHS[:1]:
             steps = _Steps(model, mask, prefix)
             for node in path:
-                found = steps.run(tokens[:, node : node + 1])
-                states = zip(found.hidden_states, output.hidden_states, strict=True)
-                for layer, (stocks, ours) in enumerate(states):
-                    if not torch.equal(stocks[:, -1], ours[:, node]):
-                        return f"layer {layer}, behind {length} tokens"
-                if not torch.equal(found.logits[:, -1], output.logits[:, node]):
-                    return f"the logits, behind {length} tokens"
+                if place := _different_place(steps.run(tokens[:, node : node + 1]), output, node):
+                    return f"{place}, behind {length} tokens"
     return ""
+
+
+def chain_difference(model: GenerativeModel, sizes: Sizes, batch_size: int) -> str:
+    """The same for chains of all the numbers of rows in `COUNTS`, node by node."""
+    most = num_positions(model.config)
+    length = _CHAIN_PREFIX if most is None else max(min(_CHAIN_PREFIX, most - COUNTS[-1]), 1)
+    mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
+    prefix = filler_cache(model, batch_size, length)
+    for count in COUNTS if most is None else [count for count in COUNTS if length + count <= most]:
+        tokens = torch.randint(num_embeddings(model), (batch_size, count))
+        scorer = exact_scorer(model, TreeCache(copy.deepcopy(prefix), batch_size), sizes, mask)
+        kwargs = {"output_hidden_states": True}
+        output = scorer(DraftTree.chain(tokens), mask.sum(1).tolist(), forward_kwargs=kwargs)
+        steps = _Steps(model, mask, prefix)
+        for node in range(count):
+            if place := _different_place(steps.run(tokens[:, node : node + 1]), output, node):
+                return f"{place}, with {count} tokens at once"
+    return ""
+
+
+def _different_place(step: Any, output: Any, node: int) -> str:
+    """Where the states or logits of a node are not those of a single step; "" if nowhere."""
+    for layer, (stocks, ours) in enumerate(zip(step.hidden_states, output.hidden_states, strict=True)):
+        if not torch.equal(stocks[:, -1], ours[:, node]):
+            return f"layer {layer}"
+    return "" if torch.equal(step.logits[:, -1], output.logits[:, node]) else "the logits"
 
 
 def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:

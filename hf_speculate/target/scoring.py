@@ -22,7 +22,7 @@ from .devices import input_device
 from .hooks import may_hold_rows
 from .masks import LayerType, layer_types, num_left_padding, visible_prefix
 from .positions import takes_position_ids
-from .support import Shape, counts_along_cache
+from .support import Shape, counts_along_cache, ignores_masks
 
 
 # At this length, copying a row of the cache is taken to cost as much as running it in one forward over a tree; at
@@ -128,8 +128,9 @@ class Scorer:
 
     @property
     def needs_equal_rows(self) -> bool:
-        """Whether rows must have the same length: something that no mask of ours reaches counts along the cache."""
-        return self.shape == "chain" and (self.has_windows or bool(counts_along_cache(self.model)))
+        """Whether rows must have the same length: no mask reaches what looks at the cache, or counts along it."""
+        reaches_no_mask = self.has_windows or ignores_masks(self.model) or bool(counts_along_cache(self.model))
+        return self.shape == "chain" and reaches_no_mask
 
     def leave_out(self, finished: Sequence[int]) -> bool:
         """Before a round: takes rows that have finished out of the cache, and so out of the forwards.

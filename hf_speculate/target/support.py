@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import is_indexable
@@ -35,6 +36,19 @@ def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
     if attention not in TREE_ATTENTION:
         return "chain", f"attention {attention!r} takes no tree mask: chains only"
     return "tree", ""
+
+
+def ignores_masks(model: PreTrainedModel) -> bool:
+    """Whether transformers hands the attention of `model` no mask at all, not even one of padding."""
+    return model.config._attn_implementation not in AttentionMaskInterface._global_mapping
+
+
+def has_foreign_attention(model: PreTrainedModel) -> bool:
+    """Whether somebody else than transformers registered the attention that `model` uses."""
+    function: Any = AttentionInterface._global_mapping.get(model.config._attn_implementation or "")
+    while isinstance(function, partial):
+        function = function.func
+    return function is not None and not function.__module__.startswith(("transformers.", "hf_speculate."))
 
 
 def counts_along_cache(model: PreTrainedModel) -> str:

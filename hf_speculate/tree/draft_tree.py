@@ -61,6 +61,12 @@ class DraftTree:
         """A tree without a draft: the forward over it is a plain decoding step."""
         return cls(root_ids[:, None], (ROOT_PARENT,))
 
+    def root_alone(self) -> DraftTree:
+        """The root of every row, without a draft."""
+        tree = self.root_only(self.token_ids[:, 0])
+        tree._slots = self._slots
+        return tree
+
     @classmethod
     def chain(cls, token_ids: Int[Tensor, "B N"], values: Float[Tensor, "B N"] | None = None) -> DraftTree:
         """One branch: node i is the child of node i - 1. The plain reference of every other shape."""

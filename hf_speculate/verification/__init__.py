@@ -13,6 +13,7 @@ from .records import LayerRecord as LayerRecord
 from .records import Records as Records
 from .records import StepRecord as StepRecord
 from .sampler import Sampler as Sampler
+from .sampler import TaintedScores as TaintedScores
 from .sequences import Sequences as Sequences
 from .stopping import Stopping as Stopping
 from .typical import TypicalAcceptance as TypicalAcceptance

@@ -25,7 +25,17 @@ from .records import Records
 from .sequences import Sequences
 
 
-_IMPOSSIBLE = -1  # instead of a token, where scores allow none
+# Instead of a token: where scores allow none, and where they are not to be trusted.
+_IMPOSSIBLE, _TAINTED = -1, -2
+
+
+class TaintedScores(Exception):
+    """A forward over several nodes gave scores that are no numbers: masked entries may have got into the sums."""
+
+
+def _tainted(logits: Float[Tensor, "R N V"]) -> Tensor:
+    """bool [R, N]: the nodes whose states are no numbers. All their logits are NaN; of others at most some are."""
+    return logits[..., :: max(logits.shape[-1] // 3, 1)].isnan().all(-1)
 
 
 def _possible(tokens: list[int]) -> list[int]:
@@ -71,19 +81,27 @@ class Sampler:
             running = (n for n, is_finished in zip(emitted, sequences.finished, strict=True) if not is_finished)
             self.noise.release_before(min(running, default=max(emitted)))
 
-    def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
+    def chooser(
+        self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences, *, may_be_tainted: bool = False
+    ) -> Choose:
         """A function (rows, their nodes) -> the token the request's sampler chooses there.
 
         Args:
             logits: of the nodes of `tree`, which may be about some rows of the batch (`DraftTree.select`); the function
                 takes rows of the batch.
+            may_be_tainted: the forward had masked entries, so that NaN need not be what single steps give.
+        Raises:
+            TaintedScores: some node's scores are NaN, and may be tainted.
         """
         tier = self.tier(logits.device)
         if tier == "walk":
+            if may_be_tainted and bool(_tainted(logits).any()):
+                raise TaintedScores
             return lambda rows, nodes: self._choose_now(logits, tree, rows, nodes, sequences)
         scores = self._all_scores(logits, tree, sequences, tier)
         noise = self._tree_noise(tree, sequences, scores.shape[-1])
-        table = tree.read_with(self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2]))
+        picked = self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2])
+        table = self._read(tree, picked, logits if may_be_tainted else None)
 
         def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             slots = [tree.slot(row) for row in rows]
@@ -92,6 +110,16 @@ class Sampler:
             return _possible([table[slot][node] for slot, node in zip(slots, nodes, strict=True)])
 
         return look_up
+
+    @staticmethod
+    def _read(tree: DraftTree, table: Tensor, logits: Tensor | None) -> list[list[int]]:
+        """`table` [R, N or more], read with the tree; raises `TaintedScores` where `logits` are tainted."""
+        if logits is None:
+            return tree.read_with(table)
+        rows = tree.read_with(table.masked_fill(_tainted(logits).any(-1, keepdim=True), _TAINTED))
+        if any(_TAINTED in row for row in rows):
+            raise TaintedScores
+        return rows
 
     def _choose_now(
         self, logits: Tensor, tree: DraftTree, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences

@@ -88,10 +88,13 @@ class TypicalSampler(Sampler):
         super().__init__(processors, None, records)
         self.rule = rule
 
-    def chooser(self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences) -> Choose:
+    def chooser(
+        self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences, *, may_be_tainted: bool = False
+    ) -> Choose:
         scores = self._all_scores(logits, tree, sequences, "scores" if self.required_tier == "scores" else "prefix")
         last_nodes = self.rule.last_nodes(scores, tree).to(scores.device)
-        table = tree.read_with(torch.cat([scores.argmax(-1), last_nodes[:, None]], dim=1))
+        picked = torch.cat([scores.argmax(-1), last_nodes[:, None]], dim=1)
+        table = self._read(tree, picked, logits if may_be_tainted else None)
         next_nodes = [_next_on_path(tree.host.parents[slot], row[-1]) for slot, row in enumerate(table)]
 
         def choose(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:

@@ -47,6 +47,7 @@ def verify(
     *,
     lockstep: bool,
     pads_ended: bool = False,
+    may_be_tainted: bool = False,
     after_step: Callable[[], bool] | None = None,
     verdict: Verdict | None = None,
 ) -> Verdict:
@@ -58,13 +59,16 @@ def verify(
         lockstep: all rows advance together, so that every processor and criterion is called in stock's order with the
             whole batch; otherwise each row advances alone.
         pads_ended: rows that have ended go on with padding, as far as the longest row.
+        may_be_tainted: see `Sampler.chooser`.
         after_step: called after every step of a lock-step; False ends the round.
         verdict: an empty one to be filled, for a caller who wants what an interruption has left.
     Returns:
         The verdict; rows that were finished before the call emit nothing.
+    Raises:
+        TaintedScores: before anything is emitted.
     """
     verdict = verdict or Verdict.empty(sequences.batch_size)
-    choose = sampler.chooser(logits, tree, sequences)
+    choose = sampler.chooser(logits, tree, sequences, may_be_tainted=may_be_tainted)
     host = tree.host  # whoever drafted it has to answer for it before anything is emitted
     if lockstep:
         _Walk(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_speculate import SpeculateError, Speculator
+from hf_speculate import AutoSpeculator, SpeculateError, Speculator
 from hf_speculate.bench import (
     AcceptanceSettings,
     BatchSettings,
@@ -27,7 +27,7 @@ from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.generate_tables import tables as generate_tables
 from hf_speculate.bench.loss import figures as loss_figures
-from hf_speculate.bench.methods import Method, eager_method
+from hf_speculate.bench.methods import Method, eager_method, speculator_method
 from hf_speculate.bench.runs import Run, batches, fitting, measure_in_turn, rotated, seconds_by_repeat
 from hf_speculate.commands import Grid, add_command
 from hf_speculate.stats import SpeculationStats
@@ -251,6 +251,18 @@ def test_every_method_has_every_place_in_turn(tiny_model, prompt):
     assert seconds_by_repeat(runs, "m1") == pytest.approx(
         [sum(r.seconds for r in runs if r.method == "m1" and r.repeat == i) for i in range(2)]
     )
+
+
+def test_no_repeat_drafts_from_the_texts_of_another(tiny_model, prompt):
+    """A store would hold the very answers."""
+    model, requests = tiny_model(), batches([("a", prompt(6)[0]), ("a", prompt(9)[0])], 1, torch.device("cpu"))
+    speculator = AutoSpeculator.from_name("suffix", target=model, store=True, adaptive=False)
+    runs = measure_in_turn(
+        model, [speculator_method("s", speculator)], requests, fixed_length(24), 3, lambda step: None
+    )
+    forwards = [sum(run.stats.target_forwards for run in runs if run.repeat == repeat) for repeat in range(3)]
+    assert min(forwards) > 0.8 * forwards[0], forwards
+    assert len(speculator.drafter.store) == len(requests), "within a repeat it serves as ever"
 
 
 def test_a_method_may_bring_its_own_model(tiny_model, prompt):

@@ -89,6 +89,21 @@ class TestSecondTurns:
             assert torch.equal(ours[0], plain[0]), kind
             assert torch.equal(ours[1], plain[1]), kind
 
+    def test_windows_go_on_sliding_below_rows_that_are_padded(self):
+        """Records of every step have rows go on with padding behind their end, in their own windows."""
+        model, ids = build_tiny_model("mistral", sliding_window=8), padded_batch(random_prompt, (9, 9, 9))["input_ids"]
+        for seed in range(4):
+            torch.manual_seed(seed)
+            request = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": EOS, "output_scores": True}
+            request |= {"output_logits": True, "return_dict_in_generate": True}
+            plain = model.generate(ids, **request)
+            torch.manual_seed(seed)
+            drafter = ScriptedDrafter(plain.sequences[:, 9:], (1,) * 4, accuracy=0.9, vocab_size=VOCAB_SIZE)
+            ours = model.generate(ids, **request, speculator=Speculator(drafter))
+            assert torch.equal(ours.sequences, plain.sequences)
+            for step, (mine, theirs) in enumerate(zip(ours.logits, plain.logits, strict=True)):
+                torch.testing.assert_close(mine, theirs, msg=f"seed {seed}, step {step}")
+
     def test_the_entries_of_every_real_token_are_stocks(self):
         model, inputs = build_tiny_model(dtype=torch.float64), padded_batch(random_prompt, (9, 4, 7, 9))
         caches = []

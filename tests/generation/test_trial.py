@@ -165,6 +165,18 @@ class TestRunsOnce:
             assert request_shape(model, cache_of(model)) == ("tree", "")
             assert (Custom.num_forwards > before) == runs
 
+    def test_a_model_that_was_changed_is_tried_again(self, model):
+        for change in (lambda: None, lambda: model.resize_token_embeddings(VOCAB_SIZE + 8)):
+            change()
+            before = Custom.num_forwards
+            assert request_shape(model, cache_of(model)) == ("tree", "")
+            assert Custom.num_forwards > before
+
+    def test_an_attention_of_somebodys_is_tried(self, chain_only):
+        known = build_tiny_model(attention=chain_only)
+        assert needs_trial(known, cache_of(known))
+        assert request_shape(known, cache_of(known))[0] == "chain"
+
     def test_what_is_known_is_not_tried(self, model, monkeypatch, prompt):
         known = build_tiny_model()
         monkeypatch.setattr(trial, "run_trial", lambda *args: pytest.fail("was tried"))

@@ -29,6 +29,8 @@ RECIPES = {
     # What needs sums over 16 columns beside what needs them over 32, and what needs none.
     "mixed": lambda name, columns: MIXED.get(name.split(".")[-2], "Q4_K"),
     "Q4_K_M": q4_k_m(3),
+    # As files have that keep some matrices finer than the rest.
+    "some dense": lambda name, columns: {"attn_v": "BF16", "ffn_down": "F16"}.get(name.split(".")[-2], "Q8_0"),
 }
 
 
@@ -128,7 +130,7 @@ def test_bfloat16_is_no_further_from_float32_than_the_modules_are(recipe, load):
 
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["mixed", "Q8_0"])
+@pytest.mark.parametrize("recipe", ["mixed", "Q8_0", "some dense"])
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(dtype, recipe, backend, load):
     model, text = load(recipe=recipe, dtype=dtype, backend=backend), ids(1, 45)
     whole, cache = states_of(model, text)
@@ -198,6 +200,20 @@ def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(load, calls):
         alone, own = states_of(model, text)
         assert torch.equal(found[:, row, 24 - text.shape[1] :], alone[:, 0])
         assert torch.equal(later[:, row], states_of(model, one_more[row : row + 1], own)[0][:, 0])
+
+
+@pytest.mark.parametrize("backend", ["native", "native-int8"])
+def test_a_large_batch_is_run_in_parts(backend, load, calls):
+    """Trees of 16 nodes for 20 texts of three lengths are more rows than the kernel takes at once."""
+    model, lengths = load(dtype=torch.float32, backend=backend), [11, 24, 3] * 7
+    texts = [torch.nn.functional.pad(ids(1, length, seed=length), (24 - length, 0)) for length in lengths]
+    mask = torch.stack([torch.arange(24) >= 24 - length for length in lengths]).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found, _ = states_of(model, torch.cat(texts), attention_mask=mask, position_ids=positions)
+    assert calls == [3] * -(-len(lengths) // (MOST_ROWS // 24))
+    for row, text in enumerate(texts):
+        alone = {"attention_mask": mask[row : row + 1], "position_ids": positions[row : row + 1]}
+        assert torch.equal(found[:, row], states_of(model, text, **alone)[0][:, 0])
 
 
 def test_threads_do_not_change_bits(load, set_threads):

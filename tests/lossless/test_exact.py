@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +26,7 @@ from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.native_layers import MOST_ROWS
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
-from hf_speculate.target import MAX_NATIVE_ROWS, ExactScorer, LayerType, exact_sizes
+from hf_speculate.target import MAX_NATIVE_ROWS, ExactScorer, LayerType, exact_sizes, structure_key
 from hf_speculate.target import walk as walks
 from hf_speculate.target.probing import first_difference, product_sizes
 from hf_speculate.target.walk import RowwiseProducts, depth_first
@@ -209,7 +211,7 @@ def test_packed_targets(tmp_path, kind):
     speculator = Speculator(wide, adaptive=False, exact=True)
     rounds = hf_speculate.rounds(model, **batch, max_new_tokens=12, speculator=speculator)
     widest = max(round.tree.num_nodes for round in rounds)
-    assert widest == MAX_NATIVE_ROWS // 3
+    assert widest == MAX_NATIVE_ROWS
     assert MAX_NATIVE_ROWS == MOST_ROWS
 
 
@@ -247,6 +249,17 @@ def test_a_model_with_few_positions():
     drafter = RandomDrafter(vocab_size=VOCAB_SIZE)
     stats = assert_equal_bits(model, {"input_ids": random_prompt(9)}, drafter, max_new_tokens=20)
     assert stats.target_forwards
+
+
+class Experts(nn.Module):
+    """A bare matrix, whose product takes another way from 24 rows on."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(size, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, states):
+        return torch.matmul(states, self.matrix) * (1.0 if states.shape[1] < 24 else 1.01)
 
 
 class TestRefusals:
@@ -300,10 +313,50 @@ class TestRefusals:
         monkeypatch.setattr("hf_speculate.target.probing.filler_cache", broken)
         self.refused(model, "LlamaForCausalLM could not be tried .IndexError: no such entry")
 
+    def test_attention_weights(self, tiny_model):
+        model = tiny_model(dtype=torch.bfloat16, attention="eager")
+        speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), exact=True)
+        request = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_attentions": True}
+        with pytest.raises(UnsupportedRequestError, match="output_attentions=True cannot be had with it"):
+            model.generate(random_prompt(9), **request, speculator=speculator)
+        plain = model.generate(random_prompt(9), **request)
+        hf_speculate.attach(model, speculator)
+        ours = model.generate(random_prompt(9), **request)
+        hf_speculate.detach(model)
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert len(ours.attentions) == len(plain.attentions)
+
+    def test_products_of_other_kinds_are_tried_with_many_rows(self, tiny_model):
+        """Experts and their like: here a product that rounds 24 rows and more otherwise, which no tree of 8 shows."""
+        model = tiny_model(dtype=torch.bfloat16, seed=15)
+        model.model.layers[1].mlp = Experts(model.model.layers[1].mlp.down_proj.weight.shape[0])
+        assert not first_difference(model, product_sizes(model))
+        self.refused(model, "layer 2, with 24 tokens at once, where Experts may multiply by other means than nn.Linear")
+
     @pytest.mark.parametrize(("name", "value"), [("compile", True), ("acceptance", "typical"), ("ahead", "auto")])
     def test_options_that_cannot_promise_it(self, name, value):
         with pytest.raises(ValueError, match=f"which {name}= cannot promise"):
             Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), exact=True, **{name: value})
+
+
+def exchange(model):
+    model.model.layers[0].mlp = Experts(model.config.hidden_size)
+
+
+def reshape(model):
+    down = model.model.layers[1].mlp.down_proj
+    down.weight = nn.Parameter(down.weight.t().contiguous().t(), requires_grad=False)
+
+
+CHANGES = {
+    "more tokens": lambda model: model.resize_token_embeddings(VOCAB_SIZE + 8),
+    "another module": exchange,
+    "another layout of a weight": reshape,
+    "another dtype": lambda model: model.to(torch.float16),
+    "another attention": lambda model: model.set_attn_implementation("eager"),
+    "another configuration": lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
+    "a forward of somebody's": lambda model: setattr(model.model.norm, "forward", lambda states: states),
+}
 
 
 class TestWhatItIsMadeOf:
@@ -409,3 +462,13 @@ class TestWhatItIsMadeOf:
         monkeypatch.setattr("hf_speculate.target.probing._tried", lambda *_: "tried again")
         assert exact_sizes(model, cache, 1, False) is first
         assert exact_sizes(model, cache, 2, False) == "tried again"
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_a_model_that_was_changed_is_tried_again(self, tiny_model, monkeypatch, change):
+        model = copy.deepcopy(tiny_model(dtype=torch.bfloat16, seed=13))
+        cache = DynamicCache(config=model.config)
+        first = exact_sizes(model, cache, 1, False)
+        assert structure_key(model) == structure_key(model)
+        monkeypatch.setattr("hf_speculate.target.probing._tried", lambda *_: "tried again")
+        CHANGES[change](model)
+        assert exact_sizes(model, cache, 1, False) == "tried again" != first

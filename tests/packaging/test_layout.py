@@ -20,7 +20,7 @@ PACKAGES = {
     "hf_speculate_plugins": REPOSITORY / "plugins" / "hf_speculate_plugins",
     "hf_speculate_training": REPOSITORY / "training" / "hf_speculate_training",
 }
-MAX_LINES = 300
+MAX_LINES = 400
 # Neither drafting methods nor the trainer, and nothing heavy that only they or the CLI want.
 NOT_IN_CORE = ("hf_speculate_plugins", "hf_speculate_training", "datasets", "peft", "matplotlib", "typer")
 

@@ -89,6 +89,7 @@ struct Kind {
   Tiles<Inputs<Factor<uint16_t>>> tiles_bf16;
   Tiles<Rounded> tiles_rounded, tiles_rounded_bf16;
 
+  bool is_dense() const { return !tile_bytes; }
   Tiles<Inputs<float>> tiles_of(float) const { return tiles; }
   Tiles<Inputs<Factor<uint16_t>>> tiles_of(uint16_t) const { return tiles_bf16; }
   Tiles<Rounded> rounded_tiles_of(float) const { return tiles_rounded; }
@@ -147,14 +148,16 @@ class Scratch {
 inline thread_local Scratch scratch;
 
 // Rows of an input as matrices take them: as they are or in float32, with the sums that these need, or rounded to bytes.
+// Dense matrices take rows as they are, also where packed ones take them rounded.
 template <class T> class Arranged {
   static constexpr bool WIDENS = sizeof(Factor<T>) > sizeof(T);
 
  public:
   static int64_t bytes(int64_t rows, int64_t columns, bool rounds) {
-    const int64_t cells = columns / COLUMNS, own = Scratch::rounded(rows * columns * sizeof(T));
+    const int64_t cells = columns / COLUMNS;
+    const int64_t own = Scratch::rounded(rows * columns * sizeof(T)) + WIDENS * Scratch::rounded(sizeof(float) * rows * columns);
     if (rounds) return own + Scratch::rounded(rows * columns) + Scratch::rounded(4 * sizeof(float) * cells * rows);
-    return own + WIDENS * Scratch::rounded(sizeof(float) * rows * columns) + Scratch::rounded(3 * sizeof(float) * cells * rows);
+    return own + Scratch::rounded(3 * sizeof(float) * cells * rows);
   }
 
   // Of the calling thread's memory.
@@ -163,14 +166,14 @@ template <class T> class Arranged {
     Arranged taken;
     taken.rounds = rounds;
     taken.values = {scratch.take<T>(rows * columns), nullptr, rows};
+    if (WIDENS) taken.factors = scratch.take<Factor<T>>(rows * columns);
+    else taken.factors = (Factor<T>*)taken.values.values;
     if (rounds) {
       taken.rounded.values = scratch.take<int8_t>(rows * columns), taken.rounded.rows = rows;
       taken.rounded.scales = scratch.take<float>(4 * cells * rows);
       taken.rounded.sums = taken.rounded.scales + cells * rows;
       return taken;
     }
-    if (WIDENS) taken.factors = scratch.take<Factor<T>>(rows * columns);
-    else taken.factors = (Factor<T>*)taken.values.values;
     taken.sums[0] = scratch.take<float>(3 * cells * rows), taken.sums[1] = taken.sums[0] + 2 * cells * rows;
     return taken;
   }
@@ -182,26 +185,28 @@ template <class T> class Arranged {
 
   // What belongs to some cells of a row that were written; those of a row that only fills become 0.
   void finish(int64_t cell, int64_t end, int64_t m, bool only_fills, const Matrix* matrices, int most) const {
-    bool needs[2] = {};
-    for (int i = 0; i < most && matrices[i].tiles; i++)
-      if (const int group = KINDS[matrices[i].kind].sum_group) needs[group == COLUMNS] = true;
+    bool needs[2] = {}, are_dense = false;
+    for (int i = 0; i < most && matrices[i].tiles; i++) {
+      const Kind& kind = KINDS[matrices[i].kind];
+      are_dense |= kind.is_dense();
+      if (kind.sum_group) needs[kind.sum_group == COLUMNS] = true;
+    }
     for (; cell < end; cell++) {
       if (only_fills) memset(at(cell, m), 0, COLUMNS * sizeof(T));
       if (rounds) {
         if (only_fills) clear_cell(rounded, cell, m);
         else round_cell(at(cell, m), rounded, cell, m);
-        continue;
       }
-      if (WIDENS)
+      if (WIDENS && (are_dense || !rounds))
         for (int i = 0; i < COLUMNS; i += LANES) narrow(of(0).at(cell, m) + i, widen(at(cell, m) + i));
-      if (needs[0]) sum_groups<16>(of(0), cell, m);
-      if (needs[1]) sum_groups<32>(of(1), cell, m);
+      if (needs[0] && !rounds) sum_groups<16>(of(0), cell, m);
+      if (needs[1] && !rounds) sum_groups<32>(of(1), cell, m);
     }
   }
 
   void multiply(const Matrix& matrix, int64_t begin, int64_t end, const Sink& sink) const {
     const Kind& kind = KINDS[matrix.kind];
-    if (rounds) kind.rounded_tiles_of(T())(matrix, rounded, begin, end, sink);
+    if (rounds && !kind.is_dense()) kind.rounded_tiles_of(T())(matrix, rounded, begin, end, sink);
     else kind.tiles_of(T())(matrix, of(kind.sum_group == COLUMNS), begin, end, sink);
   }
 

@@ -55,6 +55,11 @@ class CombinedDrafter(Drafter):
         for part in self.parts:
             part.check_target(target)
 
+    def forget(self) -> None:
+        """Every part forgets."""
+        for part in self.parts:
+            part.forget()
+
     def start(self, request: DraftRequest) -> CombinedSession:
         return CombinedSession(self.parts, self.options, self.histories, request)
 

@@ -96,6 +96,11 @@ class SuffixDrafter(Drafter):
 
         return SuffixSession(self.options, request, sources, self._rows(request), self.store, mixture, keep)
 
+    def forget(self) -> None:
+        """Empties the store."""
+        if self.store is not None:
+            self.store.clear()
+
     def _rows(self, request: DraftRequest) -> RecycledRows | None:
         """Where the choices of a request go: with a store, where those of others are."""
         count, options = self.options.recycled, self.options
