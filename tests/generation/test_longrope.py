@@ -104,9 +104,10 @@ def widths(monkeypatch):
             seen.append((input_ids.shape[1], cache.get_seq_length() if cache else 0))
             return original(input_ids=input_ids, **kwargs)
 
-        run(model, single(4), Speculator(EmptyDrafter()), max_new_tokens=1)  # the trial is over
         forward.__signature__ = inspect.signature(original)
         monkeypatch.setattr(model, "forward", forward)
+        run(model, single(4), Speculator(EmptyDrafter()), max_new_tokens=1)  # the trial is over
+        seen.clear()
         return seen
 
     return watch
