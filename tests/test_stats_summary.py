@@ -36,14 +36,14 @@ def test_the_summary_says_what_was_accepted_where_time_went_and_how_the_speedup_
     lines = stats.summary().splitlines()
     assert lines[0] == "eagle: 1 call, 191 tokens, 146.9 tokens/s"
     assert "2.71 over all 70; 3.00 in the 60 with a draft" in lines[1]
-    bars = [line.count("█") for line in lines[2:6]]
-    assert bars == [24, 24, 0, 0], "two of four depths are always accepted"
-    assert "target 77%, drafter 23%, prompt 0%, rest 0%" in lines[6]
+    bars = [line.count("█") for line in lines[2:5]]
+    assert bars == [24, 24, 0], "two of four depths are always accepted; nothing is drawn below the first empty one"
+    assert "target 77%, drafter 23%, prompt 0%, rest 0%" in lines[5]
     # 190 steps of 10 ms in 1.3 s
-    assert "about 1.46x" in lines[7]
-    assert "10.0 ms (10 seen)" in lines[7]
-    assert "beams (3x)" in lines[8]
-    assert "this head fits the target." in lines[9]
+    assert "about 1.46x after the prompt" in lines[6]
+    assert "10 rounds without a draft (10.0 ms)" in lines[6]
+    assert "beams (3x)" in lines[7]
+    assert "this head fits the target." in lines[8]
     assert str(stats) == stats.summary()
 
 
@@ -54,15 +54,26 @@ def test_the_html_shows_the_same_lines():
     assert "about 1.46x" in html
     assert "this head fits the target." in html
     assert "&lt;beams&gt;" in html
-    assert html.count("inline-block") == 4
+    assert html.count("inline-block") == 3
 
 
-def test_without_a_plain_round_no_speedup_is_claimed():
+@pytest.mark.parametrize(("number", "told"), [(0, "no rounds"), (1, "only 1 round"), (3, "only 3 rounds")])
+def test_without_enough_plain_rounds_no_speedup_is_claimed(number, told):
+    """The first of a process are slow: one of 767 ms was said to make a speed-up of 16."""
     stats = counted(accepted=2, drafted=4, with_draft=0.02, without=0.01)
-    stats.round_seconds_without_draft.clear()
+    stats.round_seconds_without_draft = [0.767] * number
     assert stats.estimated_speedup is None
     assert stats.break_even_length is None
-    assert "not known: no round ran without a draft" in stats.summary()
+    assert f"not known: {told} ran without a draft" in stats.summary()
+
+
+def test_shares_by_depth_never_rise():
+    """Few rounds had a node at depth 3: of these each was accepted, of all rounds one in four."""
+    stats = SpeculationStats()
+    for depth, accepted in ((1, 0), (1, 1), (2, 0), (3, 3)):
+        stats.record_round(depth, depth, accepted + 1, accepted)
+    assert stats.acceptance_rate_by_depth == {1: 0.5, 2: 0.5, 3: 1.0}
+    assert stats.shares_by_depth == {1: 0.5, 2: 0.25, 3: 0.25}
 
 
 @pytest.mark.parametrize(
@@ -73,8 +84,9 @@ def test_without_a_plain_round_no_speedup_is_claimed():
         (counted(0, 4, 0.01, 0.01), "1.00 tokens a round"),
         (counted(2, 4, 0.02, 0.01), "this head fits the target."),
         (counted(0, 0, 0.01, 0.01), "no round had a draft."),
+        (counted(2, 4, 0.02, 0.01, rounds=4), "too early to say: 4 rounds had a draft."),
     ],
-    ids=["nothing", "too dear", "nothing accepted", "fits", "no drafts"],
+    ids=["nothing", "too dear", "nothing accepted", "fits", "no drafts", "few drafts"],
 )
 def test_the_verdict(stats, said):
     assert said in stats.verdict

@@ -51,12 +51,16 @@ def report(
     markdown: bool = False,
     out: Path | None = None,
 ) -> None:
-    """Tables, then the whole result as one line of JSON, the last one of stdout."""
+    """Prints tables, then the whole result as one line of JSON, the last one of stdout.
+
+    A terminal gets the line where it was asked for; a file or a pipe always does.
+    """
     line = json.dumps(rounded(result))
     save_line(line, out)
     if not json_only:
         show(parts, markdown)
-    typer.echo(line)
+    if json_only or not sys.stdout.isatty():
+        typer.echo(line)
 
 
 def save_line(line: str, out: Path | None) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 
 Warpers = Sequence[Callable[..., Any]]
 """Processors that see only scores; they are called with no text."""
+
+# Of logits: beyond all that models give, and finite at any temperature.
+_UNLIKELY = 1e4
 
 
 def rank_children(
@@ -29,8 +33,10 @@ def rank_children(
 
 
 def warped(logits: Float[Tensor, "B N V"], warpers: Warpers) -> Float[Tensor, "B N V"]:
-    """What the warpers make of logits, float32."""
+    """What the warpers make of logits, float32. Some raise for NaN, which a token that nobody trained may lead to."""
     scores: Any = logits.float().flatten(0, 1)
+    if warpers:
+        scores = scores.nan_to_num(nan=-_UNLIKELY, posinf=_UNLIKELY, neginf=-torch.inf)
     for warper in warpers:
         scores = warper(None, scores)
     return scores.view(logits.shape)

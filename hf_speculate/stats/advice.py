@@ -43,6 +43,9 @@ def verdict(counts: Counters, advice: Advice) -> str:
         return "nothing was generated yet."
     if length is None:
         return f"no round had a draft. {advice.poor}"
+    if counts.rounds < _MIN_DRAFTED:
+        seen = "1 round" if counts.rounds == 1 else f"{counts.rounds} rounds"
+        return f"too early to say: {seen} had a draft."
     if problem := _problem(counts):
         return f"{problem} {advice.poor}"
     if (counts.estimated_speedup or 1.0) < 1.0:

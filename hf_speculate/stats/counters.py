@@ -13,7 +13,7 @@ from ..round import Round
 
 
 _KEPT = 64  # last rounds of which the seconds are kept
-_FEW = 4  # rounds, of which one may have held a warm-up: the shortest tells more than the median
+_FEW = 4  # rounds of a kind: fewer may be warm-ups, and say nothing of what the others take
 
 
 class _Stopwatch:
@@ -174,8 +174,15 @@ class Counters:
         return {d: self.accepted_to_depth[d] / n for d, n in sorted(self.drafted_to_depth.items())}
 
     @property
+    def shares_by_depth(self) -> dict[int, float]:
+        """Depth d -> share of all rounds with a draft that were accepted to depth >= d, as far as any was, and the
+        depth below."""
+        deepest = max(self.accepted_to_depth, default=0) + 1
+        return {d: self.accepted_to_depth[d] / self.rounds for d in sorted(self.drafted_to_depth) if d <= deepest}
+
+    @property
     def plain_round_seconds(self) -> float | None:
-        """What a round without a draft takes: nearly a step of plain `generate`. None before the first one."""
+        """Seconds of a round without a draft, nearly a step of plain `generate`; None after fewer than four of them."""
         return _typical(self.round_seconds_without_draft)
 
     @property
@@ -188,7 +195,7 @@ class Counters:
     @property
     def estimated_speedup(self) -> float | None:
         """Over plain decoding, prefill left out: the steps that this would have taken, each as long as a round without
-        a draft, over the time that was taken. None where there was no such round."""
+        a draft, over the time that was taken. None after fewer than four such rounds."""
         prefill = self.prefill_seconds + self.drafter_prefill_seconds
         seconds, plain = self.total_seconds - prefill, self.plain_round_seconds
         return self.plain_steps * plain / seconds if plain and seconds > 0 else None
@@ -227,9 +234,7 @@ class Counters:
 
 
 def _typical(seconds: Sequence[float]) -> float | None:
-    if not seconds:
-        return None
-    return min(seconds) if len(seconds) < _FEW else median(seconds)
+    return median(seconds) if len(seconds) >= _FEW else None
 
 
 def _mean(seconds: Sequence[float]) -> float | None:

@@ -20,7 +20,7 @@ class Summary:
     Attributes:
         title: one line.
         lines: (name, value).
-        bars: (depth, share accepted to it).
+        bars: (depth, share of the rounds with a draft that were accepted to it).
         verdict: in words.
     """
 
@@ -35,7 +35,7 @@ class Summary:
         tokens = counts.prefill_tokens + counts.emitted_tokens
         speed = f", {tokens / counts.total_seconds:.1f} tokens/s" if counts.total_seconds else ""
         title = f"{drafter or 'speculation'}: {calls}, {tokens} tokens{speed}"
-        return cls(title, list(_lines(counts)), list(counts.acceptance_rate_by_depth.items()), verdict)
+        return cls(title, list(_lines(counts)), list(counts.shares_by_depth.items()), verdict)
 
     def text(self) -> str:
         """For a terminal."""
@@ -79,12 +79,13 @@ def _times(counts: Counters) -> str:
 
 def _speedup(counts: Counters) -> str:
     speedup, plain = counts.estimated_speedup, counts.plain_round_seconds
-    if speedup is None or plain is None:
-        return "not known: no round ran without a draft (`hf-speculate generate --compare` measures it)"
     number = len(counts.round_seconds_without_draft)
-    return f"about {speedup:.2f}x behind the prompt, estimated: a round without a draft took {1000 * plain:.1f} ms " + (
-        f"({number} seen)"
-    )
+    if speedup is None or plain is None:
+        few = f"only {number}" if number else "no"
+        rounds = "round" if number == 1 else "rounds"
+        return f"not known: {few} {rounds} ran without a draft (`hf-speculate generate --compare` measures it)"
+    source = f"estimated from {number} rounds without a draft ({1000 * plain:.1f} ms)"
+    return f"about {speedup:.2f}x after the prompt, {source}"
 
 
 def _ahead(counts: Counters) -> str:

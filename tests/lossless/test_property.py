@@ -225,7 +225,8 @@ class Case:
             "attention_mask": torch.stack(mask),
         }
         if self.architecture == "gpt2":
-            inputs["token_type_ids"] = (inputs["input_ids"] * 7 + self.seed) % VOCAB_SIZE
+            types = (inputs["input_ids"] * 7 + self.seed) % VOCAB_SIZE  # they have the embeddings of tokens
+            inputs["token_type_ids"] = types.masked_fill(types == BAD, BAD - 1) if self.is_broken else types
         return inputs
 
     def request(self, inputs) -> dict[str, Any]:
@@ -446,7 +447,7 @@ def run(num_cases: int, tiny_model, prompt, part: int | None = None) -> Counter:
     kinds = ("accepted", "lock-step", "ragged", "leaving", "hooked", "second turns")
     assert seen["ahead"] >= num_cases // 200, seen
     assert min(seen[kind] for kind in kinds) > num_cases / 12, f"one-sided cases: {seen}"
-    assert seen["scored again"] >= num_cases // 50, seen
+    assert seen["scored again"] >= num_cases // 200, seen
     return seen
 
 
