@@ -31,8 +31,9 @@ from transformers.utils import logging
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.commands import SMOLLM2_INSTALL, find_smollm2, side_by_side
+from hf_speculate.commands import side_by_side
 from hf_speculate.gguf import read_model_file, read_tokenizer
+from hf_speculate.named_targets import SMOLLM2_INSTALL, find_smollm2
 from hf_speculate.target import has_native_layers
 from hf_speculate.testing import check_lossless
 

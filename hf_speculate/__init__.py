@@ -47,3 +47,7 @@ def __getattr__(name: str) -> Any:
 
         return load_gguf
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "load_gguf"])

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TypeVar
 
 from .drafting import Drafter
@@ -37,7 +38,11 @@ def load_drafter(name: str) -> type[Drafter]:
 
 
 def unknown_drafter_message(name: str) -> str:
-    return unknown_name_message(name, installed_drafters(), "drafter")
+    """The message for a name that is no drafter's: the nearest one, and where trained heads are."""
+    told = unknown_name_message(name, installed_drafters(), "drafter")
+    heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
+    near = [head for head in heads if name in head] or heads
+    return f"{told} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
 
 
 def find_installed(group: str, what: str) -> dict[str, EntryPoint]:

@@ -53,7 +53,7 @@ class SpeculatorSpec:
 
     def check_source(self) -> None:
         """Raises `DrafterNotFoundError` for what is neither installed, nor a folder, nor a Hub id."""
-        for source in self.source.split("+"):
+        for source in map(str.strip, self.source.split("+")):
             if source not in installed_drafters() and not os.path.isdir(source) and "/" not in source:
                 raise DrafterNotFoundError(unknown_drafter_message(source))
 

@@ -243,9 +243,9 @@ class AutoSpeculator:
 
 
 def _parts(name_or_path: str | os.PathLike) -> list[str]:
-    """The drafters that "a+b" names; none if that is a folder. (Hub ids have no "+".)"""
+    """The drafters that "a+b" or "a + b" names; none if that is a folder. (Hub ids have no "+".)"""
     name = os.fspath(name_or_path)
-    return name.split("+") if "+" in name and not os.path.exists(name) else []
+    return [part.strip() for part in name.split("+")] if "+" in name and not os.path.exists(name) else []
 
 
 def make_speculator(text: str, target: nn.Module, **options: Any) -> Speculator:

@@ -49,7 +49,7 @@ def test_an_unknown_name_gets_a_suggestion():
 
 def test_without_a_near_name_only_the_list_is_shown(install):
     install(("one", LOOKUP), ("two", LOOKUP))
-    with pytest.raises(DrafterNotFoundError, match=r"^unknown drafter 'zzz'\. Installed: one, two\.$"):
+    with pytest.raises(DrafterNotFoundError, match=r"^unknown drafter 'zzz'\. Installed: one, two\. A trained"):
         load_drafter("zzz")
 
 
@@ -77,3 +77,17 @@ def test_an_entry_point_that_is_no_drafter_class_is_refused(install, value):
     install(("odd", value))
     with pytest.raises(SpeculateError, match=r"entry point 'odd' .* not a Drafter class"):
         load_drafter("odd")
+
+
+def test_a_kind_of_head_is_no_drafter_and_where_heads_are_is_said(monkeypatch, tmp_path):
+    for name in ("first-eagle3", "second-eagle3", "medusa"):
+        folder = tmp_path / "examples" / name
+        folder.mkdir(parents=True)
+        (folder / "provenance.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DrafterNotFoundError) as error:
+        load_drafter("eagle3")
+    assert str(error.value).endswith("by its folder or Hub id: examples/first-eagle3, examples/second-eagle3.")
+    monkeypatch.chdir("/")
+    with pytest.raises(DrafterNotFoundError, match=r"A trained head is given by its folder or Hub id\.$"):
+        load_drafter("eagle3")

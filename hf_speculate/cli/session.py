@@ -13,12 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..commands import (
-    SMOLLM2,
-    SMOLLM2_INSTALL,
     Typist,
     default_specs,
     find_device,
-    find_smollm2,
     load_target,
     make_spec,
     parse_spec,
@@ -26,6 +23,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
+from ..named_targets import SMOLLM2, SMOLLM2_INSTALL, find_smollm2
 from ..speculator import Speculator
 
 

@@ -58,11 +58,8 @@ from .speculators import table_specs as table_specs
 from .tables import Grid as Grid
 from .tables import by_depth as by_depth
 from .tables import ratio as ratio
-from .targets import SMOLLM2 as SMOLLM2
-from .targets import SMOLLM2_INSTALL as SMOLLM2_INSTALL
 from .targets import bundled as bundled
 from .targets import default_target as default_target
-from .targets import find_smollm2 as find_smollm2
 from .targets import load_target as load_target
 from .targets import neutralize as neutralize
 from .targets import target_path as target_path

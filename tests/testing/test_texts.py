@@ -35,7 +35,15 @@ def test_lossless_of_texts(target, tokenizer):
 def test_a_drafter_by_its_speculator(target, tokenizer):
     speculator = AutoSpeculator.from_name("prompt_lookup", target=target, min_ngram=1)
     check_drafter(speculator, target, TEXTS, max_new_tokens=8, tokenizer=tokenizer)
-    check_drafter(EmptyDrafter(), target, [torch.tensor([3, 4, 5]), torch.tensor([6, 7])], max_new_tokens=8)
+
+
+def test_a_drafter_that_never_drafts_is_warned_of(target, monkeypatch):
+    warned = []
+    monkeypatch.setattr("hf_speculate.testing.conformance.logger.warning", warned.append)
+    report = check_drafter(EmptyDrafter(), target, [torch.tensor([3, 4, 5]), torch.tensor([6, 7])], max_new_tokens=8)
+    assert (report.num_drafts, report.tokens_a_round) == (0, None)
+    assert report.num_asked > 0
+    assert "made none. Does it find its place in the text?" in warned[0]
 
 
 def test_what_cannot_be_checked_is_said(target, tokenizer):

@@ -160,6 +160,8 @@ def test_names_joined_with_plus_draft_together(tiny_model, prompt, tmp_path):
     drafter = AutoSpeculator.from_pretrained(together, target=model, max_nodes=7).drafter
     assert [part.name for part in drafter.parts] == ["draft_model", "prompt_lookup"]
     assert drafter.options == CombinedOptions(max_nodes=7)
+    spaced = AutoSpeculator.from_pretrained(together.replace("+", " + "), target=model).drafter
+    assert [part.name for part in spaced.parts] == ["draft_model", "prompt_lookup"]
     with pytest.raises(DrafterNotFoundError, match="prompt_lokup"):
         AutoSpeculator.from_pretrained(f"{tmp_path / 'draft'}+prompt_lokup", target=model)
 
