@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .compatibility import check_version, explained
+from .logs import install_handler
 
 
 check_version()
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+install_handler()
 install()
 
 

@@ -93,7 +93,7 @@ class Speculator:
         self.adapter_stats.setdefault(adapters, self.new_stats()).merge(stats)
         if not self._has_warned and (problem := self.stats.shortfall):
             self._has_warned = True
-            logger.warning(f"{self.drafter!r}: {problem}")
+            logger.warning(f"drafter {self.drafter.name!r}: {problem}")
 
     def save_pretrained(
         self,
