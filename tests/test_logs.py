@@ -20,7 +20,7 @@ def verbosity():
 
 
 def warned(monkeypatch, capsys, name, handlers):
-    """What a warning writes to stderr where the root logger has these handlers; pytest's are put there for each test."""
+    """What a warning writes to stderr where the root logger has these handlers (pytest puts its own there)."""
     with monkeypatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", handlers)
         logging.getLogger(name).warning("drafts do not pay here.")
