@@ -3,25 +3,39 @@ itself."""
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedModel
 
 from .drafting import Drafter
 from .errors import SpeculateError
+from .files import folder_state
 from .models import GenerativeModel, held_model
 from .registry import installed_drafters
+from .specs import SpeculatorSpec
 from .speculator import Speculator, make_speculator
 
 
-_resolved: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Speculator]] = weakref.WeakKeyDictionary()
+_resolved: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, _Made]] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.WeakKeyDictionary()
 
 
+class _Made(NamedTuple):
+    """A speculator, and what the folders that it was made of held when they were read."""
+
+    speculator: Speculator
+    state: tuple[Any, ...]
+
+
 def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: GenerativeModel) -> Speculator:
-    """What a `speculator=` argument means for `model`. Strings: once per model, a name wins over a path."""
+    """The speculator that a `speculator=` argument means for `model`.
+
+    A text is made into one once per model; a name wins over a path. Where files in a folder that the text names have
+    changed since, it is made anew. A folder that is gone changes nothing.
+    """
     if isinstance(speculator, Speculator):
         return speculator
     if isinstance(speculator, Drafter):
@@ -33,9 +47,23 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
         )
     key = os.fspath(speculator)
     known = _resolved.setdefault(model, {})
-    if key not in known:
-        known[key] = make_speculator(key, model)
-    return known[key]
+    state = tuple(map(folder_state, _folders(key)))  # before they are read: what changes meanwhile is read again
+    if key not in known or (any(state) and state != known[key].state):
+        known[key] = _Made(make_speculator(key, model), state)
+    return known[key].speculator
+
+
+@functools.lru_cache(maxsize=256)
+def _folders(text: str) -> tuple[str, ...]:
+    """The folders that a text may name: heads, draft models."""
+    if text in installed_drafters():
+        return ()
+    spec = SpeculatorSpec.parse(text)
+    named = [
+        *map(str.strip, spec.source.split("+")),
+        *(value for value in spec.options.values() if isinstance(value, str)),
+    ]
+    return tuple(name for name in named if name not in installed_drafters())
 
 
 def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator:
@@ -104,4 +132,4 @@ def attached_to(model: GenerativeModel) -> Speculator | None:
 def speculators(model: Any) -> dict[str, Speculator]:
     """The speculators that were made for `model` from a text (`speculator="prompt_lookup"`), by that text: their
     statistics, cumulative over calls, are `.stats`."""
-    return dict(_resolved.get(held_model(model), {}))
+    return {text: made.speculator for text, made in _resolved.get(held_model(model), {}).items()}

@@ -68,6 +68,17 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
         raise CheckpointError(f"cannot read the folder {_shown(folder)}: {error}") from error
 
 
+def folder_state(folder: str) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of change of every file in a folder, links followed; empty where there is none. Two
+    states differ if a file was written, replaced, added or removed between them."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.stat()) for entry in entries]
+    except (OSError, ValueError):  # ValueError: a zero byte in the name
+        return ()
+    return tuple(sorted((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found))
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The object in a file.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def needs_kernel():
     """Skips where native code cannot be compiled."""
     if problem := native.native_problem():
         pytest.skip(f"native: {problem}")
+
+
+@pytest.fixture
+def logged(caplog, monkeypatch):
+    """The lines that were logged so far, as a function."""
+    for name in ("transformers", "hf_speculate", "hf_speculate_plugins"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records]
 
 
 @pytest.fixture

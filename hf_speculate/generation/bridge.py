@@ -25,7 +25,7 @@ from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..models import GenerativeModel
 from ..speculator import Speculator
-from ..target import Shape, Sizes, install_attention, uninstall_attention
+from ..target import Shape, Sizes, install_attention, keep_saveable, uninstall_attention
 from .call import PreparedCall, streamed
 from .preparation import SampleCall, prepare
 from .requests import (
@@ -117,6 +117,8 @@ def _wrap_generate(original: Callable) -> Callable:
         finally:
             _note.reset(tokens[0])
             streamed.reset(tokens[1])
+            if note is not None:
+                keep_saveable(self)
 
     signature = inspect.signature(original)
     parameters = list(signature.parameters.values())

@@ -13,8 +13,11 @@ import ctypes
 import hashlib
 import os
 import secrets
+import shutil
 import stat
+import struct
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,9 @@ SHARED_VARIABLE = "HF_SPECULATE_CACHE"
 # Behind the library, with its hash; where a reader of libraries looks no more.
 _MARK = b"\nhf_speculate kernel, sha256 "
 _MAX_BYTES = 1 << 26
+# Nobody compiles or writes for so long: what is older was left by a process that was killed.
+LEFTOVER_SECONDS = 24 * 3600
+_TEMPORARY = "hf_speculate-kernel-"  # folders that are compiled in
 
 _HAS_OWNERS = hasattr(os, "geteuid") and {os.open, os.mkdir, os.unlink} <= os.supports_dir_fd
 
@@ -69,6 +75,7 @@ class KernelCache:
         """The library of that name, verified; None if there is none. What only the user has fills a shared folder."""
         for number, place in enumerate(self._places):
             with self._noting(place.path), _opened(place) as folder, self._noting(f"{place.path}/{name}"):
+                _remove_leftovers(folder)
                 library = _read(folder, name)
                 for earlier in self._places[:number]:
                     with contextlib.suppress(OSError):  # most users may only read there
@@ -127,18 +134,50 @@ class KernelCache:
             self._noted[source] = f"{source} is {path!r}, not an absolute path, and is not used"
 
 
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder to compile in. Those that killed processes of this user left more than a day ago are removed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*") if _HAS_OWNERS else ():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            status = folder.lstat()
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > LEFTOVER_SECONDS:
+                shutil.rmtree(folder)  # which refuses links
+    return tempfile.TemporaryDirectory(prefix=_TEMPORARY)
+
+
 def load(library: bytes) -> ctypes.CDLL:
     """Loads a library from these very bytes: no file that could change or shrink below them.
 
     Raises:
-        OSError: it is none, or none for this machine.
+        OSError: it is none, or none for this machine, or only a part of one.
     """
+    _check_whole(library)
     with contextlib.suppress(OSError, AttributeError):  # not Linux, no /proc, forbidden: a copy serves as well
         return _load_from_memory(library)
     with tempfile.TemporaryDirectory(prefix="hf_speculate-", ignore_cleanup_errors=True) as private:
         path = Path(private) / "kernel.so"
         path.write_bytes(library)
         return ctypes.CDLL(str(path))
+
+
+def _check_whole(library: bytes) -> None:
+    """Raises `OSError` for an ELF file that ends before what its headers name.
+
+    The loader would map pages behind the end, and the first access to them kills the process.
+    """
+    if library[:5] != b"\x7fELF\x02":  # of 64 bits; there is no kernel for others
+        return
+    size, order = len(library), "<" if library[5:6] == b"\x01" else ">"
+    try:
+        programs, sections = struct.unpack_from(f"{order}QQ", library, 32)
+        program_size, num_programs, section_size, num_sections = struct.unpack_from(f"{order}4H", library, 54)
+        end = sections + section_size * num_sections
+        for number in range(num_programs):
+            offset, _, _, length = struct.unpack_from(f"{order}4Q", library, programs + number * program_size + 8)
+            end = max(end, offset + length)
+    except struct.error:
+        end = size + 1
+    if end > size:
+        raise OSError(f"it is cut off: of at least {end} bytes there are {size}")
 
 
 def _load_from_memory(library: bytes) -> ctypes.CDLL:
@@ -196,6 +235,15 @@ def _trusted_owners() -> tuple[int, ...]:
 def _keep(place: _Place, name: str, library: bytes) -> None:
     with _opened(place, make=True) as folder:
         _write(folder, name, _sealed(name, library), place.file_mode)
+
+
+def _remove_leftovers(folder: int) -> None:
+    """Removes files that killed processes began to write more than a day ago."""
+    for name in os.listdir(folder):
+        if name.startswith(".native-"):
+            with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+                if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > LEFTOVER_SECONDS:
+                    os.unlink(name, dir_fd=folder)
 
 
 def _read(folder: int, name: str) -> bytes:

@@ -15,7 +15,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from transformers.utils import logging
 
 from ..errors import SpeculateError
 from .formats import FORMATS
-from .kernel_cache import KernelCache, load
+from .kernel_cache import KernelCache, load, temporary_folder
 
 
 logger = logging.get_logger(__name__)
@@ -224,7 +223,7 @@ def compile_source(compiler: Sequence[str]) -> bytes:
     """The shared library that a compiler makes of `kernel.cpp`; raises `NativeError`."""
     command = [*compiler, *_FLAGS, _tune()]
     logger.info(f"compiling {SOURCE}")
-    with tempfile.TemporaryDirectory(prefix="hf_speculate-") as folder:
+    with temporary_folder() as folder:
         written = Path(folder) / "native.so"
         with Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"):
             done = _run([*command, str(SOURCE), "-o", str(written)])

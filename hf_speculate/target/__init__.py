@@ -44,6 +44,7 @@ from .positions import takes_position_ids as takes_position_ids
 from .probing import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
 from .probing import exact_scorer as exact_scorer
 from .probing import exact_sizes as exact_sizes
+from .recorders import keep_saveable as keep_saveable
 from .recurrent import has_recurrent_layers as has_recurrent_layers
 from .recurrent import target_scorer as target_scorer
 from .recurrent import target_shape as target_shape

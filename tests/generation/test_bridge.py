@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import os
 import weakref
 
 import peft
@@ -24,10 +25,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.errors import CheckpointError, UnsupportedRequestError
 from hf_speculate.generation import bridge
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
+from ..support.heads import DRAFTERS
 from ..support.inputs import character_tokenizer
 from ..support.models import VOCAB_SIZE
 
@@ -185,6 +187,40 @@ class TestSpeculatorArgument:
         monkeypatch.chdir(tmp_path)
         model = copy.deepcopy(tiny_model())
         model.generate(prompt(8), max_new_tokens=5, speculator="prompt_lookup")
+
+    @pytest.mark.parametrize("text", ["{}", "medusa:heads={},max_nodes=4", "prompt_lookup+{}"])
+    def test_a_folder_is_read_again_when_its_files_change(self, tiny_model, prompt, tmp_path, text):
+        model, folder = copy.deepcopy(tiny_model()), tmp_path / "head"
+        DRAFTERS["medusa"](model, None).save_pretrained(folder)
+        text = text.format(folder)
+
+        def resolved():
+            model.generate(prompt(8), max_new_tokens=4, speculator=text)
+            return hf_speculate.speculators(model)[text]
+
+        first = resolved()
+        assert resolved() is first
+        weights = next(path for path in folder.iterdir() if path.suffix != ".json")
+        written = weights.stat()
+        other = tmp_path / "other"  # of the same size and time, as `cp -p` and `rsync -t` write it
+        other.write_bytes(weights.read_bytes())
+        os.utime(other, ns=(written.st_atime_ns, written.st_mtime_ns))
+        os.replace(other, weights)
+        second = resolved()
+        assert second is not first
+        os.utime(weights, ns=(0, 0))
+        third = resolved()
+        assert third is not second
+        assert resolved() is third
+        config = folder / "config.json"
+        content = config.read_bytes()
+        config.write_text("{")
+        with pytest.raises(CheckpointError):
+            resolved()
+        config.write_bytes(content)
+        third = resolved()
+        folder.rename(tmp_path / "gone")
+        assert resolved() is third
 
     def test_the_folder_of_a_draft_model_is_recognised(self, tiny_model, prompt, tmp_path):
         model, ids = copy.deepcopy(tiny_model()), prompt(8)

@@ -7,6 +7,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,24 @@ def test_it_is_on_the_disk_before_it_has_its_name(user):
     assert calls == ["fsync", "replace", "fsync"]
 
 
+def test_what_killed_processes_left_is_removed_after_a_day(user):
+    kept = user.has_compiled()
+    temporary = Path(tempfile.gettempdir())
+    places = {"old": [], "new": []}
+    for age, paths in places.items():
+        paths += [user.folder / f".native-{age}.so.0123", temporary / f"{kernel_cache._TEMPORARY}{age}"]
+        paths[0].write_bytes(b"half")
+        paths[1].mkdir()
+        (paths[1] / "native.so").write_bytes(b"half")
+    (temporary / "hf_speculate-other").mkdir()
+    for path in (*places["old"], temporary / "hf_speculate-other", kept):
+        os.utime(path, (0, time.time() - kernel_cache.LEFTOVER_SECONDS - 60))
+    kept.write_bytes(b"damaged: it is compiled again")
+    assert user.starts_process() == ""
+    assert not any(path.exists() for path in places["old"])
+    assert all(path.exists() for path in (*places["new"], temporary / "hf_speculate-other", kept))
+
+
 def test_a_full_disk_leaves_nothing(user):
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -411,6 +430,17 @@ class TestCompilers:
         compiler = script(tmp_path / "cc", 'while [ $# -gt 1 ]; do shift; done; [ "$1" = --version ] || echo hi > "$1"')
         user.monkeypatch.setenv("CXX", compiler)
         self.falls_back(user, "cannot be loaded")
+
+    @pytest.mark.parametrize("share", [2, 10, 100])
+    def test_one_that_writes_a_part(self, user, tmp_path, share):
+        """The loader would map pages behind the end of the file, and the process would die of SIGBUS."""
+        user.source.write_text(f"{STAND_IN.format(answer=42)}\nchar large[400000] = {{1}};")
+        compiler = next(filter(None, map(shutil.which, native._COMPILERS)))
+        cut = f'truncate -s $(($(stat -c %s "$o") - $(stat -c %s "$o") / {share})) "$o"'
+        find = 'while [ $# -gt 1 ]; do shift; done; o="$1"'
+        command = f'case "$*" in *--version) echo 1; exit;; esac\n{compiler} "$@"\n{find}\n{cut}'
+        user.monkeypatch.setenv("CXX", script(tmp_path / "cc", command))
+        self.falls_back(user, "it is cut off: of at least")
 
     def test_none(self, user):
         user.monkeypatch.setenv("PATH", "/nowhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -194,6 +195,51 @@ def test_threads_are_those_of_torch(tmp_path):
     libraries, new_threads = map(int, done.stdout.split() or (f"failed: {done.stderr}",))
     assert libraries == 1
     assert new_threads in (0, 2), "packing started the two that were missing; nothing else does"
+
+
+def _products(numbers, threads=None):
+    """Of the kernel, and of torch's own matrices."""
+    if threads:
+        torch.set_num_threads(threads)
+    inputs, matrix = numbers
+    ones = torch.ones(512, 512)
+    return matrix(inputs).tolist(), float((ones @ ones).sum())
+
+
+class _Products(torch.utils.data.Dataset):
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return _products(self.numbers, index + 1)  # workers begin with one thread
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.parametrize("used", [1, 2, 3])
+def test_a_forked_process_finds_threads_of_its_own(used, tmp_path, set_threads):
+    needs_compiler()
+    set_threads(3)
+    forked = multiprocessing.get_context("fork")
+    numbers = torch.randn(5, 256), pack(make_matrix(tmp_path, "Q4_0", 64, 256), "native", torch.float32)
+    set_threads(used)
+    expected = _products(numbers)
+    for threads in (None, 1, 2, 4):
+        here, there = forked.Pipe()
+        process = forked.Process(target=lambda end, count: end.send(_products(numbers, count)), args=(there, threads))
+        process.start()
+        answers = here.poll(20)
+        process.kill()
+        process.join()
+        assert answers, f"{threads} threads: the child waits for ever"
+        assert here.recv() == expected
+        assert _products(numbers) == expected  # the parent's threads are new ones, too
+    items = torch.utils.data.DataLoader(
+        _Products(numbers), num_workers=2, timeout=20, multiprocessing_context="fork", collate_fn=lambda items: items[0]
+    )
+    assert list(items) == [expected] * 4
 
 
 def test_auto_wants_no_instructions_of_bfloat16(monkeypatch):

@@ -84,7 +84,7 @@ class TestText:
         monkeypatch.chdir(head.rename(head.with_name("prompt_lookup")).parent)
         arguments = {"input_ids": prompt(8), "max_new_tokens": 6, "return_dict_in_generate": True}
         output = by_code(tiny_model(), "prompt_lookup", **arguments)
-        known = hf_speculate.attaching._resolved[tiny_model()]
+        known = hf_speculate.speculators(tiny_model())
         assert output.speculation.rounds
         assert known[os.path.abspath("prompt_lookup")].drafter.name == "medusa"
 

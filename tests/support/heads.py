@@ -100,7 +100,7 @@ def make_tensors(layout: str, rand) -> tuple[dict, dict]:
         tensors |= layer_tensors("layers.0.", rand, HIDDEN, qkv_bias=True)
         return config, tensors | {"fc.weight": rand(HIDDEN, 2 * HIDDEN), "fc.bias": rand(HIDDEN)}
     hidden = 24 if layout == "safeailab-narrow" else HIDDEN
-    prefix = "layers.0." if layout in ("speculators", "speculators-parallel", "deepspec") else "midlayer."
+    prefix = "midlayer." if layout.startswith(("safeailab", "specforge")) else "layers.0."
     qk_norm = layout in ("speculators", "deepspec")
     size = VOCAB if layout == "deepspec" else 48
     num_features = {"deepspec": 5, "speculators": 4}.get(layout, 3)
@@ -110,7 +110,8 @@ def make_tensors(layout: str, rand) -> tuple[dict, dict]:
     tensors |= {"lm_head.weight": rand(size, hidden)}
     if size != VOCAB:
         tensors |= draft_vocabulary(size, rand)
-        config["draft_vocab_size"] = size
+        if not layout.startswith("speculators"):
+            config["draft_vocab_size"] = size
     config["hidden_size"] = hidden
     if layout == "safeailab-narrow":
         config |= {"target_hidden_size": HIDDEN, "rope_theta": 5e5}
@@ -140,8 +141,18 @@ def make_tensors(layout: str, rand) -> tuple[dict, dict]:
         tensors |= {"embed_tokens.weight": rand(VOCAB, hidden), "mask_hidden": rand(1, 1, 3 * HIDDEN)}
         config = {"transformer_layer_config": {**config, "num_hidden_layers": 2}, "draft_vocab_size": size}
         config |= {"speculators_model_type": "peagle", "mask_token_id": VOCAB - 1, "norm_before_residual": False}
+    elif layout == "vllm":  # as NeMo Automodel writes them: the target's config with a few keys more
+        config |= {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": HIDDEN, "parallel_drafting": False}
+        config |= {"norm_output": True, "fc_norm": False, "num_hidden_layers": DEPTH, "rope_theta": 5e5}
+        config |= {"sliding_window": 6, "layer_types": ["sliding_attention"] * DEPTH}
+        tensors = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in tensors.items()}
     elif layout == "deepspec":
-        config |= {"target_layer_ids": [0, 1, 3, 4, 5], "num_target_layers": DEPTH, "head_dim": 8}
+        config |= {
+            "model_type": "qwen3",
+            "target_layer_ids": [0, 1, 3, 4, 5],
+            "num_target_layers": DEPTH,
+            "head_dim": 8,
+        }
     return config, tensors
 
 
@@ -153,6 +164,7 @@ EAGLE_LAYOUTS = [
     "speculators",
     "deepspec",
     "speculators-parallel",
+    "vllm",
 ]
 
 

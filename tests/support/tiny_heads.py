@@ -40,6 +40,7 @@ def write_eagle_head(folder: Path, hidden: int, vocab_size: int) -> str:
         "hidden_size": hidden,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
+        "own_output": False,
         "intermediate_size": inner,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -1,6 +1,7 @@
 // torch's threads.
 #pragma once
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <atomic>
@@ -9,10 +10,20 @@
 // Of the OpenMP library that torch uses: its threads are ours.
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 extern "C" int omp_get_num_threads() __attribute__((weak));
+extern "C" int omp_pause_resource_all(int) __attribute__((weak));
 
 namespace {
 
 inline bool has_threads() { return GOMP_parallel && omp_get_num_threads; }
+
+// A forked process has none of the threads, and OpenMP would wait for them for ever. So whoever forks ends its own before
+// that; both processes start new ones when they need some.
+const int watches_forks = pthread_atfork(
+    [] {
+      constexpr int soft = 1;
+      if (omp_pause_resource_all) omp_pause_resource_all(soft);
+    },
+    nullptr, nullptr);
 
 // Threads that do the same steps, each of them together.
 class Team {

@@ -5,7 +5,7 @@ none is dropped or left at its initial value in silence. Nothing here knows a me
 """
 
 from .accounting import KeyAccount, LoadReport, num_indexed
-from .config import ConfigValues
+from .config import ConfigValues, mask_token_of
 from .contradictions import check_dimensions, check_stated_sizes
 from .decoder_config import (
     Shapes,
@@ -19,6 +19,7 @@ from .decoder_config import (
 from .reading import Checkpoint, read_checkpoint, read_config, tensor_shapes
 from .sharing import HeadSizes, OpenedHead, is_copy, shared_embeddings, shared_output, vocabulary_output
 from .stated_target import check_stated_target, facts_of_target, speculators_section, stated_name
+from .switches import refuse_switches
 from .target_files import LoadedTarget, TargetFiles
 from .vocabulary import draft_vocabulary, vocabulary_tensors
 from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
@@ -44,10 +45,12 @@ __all__ = [
     "is_copy",
     "layer_config_of",
     "listed",
+    "mask_token_of",
     "num_indexed",
     "num_layers_of",
     "read_checkpoint",
     "read_config",
+    "refuse_switches",
     "rope_of",
     "shared_embeddings",
     "shared_output",

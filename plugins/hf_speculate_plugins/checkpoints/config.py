@@ -11,6 +11,8 @@ from hf_speculate.errors import CheckpointError
 
 # Far more than anything has, and little enough to be multiplied and made tensors of.
 MAX_SIZE = 1 << 26
+# speculators' name of the mask token, and those of vLLM.
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_token_id")
 
 
 class ConfigValues:
@@ -106,3 +108,9 @@ class ConfigValues:
         if value is not None and not isinstance(value, list | tuple):
             raise self.wrong(key, wanted)
         return list(value or [])
+
+
+def mask_token_of(*places: ConfigValues) -> int | None:
+    """The token whose embedding stands for tokens not known yet, under any of its names; None where nothing says it."""
+    tokens = (place.token(key) for place in places for key in _MASK_TOKENS)
+    return next((token for token in tokens if token is not None), None)

@@ -84,6 +84,8 @@ def rope_of(layer_config: ConfigValues) -> dict[str, Any]:
     """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
     if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
+        if "sliding_attention" in layer_config.texts("layer_types") and len({str(v) for v in found.values()}) > 1:
+            raise layer_config.wrong("rope_parameters", "the same RoPE for all layers")
         found = dict(found["full_attention"])
     parameters = ConfigValues(layer_config.where, found, "rope_parameters.")
     rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
@@ -96,12 +98,23 @@ def rope_of(layer_config: ConfigValues) -> dict[str, Any]:
 
 
 def windows_of(layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
-    """Length of the sliding window of every layer, None for full attention."""
-    types = layer_config.texts("layer_types")
-    if not types or not layer_config.values.get("sliding_window"):
+    """Length of the sliding window of every layer, None for full attention.
+
+    Raises:
+        CheckpointError: a layer of another kind.
+    """
+    types = layer_config.texts("layer_types")[:num_layers]
+    if others := set(types) - {"full_attention", "sliding_attention"}:
+        raise layer_config.wrong(
+            "layer_types", f"full_attention and sliding_attention, not {', '.join(sorted(others))}"
+        )
+    if not layer_config.values.get("sliding_window") or not layer_config.flag("use_sliding_window", True):
         return (None,) * num_layers
+    if not types and layer_config.flag("use_sliding_window", False):  # as Qwen's configs mean it
+        first = layer_config.size("max_window_layers", 28)
+        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
     window = layer_config.size("sliding_window", most=1 << 40)
-    windows = [window if kind == "sliding_attention" else None for kind in types[:num_layers]]
+    windows = [window if kind == "sliding_attention" else None for kind in types]
     return (*windows, *[None] * (num_layers - len(windows)))
 
 

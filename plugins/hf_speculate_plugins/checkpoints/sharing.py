@@ -62,11 +62,19 @@ def shared_embeddings(
         theirs: the target's embedding module.
         choice: "own" or "target", if somebody knows; else they are compared.
         trained: whether such heads train theirs, where the config does not say.
+    Raises:
+        CheckpointError: the head needs its own, and the file has none.
     """
     name = "embed_tokens.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
     own, shape = _own(opened, name), _embedding_shape(theirs)
     fits = shape == (spec.vocab_size, spec.hidden_size)
+    was_trained = ConfigValues(checkpoint.folder, checkpoint.config).flag("embed_requires_grad", trained)
+    if own is None and was_trained and choice != "target":
+        raise CheckpointError(
+            f"{checkpoint.folder}: {name} is missing, which the head was trained with. embeddings='target' uses the "
+            "target's instead."
+        )
     if own is None or choice == "target":
         if not fits:
             raise CheckpointError(
@@ -80,7 +88,6 @@ def shared_embeddings(
     if is_copy(own, theirs.weight):
         keys.share(name, "equal to the target's")
         return theirs
-    was_trained = ConfigValues(checkpoint.folder, checkpoint.config).flag("embed_requires_grad", trained)
     if not was_trained and _mean_cosine(own, theirs) < _MIN_COSINE:
         keys.share(name, "those in the file look random; pass embeddings='own' to use them")
         return theirs

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_speculate.errors import CheckpointError
 
 from .accounting import KeyAccount
 from .reading import Checkpoint
 from .sharing import HeadSizes
+
+
+logger = logging.get_logger(__name__)
 
 
 def draft_vocabulary(spec: HeadSizes, checkpoint: Checkpoint, keys: KeyAccount) -> Tensor | None:
@@ -43,6 +47,11 @@ def draft_vocabulary(spec: HeadSizes, checkpoint: Checkpoint, keys: KeyAccount) 
         raise CheckpointError(
             f"{checkpoint.folder}: d2t maps {spec.draft_vocab_size} draft ids to {num_different} different ids "
             f"between {int(ids.min())} and {int(ids.max())}; the vocabulary has {spec.vocab_size}."
+        )
+    if offsets is not None and members is None and spec.draft_vocab_size < spec.vocab_size and not offsets.any():
+        logger.warning_once(
+            f"{checkpoint.folder}: d2t is zero everywhere, so draft ids are the target's first {len(offsets)}. It may "
+            "never have been filled: `hf-speculate check` tells whether the head drafts as it should."
         )
     is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
     return None if is_whole else ids

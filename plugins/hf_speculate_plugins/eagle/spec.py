@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hf_speculate.drafting import RAW_LAST
 
 
-Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt"]
+Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class EagleSpec:
     """Shapes and switches of a head.
 
     Attributes:
-        dialect: whose file layout and conventions the checkpoint follows.
+        dialect: whose file layout and conventions the checkpoint follows. "vllm": vLLM's names with a flat config, as
+            NeMo Automodel and SpecForge's P-EAGLE write.
         version: 1 (EAGLE-1 and -2, which share files) or 3.
         hidden_size: Hd, width of the draft state.
         target_hidden_size: Ht, width of one target feature.

@@ -8,7 +8,7 @@ from .attention import CachedAttention
 from .compiled import CompiledForwards, form_of, problem_with_head
 from .drafter import HeadDrafter
 from .layers import MLP, LayerSpec, call_beside, rotary_embedding
-from .loading import LoadedHead, build_head, check_head_fits, check_mask_token, fill_head, overridden
+from .loading import LoadedHead, build_head, check_head_fits, check_mask_token, fill_head, overridden, warn_of_unclear
 from .reading import Place, Reading, ReadingHead
 from .sharing import HeadSpec, SharingHead
 
@@ -34,4 +34,5 @@ __all__ = [
     "overridden",
     "problem_with_head",
     "rotary_embedding",
+    "warn_of_unclear",
 ]

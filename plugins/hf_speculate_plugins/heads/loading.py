@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
@@ -16,6 +17,8 @@ from ..checkpoints import LoadReport, OpenedHead
 from .layers import sample_angles
 from .sharing import HeadSpec, SharingHead
 
+
+logger = logging.get_logger(__name__)
 
 Head = TypeVar("Head", bound=SharingHead[Any])
 
@@ -131,3 +134,18 @@ def overridden(spec: AnySpec, conventions: Any, names: Sequence[str], **changes:
     if conventions.rope_theta is not None:
         changes["rope"] = {**spec.rope, "rope_theta": float(conventions.rope_theta)}
     return dataclasses.replace(spec, **changes)
+
+
+def warn_of_unclear(folder: str, unclear: Mapping[str, str], spec: Any, conventions: Any) -> None:
+    """Says once what the files of a head leave open, and which option decides it.
+
+    Args:
+        unclear: the open question, by the option of the conventions that answers it.
+        spec: as the head is read now.
+    """
+    for option, question in unclear.items():
+        if getattr(conventions, option) is None:
+            logger.warning_once(
+                f"{folder}: its files do not say {question}. It is read with {option}={getattr(spec, option)!r}; if it "
+                f"drafts badly, give {option} yourself (`hf-speculate check` tries the others)."
+            )

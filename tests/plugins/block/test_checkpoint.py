@@ -126,7 +126,8 @@ def test_look_alikes_are_told_apart(tmp_path):
     assert BlockDrafter.from_folder(str(folder), model).spec.causal == (False, False)
     edited(folder, lambda config: config["dflash_config"].update(causal_head=True))
     assert BlockDrafter.from_folder(str(folder), model).spec.causal == (True, True)
-    edited(folder, lambda config: config.update(layer_types=["sliding_attention", "full_attention"], sliding_window=4))
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
+    edited(folder, lambda config: config.update(sliding))
     edited(folder, lambda config: config["dflash_config"].pop("causal_head"))
     spec = BlockDrafter.from_folder(str(folder), model).spec
     assert (spec.windows, spec.causal) == ((4, None), (True, False))
@@ -145,6 +146,31 @@ def test_a_deepspec_dflash_head_has_the_name_of_a_dspark_head(tmp_path):
     assert json.loads((tmp_path / "head" / "config.json").read_text())["architectures"] == ["Qwen3DSparkModel"]
     found = BlockDrafter.from_folder(str(tmp_path / "head"), model).spec
     assert (found.method, found.first_slot, found.dialect) == ("dflash", 0, "deepspec")
+
+
+@pytest.mark.parametrize("name", ["ptd_token_id", "pard_token", "dspark_noise_token_id"])
+def test_the_mask_token_under_other_names_and_given(tmp_path, name):
+    model, folder = target(), zlab(tmp_path)
+    token = BlockDrafter.from_folder(str(folder), model).spec.mask_token_id
+    edited(folder, lambda config: config["dflash_config"].pop("mask_token_id"))
+    with pytest.raises(CheckpointError, match=r"lacks mask_token_id.*give mask_token_id="):
+        BlockDrafter.from_folder(str(folder), model)
+    assert BlockDrafter.from_folder(str(folder), model, mask_token_id=3).spec.mask_token_id == 3
+    edited(folder, lambda config: config.update({name: token}))
+    assert BlockDrafter.from_folder(str(folder), model).spec.mask_token_id == token
+
+
+def test_layers_that_no_file_names_are_guessed_aloud(tmp_path, logged):
+    model, folder = target(), str(zlab(tmp_path))
+    BlockDrafter.from_folder(folder, model)
+    assert not logged()
+    edited(tmp_path / "head", lambda config: config["dflash_config"].pop("target_layer_ids"))
+    BlockDrafter.from_folder(folder, model, feature_layers=(1, 3))
+    assert not logged()
+    BlockDrafter.from_folder(folder, model)
+    (line,) = logged()
+    assert folder in line
+    assert "give feature_layers yourself" in line
 
 
 def test_conventions_override_the_file(tmp_path):

@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub.repositories import drafter_class_for
 from hf_speculate_plugins.checkpoints import ConfigValues
+from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions
 from hf_speculate_plugins.eagle.checkpoint.layouts import _rope
 
-from ...support.heads import DEPTH, EAGLE_LAYOUTS, HIDDEN, PLAIN, VOCAB, target
+from ...support.heads import DEPTH, EAGLE_LAYOUTS, HIDDEN, PLAIN, VOCAB, make_tensors, target
+from ...support.paths import REPOSITORY
+
+
+PYCODER = str(REPOSITORY / "examples" / "pycoder")
 
 
 class TestLayouts:
@@ -54,6 +60,52 @@ class TestLayouts:
         assert EagleDrafter.from_folder(head("safeailab"), target()).entry_layers == (2, 3, 4)
         assert EagleDrafter.from_folder(head("deepspec"), target()).entry_layers == (1, 2, 4, 5, 6)
         assert EagleDrafter.from_folder(head("eagle1"), target()).entry_layers == (DEPTH,)
+
+    def test_vllms_names_without_speculators_conventions(self, head):
+        """NeMo Automodel's: `norm_output` is the state that is fed back, and the target's windows are not theirs."""
+        spec = EagleDrafter.from_folder(head("vllm"), target()).spec
+        assert (spec.norm_before_residual, spec.norm_logits, spec.feed_back_normed) == (False, True, True)
+        assert (spec.windows, spec.rope["rope_theta"]) == ((None,), 5e5)
+        folder = head("vllm", change=lambda config, _: config.update(norm_output=False))
+        spec = EagleDrafter.from_folder(folder, target()).spec
+        assert (spec.norm_logits, spec.feed_back_normed) == (True, False)
+
+    @pytest.mark.parametrize("last", [True, False])
+    def test_modelopts_files_under_vllms_names(self, head, last):
+        def change(config, tensors):
+            flags = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": last, "next_layer_regular": True}
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], **flags}
+            config["architectures"] = ["LlamaForCausalLMEagle3"]
+            for name in list(tensors):
+                tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+            del tensors["t2d"]
+            if not last:
+                del tensors["norm.weight"]
+
+        drafter = EagleDrafter.from_folder(head(change=change), target())
+        assert (drafter.spec.dialect, drafter.entry_layers) == ("modelopt", (1, 3, 5))
+        assert (drafter.spec.norm_before_residual, drafter.spec.norm_logits) == (False, last)
+
+    def test_what_files_leave_open_is_logged_with_the_option_that_decides(self, head, logged):
+        def borrowed(config, tensors):
+            config["architectures"] = ["LlamaForCausalLMEagle3"]
+            del config["parallel_drafting"]
+
+        folder = head("vllm", change=borrowed)
+        assert not EagleDrafter.from_folder(folder, target()).spec.feed_back_normed
+        assert [line for line in logged() if folder in line and "give feed_back_normed yourself" in line]
+        assert len(logged()) == 1
+        assert EagleDrafter.from_folder(folder, target(), feed_back_normed=True).spec.feed_back_normed
+        folder = head("speculators", change=lambda config, _: config.pop("norm_before_residual"))
+        EagleDrafter.from_folder(folder, target(), norm_before_residual=False)
+        assert len(logged()) == 1
+        assert EagleDrafter.from_folder(folder, target()).spec.norm_before_residual
+        assert "give norm_before_residual yourself" in logged()[1]
+
+    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    def test_nothing_is_logged_of_whole_files(self, head, logged, layout):
+        EagleDrafter.from_folder(head(layout), target())
+        assert not logged()
 
     @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.module.model."])
     def test_wrapper_prefixes_do_not_matter(self, head, prefix):
@@ -138,6 +190,30 @@ class TestLayouts:
         expected = EagleDrafter.from_folder(head(), target()).target_ids
         drafter = EagleDrafter.from_folder(head(change=lambda _, tensors: tensors.pop("d2t")), target())
         assert torch.equal(drafter.target_ids, expected)
+
+
+def test_the_bundled_head_under_vllms_names_drafts_the_same(tmp_path):
+    """As llama.cpp and others rename SpecForge's files: no word of speculators, and SpecForge's `norm_output`."""
+    model = AutoModelForCausalLM.from_pretrained(PYCODER, dtype=torch.float32)
+    ids = torch.tensor([[44, 300, 71, 9, 200, 31, 15, 400, 77, 12]])
+    convert_checkpoint(f"{PYCODER}-eagle3", tmp_path / "midlayer", "specforge", PYCODER)
+    tensors = load_file(tmp_path / "midlayer" / "model.safetensors")
+    (tmp_path / "layers").mkdir()
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "layers" / "model.safetensors")
+    shutil.copy(tmp_path / "midlayer" / "config.json", tmp_path / "layers")
+    assert json.loads((tmp_path / "layers" / "config.json").read_text())["norm_output"]
+    found = []
+    for name in ("midlayer", "layers"):
+        speculator = AutoSpeculator.from_pretrained(str(tmp_path / name), target=model, adaptive=False)
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, speculator=speculator
+        )
+        found.append(speculator.stats.mean_acceptance_length)
+    assert found[0] == found[1] > 3
+    convert_checkpoint(tmp_path / "layers", tmp_path / "again", "speculators", PYCODER)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["norm_before_residual"], config["norm_output"]) == (False, False)
 
 
 class TestMasksOfParallelHeads:
@@ -281,6 +357,42 @@ class TestBadInput:
     def test_nan_weights(self, head, value):
         self.refused(head(change=lambda _, tensors: tensors["norm.weight"].fill_(value)), r"NaN.*norm\.weight")
 
+    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    def test_a_tensor_that_was_lost(self, head, layout):
+        """Each alone: no head is quietly another one. Left out may be what the target has, and one of two maps."""
+        _, tensors = make_tensors(layout, lambda *shape: torch.zeros(*shape))
+        optional = {"d2t", "t2d", "model.d2t", "model.t2d"}
+        optional |= {"eagle1": {"embed_tokens.weight", "fc.bias"}, "specforge": {"norm.weight"}}.get(layout, set())
+        for name in sorted(tensors.keys() - optional):
+            with pytest.raises(CheckpointError):
+                EagleDrafter.from_folder(head(layout, change=lambda _, found, name=name: found.pop(name)), target())
+
+    def test_output_matrices_that_are_left_out_on_purpose(self, head):
+        def without(**changes):
+            def change(config, tensors):
+                tensors.pop("lm_head.weight"), tensors.pop("d2t"), tensors.pop("t2d")
+                config.pop("draft_vocab_size")
+                config.update(changes)
+
+            return head("specforge", change=change)
+
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+            EagleDrafter.from_folder(without(), target())
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+            EagleDrafter.convert(without(), "nowhere", "specforge")
+        for change in (
+            {"own_output": False},
+            {"draft_vocab_size": None},
+            {"eagle_config": {"use_last_layernorm": True}},
+        ):
+            drafter = EagleDrafter.from_folder(without(**change), target())
+            assert drafter.head.shared["lm_head"] is target().get_output_embeddings()
+
+    def test_embeddings_that_were_trained_and_lost(self, head):
+        folder = head("speculators", change=lambda _, tensors: tensors.pop("embed_tokens.weight"))
+        self.refused(folder, r"embed_tokens\.weight is missing")
+        assert EagleDrafter.from_folder(folder, target(), embeddings="target").head.shared["embed_tokens"] is not None
+
     def test_wrong_shape(self, head):
         def change(config, tensors):
             tensors["norm.weight"] = torch.ones(31)
@@ -313,6 +425,17 @@ class TestBadInput:
             config["draft_vocab_size"] = 1000
 
         self.refused(head(change=change), "draft_vocab_size in config.json is 1000, that of the weights 48")
+
+    def test_a_map_that_was_never_filled(self, head, logged):
+        def change(config, tensors):
+            tensors["d2t"].zero_()
+            del tensors["t2d"]
+            tensors["embed_tokens.weight"] = target().model.embed_tokens.weight.clone()
+
+        folder = head(change=change)
+        EagleDrafter.from_folder(folder, target())
+        (line,) = logged()
+        assert f"{folder}: d2t is zero everywhere" in line
 
     def test_contradicting_vocabulary_maps(self, head):
         def absolute(config, tensors):

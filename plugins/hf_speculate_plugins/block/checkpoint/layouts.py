@@ -21,7 +21,9 @@ from ...checkpoints import (
     check_stated_sizes,
     layer_config_of,
     listed,
+    mask_token_of,
     num_layers_of,
+    refuse_switches,
     rope_of,
     windows_of,
 )
@@ -41,9 +43,11 @@ def is_block_head(shapes: Shapes) -> bool:
     return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
 
 
-def describe(checkpoint: Checkpoint) -> BlockSpec:
+def describe(checkpoint: Checkpoint, mask_token_id: int | None = None) -> BlockSpec:
     """The spec of a checkpoint.
 
+    Args:
+        mask_token_id: what is embedded in the slots behind the anchor; None: what the config says.
     Raises:
         CheckpointError: not a one-pass head, or a config that lacks or contradicts what the tensors need.
     """
@@ -58,6 +62,7 @@ def describe(checkpoint: Checkpoint) -> BlockSpec:
     check_dimensions(checkpoint.folder, shapes)
     config = ConfigValues(checkpoint.folder, checkpoint.config)
     nested, layer_config = config.inner("dflash_config"), layer_config_of(config)
+    refuse_switches(config, layer_config, nested)
     dialect = _dialect(config, nested)
     num_layers = num_layers_of(checkpoint.folder, shapes)
     try:
@@ -69,14 +74,14 @@ def describe(checkpoint: Checkpoint) -> BlockSpec:
             **sizes,
             **_vocabularies(shapes, layer_config),
             **_features(shapes, config, nested, dialect, num_layers, sizes["hidden_size"]),
-            **_block(config, nested, dialect),
+            **_block(config, nested, dialect, mask_token_id),
             **_visibility(config, nested, layer_config, dialect, num_layers),
             **_conditions(shapes, config, nested, dialect),
             hidden_act=layer_config.text("hidden_act") or "silu",
             rms_norm_eps=layer_config.number("rms_norm_eps", 1e-6),
             attention_bias="layers.0.self_attn.q_proj.bias" in shapes,
             mlp_bias="layers.0.mlp.gate_proj.bias" in shapes,
-            qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
+            qk_norm="layers.0.self_attn.q_norm.weight" in shapes or layer_config.text("model_type") == "qwen3",
             rope=rope_of(layer_config),
             max_position_embeddings=layer_config.size("max_position_embeddings", 2048, most=1 << 40),
             embedding_scale=nested.number("input_embedding_scale", 1.0),
@@ -116,11 +121,7 @@ def _features(
     """Which of the target's states, and how wide. Ids in files are outputs of layers (-1: the embeddings); those of
     speculators are indices into `hidden_states`."""
     fc_size, adapter = shapes["fc.weight"][1], shapes.get("hidden_dim_adapter.proj.weight")
-    if dialect == "speculators":
-        layers = tuple(config.indices("aux_hidden_state_layer_ids"))
-    else:
-        ids = nested.indices("target_layer_ids") or config.indices("target_layer_ids")
-        layers = tuple(layer + 1 for layer in ids)
+    layers = _stated_layers(config, nested, dialect)
     if not layers:
         width = hidden_size if adapter else config.size("target_hidden_size", hidden_size)
         layers = _spread(config, fc_size // width)
@@ -136,6 +137,20 @@ def _features(
     }
 
 
+def _stated_layers(config: ConfigValues, nested: ConfigValues, dialect: Dialect) -> tuple[int, ...]:
+    if dialect == "speculators":
+        return tuple(config.indices("aux_hidden_state_layer_ids"))
+    ids = nested.indices("target_layer_ids") or config.indices("target_layer_ids")
+    return tuple(layer + 1 for layer in ids)
+
+
+def unclear(config: ConfigValues, spec: BlockSpec) -> dict[str, str]:
+    """What the files leave open, by the option of `Conventions` that decides it."""
+    if _stated_layers(config, config.inner("dflash_config"), spec.dialect):
+        return {}
+    return {"feature_layers": "which hidden states of the target it reads"}
+
+
 def _spread(config: ConfigValues, count: int) -> tuple[int, ...]:
     """The layers of files that name none: spread over outputs 1 … L - 3 of the target (z-lab's rule)."""
     depth = config.size("num_target_layers")
@@ -144,7 +159,7 @@ def _spread(config: ConfigValues, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (depth - 4) / (count - 1)) + 1 for i in range(count))
 
 
-def _block(config: ConfigValues, nested: ConfigValues, dialect: Dialect) -> dict[str, Any]:
+def _block(config: ConfigValues, nested: ConfigValues, dialect: Dialect, mask_token_id: int | None) -> dict[str, Any]:
     method = _method(config, nested, dialect)
     place = config if "block_size" in config else nested
     from_anchor = dialect in ("deepspec", "specforge")
@@ -157,7 +172,7 @@ def _block(config: ConfigValues, nested: ConfigValues, dialect: Dialect) -> dict
     return {
         "method": method,
         "block_size": block_size,
-        "mask_token_id": _mask_token_id(config, nested),
+        "mask_token_id": _mask_token_id(config, nested) if mask_token_id is None else mask_token_id,
         "first_slot": first_slot,
     }
 
@@ -175,10 +190,13 @@ def _method(config: ConfigValues, nested: ConfigValues, dialect: Dialect) -> Met
 
 
 def _mask_token_id(config: ConfigValues, nested: ConfigValues) -> int:
-    for place in (nested, config):
-        if (token := place.token("mask_token_id")) is not None:
-            return token
-    raise CheckpointError(f"{config.where}: config.json lacks mask_token_id, what the slots behind the anchor hold.")
+    token = mask_token_of(nested, config)
+    if token is None:
+        raise CheckpointError(
+            f"{config.where}: config.json lacks mask_token_id, what the slots behind the anchor hold: give "
+            "mask_token_id=..., what its training had."
+        )
+    return token
 
 
 def _visibility(
@@ -186,9 +204,6 @@ def _visibility(
 ) -> dict[str, Any]:
     """What slots see of each other, and how far back they see. A layer with a window is causal unless the file says
     otherwise; one without is not, unless the whole head is (JetSpec)."""
-    for key in ("use_swa", "attention_sink_bias"):
-        if nested.flag(key, False):
-            raise nested.wrong(key, "false: how such heads attend is not known here")
     windows = windows_of(layer_config, num_layers)
     whole = nested.flag("causal_head", False) or nested.flag("causal", False)
     if dialect == "speculators":
@@ -211,7 +226,7 @@ def _conditions(shapes: Shapes, config: ConfigValues, nested: ConfigValues, dial
         if kind not in _MARKOV_KINDS:
             raise place.wrong("markov_head_type", f"one of {', '.join(_MARKOV_KINDS)}")
         found |= {"markov": kind, "markov_rank": place.size("markov_rank")}
-    if "confidence_head.proj.weight" in shapes:
+    if "confidence_head.proj.weight" in shapes or place.flag("enable_confidence_head", False):
         with_markov = place.flag("confidence_head_with_markov", False)
         found |= {"confidence": True, "confidence_with_markov": with_markov}
     place = config if "selector_rank" in config else nested

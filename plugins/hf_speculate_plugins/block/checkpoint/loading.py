@@ -12,6 +12,7 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.target import last_device
 
 from ...checkpoints import (
+    ConfigValues,
     KeyAccount,
     OpenedHead,
     check_stated_target,
@@ -21,11 +22,11 @@ from ...checkpoints import (
     shared_output,
 )
 from ...heads import LoadedHead as HeadOf
-from ...heads import build_head, check_head_fits, check_mask_token, fill_head, overridden
+from ...heads import build_head, check_head_fits, check_mask_token, fill_head, overridden, warn_of_unclear
 from ..head import BlockHead
 from ..options import Conventions
 from ..spec import BlockSpec
-from .layouts import describe
+from .layouts import describe, unclear
 
 
 LoadedHead = HeadOf[BlockHead]
@@ -52,8 +53,10 @@ def open_head(
 
     Raises: as `load_head`.
     """
+    conventions = conventions or Conventions()
     checkpoint = read_checkpoint(folder)
-    spec = _overridden(describe(checkpoint), conventions or Conventions())
+    spec = _overridden(describe(checkpoint, conventions.mask_token_id), conventions)
+    warn_of_unclear(folder, unclear(ConfigValues(folder, checkpoint.config), spec), spec, conventions)
     if target is not None:
         check_fits(spec, target)
         check_stated_target(folder, checkpoint.config, target)

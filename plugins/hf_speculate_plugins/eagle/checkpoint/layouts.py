@@ -1,9 +1,9 @@
 """Which EAGLE layout a checkpoint has, and what it says: tensors first, config second.
 
-Sources: the files written by SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec and
-NVIDIA/Model-Optimizer. Dialects name the same tensors differently (`midlayer.` / `layers.0.`), count layers
-differently (outputs of layers / indices into `hidden_states`), and mean different things by the same flag; all of that
-ends here, in one `EagleSpec`.
+Sources: the files written by SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec,
+NVIDIA/Model-Optimizer and NVIDIA-NeMo/Automodel. Dialects name the same tensors differently (`midlayer.` /
+`layers.0.`), count layers differently (outputs of layers / indices into `hidden_states`), and mean different things by
+the same flag; all of that ends here, in one `EagleSpec`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from ...checkpoints import (
     check_stated_sizes,
     layer_config_of,
     listed,
+    mask_token_of,
     num_layers_of,
+    refuse_switches,
     rope_of,
     windows_of,
 )
@@ -39,8 +41,7 @@ _RENAMES = (
     (re.compile(r"^fusion_fc\."), "fc."),
 )
 MASK = "mask_hidden"  # of P-EAGLE heads
-# What its embedding is found by: speculators' name, and those of vLLM.
-_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+_OUTPUT = "lm_head.weight"
 _MAX_FEATURES = 256  # no published head has more than a handful
 _Q_PROJ, _K_PROJ = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
 # Tensors that only heads of other families have: DFlash / DSpark / Domino, MTP.
@@ -99,6 +100,7 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     config = ConfigValues(checkpoint.folder, checkpoint.config)
     dialect = _dialect(config, checkpoint.tensors, version)
     layer_config = layer_config_of(config)
+    refuse_switches(config, layer_config, config.inner("eagle_config"))
     num_layers = num_layers_of(checkpoint.folder, shapes)
     try:
         spec = EagleSpec(
@@ -107,14 +109,14 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
             num_layers=num_layers,
             **_sizes(shapes, layer_config, config, version),
             **_features(shapes, config, dialect, version),
-            **_switches(shapes, config, dialect, version),
+            **_switches(shapes, config, layer_config, dialect, version),
             **_mask(shapes, config),
-            own_output=version == 1 or "lm_head.weight" in shapes or config.flag("own_output", True),
+            own_output=_own_output(shapes, config, dialect, version),
             hidden_act=layer_config.text("hidden_act") or "silu",
             rms_norm_eps=layer_config.number("rms_norm_eps", 1e-6),
             rope=_rope(layer_config, dialect),
             max_position_embeddings=layer_config.size("max_position_embeddings", 2048, most=1 << 40),
-            windows=windows_of(layer_config, num_layers),
+            windows=_windows(config, layer_config, num_layers),
         )
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.folder}: the weights lack {error}.") from error
@@ -122,22 +124,67 @@ def describe(checkpoint: Checkpoint) -> EagleSpec:
     return spec
 
 
+def unclear(config: ConfigValues, spec: EagleSpec) -> dict[str, str]:
+    """What the files leave open, by the option of `Conventions` that decides it."""
+    if spec.version == 1:
+        return {}
+    if spec.dialect == "speculators" and not spec.parallel and "norm_before_residual" not in config:
+        return {"norm_before_residual": "whether the residual is taken before or after the norm"}
+    if _says_norm_output(config, spec.dialect) and not _has_vllms_meaning(config):
+        return {"feed_back_normed": "whether norm_output means the state that is fed back (vLLM) or logits (SpecForge)"}
+    return {}
+
+
 def _dialect(config: ConfigValues, names: Iterable[str], version: int) -> Dialect:
     if version == 1:
         return "eagle1"
-    if "speculators_model_type" in config.values:
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        if config.text("speculators_model_type", "eagle3") not in ("eagle3", "peagle"):
+            raise config.wrong("speculators_model_type", "eagle3 or peagle")
         return "speculators"
-    names = set(names)
-    if not any(name.startswith("midlayer.") for name in names):
-        if MASK in names:
-            return "specforge"
-        return "deepspec" if "target_layer_ids" in config.values else "speculators"
     nested = config.inner("eagle_config").values
     if any(flag in nested for flag in _MODELOPT_FLAGS):
         return "modelopt"
+    if not any(name.startswith("midlayer.") for name in names):
+        return "deepspec" if "target_layer_ids" in config else "vllm"
     # SpecForge's exporters write transformers 5 configs; SafeAILab's own files are those of transformers 4.
     marks = ("norm_output", "fc_norm", "dtype", "rope_parameters", "eagle_config")
     return "specforge" if any(mark in config.values for mark in marks) else "safeailab"
+
+
+def _says_norm_output(config: ConfigValues, dialect: str) -> bool:
+    return dialect in ("vllm", "modelopt") and config.flag("norm_output", False)
+
+
+def _has_vllms_meaning(config: ConfigValues) -> bool:
+    """Whether `norm_output` has vLLM's meaning for sure. SpecForge's architecture decides nothing: others borrow it."""
+    architectures = config.texts("architectures")
+    return _by_automodel(config) or (bool(architectures) and "LlamaForCausalLMEagle3" not in architectures)
+
+
+def _by_automodel(config: ConfigValues) -> bool:
+    """Whether NeMo Automodel wrote the config: the target's own, with this key added."""
+    return "parallel_drafting" in config
+
+
+def _windows(config: ConfigValues, layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
+    """Automodel's layers have no windows, whatever the target's config says."""
+    return (None,) * num_layers if _by_automodel(config) else windows_of(layer_config, num_layers)
+
+
+def _own_output(shapes: Shapes, config: ConfigValues, dialect: str, version: int) -> bool:
+    """Whether the output matrix is the head's own. Files that leave it out on purpose say so; ModelOpt's need not."""
+    if version == 1 or _OUTPUT in shapes:
+        return True
+    is_own = config.flag("own_output", True)
+    is_null = "draft_vocab_size" in config.values and "draft_vocab_size" not in config  # SGLang's way to say it
+    if not is_own or is_null or dialect == "modelopt":
+        return is_own
+    raise CheckpointError(
+        f"{config.where}: {_OUTPUT} is missing, which EAGLE-3 files of this layout ({dialect}) hold. With the target's "
+        'matrix instead the head drafts badly. If that is what it was trained with, add "own_output": false to '
+        "config.json."
+    )
 
 
 def _sizes(shapes: Shapes, layer_config: ConfigValues, config: ConfigValues, version: int) -> dict[str, int]:
@@ -192,26 +239,32 @@ def _feature_layers(config: ConfigValues) -> tuple[int, ...] | None:
     return tuple(i + 1 for i in ids) if ids else None
 
 
-def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) -> dict[str, Any]:
+def _switches(
+    shapes: Shapes, config: ConfigValues, layer_config: ConfigValues, dialect: str, version: int
+) -> dict[str, Any]:
+    """Norms and biases. What the config announces is asked for: a tensor that is not there was lost."""
     nested = config.inner("eagle_config")
 
     def has(name: str) -> bool:
         return f"layers.0.{name}" in shapes
 
+    has_qwen_layers = dialect in ("speculators", "deepspec") and layer_config.text("model_type") == "qwen3"
     switches = {
-        "fc_bias": "fc.bias" in shapes,
-        "qkv_bias": has("self_attn.q_proj.bias"),
+        "fc_bias": "fc.bias" in shapes or (version == 1 and config.flag("bias", False)),
+        "qkv_bias": has("self_attn.q_proj.bias") or (version == 1 and config.flag("qkv_bias", False)),
         "o_bias": has("self_attn.o_proj.bias"),
         "mlp_bias": has("mlp.gate_proj.bias"),
-        "qk_norm": has("self_attn.q_norm.weight"),
-        "norm_before_fc": "input_norm.weight" in shapes,
-        "fc_norm": "fc_norm.0.weight" in shapes,
+        "qk_norm": has("self_attn.q_norm.weight") or has_qwen_layers,
+        "norm_before_fc": "input_norm.weight" in shapes or config.flag("norm_before_fc", False),
+        "fc_norm": "fc_norm.0.weight" in shapes or config.flag("fc_norm", False),
     }
     if version == 1:
         return {**switches, "norm_logits": False}
-    norms_embedding = nested.flag("use_input_layernorm_in_first_layer", True)
-    switches["norm_embedding"] = norms_embedding and has("input_layernorm.weight")
-    switches["norm_logits"] = "norm.weight" in shapes and nested.flag("use_last_layernorm", True)
+    # Only ModelOpt's heads may lack these norms.
+    is_free = dialect == "modelopt"
+    norms_embedding = has("input_layernorm.weight") if is_free else True
+    switches["norm_embedding"] = nested.flag("use_input_layernorm_in_first_layer", norms_embedding)
+    switches["norm_logits"] = nested.flag("use_last_layernorm", "norm.weight" in shapes if is_free else True)
     if dialect == "speculators":
         # The library's default is False, its trainer's and vLLM's True: files without the key are vLLM's business.
         switches["norm_before_residual"] = config.flag("norm_before_residual", True)
@@ -219,7 +272,9 @@ def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) 
     elif dialect == "specforge":
         # Here the flag means "norm before the output matrix"; what is fed back is never normed.
         switches["norm_logits"] = config.flag("norm_output", True)
-    if "norm_before_residual" in config.values:
+    elif _says_norm_output(config, dialect):
+        switches["feed_back_normed"] = _has_vllms_meaning(config)
+    if "norm_before_residual" in config:
         switches["norm_before_residual"] = config.flag("norm_before_residual", False)
     if nested.flag("return_hidden_post_norm", False):
         switches["feed_back_normed"] = True
@@ -227,10 +282,8 @@ def _switches(shapes: Shapes, config: ConfigValues, dialect: str, version: int) 
 
 
 def _mask(shapes: Shapes, config: ConfigValues) -> dict[str, Any]:
-    if MASK not in shapes:
-        return {}
-    tokens = (config.token(key) for key in _MASK_TOKENS)
-    return {"parallel": True, "mask_token_id": next((token for token in tokens if token is not None), None)}
+    is_said = config.text("speculators_model_type") == "peagle" or config.flag("parallel_drafting", False)
+    return {"parallel": True, "mask_token_id": mask_token_of(config)} if is_said or MASK in shapes else {}
 
 
 def _rope(layer_config: ConfigValues, dialect: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hf_speculate.target import last_device
 
 from ...checkpoints import (
     Checkpoint,
+    ConfigValues,
     KeyAccount,
     OpenedHead,
     check_stated_target,
@@ -23,10 +24,10 @@ from ...checkpoints import (
     shared_output,
 )
 from ...heads import LoadedHead as HeadOf
-from ...heads import build_head, check_head_fits, check_mask_token, fill_head, overridden
+from ...heads import build_head, check_head_fits, check_mask_token, fill_head, overridden, warn_of_unclear
 from ..head import EagleHead
 from ..spec import Conventions, EagleSpec
-from .layouts import MASK, canonical_name, describe
+from .layouts import MASK, canonical_name, describe, unclear
 
 
 # Fields of `EagleSpec` that conventions replace.
@@ -65,8 +66,10 @@ def open_head(
 
     Raises: as `load_head`.
     """
+    conventions = conventions or Conventions()
     checkpoint = read_checkpoint(folder)
-    spec = overridden(describe(checkpoint), conventions or Conventions(), _OVERRIDES)
+    spec = overridden(describe(checkpoint), conventions, _OVERRIDES)
+    warn_of_unclear(folder, unclear(ConfigValues(folder, checkpoint.config), spec), spec, conventions)
     if spec.mask_token_id is not None and not spec.parallel:
         raise ValueError(f"eagle: mask_token_id is for P-EAGLE heads; the head in {folder} is {spec.kind}.")
     if target is not None:
