@@ -6,7 +6,9 @@ Whatever is wrong with a file or a disk is a `CheckpointError` here: callers cat
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +24,11 @@ MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
 # As wide as an integer of a config may be before anybody asks whether it fits what it is for.
 _MAX_DIGITS = 40
+
+# A character of JSON that stands for half of one.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_KINDS = {dict: "an object", str: "a text", int: "an integer", list: "a list"}
 
 # How a file begins that Git holds in the place of a large one.
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -79,33 +86,78 @@ def folder_state(folder: str) -> tuple[tuple[str, int, int, int], ...]:
     return tuple(sorted((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found))
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object in a file.
+def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The content of a regular file.
 
     Raises:
-        CheckpointError: no regular file, larger than 64 MB, no JSON, nested deeper than 64 levels, an integer of more
-            than 40 digits, or something else than an object.
+        CheckpointError: `open_regular`'s reasons, or the file has more than `limit` bytes: then nothing of it is read.
     """
     with open_regular(path) as file:
         try:
-            data = file.read(MAX_JSON_BYTES + 1)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {_shown(path)}: {error}") from error
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(f"cannot read {_shown(path)}: JSON of more than {MAX_JSON_BYTES >> 20} MB.")
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(limit + 1) if size <= limit else b""
+        except (OSError, MemoryError) as error:
+            raise CheckpointError(f"cannot read {_shown(path)}: {error or 'it does not fit into memory'}") from error
+    if max(size, len(data)) > limit:  # it may have grown, or not know its size
+        raise CheckpointError(f"cannot read {_shown(path)}: it has more than {limit >> 20} MB.")
+    return data
+
+
+def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a file. Every JSON file that belongs to a head, a store or a cache is read here.
+
+    Args:
+        limit: largest size in bytes.
+    Raises:
+        CheckpointError: no regular file, larger than `limit`, no JSON, nested deeper than 64 levels, an integer of more
+            than 40 digits, text that is no Unicode, or something else than an object.
+    """
+    data = read_bytes(path, limit)
     try:
         content = json.loads(data.decode("utf-8"), parse_int=_integer)
-    except (ValueError, RecursionError) as error:  # of bytes, of text, of digits; of depth
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"cannot read {_shown(path)}: {why}") from error
+        if _SURROGATE.search(data):
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError, MemoryError) as error:  # of bytes, of text, of digits; of depth; of size
+        why = {RecursionError: "it is nested too deeply", MemoryError: "it does not fit into memory"}
+        raise CheckpointError(f"cannot read {_shown(path)}: {why.get(type(error), error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{_shown(path)} holds a {type(content).__name__}, expected an object.")
     _check_depth(path, content)
     return content
 
 
-def json_writer(value: Mapping[str, Any], indent: int = 2) -> Writer:
-    """Writes an object as JSON, for `replace_files`."""
+def check_kinds(path: str | os.PathLike[str], content: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Checks the types of the values that a program will use.
+
+    Args:
+        path: file that they come from, for the message.
+        content: the object in it.
+        kinds: `section.key` -> type, or a union of types. Absent and null values pass.
+    Raises:
+        CheckpointError: a value of another type, or a number that is not finite.
+    """
+    for place, kind in kinds.items():
+        value: Any = content
+        for key in place.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        is_number = isinstance(value, int | float)
+        if value is None or (isinstance(value, kind) and not (is_number and not _is_number(value))):
+            continue
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:60]} ..."
+        raise CheckpointError(f"{_shown(path)}: {place} is {shown}, expected {_KINDS.get(kind, kind)}.")
+
+
+def section(content: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """A nested object; empty where there is none."""
+    for name in names:
+        found = content.get(name)
+        content = found if isinstance(found, Mapping) else {}
+    return content
+
+
+def json_writer(value: Mapping[str, Any], indent: int | None = 2) -> Writer:
+    """Writes an object as JSON, for `replace_files`; without `indent` in one line."""
     return text_writer(json.dumps(value, indent=indent) + "\n")
 
 
@@ -196,6 +248,10 @@ def _integer(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
+
+
+def _is_number(value: int | float) -> bool:
+    return not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_depth(path: str | os.PathLike[str], content: Any) -> None:

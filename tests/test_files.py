@@ -9,7 +9,7 @@ import pytest
 
 from hf_speculate import files
 from hf_speculate.errors import CheckpointError
-from hf_speculate.files import check_regular, json_writer, read_json, replace_files, text_writer
+from hf_speculate.files import check_kinds, check_regular, json_writer, read_json, replace_files, text_writer
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,37 @@ def test_json_that_is_none_or_too_much_is_refused(content, message, tmp_path):
         read_json(path)
 
 
-def test_json_larger_than_any_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1 << 20)
+def test_a_file_larger_than_asked_for_is_not_read(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"a": "x" * (1 << 20)}))
     with pytest.raises(CheckpointError, match="more than 1 MB"):
+        read_json(path, 1 << 20)
+    assert read_json(path, 2 << 20)["a"]
+    os.truncate(path, 1 << 40)  # sparse: nobody has as much memory
+    with pytest.raises(CheckpointError, match="more than 64 MB"):
         read_json(path)
+
+
+def test_half_a_character_is_no_text(tmp_path):
+    (tmp_path / "config.json").write_text(r'{"a": "\ud83d\ude00 \\ud800"}')
+    assert read_json(tmp_path / "config.json") == {"a": "\U0001f600 \\ud800"}
+    (tmp_path / "config.json").write_text(r'{"a": "\ud800"}')
+    with pytest.raises(CheckpointError, match="surrogates not allowed"):
+        read_json(tmp_path / "config.json")
+
+
+def test_values_of_other_kinds_are_named(tmp_path):
+    kinds = {"a": dict, "a.b": int, "c": str}
+    for content in ({}, {"a": None, "c": "x"}, {"a": {"b": 5}}):
+        check_kinds("file", content, kinds)
+    for content, message in (
+        ({"a": [1]}, r"file: a is \[1\], expected an object"),
+        ({"a": {"b": True}}, "a.b is True, expected an integer"),
+        ({"a": {"b": "x" * 99}}, "a.b is 'x{59} ..., expected an integer"),
+        ({"c": 5}, "c is 5, expected a text"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            check_kinds("file", content, kinds)
 
 
 def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import SpeculateError
+from ..errors import SpeculateError, first_line
 
 
 FIELDS = ("prompt", "text", "question", "turns", "messages")
@@ -96,9 +96,14 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
     """int64 [S]: a chat through the tokenizer's template, up to where the answer begins.
 
     Args:
-        template: what the template is told (`enable_thinking=False`), or `chat_template=` instead of the tokenizer's.
+        template: what the template is told (`enable_thinking=False`).
+    Raises:
+        SpeculateError: the template refuses these messages, or fails.
     """
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+    except Exception as error:  # a template is a program: it may raise anything
+        raise SpeculateError(f"the target's chat template refuses the messages: {first_line(error)}") from error
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
 
 

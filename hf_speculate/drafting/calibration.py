@@ -6,14 +6,16 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files import read_json
 
 
 CALIBRATION_FILE = "calibration.json"
+_MAX_BYTES = 1 << 20
 
 # Of what is remembered, after every round: a memory of about 30. Of 0.95 to 0.99 on recorded rounds, none is clearly
 # better.
@@ -109,16 +111,15 @@ class CalibrationTable:
             CheckpointError: the file is not one of these.
         """
         path = Path(folder) / CALIBRATION_FILE
-        if not path.is_file():
+        if not os.path.lexists(path):
             return cls()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            content = read_json(path, _MAX_BYTES)
+        except CheckpointError as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}. `hf-speculate check --calibrate` writes it anew; without it a head's "
-                "values are believed."
+                f"{error} `hf-speculate check --calibrate` writes it anew; without it a head's values are believed."
             ) from error
-        if not isinstance(content, Mapping) or content.get("edges") != list(_EDGES):
+        if content.get("edges") != list(_EDGES):
             raise CheckpointError(
                 f"{path} was written for other ranges of values; `hf-speculate check --calibrate` writes it anew."
             )

@@ -15,10 +15,10 @@ from .folders import card_facts as card_facts
 from .folders import copy_origins as copy_origins
 from .folders import file_hashes as file_hashes
 from .folders import push_folder as push_folder
-from .folders import read_provenance as read_provenance
 from .folders import recorded_card as recorded_card
 from .folders import refresh_hashes as refresh_hashes
 from .origins import PROVENANCE_FILE as PROVENANCE_FILE
+from .origins import read_provenance as read_provenance
 from .permissions import check_upload as check_upload
 from .privacy import clean_folder as clean_folder
 from .privacy import find_secret as find_secret

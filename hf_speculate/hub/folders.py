@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -16,9 +15,9 @@ from huggingface_hub import CommitInfo
 
 from ..drafting import CALIBRATION_FILE
 from ..errors import SpeculateError, UploadError
-from ..files import json_writer, replace_files
+from ..files import json_writer, replace_files, section
 from .card import ADAPTER_FOLDER, rename_card, write_card
-from .origins import PROVENANCE_FILE
+from .origins import PROVENANCE_FILE, read_provenance
 from .privacy import clean_folder, publishable
 from .remote_code import CUSTOM_GENERATE_FOLDER
 from .repositories import drafter_class_for, make_repository, upload_head
@@ -32,20 +31,6 @@ RECIPE_FILE = "recipe.yaml"
 # With the paths of this machine; never uploaded.
 LOCAL_RECIPE_FILE = "recipe.local.yaml"
 CURVES_FILE = "curves.png"
-
-
-def read_provenance(folder: str | os.PathLike) -> dict[str, Any] | None:
-    """What the folder says of its head, None if it says nothing; raises `SpeculateError` if it cannot be read."""
-    path = Path(folder) / PROVENANCE_FILE
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpeculateError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise SpeculateError(f"{path} is not a provenance file.")
-    return found
 
 
 def public_files(folder: str | os.PathLike) -> list[Path]:
@@ -103,14 +88,14 @@ def card_facts(folder: str | os.PathLike, saved: SavedHead | None = None) -> dic
     """
     found = read_provenance(folder) or {}
     facts = asdict(saved or drafter_class_for(os.fspath(folder)).describe(os.fspath(folder)))
-    facts["base_model"] = facts["base_model"] or _section(found, "target").get("name")
-    recipe, data = _section(found, "recipe"), _section(found, "recipe", "data")
-    figures = _section(found, "metrics").items()
+    facts["base_model"] = facts["base_model"] or section(found, "target").get("name")
+    recipe, data = section(found, "recipe"), section(found, "recipe", "data")
+    figures = section(found, "metrics").items()
     facts["metrics"] = {name.removeprefix("eval_"): value for name, value in figures if "acceptance" in name}
     if facts["metrics"] and (source := data.get("eval") or data.get("train")):
         facts["measured_on"] = f"{found.get('evaluation_prompts', 'the')} held-out prompts of {Path(source).name}"
     if recipe:
-        facts["notes"] = publishable(_section(recipe, "output").get("notes")) or _notes(recipe)
+        facts["notes"] = publishable(section(recipe, "output").get("notes")) or _notes(recipe)
     return facts
 
 
@@ -134,7 +119,7 @@ def push_folder(
     """
     place = Path(folder)
     saved = drafter_class_for(os.fspath(folder)).describe(os.fspath(folder))
-    asked = _section(read_provenance(folder) or {}, "recipe", "output").get("push_to_hub")
+    asked = section(read_provenance(folder) or {}, "recipe", "output").get("push_to_hub")
     wanted = repo_id or asked or place.resolve().name
     with tempfile.TemporaryDirectory() as staged:
         for path in public_files(place):
@@ -172,16 +157,8 @@ def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool
     return is_ours
 
 
-def _section(content: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """A nested section; empty where the file, which may come from anywhere, has none."""
-    for name in names:
-        found = content.get(name)
-        content = found if isinstance(found, Mapping) else {}
-    return content
-
-
 def _notes(recipe: Mapping[str, Any]) -> str:
-    method, data = _section(recipe, "method").get("name"), _section(recipe, "data").get("train")
+    method, data = section(recipe, "method").get("name"), section(recipe, "data").get("train")
     return (
         f"Trained with hf-speculate, method `{method}`, on `{Path(str(data)).name}`. "
         f"Recipe: `{RECIPE_FILE}`; versions, data fingerprint, hardware, metrics: `{PROVENANCE_FILE}`; "

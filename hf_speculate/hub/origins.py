@@ -1,7 +1,8 @@
-"""Which adapters of the target a head was trained for, as far as its folder says, and whether these are in effect."""
+"""Provenance of a head, and the adapters of the target that it was trained for, as far as its folder says."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..errors import CheckpointError
-from ..files import read_json
+from ..files import check_kinds, read_json
 from ..models import GenerativeModel
 from ..target import adapter_fingerprints
 
@@ -17,6 +18,54 @@ from ..target import adapter_fingerprints
 logger = logging.get_logger(__name__)
 
 PROVENANCE_FILE = "provenance.json"
+_MAX_BYTES = 16 << 20
+
+# Fields that are read somewhere; others may be anything.
+_KINDS: dict[str, Any] = {
+    "identity": dict,
+    "identity.architecture": str,
+    "identity.quantization": str,
+    "identity.vocab_size": int,
+    "identity.hidden_size": int,
+    "identity.num_hidden_layers": int,
+    "identity.weights": dict,
+    "adapters": dict,
+    "target": dict,
+    "target.name": str,
+    "data": dict,
+    "head": dict,
+    "batch": dict,
+    "chat_template": str,
+    "recipe": dict,
+    "recipe.method": dict,
+    "recipe.method.name": str,
+    "recipe.data": dict,
+    "recipe.data.train": str,
+    "recipe.data.eval": str,
+    "recipe.data.max_length": int,
+    "recipe.training": dict,
+    "recipe.output": dict,
+    "recipe.output.push_to_hub": str,
+    "recipe.output.notes": str,
+    "metrics": dict,
+    "evaluation_prompts": int,
+    "sessions": list,
+    "status": str,
+}
+
+
+def read_provenance(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What the folder says of its head, None if it says nothing.
+
+    Raises:
+        CheckpointError: the file cannot be read, or a field that is used somewhere is of another type.
+    """
+    path = Path(folder) / PROVENANCE_FILE
+    if not os.path.lexists(path):
+        return None
+    found = read_json(path, _MAX_BYTES)
+    check_kinds(path, found, _KINDS)
+    return found
 
 
 def warn_of_other_adapters(folder: str, target: GenerativeModel) -> None:
@@ -47,7 +96,7 @@ def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
 def _trained_adapters(folder: str) -> Mapping[str, str] | None:
     """Name -> fingerprint; None if the folder does not say (most heads of others)."""
     try:
-        content: Any = read_json(Path(folder) / PROVENANCE_FILE)
+        content: Any = read_provenance(folder) or {}
         if "adapters" in content:
             return {str(name): str(fingerprint) for name, fingerprint in content["adapters"].items()}
         return {} if content["target"]["adapters"] is None else None  # a head from before fingerprints were noted

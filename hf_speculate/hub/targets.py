@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import CheckpointError, TargetMismatchError
-from ..files import read_json
 from ..models import GenerativeModel
 from ..target import WeightSample, compare_weights, quantization_label, sample_weights
-from .origins import PROVENANCE_FILE, warn_of_other_adapters
+from .origins import PROVENANCE_FILE, read_provenance, warn_of_other_adapters
 
 
 logger = logging.get_logger(__name__)
@@ -130,16 +128,14 @@ def _warn(problem: str) -> None:
 def _identity(folder: str) -> Mapping[str, Any]:
     """Empty if the folder does not say."""
     try:
-        content = read_json(Path(folder) / PROVENANCE_FILE).get("identity")
+        return (read_provenance(folder) or {}).get("identity") or {}
     except CheckpointError:
         return {}
-    return content if isinstance(content, Mapping) else {}
 
 
 def _samples(identity: Mapping[str, Any]) -> dict[str, WeightSample]:
-    found = identity.get("weights")
     try:
-        return {str(name): WeightSample.parse(text) for name, text in (found or {}).items()}
+        return {str(name): WeightSample.parse(text) for name, text in (identity.get("weights") or {}).items()}
     except (ValueError, AttributeError):
         return {}
 

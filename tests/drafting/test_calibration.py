@@ -82,8 +82,9 @@ class TestTable:
     @pytest.mark.parametrize(
         ("content", "problem"),
         [
-            ("{", "cannot be read"),
-            ("[]", "other ranges"),
+            ("{", "cannot read .*--calibrate"),
+            ("[" * 100000, "nested too deeply.*--calibrate"),
+            ("[]", "holds a list"),
             ('{"edges": [1]}', "other ranges"),
             ({"greedy": [0.5]}, "'greedy' must be 16 shares"),
             ({"sampled": [2.0] * 16}, "'sampled' must be 16 shares"),

@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from hf_speculate.commands import Prompt, chat_ids
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
-from hf_speculate.files import read_json
-from hf_speculate.hub import PROVENANCE_FILE
+from hf_speculate.files import read_json, section
+from hf_speculate.hub import read_provenance
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.target import quantization_label
 
@@ -29,12 +29,15 @@ from ..calibration import (
     compare_sets,
     write_texts,
 )
+from .foreign_templates import foreign_chat_ids
 
 
 logger = logging.get_logger(__name__)
 
 # Prompts that another copy of the target writes after: it is as large again.
 _FEW = 8
+# Positions: no text is as long.
+_MOST = 1 << 31
 
 # Gives the target in another form: (dtype, dense) -> model.
 LoadTarget = Callable[[str, bool], GenerativeModel]
@@ -116,13 +119,12 @@ def _by_prompts(now: Measured, use: Use) -> list[Finding]:
 
 def _by_position(now: Measured, measure: HeadMeasure, use: Use) -> Iterator[Finding]:
     """Beyond the shortest of: what it was trained with, what the head and the target were configured for."""
-    trained = _recipe(measure.folder).get("data", {}).get("max_length")
-    head = _read(Path(measure.folder) / "config.json")
-    layer = {**head, **(head.get("transformer_layer_config") or {})}
-    stated = layer.get("max_position_embeddings")
-    limits = {trained: "the length that it was trained with", stated: "the head's max_position_embeddings"}
-    for limit, what in limits.items():
-        if isinstance(limit, int) and (finding := compare_context(now, limit, what)):
+    trained = section(_provenance(measure.folder), "recipe", "data").get("max_length")
+    head = _config(measure.folder)
+    stated = {**head, **section(head, "transformer_layer_config")}.get("max_position_embeddings")
+    limits = ((trained, "the length that it was trained with"), (stated, "the head's max_position_embeddings"))
+    for limit, what in limits:
+        if isinstance(limit, int) and 0 < limit < _MOST and (finding := compare_context(now, limit, what)):
             yield finding
             return
 
@@ -147,10 +149,14 @@ def _templates(now: Measured, measure: HeadMeasure, use: Use) -> Iterator[Findin
 
 def _trained_template(now: Measured, measure: HeadMeasure, use: Use) -> Iterator[Finding | None]:
     """The chat template that the head's provenance has, where it is another one."""
-    trained = _read(Path(measure.folder) / PROVENANCE_FILE).get("chat_template")
-    if not isinstance(trained, str) or not use.uses_template or trained == use.tokenizer.chat_template:
+    trained = _provenance(measure.folder).get("chat_template")
+    if not trained or not use.uses_template or trained == use.tokenizer.chat_template:
         return
-    ids = [chat_ids(prompt.messages, use.tokenizer, chat_template=trained) for prompt in use.prompts]
+    try:
+        ids = foreign_chat_ids([prompt.messages for prompt in use.prompts], use.tokenizer, trained)
+    except SpeculateError as error:
+        logger.warning(f"prompts as the head was trained on them were not measured: {first_line(error)}")
+        return
     yield compare_conditions(
         "chat template",
         replace(now, name="with the target's chat template"),
@@ -247,12 +253,15 @@ def with_adapter(target: Any, adapter: str) -> tuple[GenerativeModel, Callable[[
     return unwrap(adapted), adapted.disable_adapter
 
 
-def _recipe(folder: str) -> dict[str, Any]:
-    return _read(Path(folder) / PROVENANCE_FILE).get("recipe") or {}
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _provenance(folder: str) -> dict[str, Any]:
     try:
-        return read_json(path)
+        return read_provenance(folder) or {}
+    except CheckpointError:
+        return {}
+
+
+def _config(folder: str) -> dict[str, Any]:
+    try:
+        return read_json(Path(folder) / "config.json")
     except CheckpointError:
         return {}

@@ -10,7 +10,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.files import json_writer, read_json, replace_files
+from hf_speculate.files import Writer, check_kinds, json_writer, read_json, replace_files
 
 from .index import Index, IndexKind
 from .recycled import RecycledRows
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 
 _FORMAT = "hf_speculate.suffix_store.1"
+# 100 million tokens and more. A larger store is not saved, since it would not be read.
+_MAX_BYTES = 1 << 30
+_KINDS: dict[str, Any] = {"format": str, "vocab_size": int, "max_tokens": int, "max_requests": int, "requests": list}
 
 
 @dataclass
@@ -150,7 +153,8 @@ class SuffixStore:
         """Writes the outputs to a JSON file, whole or not at all.
 
         Raises:
-            CheckpointError: it could not be written; what was there is still there.
+            CheckpointError: it could not be written, or is larger than `load` reads (1 GB, more than 100 million
+                tokens); what was there is still there.
         """
         with self.lock:
             requests = [{"adapters": each.adapters, "tokens": [*each.tokens]} for each in self._requests.values()]
@@ -162,7 +166,7 @@ class SuffixStore:
                 "requests": requests,
             }
         path = Path(path)
-        replace_files(path.parent, {path.name: json_writer(content, indent=0)})
+        replace_files(path.parent, {path.name: _bounded(json_writer(content, indent=None))})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -171,16 +175,14 @@ class SuffixStore:
         Raises:
             CheckpointError: it cannot be read, or is something else.
         """
-        content = read_json(path)
+        content = read_json(path, _MAX_BYTES)
+        check_kinds(path, content, _KINDS)
         _check(path, content.get("format") == _FORMAT, f'"format" is {content.get("format")!r}, expected {_FORMAT!r}')
-        vocab_size, requests = content.get("vocab_size"), content.get("requests", [])
-        _check(path, vocab_size is None or _is_count(vocab_size), f'"vocab_size" is {vocab_size!r}')
-        _check(path, isinstance(requests, list), '"requests" is no list')
-        max_tokens, max_requests = content.get("max_tokens"), content.get("max_requests")
-        if not _is_count(max_tokens) or not max_tokens:
-            raise _unreadable(path, f'"max_tokens" is {max_tokens!r}')
-        is_limit = max_requests is None or (_is_count(max_requests) and max_requests > 0)
-        _check(path, is_limit, f'"max_requests" is {max_requests!r}')
+        vocab_size, requests = content.get("vocab_size"), content.get("requests") or []
+        _check(path, vocab_size is None or vocab_size >= 0, f'"vocab_size" is {vocab_size!r}')
+        max_tokens, max_requests = content.get("max_tokens") or 0, content.get("max_requests")
+        _check(path, max_tokens > 0, f'"max_tokens" is {max_tokens!r}')
+        _check(path, max_requests is None or max_requests > 0, f'"max_requests" is {max_requests!r}')
         store = cls(max_tokens, max_requests)
         store._vocab_size = vocab_size
         for each in requests:
@@ -189,6 +191,17 @@ class SuffixStore:
             store.num_tokens += len(each["tokens"])
         _check(path, store.num_tokens <= store.max_tokens, f"{store.num_tokens} tokens are above its own limit")
         return store
+
+
+def _bounded(write: Writer) -> Writer:
+    """Writes what `load` will read, or raises."""
+
+    def write_bounded(path: str) -> None:
+        write(path)
+        if os.path.getsize(path) > _MAX_BYTES:
+            raise ValueError(f"the store has more than the {_MAX_BYTES >> 20} MB that are read; lower max_tokens")
+
+    return write_bounded
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

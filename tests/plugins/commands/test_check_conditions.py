@@ -6,6 +6,7 @@ import copy
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ class Switching:
     """A tokenizer whose template has the switch of thinking models; off unless asked for."""
 
     chat_template = "{% if enable_thinking %}<think>{% endif %}"
+    special_tokens_map: ClassVar = {}
 
     def apply_chat_template(self, messages, enable_thinking=False, **_):
         return f"<user>{messages[0]['content']}" + ("<think>" if enable_thinking else "")

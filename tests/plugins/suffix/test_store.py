@@ -114,7 +114,7 @@ class TestFile:
         ("change", "message"),
         [
             ({"format": "x"}, "expected 'hf_speculate"),
-            ({"requests": {}}, "no list"),
+            ({"requests": {}}, "requests is {}, expected a list"),
             ({"requests": [{"adapters": "", "tokens": [10]}]}, "not tokens below 10"),
             ({"requests": [{"adapters": "", "tokens": [True]}]}, "not tokens below 10"),
             ({"requests": [3]}, "not tokens below 10"),

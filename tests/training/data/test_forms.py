@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,15 @@ import pytest
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate_training import extras
-from hf_speculate_training.data import Chat, Completion, DataOptions, prepare_data, read_record
+from hf_speculate_training.data import (
+    Chat,
+    Completion,
+    DataOptions,
+    RecordError,
+    load_records,
+    prepare_data,
+    read_record,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +63,186 @@ def test_conversations_are_truncated_and_the_share_is_said(byte_tokenizer, write
     path = write_lines([{"prompt": "a" * 10, "completion": "b" * 30}])
     data = prepare_data(path, byte_tokenizer, DataOptions(max_length=20, append_eos=False))
     assert "1 documents, 20 of 40 tokens used (50%), 10 of them learnt from" in data.report.summary()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_prompt_without_an_answer_is_not_learnt_from(byte_tokenizer, write_lines, streaming):
+    """Of a list of prompts, or of preferences, nothing but the end of text would be learnt."""
+    byte_tokenizer.chat_template = None
+    asked = [{"prompt": "ab", "chosen": "c", "rejected": "d"}] * 2
+    with pytest.raises(SpeculateError, match=r"without an answer|no document of the stream can be used"):
+        next(iter(prepare_data(write_lines(asked), byte_tokenizer, DataOptions(streaming=streaming)).rows()))
+    assert read_record(asked[0]) == Completion("ab", ""), "for regenerate, which answers it"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"x": {"type": "integer"}}}}]
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def shown(tokenizer, path) -> list[tuple[str, str]]:
+    """Of each document, all of it and what of it is learnt."""
+    rows = prepare_data(path, tokenizer).train
+    return [
+        (tokenizer.decode(ids), tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]))
+        for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["objects", "texts"])
+def test_tools_reach_the_template(byte_tokenizer, write_lines, as_text):
+    """Descriptions and arguments may be JSON or, as OpenAI and LLaMA-Factory have them, texts."""
+    byte_tokenizer.chat_template = TOOL_TEMPLATE
+    arguments = {"x": 1, "y": {"z": [2]}}
+    call = {"name": "add", "arguments": json.dumps(arguments) if as_text else arguments}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": call}]}
+    record = {
+        "messages": [{"role": "user", "content": "add"}, answer],
+        "tools": json.dumps(TOOLS) if as_text else TOOLS,
+    }
+    other = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": None}
+    (text, learnt), (plain, _) = shown(byte_tokenizer, write_lines([record, other]))
+    assert text.startswith(f"<tools>{json.dumps(TOOLS)}</tools>")
+    assert learnt == f"<call>{json.dumps({'name': 'add', 'arguments': arguments})}</call><|im_end|>"
+    assert "tools" not in plain
+
+
+def test_llama_factory(byte_tokenizer, write_lines):
+    """ShareGPT with `system`, calls as texts, and what tools answer."""
+    byte_tokenizer.chat_template = TOOL_TEMPLATE
+    turns = [
+        ("human", "hi"),
+        ("function_call", '{"name": "add", "arguments": {}}'),
+        ("observation", "3"),
+        ("gpt", "so"),
+    ]
+    record = {"conversations": [{"from": who, "value": what} for who, what in turns], "system": "Be brief."}
+    ((text, learnt),) = shown(byte_tokenizer, write_lines([record]))
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
+    assert "<|im_start|>tool\n3<|im_end|>" in text
+    assert learnt == '<call>{"name": "add", "arguments": {}}</call><|im_end|>so<|im_end|>'
+    chat = read_record({"messages": [{"role": "system", "content": "own"}], "system": "other"})
+    assert [message["content"] for message in chat.messages] == ["own"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": "calculator"},
+        {"tools": {"a": 1}},
+        {"messages": [{"role": "assistant", "content": 5}]},
+        {"messages": [{"role": "assistant", "tool_calls": "x"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [None]}]},
+        {"messages": [{"role": "function_call", "content": "add(1)"}]},
+    ],
+    ids=range(7),
+)
+def test_tools_that_cannot_be_read_are_the_records_fault(change):
+    with pytest.raises(RecordError):
+        read_record({"messages": [{"role": "assistant", "content": "a"}]} | change)
+
+
+# Mistral's: the system message stands before the last message of the user.
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}{% set rest = messages[1:] %}{% else %}"
+    "{% set rest = messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}"
+    "[INST]{{ s + '\n\n' if loop.last and s is defined else '' }}{{ m.content }}[/INST]"
+    "{% else %}{{ ' ' + m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("turns", ["together", "separate"])
+def test_a_system_message_that_moves(byte_tokenizer, write_lines, turns):
+    """It ends no run: the record is skipped, or, turn by turn, is what `generate` would be given with its answer."""
+    byte_tokenizer.chat_template = MISTRAL
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    records = [{"messages": chat}, {"messages": [{"role": "system", "content": "Be kind."}, *chat]}]
+    data = prepare_data(write_lines(records), byte_tokenizer, DataOptions(turns=turns))
+    texts = [byte_tokenizer.decode(ids) for ids in data.train["input_ids"]]
+    if turns == "together":
+        assert texts == ["[INST]hi[/INST] hello<|im_end|>"]
+        assert [note for note in data.report.notes if "what the target is to emit cannot be told" in note]
+    else:
+        assert texts == ["[INST]hi[/INST] hello<|im_end|>", "[INST]Be kind.\n\nhi[/INST] hello<|im_end|>"]
+        mask = data.train["loss_mask"][1]
+        assert mask.index(True) == len(byte_tokenizer("[INST]Be kind.\n\nhi[/INST]")["input_ids"])
+        assert all(mask[mask.index(True) :])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.jsonl": '{"text":"caf\xe9"}\n'.encode("latin-1")}, "UTF-8: `iconv"),
+        ({"a.txt": "caf\xe9".encode("latin-1")}, "UTF-8: `iconv"),
+        ({"a.csv": "text\ncaf\xe9\n".encode("latin-1")}, "UTF-8: `iconv"),
+        ({"a.jsonl": b'{"text": "a"}\n{"text": [\n'}, "cannot read the data"),
+        ({"a.jsonl": b'{"text": "a"}\n', "b.jsonl": b'{"prompt": "a", "id": [1]}\n'}, "must be the same"),
+        ({"a.parquet": b"PAR1 and no more"}, "cannot read the data"),
+    ],
+    ids=["latin-1", "latin-1 text", "latin-1 csv", "broken line", "other columns", "no parquet"],
+)
+def test_files_that_are_not_as_they_should_be(byte_tokenizer, tmp_path, files, message, streaming):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    with pytest.raises(SpeculateError, match=message):
+        list(prepare_data(folder, byte_tokenizer, DataOptions(streaming=streaming)).train)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_as_it_is_downloaded(byte_tokenizer, tmp_path, streaming):
+    """Cards, licences and hidden files are no data, and test files are for measuring."""
+    for name in ("train", "extra", "test", "data/dev-00000", "eval/part", ".cache/huggingface/x"):
+        path = tmp_path / "data" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    for name in ("README.md", "LICENSE.md", "dataset_infos.json", ".gitattributes"):
+        (tmp_path / "data" / name).write_text('{"splits": 1}')
+    found = {
+        split: [record["text"] for record in load_records(tmp_path / "data", split=split, streaming=streaming)]
+        for split in ("train", "test", "validation")
+    }
+    assert found == {"train": ["extra", "train"], "test": ["eval/part", "test"], "validation": ["data/dev-00000"]}
+    with pytest.raises(SpeculateError, match="no split 'other'; there are: test, train, validation"):
+        load_records(tmp_path / "data", split="other")
+
+
+def test_names_of_sources_say_no_split(tmp_path):
+    for name in ("test_a.py", "b.py"):
+        (tmp_path / name).write_text("pass")
+    assert len(load_records(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_names_are_no_patterns(tmp_path, streaming):
+    path = tmp_path / "chats [v2]*?.jsonl"
+    path.write_text('{"text": "a"}\n')
+    (tmp_path / "chats v__.jsonl").write_text('{"text": "b"}\n')
+    assert [record["text"] for record in load_records(path, streaming=streaming)] == ["a"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cells_of_csv_are_texts(byte_tokenizer, tmp_path, streaming):
+    (tmp_path / "a.csv").write_text("question,answer,context\n1+1,2,\n11/10,1.10,\nwho,None,\nwhat,,\n")
+    records = [read_record(record) for record in load_records(tmp_path / "a.csv", streaming=streaming).take(3)]
+    assert records == [Completion("1+1", "2"), Completion("11/10", "1.10"), Completion("who", "None")]
+    assert read_record({"question": "1+1", "answer": 2}) == Completion("1+1", "2")
+
+
+def test_columns_of_a_stream_can_be_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"frage": "a", "antwort": "b"}\n')
+    named = {"prompt": "frage", "completion": "antwort"}
+    assert list(load_records(tmp_path / "a.jsonl", streaming=True, columns=named)) == [
+        {"prompt": "a", "completion": "b"}
+    ]
+    with pytest.raises(SpeculateError, match="no column 'nope'; there are: frage, antwort"):
+        load_records(tmp_path / "a.jsonl", streaming=True, columns={"prompt": "nope"})
 
 
 def test_missing_packages_are_one_line_with_the_command(monkeypatch):

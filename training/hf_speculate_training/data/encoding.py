@@ -5,17 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
-from hf_speculate.errors import SpeculateError
+from hf_speculate.errors import SpeculateError, first_line
 
 from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens
 
 
 # Stands for a user's message where only what is around it matters.
 _MESSAGE = "a message"
+
+# White space between prompt and answer at most, and characters that must be alike before it, in `_start_of_answer`.
+_WHITE_SPACE, _LIKE_END = 4, 4
+_UNLIKE = (
+    "the chat template renders what precedes an assistant turn in another way than the conversation with that turn: "
+    "what the target is to emit cannot be told. Possible: turns='separate', a template with {% generation %} marks, or "
+    "pre-tokenised data (input_ids and loss_mask)"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,11 @@ class Encoder:
             ids = self.tokenizer(example.text, verbose=False)["input_ids"]
             return [self._ended(Encoded(ids, [True] * len(ids)))]
         if isinstance(example, Completion):
+            if not example.completion:
+                raise RecordError(
+                    "a prompt without an answer: nothing to train on. Possible: `hf-speculate regenerate`, which has the "
+                    "target answer, or data.columns with the name of the answers, {completion: ...}"
+                )
             return [self._ended(self._completion(example))]
         return self._chat(example)
 
@@ -67,9 +79,9 @@ class Encoder:
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
 
-    def chat_prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """What `generate` is given for the assistant's next turn."""
-        return self._tokenized(self._rendered(messages, True))["input_ids"]
+        return self._tokenized(self._rendered(messages, True, tools))["input_ids"]
 
     def user_turn(self) -> tuple[list[int], int]:
         """What `generate` is given for the user's first message, and the token that ends such a message.
@@ -105,29 +117,36 @@ class Encoder:
         if not answers:
             return []
         if self.turns == "separate":
-            return [self._last_turn(example.messages[: index + 1]) for index in answers]
+            return [self._last_turn(example.messages[: index + 1], example.tools) for index in answers]
         messages = example.messages[: answers[-1] + 1]
         if has_generation_marks(self.tokenizer):
-            return [self._marked(messages)]
-        text = self._rendered(messages, False)
-        spans = [self._span(messages, index, text) for index in answers]
+            return [self._marked(messages, example.tools)]
+        text = self._rendered(messages, False, example.tools)
+        spans = [self._span(messages, index, text, example.tools) for index in answers]
         return [self._masked(text, spans)]
 
-    def _last_turn(self, messages: Sequence[Message]) -> Encoded:
-        text = self._rendered(messages, False)
-        return self._masked(text, [self._span(messages, len(messages) - 1, text)])
+    def _last_turn(self, messages: Sequence[Message], tools: Sequence[Any]) -> Encoded:
+        """The prompt as it is rendered for `generate`, and the answer as the template writes it behind."""
+        before, text = self._rendered(messages[:-1], True, tools), self._rendered(messages, False, tools)
+        start = len(before) if text.startswith(before) else _start_of_answer(before, text, messages[-1]["content"])
+        return self._masked(before + text[start:], [(len(before), len(before) + len(text) - start)])
 
-    def _marked(self, messages: Sequence[Message]) -> Encoded:
+    def _marked(self, messages: Sequence[Message], tools: Sequence[Any]) -> Encoded:
         """Templates with `{% generation %}` say themselves what the assistant writes."""
-        self._rendered(messages, False)  # for its errors
+        self._rendered(messages, False, tools)  # for its errors
         encoded = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         return Encoded(encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]])
 
-    def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
+    def _span(self, messages: Sequence[Message], index: int, text: str, tools: Sequence[Any]) -> tuple[int, int]:
         """Where turn `index` stands in the rendered conversation, in characters."""
-        before, after = self._rendered(messages[:index], True), self._rendered(messages[: index + 1], False)
+        before = self._rendered(messages[:index], True, tools)
+        after = self._rendered(messages[: index + 1], False, tools)
         if after.startswith(before) and text.startswith(after):
             return len(before), len(after)
         if after.startswith(before):
@@ -136,12 +155,7 @@ class Encoder:
                 "cannot be told apart. Possible: turns='separate' (every assistant turn becomes a document of its "
                 "own), or a template with {% generation %} marks."
             )
-        raise SpeculateError(
-            f"the chat template renders what precedes an assistant turn ({before[-60:]!r} with the generation prompt) "
-            f"in another way than the conversation with that turn ({after[-120:]!r}): what the target is to emit "
-            "cannot be told. Possible: a template with {% generation %} marks, or pre-tokenised data (input_ids and "
-            "loss_mask)."
-        )
+        raise RecordError(_UNLIKE)
 
     def _masked(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
         encoded = self._tokenized(text)
@@ -163,7 +177,7 @@ class Encoder:
         # The template writes the special tokens itself.
         return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Any] = ()) -> str:
         if not self.tokenizer.chat_template:
             raise SpeculateError(
                 "the data are conversations, but the target's tokenizer has no chat template. Possible: set "
@@ -172,10 +186,38 @@ class Encoder:
             )
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RecordError(f"the chat template refuses it: {error}") from error
+        except Exception as error:  # a template is a program: it may raise anything
+            raise RecordError(f"the chat template refuses it: {first_line(error)}") from error
+
+
+def _start_of_answer(before: str, text: str, content: str) -> int:
+    """Where the answer begins in a rendered conversation that does not begin with the rendered prompt.
+
+    Mistral's templates put a system message before the *last* message of the user: the conversation with the answer
+    has it elsewhere, and ends like the prompt all the same. Only a little white space may come before the answer's
+    own words.
+
+    Raises:
+        RecordError: there is no such place.
+    """
+    words = content.strip()
+    place = text.rfind(words) if words else -1
+    starts = [start for start in range(place, place - _WHITE_SPACE, -1) if start > 0 and not text[start:place].strip()]
+    start = max(starts, key=lambda start: _common_end(before, text[:start]), default=0)
+    if _common_end(before, text[:start]) < _LIKE_END:
+        raise RecordError(_UNLIKE)
+    return start
+
+
+def _common_end(one: str, other: str) -> int:
+    """Characters at the end that two texts have in common."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def has_generation_marks(tokenizer: Any) -> bool:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
+import pandas as pd
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    IterableDatasetDict,
+    Value,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetGenerationError
 
-from hf_speculate.errors import SpeculateError
+from hf_speculate.errors import SpeculateError, first_line
+
+from .folders import data_files, suffix_of
 
 
 Records: TypeAlias = Dataset | IterableDataset
@@ -29,7 +41,8 @@ BUILDERS = {
     ".md": "text",
     ".py": "text",
 }
-_COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+# Of files that cannot be read: Arrow's and pandas' errors are ValueErrors; an empty stream stops at once.
+_ERRORS = (OSError, ValueError, DatasetGenerationError, StopIteration)
 
 
 def load_records(
@@ -45,10 +58,11 @@ def load_records(
     """The records of a source, as they are.
 
     Args:
-        source: a json, jsonl, parquet, arrow, csv or text file (compressed too), a folder of them (or one that
+        source: a json, jsonl, parquet, arrow, csv or text file in UTF-8 (compressed too), a folder of them (or one that
             `Dataset.save_to_disk` wrote), a glob pattern, a Hub id, or a dataset. A text file is
-            one record, `text`: blank lines mean too many things.
-        split, config, revision: of Hub ids and saved datasets.
+            one record, `text`: blank lines mean too many things. Of a folder, see `data_files`.
+        split: of Hub ids, saved datasets, and folders whose files are named after splits.
+        config, revision: of Hub ids.
         streaming: read on the way instead of converting everything first.
         columns: our name -> the source's name, e.g. `{"prompt": "question", "completion": "answer"}`.
         limit: the first so many records only.
@@ -80,7 +94,7 @@ def _plain(records: Records) -> Records:
 
 def _open(source: str | os.PathLike, split: str, config: str | None, revision: str | None, streaming: bool) -> Records:
     name = os.fspath(source)
-    files = _local_files(name)
+    files = _local_files(name, split)
     try:
         if files is None:
             found: Any = load_dataset(name, config, split=split, revision=revision, streaming=streaming)
@@ -88,7 +102,9 @@ def _open(source: str | os.PathLike, split: str, config: str | None, revision: s
             found = load_from_disk(os.path.expanduser(name))
         else:
             found = _read_files(name, files, streaming)
-    except (OSError, ValueError, DatasetGenerationError, StopIteration) as error:
+        if isinstance(found, Dataset):
+            found.data.validate(full=True)  # Arrow reads JSON without a look at its encoding
+    except _ERRORS as error:
         raise SpeculateError(_problem(name, files, error)) from error
     if isinstance(found, DatasetDict | IterableDatasetDict):
         if split not in found:
@@ -97,7 +113,7 @@ def _open(source: str | os.PathLike, split: str, config: str | None, revision: s
     return found
 
 
-def _local_files(name: str) -> list[str] | None:
+def _local_files(name: str, split: str) -> list[str] | None:
     """Files to read; none for a folder that `save_to_disk` wrote; None if the name is not of this machine."""
     path = Path(name).expanduser()
     if path.is_file():
@@ -105,10 +121,10 @@ def _local_files(name: str) -> list[str] | None:
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
             return []
-        files = sorted(str(file) for file in path.rglob("*") if file.is_file() and _suffix(file) in BUILDERS)
+        files = data_files(path, split, BUILDERS)
     elif glob.has_magic(name):
         files = sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
-    elif name.startswith((".", "/", "~")) or _suffix(path) in BUILDERS or name.count("/") > 1:
+    elif name.startswith((".", "/", "~")) or suffix_of(path) in BUILDERS or name.count("/") > 1:
         raise SpeculateError(f"cannot read the data {name!r}: no such file or folder.")
     else:
         return None
@@ -118,41 +134,70 @@ def _local_files(name: str) -> list[str] | None:
 
 
 def _read_files(name: str, files: list[str], streaming: bool) -> Records:
-    suffixes = {_suffix(Path(file)) for file in files}
+    suffixes = {suffix_of(Path(file)) for file in files}
     builders = {BUILDERS.get(suffix) for suffix in suffixes}
     if len(builders) > 1 or None in builders:
         raise SpeculateError(
             f"the data {name!r} are files of the kinds {', '.join(sorted(suffixes))}: give one of "
             f"{', '.join(BUILDERS)} at a time."
         )
-    builder = builders.pop()
+    builder = builders.pop() or ""
     if all(os.path.getsize(file) == 0 for file in files):
         raise SpeculateError(f"the data {name!r} hold no records: nothing but empty files.")
-    options = {"sample_by": "document"} if builder == "text" else {}
-    return load_dataset(builder, data_files=files, split="train", streaming=streaming, **options)  # type: ignore
+    if streaming:
+        arguments = {"name": name, "builder": builder, "files": files, "first": files[0]}
+        return IterableDataset.from_generator(_streamed, gen_kwargs=arguments)  # type: ignore[return-value]
+    return _load(builder, files, streaming=False)
 
 
-def _suffix(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    while suffixes and suffixes[-1] in _COMPRESSIONS:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+def _load(builder: str, files: list[str], streaming: bool) -> Any:
+    options: dict[str, Any] = {}
+    if builder == "text":
+        options = {"sample_by": "document"}
+    elif builder == "csv":
+        # All cells are texts, as they stand there: 1.10 is no 1.1, and only an empty cell is none.
+        header = pd.read_csv(files[0], nrows=0).columns
+        options = {"features": Features({str(column): Value("string") for column in header})}
+        options |= {"keep_default_na": False, "na_values": [""]}
+    literal = [glob.escape(file) for file in files]  # `datasets` takes names for patterns
+    return load_dataset(builder, data_files=literal, split="train", streaming=streaming, **options)
+
+
+def _streamed(name: str, builder: str, files: list[str], first: str) -> Iterator[dict[str, Any]]:
+    """The records of files, one file after the other; what is wrong with one is found on the way.
+
+    Args:
+        files: some of the source's: processes share them out.
+        first: the source's first file, which says what columns all of them have.
+    """
+    try:
+        columns = set(next(iter(_load(builder, [first], streaming=True)), {}))
+        for file in files:
+            for place, record in enumerate(_load(builder, [file], streaming=True)):
+                if place == 0 and columns and set(record) != columns:
+                    listed = ", ".join(sorted(columns.symmetric_difference(record)))
+                    raise ValueError(f"{file} has other columns than {first} ({listed}); they must be the same")
+                yield record
+    except _ERRORS as error:
+        raise SpeculateError(_problem(name, files, error)) from error
 
 
 def _renamed(records: Records, columns: Mapping[str, str], name: str) -> Records:
-    found = records.column_names
-    missing = [column for column in columns.values() if found is not None and column not in found]
+    if not columns:
+        return records
+    found = records.column_names or list(next(iter(records), {}))
+    missing = [column for column in columns.values() if column not in found]
     if missing:
-        raise SpeculateError(f"the data {name!r} have no column {missing[0]!r}; there are: {', '.join(found or [])}.")
-    kept = [column for column in columns if found is not None and column in found and column not in columns.values()]
+        raise SpeculateError(f"the data {name!r} have no column {missing[0]!r}; there are: {', '.join(found)}.")
+    kept = [column for column in columns if column in found and column not in columns.values()]
     records = records.remove_columns(kept) if kept else records
     return records.rename_columns({theirs: ours for ours, theirs in columns.items() if theirs != ours})
 
 
 def _problem(name: str, files: list[str] | None, error: BaseException) -> str:
-    cause = error.__cause__ or error
-    line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    line = first_line(error.__cause__ or error)
     if files is None:
         return f"cannot read the data {name!r}: it is neither a file or folder here nor readable from the Hub ({line})."
     together = f" ({len(files)} files, read as one table: their columns must be the same)" if len(files) > 1 else ""
-    return f"cannot read the data {name!r}{together}: {line}"
+    encoding = " Files must be in UTF-8: `iconv -f latin1 -t utf-8` converts." if "utf" in line.lower() else ""
+    return f"cannot read the data {name!r}{together}: {line}{encoding}"

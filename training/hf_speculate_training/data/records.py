@@ -3,13 +3,15 @@
 Read are, the first that a record has: `messages` (role, content), `conversations` (ShareGPT: from, value),
 `prompt` + `completion` (texts, or lists of messages), `text`, `input_ids` (with `loss_mask`, `assistant_masks`,
 `completion_mask` or `labels`). Of what others call prompt and completion, `question` + `answer`, Alpaca's `instruction`
-(+ `input`) + `output` and their like are known.
+(+ `input`) + `output` and their like are known. Conversations take `tools` and, where no message is a system message,
+`system`; what others write as texts in them (arguments of calls, whole lists of tools) is parsed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from hf_speculate.errors import SpeculateError
@@ -30,6 +32,7 @@ _ASKED_AND_ANSWERED = (
     ("prompt", "input", "answer"),
 )
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_ROLES |= {"function_call": "assistant", "observation": "tool"}  # LLaMA-Factory
 _IGNORED_LABEL = -100
 
 
@@ -39,9 +42,14 @@ class RecordError(SpeculateError, ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in OpenAI's form; what the assistant says is what the target is to emit."""
+    """Messages in OpenAI's form; what the assistant says is what the target is to emit.
+
+    Attributes:
+        tools: descriptions of the tools that the template is given, in OpenAI's form.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,35 +88,45 @@ def read_record(record: Mapping[str, Any], as_chat: bool = False) -> Example:
         RecordError: none of the known columns, or one of them is not what it should be.
     """
     given = {name: value for name, value in record.items() if value is not None}
+    example = _example(given, as_chat)
+    if isinstance(example, Chat):
+        return replace(example, messages=_with_system(example.messages, given), tools=_tools(given.get("tools")))
+    if example is None:
+        raise RecordError(
+            "none of the columns messages, conversations, prompt + completion (question + answer, instruction + "
+            f"output), text, input_ids; found: {', '.join(map(str, record)) or 'nothing'}. Name yours in the recipe, "
+            "data.columns: {prompt: ..., completion: ...}"
+        )
+    return example
+
+
+def _example(given: Mapping[str, Any], as_chat: bool) -> Example | None:
     if "input_ids" in given:
         return _tokens(given)
     for name in ("messages", "conversations"):
         if name in given:
             return Chat(_messages(given[name], name))
     if "prompt" in given and "completion" in given:
-        return _completion(given["prompt"], given["completion"], as_chat)
+        return _completion(_text(given["prompt"]), _text(given["completion"]), as_chat)
     if pair := _asked_and_answered(given):
         return _completion(*pair, as_chat)
     if isinstance(given.get("prompt"), list):  # to be answered: nothing to train on yet
         return Chat(_messages(given["prompt"], "prompt"))
     if isinstance(given.get("prompt"), str) and "text" not in given:
         return Chat(({"role": "user", "content": given["prompt"]},)) if as_chat else Completion(given["prompt"], "")
-    if isinstance(given.get("text"), str):
-        return Plain(given["text"])
-    raise RecordError(
-        "none of the columns messages, conversations, prompt + completion (question + answer, instruction + output), "
-        f"text, input_ids; found: {', '.join(map(str, record)) or 'nothing'}. Name yours in the recipe, "
-        "data.columns: {prompt: ..., completion: ...}"
-    )
+    return Plain(given["text"]) if isinstance(given.get("text"), str) else None
+
+
+def _text(value: Any) -> Any:
+    """A number as it is written; anything else as it is."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _asked_and_answered(given: Mapping[str, Any]) -> tuple[str, str] | None:
     for asked, below, answered in _ASKED_AND_ANSWERED:
-        if isinstance(given.get(asked), str) and isinstance(given.get(answered), str):
-            more = given.get(below)
-            return "\n\n".join([given[asked], more] if isinstance(more, str) and more else [given[asked]]), given[
-                answered
-            ]
+        question, answer, more = (_text(given.get(name)) for name in (asked, answered, below))
+        if isinstance(question, str) and isinstance(answer, str):
+            return "\n\n".join([question, more] if isinstance(more, str) and more else [question]), answer
     return None
 
 
@@ -151,7 +169,55 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
         raise RecordError(f"a message of {column} has no role")
     if isinstance(content, list):
         content = _joined_parts(content, column)
-    return {"role": _ROLES.get(role, role), "content": "" if content is None else content, **given}
+    if not isinstance(content, str | None):
+        raise RecordError(f"a message of {column} is no text")
+    if role == "function_call":  # the call is the text
+        content, given = "", given | {"tool_calls": [{"type": "function", "function": _parsed(content, "a call")}]}
+    if "tool_calls" in given:
+        given["tool_calls"] = _calls(given["tool_calls"])
+    return {"role": _ROLES.get(role, role), "content": content or "", **given}
+
+
+def _calls(calls: Any) -> list[Any]:
+    if not isinstance(calls, list | tuple):
+        raise RecordError("tool_calls is not a list of calls")
+    found = [_without_nulls(call) for call in calls]
+    for call in found:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise RecordError("a call of a tool has no function")
+        # OpenAI's form has a text; templates write JSON themselves.
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = _parsed(function["arguments"] or "{}", "the arguments of a call")
+    return found
+
+
+def _tools(value: Any) -> tuple[Any, ...]:
+    found = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value or ()
+    if not isinstance(found, list | tuple):
+        raise RecordError("tools is not a list of descriptions")
+    return tuple(_without_nulls(tool) for tool in found)
+
+
+def _with_system(messages: tuple[Message, ...], given: Mapping[str, Any]) -> tuple[Message, ...]:
+    system = given.get("system")
+    if not isinstance(system, str) or not system or any(message["role"] == "system" for message in messages):
+        return messages
+    return ({"role": "system", "content": system}, *messages)
+
+
+def _parsed(text: Any, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RecordError(f"{what} cannot be read as JSON") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every object of a column the same keys, null where one has not got one."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _joined_parts(parts: list[Any], column: str) -> str:

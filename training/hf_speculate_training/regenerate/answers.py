@@ -37,6 +37,7 @@ class Job:
         prompt_ids: the first prompt.
         questions: of a conversation, what is said before each later answer.
         messages: of a conversation, what was said; None for texts.
+        tools: of a conversation, descriptions of the tools that its template is given.
         documents: prompts and answers as tokens; one, unless the chat template rewrites what was said.
         finish: "stop": the last answer came to its end; "length": it did not; "endless": nor would it ever have, since
             it repeats itself; "context": the conversation would have grown beyond the target's context. Empty while
@@ -49,6 +50,7 @@ class Job:
     prompt_ids: list[int]
     questions: list[list[Message]] = field(default_factory=list)
     messages: list[Message] | None = None
+    tools: list[Any] = field(default_factory=list)
     documents: list[Document] = field(default_factory=list)
     finish: str = ""
     is_reencoded: bool = False
@@ -82,7 +84,7 @@ class Job:
         """The prompt of the next turn, as a chat would give it to the target; None if it is too long."""
         assert self.messages is not None
         question = self.questions.pop(0)
-        ids = encoder.chat_prompt_ids([*self.messages, *question])
+        ids = encoder.chat_prompt_ids([*self.messages, *question], self.tools)
         if len(ids) > max_prompt:
             self.finish = "context"
             return None
@@ -97,12 +99,12 @@ class Job:
 
     def text_lines(self, tokenizer: Any) -> list[dict[str, Any]]:
         """What is written down for readers."""
-        text: dict[str, Any] = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
+        text = self._text(tokenizer)
         return [{"id": self.id, "part": 0, **text, "finish": self.finish, "digest": self.digest}]
 
     def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
         """What is written down for training: text and token ids."""
-        text: dict[str, Any] = {"messages": self.messages} if self.messages is not None else self._completion(tokenizer)
+        text = self._text(tokenizer)
         if self.is_reencoded:
             text["reencoded"] = True
         return [
@@ -112,7 +114,9 @@ class Job:
             for part, document in enumerate(self.documents)
         ]
 
-    def _completion(self, tokenizer: Any) -> dict[str, Any]:
+    def _text(self, tokenizer: Any) -> dict[str, Any]:
+        if self.messages is not None:
+            return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         ids, num_prompt = self.documents[0].input_ids, len(self.prompt_ids)
         parts = {"prompt": ids[:num_prompt], "completion": ids[num_prompt:]}
         return {name: tokenizer.decode(part, skip_special_tokens=True) for name, part in parts.items()}
@@ -174,7 +178,7 @@ class Asker:
 
     def _jobs(self, name: str, example: Example) -> Iterator[Job]:
         if isinstance(example, Chat):
-            yield self._chat_job(name, example.messages)
+            yield self._chat_job(name, example.messages, list(example.tools))
         elif isinstance(example, Completion):
             yield Job(name, _not_empty(self.encoder.text_prompt_ids(example.prompt)))
         elif isinstance(example, Tokens) and True in example.loss_mask[1:]:
@@ -199,7 +203,7 @@ class Asker:
         for piece, start in enumerate(range(0, len(ids) - self.prompt_tokens, self.piece_tokens)):
             yield Job(f"{name}.{piece}", ids[start : start + self.prompt_tokens])
 
-    def _chat_job(self, name: str, messages: Sequence[Message]) -> Job:
+    def _chat_job(self, name: str, messages: Sequence[Message], tools: list[Any]) -> Job:
         groups: list[list[Message]] = [[]]
         for message in messages:
             if message["role"] == "assistant":
@@ -211,7 +215,8 @@ class Asker:
         if not groups or not groups[0]:
             raise RecordError("a conversation that the assistant begins")
         first = groups.pop(0)
-        return Job(name, self.encoder.chat_prompt_ids(first), questions=groups, messages=list(first))
+        prompt = self.encoder.chat_prompt_ids(first, tools)
+        return Job(name, prompt, questions=groups, messages=list(first), tools=tools)
 
 
 def _not_empty(ids: list[int]) -> list[int]:

@@ -122,7 +122,9 @@ class ServerEngine(Engine):
             asked = {**body, "return_token_ids": True} if returns else body
             try:
                 if job.messages is not None:
-                    return self._connection.ask(_CHAT, {**asked, "messages": job.messages})
+                    # Tools are part of the prompt; the answer is to come as it was written.
+                    tools = {"tools": job.tools, "tool_choice": "none"} if job.tools else {}
+                    return self._connection.ask(_CHAT, {**asked, "messages": job.messages, **tools})
                 text = prompt if takes else self._tokenizer.decode(prompt)
                 return self._connection.ask(_TEXT, {**asked, "prompt": text})
             except ServerError as error:

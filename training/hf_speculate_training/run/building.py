@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from hf_speculate.models import unwrap
 
 from ..data import Collator, PreparedData
 from ..methods import TrainingMethod, count_tokens, load_method
-from ..sections import RecipeError, field_names, read_section, refuse_unknown
+from ..sections import RecipeError, field_names, read_section, refuse_unknown, validated
 from .arguments import HeadTrainingArguments
 from .evaluation import ACCEPTANCE
 from .recipe import MethodSection, Recipe
 
 
+# Types of arguments that pydantic checks; the rest are transformers' own.
+_PLAIN = {bool, int, float, str, type(None)}
 _COUNTED_BATCHES = 20_000  # a stream may have no end
 # Said by other sections of a recipe.
 _ELSEWHERE = {
@@ -45,6 +49,7 @@ def training_arguments(recipe: Recipe) -> HeadTrainingArguments:
         if name in given:
             raise RecipeError(f"training.{name} is not set in this section but by {place}.")
     refuse_unknown(given, field_names(HeadTrainingArguments), "training")
+    given |= _typed(given)
     if has_evaluation(recipe):
         metric = f"eval_{ACCEPTANCE}" if recipe.evaluation.num_prompts else "eval_loss"
         every = given.get("eval_steps", 500)
@@ -61,6 +66,15 @@ def training_arguments(recipe: Recipe) -> HeadTrainingArguments:
         return HeadTrainingArguments(output_dir=recipe.output.folder, **given)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"the section training cannot be used: {error}") from error
+
+
+def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers, flags and texts among training arguments; raises `RecipeError` for values of other types, which
+    `TrainingArguments` itself takes as they are."""
+    hints = get_type_hints(HeadTrainingArguments)
+    plain = {name: hints[name] for name in given if set(get_args(hints[name]) or (hints[name],)) <= _PLAIN}
+    kind: Any = TypedDict("Training", plain)  # type: ignore[misc]
+    return validated(kind, {name: given[name] for name in plain}, "the section training")
 
 
 def has_evaluation(recipe: Recipe) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,8 @@ from typing import Any, Literal, get_type_hints
 
 import yaml
 
+from hf_speculate.errors import CheckpointError
+from hf_speculate.files import read_bytes
 from hf_speculate.hub import find_secret, masked, publishable
 
 from ..data import DataOptions
@@ -31,6 +32,7 @@ from ..methods import check_method
 from ..sections import RecipeError, field_names, refuse_unknown, validated
 from ..target import TargetSection
 from .evaluation import AcceptanceOptions
+from .recipe_yaml import MAX_BYTES, MAX_DEPTH, check_plain, parse_yaml
 from .shipped import find_recipe
 
 
@@ -157,11 +159,10 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         RecipeError: no such file, no YAML, unknown keys, wrong types.
     """
     try:
-        content = yaml.load(find_recipe(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(find_recipe(path), MAX_BYTES).decode("utf-8")
+    except (CheckpointError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None  # it quotes the file, tokens included
+    content = parse_yaml(text, str(path))
     if not isinstance(content, dict):
         raise RecipeError(f"{path} is not a recipe: it must have the sections {', '.join(field_names(Recipe))}.")
     return recipe_from(content, overrides)
@@ -169,9 +170,11 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def recipe_from(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
     """A recipe from plain values; `overrides` as of `read_recipe`; raises `RecipeError`."""
+    check_plain(content)
     content = copy.deepcopy(dict(content))
     for override in overrides:
         _override(content, override)
+    check_plain(content)
     _refuse_secrets(content)
     _refuse_unknown_keys(content, Recipe, "")
     recipe = validated(Recipe, content, "the recipe")
@@ -201,17 +204,15 @@ def _refuse_unknown_keys(content: Mapping[str, Any], kind: Any, where: str) -> N
 def _override(content: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise RecipeError(f"cannot read --set {text!r}: it must be section.key=value.")
+    shown = text if len(text) <= 100 else f"{text[:80]} ..."
+    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
+        raise RecipeError(f"cannot read --set {shown!r}: it must be section.key=value.")
     place: Any = content
     for key in keys[:-1]:
         place = place.setdefault(key, {})
         if not isinstance(place, dict):
-            raise RecipeError(f"cannot read --set {text!r}: {key} is not a section.")
-    try:
-        place[keys[-1]] = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"cannot read the value of --set {text!r}: {error}") from None
+            raise RecipeError(f"cannot read --set {shown!r}: {key} is not a section.")
+    place[keys[-1]] = parse_yaml(value, f"the value of --set {shown!r}")
 
 
 def _plain(value: Any) -> Any:
@@ -219,14 +220,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `1e-4` for a text; everybody who writes a learning rate means a number."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)

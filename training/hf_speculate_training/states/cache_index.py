@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +15,26 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_speculate.errors import SpeculateError
+from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.files import check_kinds, read_json, section
 
 
 INDEX_FILE = "cache.json"
 _VERSION = 1
+_KINDS: dict[str, Any] = {
+    "version": int,
+    "key": dict,
+    "key.target": str,
+    "key.data": str,
+    "key.layers": list,
+    "key.dtype": str,
+    "num_rows": int,
+    "rows_per_shard": int,
+    "shards": dict,
+}
+_SHARD_KINDS: dict[str, Any] = {"bytes": int, "sha256": str}
+# More than any cache has; shards are counted one by one.
+_MOST_ROWS, _MOST_SHARDS = 1 << 32, 1 << 22
 
 
 class FeatureCacheError(SpeculateError, ValueError):
@@ -60,6 +76,8 @@ class CacheIndex:
         if (folder / INDEX_FILE).exists():
             index = cls.read(folder)
             index.check_key(key)
+            if index.num_rows != num_rows:
+                raise _broken(folder / INDEX_FILE, f"num_rows is {index.num_rows}, and the data have {num_rows}")
             index.gather()
             return index
         index = cls(folder, key, num_rows, rows_per_shard, {})
@@ -69,18 +87,9 @@ class CacheIndex:
     @classmethod
     def read(cls, folder: Path) -> CacheIndex:
         path = folder / INDEX_FILE
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["version"] != _VERSION:
-                raise FeatureCacheError(f"{path} is of version {found['version']}; this program reads {_VERSION}.")
-            key = CacheKey(**(found["key"] | {"layers": tuple(found["key"]["layers"])}))
-            return cls(folder, key, found["num_rows"], found["rows_per_shard"], found["shards"])
-        except FileNotFoundError as error:
-            raise FeatureCacheError(f"{folder} holds no feature cache: there is no {INDEX_FILE}.") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, FeatureCacheError):
-                raise
-            raise FeatureCacheError(f"cannot read the index of a feature cache, {path}: {error!r}") from error
+        if not os.path.lexists(path):
+            raise FeatureCacheError(f"{folder} holds no feature cache: there is no {INDEX_FILE}.")
+        return cls(folder, *_read_index(path))
 
     def of_process(self, number: int) -> CacheIndex:
         """The same for one of several writers."""
@@ -92,7 +101,12 @@ class CacheIndex:
         """Takes what several writers noted into `cache.json`."""
         notes = sorted(self.folder.glob("cache-*.json"))
         for path in notes:
-            self._shards |= json.loads(path.read_text(encoding="utf-8"))["shards"]
+            if (found := _read_index(path))[:3] != (self.key, self.num_rows, self.rows_per_shard):
+                raise FeatureCacheError(
+                    f"{path} is not a note of a writer of this cache: it is of other states. Remove it and run "
+                    "write_features again; complete shards stay."
+                )
+            self._shards |= found[3]
         if notes:
             self._save()
         for path in notes:
@@ -103,7 +117,7 @@ class CacheIndex:
         return -(-self.num_rows // self.rows_per_shard)
 
     def shard_name(self, shard: int) -> str:
-        return f"features-{shard:05d}.safetensors"
+        return _shard_name(shard)
 
     def check_key(self, key: CacheKey) -> None:
         found, asked = asdict(self.key), asdict(key)
@@ -139,8 +153,13 @@ class CacheIndex:
             ) from error
 
     def verify(self) -> None:
+        """Compares every shard with its checksum."""
         for name, known in self._shards.items():
-            if _sha256(self.folder / name) != known["sha256"]:
+            try:
+                digest = _sha256(self.folder / name)
+            except OSError as error:
+                raise FeatureCacheError(f"cannot read {self.folder / name}: {error}") from error
+            if digest != known["sha256"]:
                 raise FeatureCacheError(
                     f"{self.folder / name} does not have the checksum that {INDEX_FILE} notes: the file was damaged. "
                     "Remove it and run write_features again; the other shards stay."
@@ -158,6 +177,57 @@ class CacheIndex:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         _sync(partial)
         partial.replace(self.folder / self._file)
+
+
+def _read_index(path: Path) -> tuple[CacheKey, int, int, dict[str, Any]]:
+    """Key, number of rows, rows in a shard, and the entries of shards by name, each of them a file of this folder.
+
+    Raises:
+        FeatureCacheError: the file is no index, or not of this version.
+    """
+    try:
+        found = read_json(path)
+        if found.get("version") not in (None, _VERSION):
+            raise FeatureCacheError(f"{path} is of version {found['version']}; this program reads {_VERSION}.")
+        check_kinds(path, found, _KINDS)
+        if absent := [name for name in _KINDS if _absent(found, name)]:
+            raise _broken(path, f"{absent[0]} is not there")
+        layers, num_rows, per_shard = found["key"]["layers"], found["num_rows"], found["rows_per_shard"]
+        if set(found["key"]) != {"target", "data", "layers", "dtype"} or not all(type(each) is int for each in layers):
+            raise _broken(path, "its key is not target, data, layers and dtype")
+        in_range = 1 <= num_rows <= _MOST_ROWS and 1 <= per_shard <= _MOST_ROWS
+        if not in_range or -(-num_rows // per_shard) > _MOST_SHARDS:
+            raise _broken(path, f"num_rows is {num_rows} and rows_per_shard {per_shard}, which no cache has")
+        _check_shards(path, found["shards"], -(-num_rows // per_shard))
+    except CheckpointError as error:
+        raise _broken(path, str(error)) from error
+    return CacheKey(**(found["key"] | {"layers": tuple(layers)})), num_rows, per_shard, found["shards"]
+
+
+def _check_shards(path: Path, shards: dict[str, Any], count: int) -> None:
+    """An entry names a shard of this cache: names come from the file, and files are opened by them."""
+    for name, entry in shards.items():
+        number = re.fullmatch(r"features-(\d{5,9})\.safetensors", name)
+        if number is None or name != _shard_name(int(number[1])) or int(number[1]) >= count:
+            raise _broken(path, f"it names {name[:80]!r}, which is none of its {count} shards")
+        if not isinstance(entry, dict) or any(entry.get(each) is None for each in _SHARD_KINDS):
+            raise _broken(path, f"its entry for {name} does not have bytes and sha256")
+        check_kinds(path, entry, _SHARD_KINDS)
+
+
+def _absent(found: dict[str, Any], name: str) -> bool:
+    *sections, last = name.split(".")
+    return section(found, *sections).get(last) is None
+
+
+def _broken(path: Path, why: str) -> FeatureCacheError:
+    return FeatureCacheError(
+        f"cannot read the index of a feature cache, {path}: {why.rstrip('.')}. Remove the folder and write it anew."
+    )
+
+
+def _shard_name(shard: int) -> str:
+    return f"features-{shard:05d}.safetensors"
 
 
 def _sha256(path: Path) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, distributed
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
@@ -140,6 +140,8 @@ class FeatureCache(Dataset):
             index.verify()
         self._num_rows, self._rows_per_shard = index.num_rows, index.rows_per_shard
         self._files: dict[int, Any] = {}
+        for shard in range(index.num_shards):
+            self._check_shard(shard)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -161,6 +163,21 @@ class FeatureCache(Dataset):
             for layer in self.key.layers
         }
         return row
+
+    def _check_shard(self, shard: int) -> None:
+        """Raises `FeatureCacheError` unless a shard holds its rows: a checksum says nothing of that."""
+        path, first = self.folder / self._index.shard_name(shard), shard * self._rows_per_shard
+        num_rows = min(self._rows_per_shard, self._num_rows - first)
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                lengths = {shape[0] if shape else 0 for name, shape in shapes.items() if name != "offsets"}
+                offsets = file.get_tensor("offsets").tolist() if shapes.get("offsets") == (num_rows + 1,) else []
+        except (SafetensorError, OSError) as error:
+            raise FeatureCacheError(f"cannot read {path}: {error}") from error
+        is_right = lengths == {offsets[-1]} and offsets[0] == 0 and offsets == sorted(offsets) if offsets else False
+        if not is_right or any(name not in shapes for name in (*_ROW_TENSORS, "last_hidden")):
+            raise FeatureCacheError(f"{path} does not hold {num_rows} rows with states. Remove it and write it again.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Open files stay in the process that opened them (workers of a data loader open their own)."""
