@@ -21,7 +21,7 @@ from .sharing import HeadSizes, OpenedHead, is_copy, shared_embeddings, shared_o
 from .stated_target import check_stated_target, facts_of_target, speculators_section, stated_name
 from .target_files import LoadedTarget, TargetFiles
 from .vocabulary import draft_vocabulary, vocabulary_tensors
-from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
+from .weight_files import WEIGHT_TYPES, checkpoint_files, listed, write_checkpoint
 
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "check_dimensions",
     "check_stated_sizes",
     "check_stated_target",
+    "checkpoint_files",
     "draft_vocabulary",
     "facts_of_target",
     "is_copy",
