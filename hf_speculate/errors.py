@@ -1,8 +1,16 @@
 """Errors of hf_speculate: each message says what was asked, what was found and what is possible."""
 
+from .messages import message
+
 
 class SpeculateError(Exception):
-    """Base class of every error that hf_speculate raises on its own account."""
+    """Base class of every error that hf_speculate raises on its own account.
+
+    Its text quotes files and servers, without their secrets and with control characters shown as such.
+    """
+
+    def __str__(self) -> str:
+        return message(super().__str__())
 
 
 class IncompatibleTransformersError(SpeculateError, ImportError):

@@ -67,6 +67,42 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     open_regular(path).close()
 
 
+def own_file(folder: str | os.PathLike[str], name: str) -> Path | None:
+    """A regular file that lies in `folder` itself, by its real path; None where there is no such name.
+
+    Links lead elsewhere: what is behind one is not the folder's to give away. Those of a snapshot in the Hub's cache
+    are followed, into the blobs of the same repository.
+
+    Args:
+        folder: any; it may be reached by a link.
+        name: below the folder, with "/" between its parts.
+    Raises:
+        CheckpointError: a link, a folder, a pipe or a device; a name that leaves the folder.
+    """
+    root = Path(os.path.realpath(folder))
+    path = root
+    for part in name.split("/"):
+        path = path / part
+        if part in ("", ".", "..") or os.path.basename(part) != part:
+            raise CheckpointError(f"{name!r} is not the name of a file in {_shown(folder)}.")
+        if path.is_symlink() and not _is_cached(root, path):
+            raise CheckpointError(
+                f"{path} is a link to {os.readlink(path)}, and links are not followed here: put a copy of the file in "
+                "its place."
+            )
+    if not os.path.lexists(path):
+        return None
+    if not path.is_file():
+        raise CheckpointError(f"{path} is a folder, a pipe or a device, not a regular file.")
+    return Path(os.path.realpath(path))
+
+
+def _is_cached(root: Path, link: Path) -> bool:
+    """Tells whether a link in a snapshot of the Hub's cache leads to a blob of the same repository."""
+    blobs = Path(os.path.realpath(link)).parent
+    return blobs.name == "blobs" and root.is_relative_to(blobs.parent / "snapshots")
+
+
 def file_names(folder: str | os.PathLike[str]) -> list[str]:
     """Sorted names in a folder, none where there is no such folder; raises `CheckpointError` if it cannot be read."""
     try:

@@ -10,7 +10,6 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
-from transformers.utils import logging
 
 from .drafting import CalibrationTable, Drafter
 from .errors import OptionError
@@ -25,6 +24,7 @@ from .hub import (
     write_card,
     write_custom_generate,
 )
+from .messages import get_logger
 from .models import unwrap
 from .options import EngineOptions
 from .policy import Lookahead
@@ -33,7 +33,7 @@ from .specs import SpeculatorSpec
 from .stats import SpeculationStats
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Speculator:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers.utils import logging
 
 from ..commands import spread, timed
 from ..compilation import Recorder
 from ..errors import SpeculateError
+from ..messages import get_logger
 from ..models import GenerativeModel
 from ..stats import SpeculationStats
 from ..testing import unpadded
@@ -21,7 +21,7 @@ from .methods import Method, eager_method
 from .replay import Budgets, recorded_budgets
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # New tokens of a warm-up call, and whole passes where something is compiled.
 WARM_UP_TOKENS, MAX_WARM_UPS = 16, 4

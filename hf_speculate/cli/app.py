@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..bench import app as bench_app
-from ..commands import JsonOnly, console, drafter_list, environment
+from ..commands import JsonOnly, console, drafter_list, environment, say, say_json
 from .chat import CHAT_EXAMPLES, chat
 from .drafter_page import drafter_page
 from .generate import GENERATE_EXAMPLES, generate
@@ -63,7 +62,7 @@ app.command(epilog=CHAT_EXAMPLES)(chat)
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"hf-speculate {__version__}")
+        say(f"hf-speculate {__version__}")
         raise typer.Exit
 
 
@@ -87,7 +86,7 @@ def drafters(
         return
     found = drafter_list()
     if json_only:
-        typer.echo(json.dumps(found))
+        say_json(found)
         return
     table = Table()
     for column in ("name", "object", "distribution", "version"):
@@ -102,7 +101,7 @@ def env(json_only: JsonOnly = False) -> None:
     """Print versions and hardware: paste this into a bug report."""
     found = environment()
     if json_only:
-        typer.echo(json.dumps(found))
+        say_json(found)
         return
     for name, value in (found.pop("versions") | found).items():
-        typer.echo(f"- {name}: {', '.join(value) if isinstance(value, list) else value}")
+        say(f"- {name}: {', '.join(value) if isinstance(value, list) else value}")

@@ -6,12 +6,11 @@ import sys
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 from transformers import DynamicCache
 
 from ..cache import as_cache
-from ..commands import Device, Exact, GgufBackend, TargetDtype, Threads, Typist, chat_ids
+from ..commands import Device, Exact, GgufBackend, TargetDtype, Threads, Typist, chat_ids, say
 from ..errors import SpeculateError
 from .session import (
     ChatTarget,
@@ -147,15 +146,15 @@ def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bo
     elif line == "/stats":
         _show_stats(session)
     elif line.startswith("/"):
-        typer.echo(f"unknown command {line}; possible: /reset, /stats, /exit.", err=True)
+        say(f"unknown command {line}; possible: /reset, /stats, /exit.", err=True)
     elif line:
         typist = conversation.answer(line, print_piece)
         print_piece("\n")
         if shows_speed or sys.stdin.isatty():
-            typer.echo(session.speed_line(typist), err=True)
+            say(session.speed_line(typist), err=True)
     return True
 
 
 def _show_stats(session: Session) -> None:
     shown = "plain generation: no speculator." if session.speculator is None else session.speculator.stats.summary()
-    typer.echo(shown, err=True)
+    say(shown, err=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-import typer
 from rich.table import Table
 
-from ..commands import console
+from ..commands import console, say, say_json
 from ..options import EngineOptions
 from ..registry import load_drafter
 
@@ -31,9 +29,9 @@ def drafter_page(name: str, json_only: bool) -> None:
         "engine options": _options(EngineOptions),
     }
     if json_only:
-        typer.echo(json.dumps({"name": name, "about": about, "needs": source, **tables}))
+        say_json({"name": name, "about": about, "needs": source, **tables})
         return
-    typer.echo(f"{name}: {about}\n{source}\n")
+    say(f"{name}: {about}\n{source}\n")
     for title, rows in tables.items():
         table = Table(title=title, title_justify="left")
         for column in ("option", "default", "meaning"):

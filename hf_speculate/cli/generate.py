@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,8 @@ from ..commands import (
     console,
     find_device,
     prepare,
+    say,
+    say_json,
     side_by_side,
 )
 from ..errors import SpeculateError, first_line
@@ -123,7 +124,7 @@ def generate(
             actors=actors,
             exact=exact,
         )
-        typer.echo(json.dumps(figures))
+        say_json(figures)
         return
     text = _prompt(prompt)
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
@@ -144,9 +145,9 @@ def generate(
     else:
         found = _compared(session, ids, restart, json_only) if compare else _single(session, ids, json_only)
         if json_only:
-            typer.echo(json.dumps(found))
+            say_json(found)
     if stats and session.speculator is not None:
-        typer.echo(session.speculator.stats.summary(), err=True)
+        say(session.speculator.stats.summary(), err=True)
 
 
 def _prompt(given: str | None) -> str:
@@ -185,7 +186,7 @@ def _single(session: Session, ids: Tensor, quiet: bool) -> dict[str, Any]:
     typist = session.generate(ids, _silent if quiet else print_piece)
     if not quiet:
         print_piece("\n")
-        typer.echo(session.speed_line(typist), err=True)
+        say(session.speed_line(typist), err=True)
     return _figures(typist) | _speculation(session)
 
 
@@ -212,7 +213,7 @@ def _compared(session: Session, ids: Tensor, restart: Callable[[], Any], quiet: 
     is_equal = plain.tokens == ours.tokens
     if not quiet:
         equal = "the same text" if is_equal else "another text (16 bit: near ties may fall otherwise; float32 is exact)"
-        typer.echo(f"{speedup:.2f}x, {equal}; {session.speed_line(ours)}", err=True)
+        say(f"{speedup:.2f}x, {equal}; {session.speed_line(ours)}", err=True)
     compared = {"plain": _figures(plain), "speedup": speedup, "same_text": is_equal}
     return _figures(ours) | _speculation(session) | compared
 

@@ -22,6 +22,7 @@ from ..commands import (
     prepare,
 )
 from ..errors import SpeculateError
+from ..messages import printable
 from ..models import GenerativeModel
 from ..named_targets import SMOLLM2, SMOLLM2_INSTALL, find_smollm2
 from ..speculator import Speculator
@@ -109,8 +110,8 @@ class Session:
 
 
 def print_piece(text: str) -> None:
-    """A piece of a text, at once."""
-    sys.stdout.write(text)
+    """Prints a piece of a text at once; on a terminal without what it would obey, elsewhere to the letter."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

@@ -39,10 +39,13 @@ from .prompts import builtin_prompts as builtin_prompts
 from .prompts import chat_ids as chat_ids
 from .prompts import read_prompts as read_prompts
 from .prompts import tokenize as tokenize
+from .reporting import LiteralConsole as LiteralConsole
 from .reporting import console as console
 from .reporting import prepare as prepare
 from .reporting import report as report
 from .reporting import save_line as save_line
+from .reporting import say as say
+from .reporting import say_json as say_json
 from .reporting import show as show
 from .settings import add_command as add_command
 from .settings import check_counts as check_counts

@@ -1,21 +1,26 @@
-"""How results are printed: tables, then one line of JSON."""
+"""How results are printed: lines and tables, then one line of JSON. Nothing else in a command writes to the terminal.
+
+Texts come from files and servers, too. So no markup is read in them, and control characters are shown as such.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from logging import ERROR
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 from transformers.utils import logging
 
 from ..errors import SpeculateError
+from ..messages import printable
 from ..speculator import Speculator
 from .tables import Grid
 
@@ -29,16 +34,46 @@ def prepare(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+class LiteralConsole(Console):
+    """A console that shows texts as they are: without markup, and with control characters made visible."""
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Everything that is drawn goes through here, ready-made `Text` as well."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
 def console() -> Console:
-    """For tables on stdout; wide where that is a file or a pipe, so that no figure is cut off."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    """The console for tables on stdout; wide where that is a file or a pipe, so that no figure is cut off."""
+    return LiteralConsole(width=None if sys.stdout.isatty() else 160)
+
+
+def say(text: Any, *, err: bool = False) -> None:
+    """Prints a line, to stderr if `err`."""
+    typer.echo(printable(text), err=err)
+
+
+def say_json(value: Any) -> None:
+    """Prints a value as one line of JSON, in ASCII without control characters."""
+    typer.echo(json_line(value))
+
+
+def json_line(value: Any) -> str:
+    """The line that `say_json` prints."""
+    return json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def show(parts: Sequence[Grid | str], markdown: bool) -> None:
     """Prints tables and lines."""
     for part in parts:
         if markdown:
-            typer.echo((part.markdown() if isinstance(part, Grid) else part) + "\n")
+            say((part.markdown() if isinstance(part, Grid) else part) + "\n")
         else:
             console().print(part.rich() if isinstance(part, Grid) else Text(part))
 
@@ -55,7 +90,7 @@ def report(
 
     A terminal gets the line where it was asked for; a file or a pipe always does.
     """
-    line = json.dumps(rounded(result))
+    line = json_line(rounded(result))
     save_line(line, out)
     if not json_only:
         show(parts, markdown)

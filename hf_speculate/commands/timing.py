@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from .reporting import LiteralConsole
 
 
 def synchronize(device: torch.device) -> None:
@@ -37,7 +38,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr when that is a terminal; yields what is called after each step, with a word on the next one."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+    steps = TextColumn("{task.description}", style="progress.description", markup=False)
+    columns = (steps, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    shown = LiteralConsole(stderr=True)
+    with Progress(*columns, console=shown, transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(title, total=total)
         yield lambda step: bar.update(task, advance=1, description=f"{title}: {step}")

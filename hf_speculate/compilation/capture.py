@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
-from transformers.utils import logging
 
 from ..errors import first_line
+from ..messages import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # What these make launches the same kernels at every call, and holds no CUDA graphs of its own.
 CAPTURABLE = ("inductor", "eager", "aot_eager")

@@ -21,14 +21,14 @@ from torch import nn
 from torch._dynamo import exc
 from torch._dynamo.backends.registry import list_backends, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
-from transformers.utils import logging
 
 from ..errors import first_line
+from ..messages import get_logger
 from .capture import Recorder, capturing, is_capturable
 from .shortcuts import Shortcut, Watched, watching
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # Another compilation of what is one graph than it allows: where hooks or adapters have changed too often. (Older
 # versions of torch have another name for it.)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
+from ..files import file_names
 from ..stats import OF_HEADS, Advice
 from ..tree import DraftTree
 from .calibration import CalibrationTable
@@ -176,6 +177,14 @@ class Drafter(ABC):
     def describe(cls, folder: str) -> SavedHead:
         """What a folder that `recognizes` accepted holds, for its model card."""
         return SavedHead(cls.name, cls.name)
+
+    @classmethod
+    def files(cls, folder: str) -> list[str]:
+        """Names of the files that make up the head in a folder that `recognizes` accepted: an upload takes no others.
+
+        By default those are `config.json` and everything in safetensors. A name without a file is passed over.
+        """
+        return ["config.json", *(name for name in file_names(folder) if name.endswith(".safetensors"))]
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import GenerationMixin
-from transformers.utils import logging
 
 from ..attaching import attached_to, resolve
 from ..cache import CACHE_NAME, OLD_CACHE_NAME
 from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
+from ..messages import get_logger
 from ..models import GenerativeModel
 from ..speculator import Speculator
 from ..target import Shape, Sizes, install_attention, keep_saveable, uninstall_attention
@@ -41,7 +41,7 @@ from .trial import checked_shape
 from .upstream import check_transformers
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _NOT_GIVEN: Any = object()
 

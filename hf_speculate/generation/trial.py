@@ -28,10 +28,10 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
-from transformers.utils import logging
 
 from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import UnsupportedRequestError
+from ..messages import get_logger
 from ..models import GenerativeModel, has_own_method
 from ..speculator import Speculator
 from ..target import (
@@ -48,7 +48,7 @@ from ..tree import ROOT_PARENT, DraftTree
 from ..verification import RngState
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 INPUT_PREPARATION = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """Methods of stock's loop that ours does not call between the prompt and the end."""

@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from ..errors import CheckpointError
+from ..messages import get_logger
 from ..models import GenerativeModel
 from .backends import Backend, DequantizeBackend, NativeBackend, choose_backend
 from .formats import DENSE_TYPES, FORMATS, dense_values
@@ -40,7 +41,7 @@ from .shards import find_file, read_model_file
 from .tokenizer import read_tokenizer
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _DENSE_CHUNK = 1 << 22  # weights of a matrix that is not packed that are in float32 at a time
 

@@ -22,14 +22,14 @@ import torch
 from jaxtyping import Float, UInt8
 from rich.console import Console
 from torch import Tensor
-from transformers.utils import logging
 
 from ..errors import SpeculateError
+from ..messages import get_logger
 from .formats import FORMATS
 from .kernel_cache import KernelCache, load, temporary_folder
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 

@@ -16,8 +16,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..errors import SpeculateError
-from ..files import replace_files, text_writer
+from ..errors import CheckpointError, SpeculateError
+from ..files import own_file, replace_files, text_writer
 from .remote_code import has_custom_generate
 
 
@@ -102,8 +102,11 @@ def rename_card(
     Returns:
         False if there is none, or one that a person wrote: nothing was written then.
     """
-    path = Path(source or folder) / CARD_FILE
-    if not path.exists() or not is_generated(path):
+    try:
+        path = own_file(source or folder, CARD_FILE)
+    except CheckpointError:  # somebody else's, behind a link
+        return False
+    if path is None or not is_generated(path):
         return False
     card: Any = ModelCard.load(path)
     name = repo_id or Path(folder).resolve().name

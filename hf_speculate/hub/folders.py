@@ -1,10 +1,9 @@
-"""The folder of a head: what it says of itself, which of its files others may have, and how they get them."""
+"""The folder of a head: what it says of itself, hashes of its files, and its way to the Hub."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo
 
-from ..drafting import CALIBRATION_FILE
 from ..errors import SpeculateError, UploadError
 from ..files import json_writer, replace_files, section
-from .card import ADAPTER_FOLDER, rename_card, write_card
+from .card import rename_card, write_card
 from .origins import PROVENANCE_FILE, read_provenance
-from .privacy import clean_folder, publishable
-from .remote_code import CUSTOM_GENERATE_FOLDER
+from .privacy import publishable
+from .provenance import public_provenance
+from .publishing import CURVES_FILE, RECIPE_FILE, clean_folder, copy_published, published_files
+from .remote_code import has_custom_generate, write_custom_generate
 from .repositories import drafter_class_for, make_repository, upload_head
 
 
@@ -27,28 +27,16 @@ if TYPE_CHECKING:
     from ..drafting import SavedHead
 
 
-RECIPE_FILE = "recipe.yaml"
-# With the paths of this machine; never uploaded.
-LOCAL_RECIPE_FILE = "recipe.local.yaml"
-CURVES_FILE = "curves.png"
-
-
-def public_files(folder: str | os.PathLike) -> list[Path]:
-    """The files of a head that may be uploaded: no checkpoints, no logs of the trainer, no paths, nothing hidden."""
-    files = (path for path in sorted(Path(folder).iterdir()) if path.is_file())
-    return [path for path in files if path.name != LOCAL_RECIPE_FILE and not path.name.startswith(".")]
-
-
 def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
-    """sha256 of the files of a head, by name; checkpoints and the provenance itself are left out."""
+    """sha256 of the files of a head that others may have, by name; the provenance itself is left out."""
     hashes = {}
-    for path in public_files(folder):
-        if path.name != PROVENANCE_FILE:
+    for name, path in published_files(folder).items():
+        if name != PROVENANCE_FILE:
             digest = hashlib.sha256()
             with path.open("rb") as file:
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
-            hashes[path.name] = digest.hexdigest()
+            hashes[name] = digest.hexdigest()
     return hashes
 
 
@@ -59,22 +47,17 @@ def refresh_hashes(folder: str | os.PathLike, **added: Any) -> None:
         added: what else the provenance is to say.
     """
     if found := read_provenance(folder):
-        content = found | publishable(added) | {"files": file_hashes(folder)}
+        content = public_provenance(found | added | {"files": file_hashes(folder)})
         replace_files(folder, {PROVENANCE_FILE: json_writer(content)})
 
 
 def copy_origins(source: str | os.PathLike, folder: str | os.PathLike, **added: Any) -> None:
-    """Takes what `source` says of its head (provenance, recipe, curves, what its values mean, the target's adapter) to
-    `folder`.
+    """Takes what `source` says of its head (`ORIGINS` and the recipe) to `folder`.
 
     Args:
         added: what the provenance is to say besides.
     """
-    for name in (PROVENANCE_FILE, RECIPE_FILE, CURVES_FILE, CALIBRATION_FILE):
-        if (path := Path(source) / name).is_file():
-            shutil.copyfile(path, Path(folder) / name)
-    if (adapter := Path(source) / ADAPTER_FOLDER).is_dir():
-        shutil.copytree(adapter, Path(folder) / ADAPTER_FOLDER)
+    copy_published(published_files(source, origins_only=True), folder)
     refresh_hashes(folder, **added)
 
 
@@ -90,8 +73,8 @@ def card_facts(folder: str | os.PathLike, saved: SavedHead | None = None) -> dic
     facts = asdict(saved or drafter_class_for(os.fspath(folder)).describe(os.fspath(folder)))
     facts["base_model"] = facts["base_model"] or section(found, "target").get("name")
     recipe, data = section(found, "recipe"), section(found, "recipe", "data")
-    figures = section(found, "metrics").items()
-    facts["metrics"] = {name.removeprefix("eval_"): value for name, value in figures if "acceptance" in name}
+    figures = {name: value for name, value in section(found, "metrics").items() if "acceptance" in name}
+    facts["metrics"] = {name.removeprefix("eval_"): value for name, value in figures.items() if _is_figure(value)}
     if facts["metrics"] and (source := data.get("eval") or data.get("train")):
         facts["measured_on"] = f"{found.get('evaluation_prompts', 'the')} held-out prompts of {Path(source).name}"
     if recipe:
@@ -114,23 +97,21 @@ def push_folder(
         repo_id: "owner/name", or "name" for one of your own; None: the one that its provenance or its folder names.
         private: whether a new repository is private; None: the owner's default.
     Raises:
-        CheckpointError: no head is in the folder. Nothing is made then.
+        CheckpointError: no head is in the folder, or one of its files must not leave. Nothing is made then.
         UploadError: the Hub did not take it; the folder is as it was.
     """
     place = Path(folder)
     saved = drafter_class_for(os.fspath(folder)).describe(os.fspath(folder))
-    asked = section(read_provenance(folder) or {}, "recipe", "output").get("push_to_hub")
-    wanted = repo_id or asked or place.resolve().name
     with tempfile.TemporaryDirectory() as staged:
-        for path in public_files(place):
-            shutil.copy2(path, staged)
-        for name in (ADAPTER_FOLDER, CUSTOM_GENERATE_FOLDER):
-            if (place / name).is_dir():
-                shutil.copytree(place / name, Path(staged) / name)
+        copy_published(published_files(place), staged)
+        if has_custom_generate(place):
+            write_custom_generate(staged)
+        asked = section(read_provenance(staged) or {}, "recipe", "output").get("push_to_hub")
+        wanted = repo_id or asked or place.resolve().name
         try:
             full_id = make_repository(wanted, private=private, token=token)
             if not rename_card(staged, **asdict(saved), repo_id=full_id):
-                write_card(staged, **card_facts(folder, saved), repo_id=full_id)  # a person's stays
+                write_card(staged, **card_facts(staged, saved), repo_id=full_id)  # a person's stays
             clean_folder(staged)
             refresh_hashes(staged)
             message = commit_message or f"Upload {saved.algorithm} head"
@@ -155,6 +136,11 @@ def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool
     if is_ours:
         refresh_hashes(folder)
     return is_ours
+
+
+def _is_figure(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(each, int | float) for each in values)
 
 
 def _notes(recipe: Mapping[str, Any]) -> str:

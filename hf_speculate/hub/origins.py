@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
-
 from ..errors import CheckpointError
 from ..files import check_kinds, read_json
+from ..messages import get_logger
 from ..models import GenerativeModel
 from ..target import adapter_fingerprints
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 PROVENANCE_FILE = "provenance.json"
 _MAX_BYTES = 16 << 20

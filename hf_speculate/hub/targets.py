@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..errors import CheckpointError, TargetMismatchError
+from ..messages import get_logger
 from ..models import GenerativeModel
 from ..target import WeightSample, compare_weights, quantization_label, sample_weights
 from .origins import PROVENANCE_FILE, read_provenance, warn_of_other_adapters
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 # Of samples: matrices in 2 bits are above the first, those of unrelated models (of the same sizes) far below; the same

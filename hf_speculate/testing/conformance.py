@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..drafting import DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
+from ..messages import get_logger
 from ..models import unwrap
 from ..speculator import Speculator
 from ..tree import DraftTree
 from .lossless import check_lossless, prompt_ids
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # Of values, where a drafter has read the same text in other pieces.
 _ROUNDING = 1e-3

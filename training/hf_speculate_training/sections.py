@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import masked
 
 
 Section = TypeVar("Section")
@@ -19,13 +18,7 @@ _MANY = 30  # keys, too many to list beside a suggestion
 
 
 class RecipeError(SpeculateError, ValueError):
-    """A recipe that says what is unknown, of the wrong type, secret, or contradicts itself.
-
-    Messages quote recipes; what looks like a token is masked in them.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(masked(message))
+    """A recipe that says what is unknown, of the wrong type, secret, or contradicts itself."""
 
 
 def read_section(kind: type[Section], values: Mapping[str, Any], where: str) -> Section:

@@ -55,6 +55,10 @@ class RecurrentDrafter(Drafter):
         return (Path(folder) / CONFIG).is_file()
 
     @classmethod
+    def files(cls, folder: str) -> list[str]:
+        return [CONFIG, WEIGHTS]
+
+    @classmethod
     def from_folder(cls, folder: str, target, **options) -> RecurrentDrafter:
         return cls(load_head(folder, target).to(target.device, target.dtype), target, **options)
 

@@ -22,7 +22,7 @@ from .stated_target import check_stated_target, facts_of_target, speculators_sec
 from .switches import refuse_switches
 from .target_files import LoadedTarget, TargetFiles
 from .vocabulary import draft_vocabulary, vocabulary_tensors
-from .weight_files import WEIGHT_TYPES, listed, write_checkpoint
+from .weight_files import WEIGHT_TYPES, checkpoint_files, listed, write_checkpoint
 
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "check_dimensions",
     "check_stated_sizes",
     "check_stated_target",
+    "checkpoint_files",
     "draft_vocabulary",
     "facts_of_target",
     "is_copy",

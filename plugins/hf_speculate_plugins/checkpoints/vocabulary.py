@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.messages import get_logger
 
 from .accounting import KeyAccount
 from .reading import Checkpoint
 from .sharing import HeadSizes
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def draft_vocabulary(spec: HeadSizes, checkpoint: Checkpoint, keys: KeyAccount) -> Tensor | None:

@@ -69,6 +69,12 @@ def weight_files(folder: str) -> list[str]:
     return shards
 
 
+def checkpoint_files(folder: str) -> list[str]:
+    """Names of the files of a checkpoint: its config, its weights, and their index where they have one."""
+    name = known_weight_file(folder)
+    return list(dict.fromkeys(["config.json", *([name] if name else []), *weight_files(folder)]))
+
+
 def read_index(path: str) -> dict[str, str]:
     """Name of a tensor -> file beside the index; raises `CheckpointError` for anything else in it."""
     weight_map = read_json(path).get("weight_map")

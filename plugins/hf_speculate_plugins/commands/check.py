@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,7 +15,17 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_speculate.commands import Prompt, builtin_prompts, console, find_device, load_target, read_prompts, tokenize
+from hf_speculate.commands import (
+    Prompt,
+    builtin_prompts,
+    console,
+    find_device,
+    load_target,
+    read_prompts,
+    say,
+    say_json,
+    tokenize,
+)
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
 from hf_speculate.models import unwrap
@@ -131,12 +140,12 @@ def check(
     if calibrate:
         write_calibration(head, model, tokens, max_new_tokens=max_new_tokens, **found.fix)
     if json_only:
-        typer.echo(json.dumps(as_json(found)))
+        say_json(as_json(found))
         return
     console().print(table(found))
-    typer.echo(found.message)
+    say(found.message)
     if found.fix:
-        typer.echo(f"\n    {found.code}\n")
+        say(f"\n    {found.code}\n")
 
 
 def write_calibration(

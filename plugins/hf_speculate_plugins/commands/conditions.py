@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from hf_speculate.commands import Prompt, chat_ids
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
 from hf_speculate.files import read_json, section
 from hf_speculate.hub import read_provenance
+from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.target import quantization_label
 
@@ -32,7 +32,7 @@ from ..calibration import (
 from .foreign_templates import foreign_chat_ids
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # Prompts that another copy of the target writes after: it is as large again.
 _FEW = 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
-from hf_speculate.commands import target_path
+from hf_speculate.commands import say, say_json, target_path
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import (
@@ -103,6 +102,6 @@ def convert(
     """Write a head in another project's layout; every key is accounted for."""
     saved, report = convert_checkpoint(source, destination, layout, target)
     if json_only:
-        typer.echo(json.dumps({**asdict(saved), "destination": str(destination), "keys": asdict(report)}))
+        say_json({**asdict(saved), "destination": str(destination), "keys": asdict(report)})
         return
-    typer.echo(f"{report}\nwritten to {destination} in the {saved.layout} layout")
+    say(f"{report}\nwritten to {destination} in the {saved.layout} layout")

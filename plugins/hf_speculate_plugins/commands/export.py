@@ -25,6 +25,8 @@ from hf_speculate.commands import (
     find_device,
     progress,
     read_prompts,
+    say,
+    say_json,
     tokenize,
 )
 from hf_speculate.errors import CheckpointError, SpeculateError
@@ -220,12 +222,12 @@ def export(
         seed=seed,
     )
     if json_only:
-        typer.echo(json.dumps(asdict(found)))
+        say_json(asdict(found))
         return
     for warning in found.warnings:
-        typer.echo(f"note: {warning}", err=True)
+        say(f"note: {warning}", err=True)
     rates = ", ".join(f"{rate:.0%}" for rate in found.acceptance_rate_by_depth.values())
-    typer.echo(
+    say(
         f"{found.mean_acceptance_length:.2f} tokens a round with {found.drafting.words} on {found.num_prompts} prompts "
         f"(accepted to depth 1, 2, ...: {rates})\n\n{found.script}\n{destination} holds head and {SCRIPT}."
     )

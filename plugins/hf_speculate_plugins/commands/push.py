@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hf_speculate.commands import say
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import check_upload, push_folder, recorded_card
 
@@ -44,7 +45,7 @@ def push(
     if repo_id is not None:
         check_upload(repo_id)
     result = push_folder(folder, repo_id, private=private, commit_message=message)
-    typer.echo(f"uploaded {folder}: {result.commit_url}")
+    say(f"uploaded {folder}: {result.commit_url}")
 
 
 def card(
@@ -57,7 +58,7 @@ def card(
     path = folder / "README.md"
     if not recorded_card(folder, repo_id):
         raise SpeculateError(f"{path} was written by a person and stays as it is: move it away to have one made.")
-    typer.echo(path.read_text(encoding="utf-8") if show else f"wrote {path}")
+    say(path.read_text(encoding="utf-8") if show else f"wrote {path}")
 
 
 def _check_folder(folder: Path) -> None:

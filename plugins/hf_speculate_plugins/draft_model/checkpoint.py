@@ -14,6 +14,20 @@ from hf_speculate.hub import local_folder
 from ..checkpoints import ConfigValues, listed, read_config, tensor_shapes
 
 
+# Beside the weights of a model that can be used alone.
+TOKENIZER_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
 _SIZES = ("num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size")
 _MAX_PACKED = 32
 _HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.")

@@ -16,7 +16,8 @@ from hf_speculate.options import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.target import compare_weights, sample_weights, supported_shape
 
-from .checkpoint import holds_model, load_beside, load_model
+from ..checkpoints import checkpoint_files
+from .checkpoint import TOKENIZER_FILES, holds_model, load_beside, load_model
 from .options import DraftModelOptions
 from .session import DraftModelSession
 
@@ -73,6 +74,10 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def recognizes(cls, folder: str) -> bool:
         return holds_model(folder)
+
+    @classmethod
+    def files(cls, folder: str) -> list[str]:
+        return [*checkpoint_files(folder), *TOKENIZER_FILES]
 
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:

@@ -14,7 +14,7 @@ from hf_speculate.drafting import Drafter, SavedHead
 from hf_speculate.hub import local_folder
 from hf_speculate.options import read_options
 
-from ..checkpoints import LoadReport
+from ..checkpoints import LoadReport, checkpoint_files
 from .loading import Head, LoadedHead
 
 
@@ -91,6 +91,10 @@ class HeadDrafter(Drafter, Generic[Head]):
             target_architectures=self._target_architectures,
         )
         return SavedHead(self.algorithm, layout, self._target_name)
+
+    @classmethod
+    def files(cls, folder: str) -> list[str]:
+        return checkpoint_files(folder)
 
     @classmethod
     @abstractmethod

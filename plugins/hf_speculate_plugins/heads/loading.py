@@ -9,16 +9,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.messages import get_logger
 
 from ..checkpoints import LoadReport, OpenedHead
 from .layers import sample_angles
 from .sharing import HeadSpec, SharingHead
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 Head = TypeVar("Head", bound=SharingHead[Any])
 

@@ -19,7 +19,7 @@ from hf_speculate.errors import TargetMismatchError
 from hf_speculate.options import read_options
 from hf_speculate.target import device_beside
 
-from ..checkpoints import LoadReport, TargetFiles, check_stated_target
+from ..checkpoints import LoadReport, TargetFiles, check_stated_target, checkpoint_files
 from ..trees import StaticTree
 from .checkpoint import (
     LayoutName,
@@ -147,6 +147,10 @@ class MedusaDrafter(Drafter):
     @classmethod
     def describe(cls, folder: str) -> SavedHead:
         return describe_heads(folder)
+
+    @classmethod
+    def files(cls, folder: str) -> list[str]:
+        return checkpoint_files(folder)
 
     @staticmethod
     def convert(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
-from hf_speculate.commands import console, save_line
+from hf_speculate.commands import console, save_line, say_json
 
 from ..target import DtypeName
 from .losses import LossShape
@@ -50,9 +50,8 @@ def train_bench(
         device=device,
     )
     result = bench_train(settings)
-    line = json.dumps(result)
-    save_line(line, out)
+    save_line(json.dumps(result), out)
     if not json_only:
         for table in tables(result):
             console().print(table)
-    typer.echo(line)
+    say_json(result)

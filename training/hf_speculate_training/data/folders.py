@@ -6,12 +6,11 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from transformers.utils import logging
-
 from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 # About data: they lie beside them in repositories.

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PretrainedConfig
-from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
 
 from ..fingerprints import content_fingerprint
 from . import encoding
@@ -27,7 +27,7 @@ from .prepared import DataReport, PreparedData, documents_fingerprint
 from .records import Plain, RecordError, read_record
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _FEATURES = Features(
     {

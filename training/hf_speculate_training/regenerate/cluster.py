@@ -17,10 +17,10 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from hf_speculate.commands import make_spec, parse_spec
 from hf_speculate.errors import SpeculateError, first_line
+from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 
 from ..target import TargetSection, load_target, load_tokenizer
@@ -30,7 +30,7 @@ from .local import LocalEngine
 from .planning import RegenerateOptions
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 _MOST_BLOCKS = 4096  # what Ray takes and, where an actor dies, does again

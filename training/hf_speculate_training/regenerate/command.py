@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from torch import nn
 from transformers.utils import logging
 
-from hf_speculate.commands import make_spec, parse_spec, read_prompts
+from hf_speculate.commands import make_spec, parse_spec, read_prompts, say_json
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
@@ -147,7 +146,7 @@ def regenerate_command(
     figures = vars(report) | counted | {"output": str(output)}
     if (length := answering.mean_acceptance_length()) is not None:
         figures["mean_acceptance_length"] = length
-    typer.echo(json.dumps(figures))
+    say_json(figures)
 
 
 def column_names(pairs: Iterable[str]) -> dict[str, str]:

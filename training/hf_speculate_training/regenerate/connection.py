@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.masking import MASK
 
 
 KEY_VARIABLE = "HF_SPECULATE_SERVER_KEY"
@@ -23,7 +24,8 @@ class ServerError(SpeculateError, RuntimeError):
     """
 
     def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
+        key = os.environ.get(KEY_VARIABLE)  # answers may quote it, and it need not look like one
+        super().__init__(message.replace(key, MASK) if key else message)
         self.status = status
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
 from hf_speculate.speculator import Speculator
 
 from ..data import Encoder
@@ -24,7 +24,7 @@ from .planning import RegenerateOptions
 from .writing import regenerate
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from itertools import chain, islice
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.utils import logging
+
+from hf_speculate.messages import get_logger
 
 from ..data import Encoder
 from .answers import Job
@@ -23,7 +24,7 @@ from .engine import Engine
 from .planning import RegenerateOptions, longest_prompt
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _CHAT, _TEXT = "/chat/completions", "/completions"
 _REFUSALS = (400, 422)  # of a field that a server does not know

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 from tqdm.auto import tqdm
-from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
 
@@ -29,7 +29,7 @@ from .local import LocalEngine
 from .planning import Planner, RegenerateOptions
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_speculate.commands import console
+from hf_speculate.commands import console, say
 from hf_speculate.errors import SpeculateError
 
 from .defaults import commented_recipe, default_choices, recipe_values
@@ -75,9 +74,7 @@ def train(
     else:
         recipe = recipe_from(recipe_values(_choices(target, data, method, output)), overrides or ())
         if leads:
-            typer.echo(
-                f"the recipe for {recipe.target.path} goes by its size (--init - shows it): {recipe.output.folder}"
-            )
+            say(f"the recipe for {recipe.target.path} goes by its size (--init - shows it): {recipe.output.folder}")
     if dry_run:
         description = describe_run(prepare(recipe, write=False))
         if leads:
@@ -86,10 +83,10 @@ def train(
     try:
         folder = train_head(recipe, resume=resume)
     except InterruptedTrainingError as error:
-        typer.echo(str(error), err=True)
+        say(str(error), err=True)
         raise typer.Exit(_INTERRUPTED) from error
     if leads:
-        typer.echo(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
+        say(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
 
 
 def _choices(target: str | None, data: str | None, method: str | None, output: Path | None):
@@ -107,14 +104,14 @@ def _commented(target: str | None, data: str | None, method: str | None, output:
 
 def _write_recipe(text: str, path: Path) -> None:
     if str(path) == "-":
-        typer.echo(text, nl=False)
+        say(text.removesuffix("\n"))
         return
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise SpeculateError(f"cannot write the recipe {path}: {error}") from error
-    typer.echo(f"wrote {path}; go on with: hf-speculate train --config {path}", file=sys.stderr)
+    say(f"wrote {path}; go on with: hf-speculate train --config {path}", err=True)
 
 
 # An app, so that the examples are in the help.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from hf_speculate.drafting import CalibrationTable, SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
 from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, write_card
+from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import AutoSpeculator
 from hf_speculate_plugins.calibration import measure_calibration
@@ -26,7 +26,7 @@ from .recipe import Recipe
 from .trainer import HeadTrainer
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def write_head(recipe: Recipe, method: TrainingMethod, target: nn.Module) -> SavedHead:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
 
 from ..methods import TrainingMethod
 from .checkpoints import last_checkpoint
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class DivergedError(SpeculateError, RuntimeError):

@@ -10,9 +10,10 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def check_launch(args: TrainingArguments) -> None:

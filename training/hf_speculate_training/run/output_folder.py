@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import LOCAL_RECIPE_FILE, RECIPE_FILE, publishable, read_provenance
+from hf_speculate.hub import LOCAL_RECIPE_FILE, RECIPE_FILE, public_recipe, read_provenance
 
 from .checkpoints import last_checkpoint
 from .recipe import Recipe
@@ -47,8 +47,8 @@ def checked_folder(folder: str, resume: bool) -> str | None:
 def is_finished(recipe: Recipe) -> bool:
     """Whether the recipe's folder holds the head of a run that ended, with the same section `training`."""
     found = read_provenance(recipe.output.folder) or {}
-    before = found.get("recipe", {}).get("training")
-    return found.get("status") == "complete" and before == publishable(recipe.training)
+    before = public_recipe(found.get("recipe") or {}).get("training")
+    return found.get("status") == "complete" and before == public_recipe({"training": recipe.training})["training"]
 
 
 def recipe_file(folder: str | os.PathLike) -> Path:

@@ -18,7 +18,7 @@ from hf_speculate.commands import environment
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import json_writer, replace_files
 from hf_speculate.gguf import packing_report
-from hf_speculate.hub import LOCAL_RECIPE_FILE, PROVENANCE_FILE, RECIPE_FILE, describe_identity, publishable
+from hf_speculate.hub import LOCAL_RECIPE_FILE, PROVENANCE_FILE, RECIPE_FILE, describe_identity, public_provenance
 from hf_speculate.models import unwrap
 
 from ..fingerprints import target_fingerprint
@@ -58,7 +58,8 @@ def describe_target(target: nn.Module) -> dict[str, Any]:
 
 def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], folder: str | os.PathLike) -> None:
     """Raises `SpeculateError` if a run is resumed with something else than it was started with."""
-    before, now = publishable(before), publishable(now)  # as they are written; fingerprints tell what paths do not
+    # As they are written; fingerprints tell what paths do not.
+    before, now = (public_provenance({kind: each})[kind] for each in (before, now))
     different = {key: (before.get(key), now.get(key)) for key in before.keys() | now.keys()}
     different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
     if different:
@@ -70,11 +71,11 @@ def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], fol
 
 
 def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> None:
-    """Writes `provenance.json` at once or not at all; adds format, time and environment, leaves out what is private."""
+    """Writes `provenance.json` at once or not at all, of the allowed fields; adds format, time and environment."""
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    plain = publishable(json.loads(json.dumps(content, default=str)))
+    plain = json.loads(json.dumps(content, default=str))
     stated = {"format": _FORMAT, "written": written, **plain, "environment": environment()}
-    replace_files(folder, {PROVENANCE_FILE: json_writer(stated)})
+    replace_files(folder, {PROVENANCE_FILE: json_writer(public_provenance(stated))})
 
 
 def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:

@@ -25,7 +25,8 @@ import yaml
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import read_bytes
-from hf_speculate.hub import find_secret, masked, publishable
+from hf_speculate.hub import public_recipe
+from hf_speculate.masking import find_secret, masked
 
 from ..data import DataOptions
 from ..methods import check_method
@@ -145,7 +146,7 @@ class Recipe:
             publish: cut paths of this machine to their last part.
         """
         content = _plain(self.to_dict())
-        shown = publishable(content) if publish else masked(content)
+        shown = public_recipe(content) if publish else masked(content)
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 

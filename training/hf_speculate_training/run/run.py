@@ -13,15 +13,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
-from transformers.utils import logging
 
 from hf_speculate.hub import (
     card_facts,
-    masked_arguments,
     read_provenance,
     refresh_hashes,
     write_card,
 )
+from hf_speculate.masking import masked_arguments
+from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.target import adapter_fingerprints
 
@@ -55,7 +55,7 @@ from .recipe import Recipe
 from .trainer import HeadTrainer
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass

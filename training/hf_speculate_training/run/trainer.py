@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
-from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import card_facts, push_folder, refresh_hashes, write_card
+from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.target import adapter_fingerprints
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _SHARE = "share"  # of a batch in the loss of its step
 

@@ -27,7 +27,8 @@ from torch import Tensor, distributed
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
-from transformers.utils import logging
+
+from hf_speculate.messages import get_logger
 
 from ..data import Collator, Row, RowDataset, documents_fingerprint
 from ..fingerprints import content_fingerprint, target_fingerprint
@@ -35,7 +36,7 @@ from .cache_index import CacheIndex, CacheKey, FeatureCacheError
 from .target_states import TargetReader
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # input_ids, position_ids, document_ids (int64), loss_mask (bool)
 _BYTES_OF_ROW_TENSORS = 3 * 8 + 1

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.messages import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # Relative (Frobenius). A cast fp16 -> bf16 -> fp32 differs by 0.2 %; merged fine-tunes differ by more than this.
 _TOLERANCE = 0.01
