@@ -3,7 +3,7 @@
 reading    the header, every length checked against the size of the file
 formats    what the bytes of a block mean: integers, scale and offset per group
 metadata   its values by type, and what they say of the vocabulary
-tokenizer  the tokenizer in the file
+tokenizer  the tokenizer in the file; pre_types: where each kind of vocabulary splits text
 model      which model the file holds: configuration, names, shapes
 native     compiles and calls `kernel/`, C++ for CPUs (kept and checked by kernel_cache)
 int4       packs for torch's int4 kernel

@@ -15,6 +15,9 @@ _BY_TOKEN = {"tokens": str, "scores": float, "token_type": int}
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _CONTROL_TOKEN = 3
 
+# Special tokens by the tokenizer's model that files need not name.
+_SPECIAL_IDS = {"llama": {"unknown": 0, "bos": 1, "eos": 2}}
+
 # Sizes that configurations may hold without a tensor that bounds them.
 _MAX_SIZE = 1 << 40
 
@@ -70,6 +73,8 @@ def check_vocabulary(reader: Metadata) -> None:
     for key in reader.file.metadata:
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
             reader.get(key, int)
+    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        reader.get(f"tokenizer.ggml.{name}", bool, False)
     reader.items("tokenizer.ggml.merges", str)
     sizes = {name: len(reader.items(f"tokenizer.ggml.{name}", kind)) for name, kind in _BY_TOKEN.items()}
     for name, size in sizes.items():
@@ -82,9 +87,9 @@ def check_vocabulary(reader: Metadata) -> None:
 
 def token_id(reader: Metadata, name: str, vocab_size: int) -> int | None:
     """A special token; None where the file names none, or one that the model does not have."""
-    key = f"tokenizer.ggml.{name}_token_id"
-    token = reader.get(key, int) if key in reader.file.metadata else None
-    return token if token is not None and 0 <= token < vocab_size else None
+    default = _SPECIAL_IDS.get(reader.get("tokenizer.ggml.model", str, ""), {}).get(name, -1)
+    token = reader.get(f"tokenizer.ggml.{name}_token_id", int, default)
+    return token if 0 <= token < vocab_size else None
 
 
 def end_tokens(reader: Metadata, vocab_size: int) -> tuple[int, ...]:

@@ -36,6 +36,13 @@ EMBEDDINGS, OUTPUT, FINAL_NORM, ROPE_FACTORS = (
     "rope_freqs.weight",
 )
 
+# Yarn's parameters: name in transformers -> name in the file.
+_YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+
+# Keys of RoPE's scaling: those that are read (or say nothing of the computation), and others' values without effect.
+_SCALING = ("type", "factor", "original_context_length", "finetuned", *_YARN.values())
+_NEUTRAL = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0, "alpha": 0.0}
+
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -231,29 +238,40 @@ def _check_angles(reader: Metadata, config: Any) -> None:
 
 
 def _rope_parameters(reader: Metadata, architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """RoPE's parameters by transformers' names. A factor without a type is a linear one, as in llama.cpp."""
     prefix = f"{architecture}.rope"
     parameters = {"rope_type": "default", "rope_theta": reader.number(f"{prefix}.freq_base", 10000.0)}
-    kind = reader.get(f"{prefix}.scaling.type", str, "none")
-    linear = reader.number(f"{prefix}.scale_linear", 1.0)  # how files before 2023-09 say it
-    if kind == "none" and linear == 1.0:
-        return parameters
+    _check_scaling(reader, f"{prefix}.scaling.")
+    kind = reader.get(f"{prefix}.scaling.type", str, "linear")
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(
             f"{reader.file.path!r}: RoPE scaling {kind!r} is not supported; supported: none, linear, yarn, and factors "
             f"in {ROPE_FACTORS!r}."
         )
     if kind == "none":
-        return parameters | {"rope_type": "linear", "factor": linear}
-    parameters |= {"rope_type": kind, "factor": reader.number(f"{prefix}.scaling.factor")}
+        return parameters
+    old = reader.number(f"{prefix}.scale_linear", 1.0)  # how files before 2023-09 say it
+    factor = reader.number(f"{prefix}.scaling.factor", old if kind == "linear" else None)
+    if kind == "linear" and factor == 1.0:
+        return parameters
+    parameters |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        if reader.number(f"{prefix}.scaling.attn_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{reader.file.path!r}: yarn with an attention factor of its own is not supported.")
         original = reader.size(f"{prefix}.scaling.original_context_length", sizes["max_position_embeddings"])
         parameters["original_max_position_embeddings"] = original
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        for ours, theirs in _YARN.items():
             if f"{prefix}.scaling.{theirs}" in reader.file.metadata:
                 parameters[ours] = reader.number(f"{prefix}.scaling.{theirs}")
     return parameters
+
+
+def _check_scaling(reader: Metadata, prefix: str) -> None:
+    """Every key about scaling changes what the model computes: it is known, or leaves things as they are."""
+    for key in reader.file.metadata:
+        name = key.removeprefix(prefix)
+        if name == key or name in _SCALING:
+            continue
+        if name not in _NEUTRAL or reader.get(key, float) != _NEUTRAL[name]:
+            raise CheckpointError(f"{reader.file.path!r}: RoPE with {key!r} of its own is not supported.")
 
 
 def _name_factors(config: Any, factors: Tensor) -> None:

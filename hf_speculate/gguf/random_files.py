@@ -154,8 +154,8 @@ def write_random_file(
     """Writes a model without a tokenizer.
 
     Args:
-        metadata: further keys (without the prefix of the architecture where they begin with a dot); str, int, float
-            and lists of them. None takes a key out.
+        metadata: further keys (without the prefix of the architecture where they begin with a dot); str, bool, int,
+            float and lists of them. None takes a key out.
         extra_tensors: further float32 tensors, or others in the place of those that would be random.
     """
     generator = np.random.default_rng(seed)
@@ -223,7 +223,13 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: FileShape, changes: Mapping[
         ".vocab_size": shape.vocab_size,
         **changes,
     }
-    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
     for key, value in values.items():
         if value is not None:
             add[type(value)](f"{shape.architecture}{key}" if key.startswith(".") else key, value)

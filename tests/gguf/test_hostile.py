@@ -23,14 +23,16 @@ KEYS = (
     *(".attention.layer_norm_rms_epsilon", ".rope.dimension_count", ".rope.freq_base", ".rope.scale_linear"),
     *(".rope.scaling.type", ".rope.scaling.factor", ".rope.scaling.original_context_length"),
     *(".rope.scaling.yarn_beta_fast", ".rope.scaling.yarn_beta_slow", ".rope.scaling.attn_factor"),
+    *(".rope.scaling.yarn_attn_factor", ".rope.scaling.yarn_ext_factor", ".rope.scaling.other"),
     *("general.alignment", "general.architecture", "tokenizer.chat_template", "tokenizer.ggml.model"),
     *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "padding", "eot", "unknown")),
     *(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges", "pre")),
+    *(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix")),
 )
 VALUES = (
     *(0, 1, 2, 3, 5, 7, 31, 63, 64, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 0.0, 1.0, -1.0, float("nan"), float("inf")),
     *(1e-30, 3e38, "", "x", "none", "linear", "yarn", "llama3", "longrope", "gpt2", "llama", [1, 2], ["a"], [1.5]),
-    None,
+    *(True, None),
 )
 TOKENS = [*(chr(code) for code in range(33, 72)), '!"']
 WORDS = {
@@ -151,6 +153,11 @@ def test_heads_that_do_not_fit_each_other_are_refused(model, message, write, no_
         ({".attention.layer_norm_rms_epsilon": float("inf")}, "epsilon' is inf"),
         ({".rope.scaling.type": "yarn", ".rope.scaling.factor": 0.0}, "scaling.factor' is 0.0"),
         ({".attention.head_count": [4]}, "is no int"),
+        ({"tokenizer.ggml.add_bos_token": 1}, "'tokenizer.ggml.add_bos_token' is 1, which is no bool"),
+        ({".rope.scaling.attn_factor": 1.5}, "RoPE with 'llama.rope.scaling.attn_factor' of its own is not supported"),
+        ({".rope.scaling.yarn_ext_factor": 0.5}, "RoPE with 'llama.rope.scaling.yarn_ext_factor' of its own"),
+        ({".rope.scaling.later": 0.5}, "RoPE with 'llama.rope.scaling.later' of its own"),
+        ({".rope.scaling.type": "yarn"}, "no 'llama.rope.scaling.factor'"),
     ],
 )
 def test_metadata_of_another_type_are_refused(metadata, message, write, no_weights):

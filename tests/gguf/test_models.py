@@ -153,6 +153,26 @@ def with_rope(model, parameters):
             {"rope_type": "linear", "factor": 4.0},
         ),
         ("llama", {".rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ("llama", {".rope.scaling.factor": 4.0, ".rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 4.0}),
+        ("llama", {".rope.scaling.type": "none", ".rope.scaling.factor": 4.0}, {"rope_type": "default"}),
+        (
+            "llama",
+            {
+                ".rope.scaling.type": "yarn",
+                ".rope.scaling.factor": 4.0,
+                ".rope.scaling.original_context_length": 64,
+                ".rope.scaling.yarn_attn_factor": 1.5,
+                ".rope.scaling.yarn_beta_fast": 16.0,
+                ".rope.scaling.yarn_ext_factor": 1.0,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.5,
+                "beta_fast": 16.0,
+            },
+        ),
         (
             "qwen2",
             {
