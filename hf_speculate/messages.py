@@ -34,10 +34,16 @@ def get_logger(name: str) -> Any:
     from transformers.utils import logging as transformers_logging  # errors are made before it is known to be there
 
     logger = transformers_logging.get_logger(name)
-    logger.addFilter(_as_message)  # pyright: ignore[reportArgumentType]
+    logger.addFilter(_MESSAGES)
     return logger
 
 
-def _as_message(record: logging.LogRecord) -> bool:
-    record.msg, record.args = message(record.getMessage()), ()
-    return True
+class _Messages(logging.Filter):
+    """Lets every record through, as a `message`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = message(record.getMessage()), ()
+        return True
+
+
+_MESSAGES = _Messages()

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console  # noqa: TID251  (of the caller)
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
+
+from ..messages import printable
 
 
 class Typist(TextStreamer):
@@ -66,7 +68,7 @@ class _Panel(BaseStreamer):
         self._show()
 
     def panel(self) -> Panel:
-        return Panel(Text(self.typist.text, style=self.style), title=self.title, subtitle=self.typist.speed)
+        return Panel(Text(printable(self.typist.text), style=self.style), title=self.title, subtitle=self.typist.speed)
 
 
 def side_by_side(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, UInt8
-from rich.console import Console
+from rich.console import Console  # noqa: TID251  (for words of our own)
 from torch import Tensor
 
 from ..errors import SpeculateError

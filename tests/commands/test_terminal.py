@@ -77,12 +77,21 @@ def test_names_are_shown_as_they_are(capsys, caplog, count):
         check_everywhere(name, capsys, caplog)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.slow)])
 def test_command_lines_are_quoted_as_they_are(count):
     """Nothing raw, whatever a file, a command, an option or a value is called."""
-    forms = ([], ["push"], ["drafters"], ["generate", "x", "-s"], ["bench"], ["generate", "x", "-n"], ["card"])
+    forms = (
+        "{}",
+        "push {}",
+        "drafters {}",
+        "drafters --x{}",
+        "generate x -s {}",
+        "bench {}",
+        "generate -n {}",
+        "card {}",
+    )
     for number, name in enumerate(names(1, count, without="\0")):
-        arguments = [*forms[number % len(forms)], name]
+        arguments = [part.replace("{}", name) for part in forms[number % len(forms)].split()]
         result = CliRunner().invoke(cli.app, arguments)
         assert result.exit_code in (1, 2), (arguments, result.output)
         assert isinstance(result.exception, SystemExit), (arguments, result.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,31 @@ def test_command_lines():
     ]
     assert masked_arguments(given) == shown
     assert masked_arguments(["--set", "a.password=two words", HUB]) == ["--set", "a.password=***", "***"]
+
+
+# What a pattern that looks ahead could begin with again and again.
+REPEATED = (
+    *("a", "a ", "://", "a://", "a://b", "http://a", "http://a:!", "http://a@", "x@", "/a", "~a", "~/", "C:\\"),
+    *("](", "[](", "token=", "token is ", "password is: ", '"token": "', "a_token", "_key", "=:", "x.y", "token='"),
+    *("hf_", "sk-", "eyJ", "eyJ-", "eyJ.", "glpat-", "xoxb-", "-----BEGIN A", "-----BEGIN PRIVATE KEY-----", "AKIA"),
+    *("Bearer ", "basic a", "authorization: basic ", "0123456789abcdef", "models--", "/models--a/snapshots"),
+)
+
+
+@pytest.mark.parametrize("piece", REPEATED)
+def test_masking_ends(piece):
+    """In time linear in the text: a pattern that is quadratic takes far more seconds of the CPU than this allows."""
+
+    def give_up(*_):
+        raise AssertionError(f"no end for {piece!r}")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 2)
+    try:
+        publishable({"x": "/" + piece * (100_000 // len(piece))})
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class TestFolder:
