@@ -2,7 +2,13 @@
 
 
 class SpeculateError(Exception):
-    """Base class of every error that hf_speculate raises on its own account."""
+    """Base class of every error that hf_speculate raises on its own account.
+
+    Class attributes:
+        exit_code: status of a command that ends with it.
+    """
+
+    exit_code = 1
 
 
 class IncompatibleTransformersError(SpeculateError, ImportError):
