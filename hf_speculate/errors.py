@@ -7,7 +7,12 @@ class SpeculateError(Exception):
     """Base class of every error that hf_speculate raises on its own account.
 
     Its text quotes files and servers, without their secrets and with control characters shown as such.
+
+    Class attributes:
+        exit_code: status of a command that ends with it.
     """
+
+    exit_code = 1
 
     def __str__(self) -> str:
         return message(super().__str__())

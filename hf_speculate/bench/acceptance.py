@@ -15,6 +15,7 @@ from ..commands import (
     Temperatures,
     by_depth,
     check_counts,
+    check_temperatures,
     default_specs,
     progress,
 )
@@ -22,7 +23,7 @@ from ..specs import SpeculatorSpec
 from ..stats import SpeculationStats
 from .methods import speculator_methods
 from .runs import batches, fixed_length, generate_once, merged
-from .workload import WorkloadSettings, check_temperatures, describe_target, load_workload
+from .workload import WorkloadSettings, describe_target, load_workload
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,7 @@ class AcceptanceSettings(WorkloadSettings):
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
         check_counts(nodes=min(self.nodes), max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
-        check_temperatures(self.temperatures)
+        check_temperatures(*self.temperatures)
 
 
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..commands import (
     Repeats,
     Temperatures,
     check_counts,
+    check_temperatures,
     progress,
     target_path,
 )
@@ -45,7 +46,7 @@ from .runs import (
     plain_texts,
 )
 from .summary import headline, summarize
-from .workload import Workload, WorkloadSettings, check_temperatures, load_workload, shape_workload
+from .workload import Workload, WorkloadSettings, load_workload, shape_workload
 
 
 @dataclass(kw_only=True)
@@ -95,7 +96,7 @@ class GenerateSettings(WorkloadSettings):
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
         check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, batch_size=min(self.batch_sizes))
-        check_temperatures(self.temperatures)
+        check_temperatures(*self.temperatures)
         given = self.target or self.speculators or self.prompts or self.exact or any(self.temperatures)
         if self.shape is not None and given:
             raise SpeculateError(

@@ -71,12 +71,6 @@ class WorkloadSettings:
         return default_specs(self.target_name) if not self.speculators else parse_specs(self.speculators)
 
 
-def check_temperatures(temperatures: Sequence[float]) -> None:
-    """Raises `SpeculateError` for a negative one."""
-    if min(temperatures) < 0:
-        raise SpeculateError(f"a temperature must be 0 (greedy) or more, got {min(temperatures)}.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A target and the prompts that fit it.

@@ -13,7 +13,7 @@ from ..commands import JsonOnly, console, drafter_list, environment, say, say_js
 from .chat import CHAT_EXAMPLES, chat
 from .drafter_page import drafter_page
 from .generate import GENERATE_EXAMPLES, generate
-from .groups import BenchGroup, MainGroup
+from .groups import Application, BenchGroup, MainGroup
 
 
 _EXAMPLES = """
@@ -44,7 +44,7 @@ Examples:
   hf-speculate env --json
 """
 
-app = typer.Typer(
+app = Application(
     cls=MainGroup,
     name="hf-speculate",
     help="Speculative decoding for transformers: text, heads, benchmarks.",

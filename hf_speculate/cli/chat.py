@@ -5,31 +5,33 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from ..cache import as_cache
-from ..commands import Device, Exact, GgufBackend, TargetDtype, Threads, Typist, chat_ids, say
+from ..commands import Device, Exact, GgufBackend, TargetDtype, Threads, Typist, chat_ids, readable, say
 from ..errors import SpeculateError
 from .session import (
     ChatTarget,
+    ChatTemperature,
     MaxTokens,
     OneSpec,
     Seed,
     Session,
     Stats,
     System,
-    Temperature,
     TopK,
     TopP,
     print_piece,
     sampling,
+    set_seed,
 )
 
 
-CHAT_EXAMPLES = """
-While chatting: /reset begins anew, /stats says what speculation did, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer.
+_COMMANDS = "/reset begins anew, /stats says what speculation did, /help lists these commands, /exit (or Ctrl-D) leaves"
+
+CHAT_EXAMPLES = f"""
+While chatting: {_COMMANDS}, Ctrl-C stops an answer.
 
 Examples:
 
@@ -58,8 +60,9 @@ class Conversation:
 
     def answer(self, text: str, write: Any) -> Typist:
         """The answer to what the user says. An interrupted one stays in the chat as far as it came."""
-        self.messages.append({"role": "user", "content": text})
-        session, ids = self._session, chat_ids(self.messages, self._session.tokenizer)
+        session, question = self._session, {"role": "user", "content": text}
+        ids = chat_ids([*self.messages, question], session.tokenizer)
+        self.messages.append(question)
         self._keep_common(ids)
         typist = Typist(session.tokenizer, write)
         try:
@@ -95,7 +98,7 @@ def chat(
     target: ChatTarget = None,
     speculator: OneSpec = None,
     max_new_tokens: MaxTokens = 1024,
-    temperature: Temperature = None,
+    temperature: ChatTemperature = 0.7,
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
@@ -125,28 +128,32 @@ def chat(
             "completes texts with it."
         )
     if seed is not None:
-        torch.manual_seed(seed)
-    conversation = Conversation(session, system)
+        set_seed(seed)
+    conversation = Conversation(session, None if system is None else readable(system, "--system"))
+    say(f"{session.title}; /exit leaves, /help lists the commands.", err=True)
     try:
         while _turn(conversation, session, stats):
             pass
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         pass
-    if stats:
-        _show_stats(session)
+    finally:
+        if stats:
+            _show_stats(session)
 
 
 def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bool:
     """One line of the user's and what comes of it; False to leave."""
-    line = input("> " if sys.stdin.isatty() else "").strip()
+    line = readable(input("> " if sys.stdin.isatty() else ""), "the line").strip()
     if line == "/exit":
         return False
     if line == "/reset":
         conversation.reset()
     elif line == "/stats":
         _show_stats(session)
+    elif line == "/help":
+        say(f"{_COMMANDS}.", err=True)
     elif line.startswith("/"):
-        say(f"unknown command {line}; possible: /reset, /stats, /exit.", err=True)
+        say(f"unknown command {line}; possible: /reset, /stats, /help, /exit.", err=True)
     elif line:
         typist = conversation.answer(line, print_piece)
         print_piece("\n")

@@ -25,11 +25,12 @@ from ..commands import (
     console,
     find_device,
     prepare,
+    readable,
     say,
     say_json,
     side_by_side,
 )
-from ..errors import SpeculateError, first_line
+from ..errors import SpeculateError
 from ..streaming import rounds
 from .over_data import data_generator, given_options
 from .session import (
@@ -47,6 +48,7 @@ from .session import (
     default_target,
     print_piece,
     sampling,
+    set_seed,
 )
 
 
@@ -126,7 +128,7 @@ def generate(
         )
         say_json(figures)
         return
-    text = _prompt(prompt)
+    text, system = _prompt(prompt), None if system is None else readable(system, "--system")
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(
         target,
@@ -151,11 +153,11 @@ def generate(
 
 
 def _prompt(given: str | None) -> str:
-    if given not in (None, "-"):
-        return given
+    if given is not None and given != "-":
+        return readable(given, "the prompt")
     if sys.stdin.isatty():
         raise SpeculateError("no prompt: give it as an argument, or on stdin.")
-    text = sys.stdin.read()
+    text = readable(sys.stdin.read(), "stdin")
     if not text.strip():
         raise SpeculateError("the prompt that came from stdin is empty.")
     return text
@@ -166,18 +168,17 @@ def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
     if raw or not tokenizer.chat_template:
         if system is not None:
             raise SpeculateError("--system needs a chat template: the target's tokenizer has none, or --raw was given.")
-        return tokenizer(text, return_tensors="pt").input_ids
+        if not (ids := tokenizer(text).input_ids):
+            raise SpeculateError("the prompt is empty: it has no tokens.")
+        return torch.tensor([ids])
     messages = [{"role": "system", "content": system}] if system is not None else []
-    try:
-        return chat_ids([*messages, {"role": "user", "content": text}], tokenizer)[None]
-    except Exception as error:  # templates raise what they like, of roles that they do not know for one
-        raise SpeculateError(f"the target's chat template refuses this chat: {first_line(error)}") from error
+    return chat_ids([*messages, {"role": "user", "content": text}], tokenizer)[None]
 
 
 def _seeding(seed: int | None) -> Callable[[], Any]:
     """What sets the seed, now and before every run that is compared."""
     state = torch.get_rng_state()
-    restart = (lambda: torch.manual_seed(seed)) if seed is not None else lambda: torch.set_rng_state(state)
+    restart = (lambda: set_seed(seed)) if seed is not None else lambda: torch.set_rng_state(state)
     restart()
     return restart
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
@@ -12,12 +16,14 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from ..commands import say
-from ..errors import SpeculateError
+from ..errors import SpeculateError, first_line
 from ..messages import message, printable
 
 
 COMMANDS_GROUP = "hf_speculate.commands"
 BENCH_COMMANDS_GROUP = "hf_speculate.bench_commands"
+
+INTERRUPTED = 130  # the status that shells give to what Ctrl-C ended
 
 
 class PluginGroup(TyperGroup):
@@ -52,19 +58,66 @@ class BenchGroup(PluginGroup):
 
 
 class MainGroup(PluginGroup):
-    """Turns a `SpeculateError` into one line on stderr."""
+    """Ends every command in order: what goes wrong is one line on stderr and a status."""
 
     def make_context(self, info_name, args, parent=None, **extra: Any):
         with _shown_errors():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx) -> Any:
+        _take_any_text()
         try:
             with _shown_errors():
-                return super().invoke(ctx)
+                result = super().invoke(ctx)
+            sys.stdout.flush()  # a full disk may show only now
+            return result
         except SpeculateError as error:
-            say(f"hf-speculate: error: {error}", err=True)
-            raise typer.Exit(1) from error
+            raise _end(f"error: {error}", error.exit_code) from error
+        except KeyboardInterrupt as error:
+            raise _interrupted() from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # nobody reads on: typer ends without a word
+            place = "" if error.filename or not _has_lost_stdout() else "cannot write to stdout: "
+            raise _end(f"error: {place}{first_line(error)}", 1) from error
+
+
+class Application(typer.Typer):
+    """The command as a whole: Ctrl-C is one line, also before the first of its own lines runs and after the last."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise SystemExit(_interrupted().exit_code) from None
+
+
+def _interrupted() -> typer.Exit:
+    if sys.stderr.isatty():
+        say("", err=True)  # ends the line that shows ^C
+    return _end("interrupted.", INTERRUPTED)
+
+
+def _end(told: str, status: int) -> typer.Exit:
+    say(f"hf-speculate: {told}", err=True)
+    return typer.Exit(status)
+
+
+def _take_any_text() -> None:
+    """Bytes of stdin that are not UTF-8 come as surrogates, see `readable`; stdout shows "?" for what it lacks."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _has_lost_stdout() -> bool:
+    """Whether what was printed cannot be written. Then it goes nowhere, or Python would try, and fail, at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _load_command(point: EntryPoint):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..commands import (
     Typist,
+    check_temperatures,
     default_specs,
     find_device,
     load_target,
@@ -41,6 +43,7 @@ OneSpec = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="At most.")]
 Temperature = Annotated[float | None, typer.Option(min=0, help="0 is greedy (default: the model's own settings).")]
+ChatTemperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(min=0, max=1)]
 TopK = Annotated[int | None, typer.Option(min=0)]
 Seed = Annotated[int | None, typer.Option(help="Of what is sampled.")]
@@ -53,10 +56,12 @@ class Session:
     """A loaded target, and how it is to generate.
 
     Attributes:
+        title: target and speculator by their short names.
         speculator: None for plain generation.
         request: arguments of `generate` beside the prompt.
     """
 
+    title: str
     model: GenerativeModel
     tokenizer: PreTrainedTokenizerBase
     speculator: Speculator | None
@@ -84,7 +89,8 @@ class Session:
         if exact and spec is not None:
             spec = spec.with_option("exact", True)
         model, tokenizer = load_target(name, dtype, find_device(device), gguf_backend, neutral=False)
-        return cls(model, tokenizer, None if spec is None else make_spec(spec, model), request)
+        title = f"{Path(name).name}, {'no speculator' if spec is None else f'drafts by {spec.label}'}"
+        return cls(title, model, tokenizer, None if spec is None else make_spec(spec, model), request)
 
     def generate(self, ids: Tensor, write: Callable[[str], Any], **kwargs: Any) -> Typist:
         """Generates behind a prompt of token ids, int64 [1, S]; `write` gets the text as it comes."""
@@ -117,6 +123,9 @@ def print_piece(text: str) -> None:
 
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
     """Arguments of `generate`; what is not given is left to the model's generation config."""
+    check_temperatures(temperature)
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise SpeculateError(f"--top-p must be between 0 and 1, got {top_p}.")
     if temperature == 0:
         if top_p is not None or top_k is not None:
             raise SpeculateError("--temperature 0 is greedy: --top-p and --top-k have nothing to choose from.")
@@ -124,6 +133,13 @@ def sampling(temperature: float | None, top_p: float | None, top_k: int | None) 
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     given = {name: value for name, value in given.items() if value is not None}
     return {"do_sample": True, **given} if given else {}
+
+
+def set_seed(seed: int) -> None:
+    """Raises `SpeculateError` for one that torch does not take."""
+    if not -(2**63) <= seed < 2**64:
+        raise SpeculateError(f"--seed must be an integer of 64 bits, got {seed}.")
+    torch.manual_seed(seed)
 
 
 def default_target() -> str:

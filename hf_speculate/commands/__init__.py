@@ -38,6 +38,7 @@ from .prompts import Prompt as Prompt
 from .prompts import builtin_prompts as builtin_prompts
 from .prompts import chat_ids as chat_ids
 from .prompts import read_prompts as read_prompts
+from .prompts import readable as readable
 from .prompts import tokenize as tokenize
 from .reporting import LiteralConsole as LiteralConsole
 from .reporting import console as console
@@ -49,6 +50,7 @@ from .reporting import say_json as say_json
 from .reporting import show as show
 from .settings import add_command as add_command
 from .settings import check_counts as check_counts
+from .settings import check_temperatures as check_temperatures
 from .shapes import SHAPES as SHAPES
 from .shapes import ModelShape as ModelShape
 from .shapes import find_shape as find_shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,9 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import SpeculateError, first_line
+from .reporting import say
 
 
 FIELDS = ("prompt", "text", "question", "turns", "messages")
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 # Written for this purpose, published nowhere else: beginnings of Python files, for the bundled target (a model of
 # Python source), and questions, for models with a chat template.
@@ -96,15 +100,31 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
     """int64 [S]: a chat through the tokenizer's template, up to where the answer begins.
 
     Args:
-        template: what the template is told (`enable_thinking=False`).
+        template: what the template is told (`enable_thinking=False`), or `chat_template=` instead of the tokenizer's.
     Raises:
-        SpeculateError: the template refuses these messages, or fails.
+        SpeculateError: the template raises, or nothing comes of it.
     """
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
-    except Exception as error:  # a template is a program: it may raise anything
-        raise SpeculateError(f"the target's chat template refuses the messages: {first_line(error)}") from error
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    except Exception as error:  # templates are programs, and raise what they like
+        raise SpeculateError(f"the target's chat template refuses this chat: {first_line(error)}") from error
+    if not len(ids):
+        raise SpeculateError("the target's chat template makes an empty prompt of this chat.")
+    return ids
+
+
+def readable(text: str, origin: str) -> str:
+    """A text that every tokenizer takes. Replaces what is no character, and says so on stderr.
+
+    Args:
+        text: with a lone surrogate where a byte was not UTF-8, as Python reads arguments and our commands read stdin.
+        origin: where it came from, for the message.
+    """
+    found, count = _SURROGATES.subn("\N{REPLACEMENT CHARACTER}", text)
+    if count:
+        say(f"hf-speculate: {origin}: {count} bytes are not UTF-8 and were replaced by U+FFFD.", err=True)
+    return found
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -15,6 +16,9 @@ from .options import JsonOnly, Markdown, Out, Plot, Quick, Threads
 from .reporting import prepare, report
 from .tables import Grid
 
+
+# Divided by less than this, the logits of two tokens may overflow.
+COLDEST = 1e-6
 
 _SHOWN = {"threads": Threads, "quick": Quick, "json_only": JsonOnly, "markdown": Markdown, "plot": Plot, "out": Out}
 
@@ -70,6 +74,13 @@ def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise SpeculateError(f"{name.replace('_', ' ')} must be at least 1, got {value}.")
+
+
+def check_temperatures(*temperatures: float | None) -> None:
+    """Raises `SpeculateError` for one that no probabilities come of; None is not given."""
+    for value in temperatures:
+        if value is not None and value != 0 and not COLDEST <= value < math.inf:
+            raise SpeculateError(f"temperature {value}: possible are 0 (greedy) and numbers from {COLDEST} up.")
 
 
 def _option_fields(settings: type[Any], hints: dict[str, Any]) -> list[Field]:

@@ -8,15 +8,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.tokenization_utils_base import generate_merges
-from transformers.utils import logging
 
 from ..errors import CheckpointError
+from ..messages import get_logger
 from .metadata import Metadata, check_vocabulary, token_id
 from .pre_types import DEFAULT, PRE_TYPES, PreType
 from .reading import GgufFile
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # Types of tokens that are found in the text before anything else.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4

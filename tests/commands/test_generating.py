@@ -154,7 +154,7 @@ class TestChat:
         answer = plain_text(folder, [{"role": "user", "content": "hello"}], 30)
         assert result.stdout == 2 * f"{answer}\n"
         assert "tokens a round" in result.stderr
-        assert "unknown command /what; possible: /reset, /stats, /exit." in result.stderr
+        assert "unknown command /what; possible: /reset, /stats, /help, /exit." in result.stderr
 
     def test_the_cache_goes_from_turn_to_turn(self, folder, monkeypatch):
         lengths = []

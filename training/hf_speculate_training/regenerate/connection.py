@@ -1,19 +1,33 @@
-"""Requests to a server that may be busy, restart, or cut the line: what can be tried again is tried again.
+"""Requests to a server that may be busy, restart, cut the line, or never come to an end.
 
-The client is OpenAI's own. It waits longer each time, as long as the server wants where that says so.
+The client is OpenAI's own. It knows which requests can be tried again, and waits longer each time, as long as the
+server wants where that says so. It bounds only the time between two bytes; a limit for the whole answer is added here.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.masking import MASK
 
+from .replies import Models, first_fault, is_cut
+
 
 KEY_VARIABLE = "HF_SPECULATE_SERVER_KEY"
+
+_MAX_BYTES = 64 << 20  # of a reply; 100,000 tokens with their text are about one megabyte
+
+# Headers that say how a reply came: they are not true any more of one that was read and decoded.
+_OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
+
+Reply = TypeVar("Reply", bound=BaseModel)
 
 
 class ServerError(SpeculateError, RuntimeError):
@@ -30,13 +44,13 @@ class ServerError(SpeculateError, RuntimeError):
 
 
 class Connection:
-    """Requests to one server, from many threads.
+    """Requests to one server, from many threads, until it is closed.
 
     A key that it wants is taken from the environment (`HF_SPECULATE_SERVER_KEY`), and neither logged nor written.
 
     Args:
         url: with or without `/v1`.
-        timeout: seconds for an answer.
+        timeout: seconds for a whole answer, from the first byte sent to the last one read.
         retries: so often a request is tried again that got no answer or a broken one, was put off (408, 409, 429), or
             failed there (5xx).
     """
@@ -44,51 +58,70 @@ class Connection:
     def __init__(self, url: str, *, timeout: float = 600.0, retries: int = 5):
         if find_spec("openai") is None:
             raise ServerError("a server is asked with the package openai: pip install 'hf-speculate[server]'")
-        from openai import OpenAI
+        from anyio.from_thread import start_blocking_portal
+        from openai import AsyncOpenAI
 
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ServerError(f"{url!r} is no address of a server: e.g. http://localhost:8000.")
         self._retries = retries
         key = os.environ.get(KEY_VARIABLE, "none")
-        self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=timeout, max_retries=retries)
+        http_client, self._reply_class = _bounded_client(timeout)
+        self._client = AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=key, timeout=timeout, max_retries=retries, http_client=http_client
+        )
+        self._is_closed, self._open = False, ExitStack()
+        self._portal = self._open.enter_context(start_blocking_portal(name="server"))
 
     def models(self) -> list[str]:
         """Names of what it serves."""
-        return [str(each.get("id")) for each in self._asked("get", "/models").get("data", [])]
+        return [model.id for model in self._asked("get", "/models", Models).data]
 
-    def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, path: str, body: dict[str, Any], form: type[Reply]) -> Reply:
         """Its answer to a request.
 
         Args:
             path: below `/v1`.
+            form: schema of the answer.
         Raises:
-            ServerError: it refuses, or gives no answer however often it is asked.
+            ServerError: it refuses, gives no answer however often it is asked, or answers in another form.
         """
-        return self._asked("post", path, body=body)
+        return self._asked("post", path, form, body=body)
 
     def close(self) -> None:
         """Ends what is under way: nobody waits for it any more."""
-        self._client.close()
+        from anyio import move_on_after
 
-    def _asked(self, method: str, path: str, **given: Any) -> dict[str, Any]:
+        async def end() -> None:
+            with move_on_after(1):  # some ways of closing wait for the other side
+                await self._client.close()
+            await self._portal.stop(cancel_remaining=True)
+
+        if not self._is_closed:
+            self._is_closed = True
+            self._portal.start_task_soon(end)
+            self._open.close()
+
+    def _asked(self, method: str, path: str, form: type[Reply], **given: Any) -> Reply:
         from openai import APIConnectionError, APIStatusError
 
-        problem: Exception | None = None
+        async def request() -> bytes:
+            reply = await getattr(self._client, method)(path, cast_to=self._reply_class, **given)
+            return reply.content
+
+        problem: str = ""
         for _ in range(self._retries + 1):
             try:
-                found: Any = getattr(self._client, method)(path, cast_to=object, **given)
+                return form.model_validate_json(self._portal.call(request))
             except APIStatusError as error:
                 raise self._refused(path, error) from error
             except APIConnectionError as error:
-                raise self._silent(path, error.__cause__ or error) from error
-            except ValueError as error:  # the line was cut in the middle of an answer
-                problem = error
-                continue
-            if isinstance(found, dict):
-                return found
-            problem = ValueError(f"it answered {str(found)[:80]!r}")
-        assert problem is not None
+                cause = error.__cause__ or error
+                raise self._silent(path, f"{type(cause).__name__}: {cause}".rstrip(": ")) from error
+            except ValidationError as error:
+                problem = first_fault(error)
+                if not is_cut(error):
+                    raise ServerError(f"{self.url}/v1{path} answers in another form: {problem}.") from error
         raise self._silent(path, problem)
 
     def _refused(self, path: str, error: Any) -> ServerError:
@@ -97,6 +130,37 @@ class Connection:
             return ServerError(f"{self.url}/v1{path} failed {self._retries + 1} times, at last with {said}")
         return ServerError(f"{self.url}/v1{path} refuses a request: {said}", error.status_code)
 
-    def _silent(self, path: str, error: BaseException) -> ServerError:
-        said = f"{type(error).__name__}: {error}".rstrip(": ")
-        return ServerError(f"{self.url}/v1{path} gave no answer in {self._retries + 1} attempts ({said}).")
+    def _silent(self, path: str, problem: str) -> ServerError:
+        return ServerError(f"{self.url}/v1{path} gave no answer in {self._retries + 1} attempts ({problem}).")
+
+
+def _bounded_client(timeout: float) -> tuple[Any, type[Any]]:
+    """An HTTP client that gives up replies that take too long or grow too large; and the class of its replies."""
+    from anyio import fail_after
+    from openai import DefaultAsyncHttpxClient
+
+    _, base, *_ = DefaultAsyncHttpxClient.__mro__
+    httpx: Any = import_module(base.__module__.partition(".")[0])  # or httpx2, which newer clients bring
+
+    class Bounded(DefaultAsyncHttpxClient):
+        async def send(self, request: Any, **options: Any) -> Any:
+            try:
+                with fail_after(timeout):
+                    return await self._whole(request, **(options | {"stream": True}))
+            except TimeoutError as error:
+                raise httpx.ReadTimeout(f"no whole answer within {timeout:g} s", request=request) from error
+
+        async def _whole(self, request: Any, **options: Any) -> Any:
+            reply = await super().send(request, **options)
+            content = bytearray()
+            try:
+                async for piece in reply.aiter_bytes():
+                    content += piece
+                    if len(content) > _MAX_BYTES:
+                        raise httpx.ReadError(f"an answer of more than {_MAX_BYTES >> 20} MB", request=request)
+            finally:
+                await reply.aclose()
+            headers = [(name, value) for name, value in reply.headers.items() if name not in _OF_TRANSFER]
+            return httpx.Response(reply.status_code, headers=headers, content=bytes(content), request=reply.request)
+
+    return Bounded(), httpx.Response

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from hf_speculate.errors import SpeculateError
+from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.files import json_writer, read_json, replace_files
 
 
 class Journal:
@@ -25,25 +28,27 @@ class Journal:
         settings: what the output depends on, JSON-serialisable. Reopening it with others raises.
 
     Raises:
-        SpeculateError: made with other settings, being written by another process, not a file of this kind.
+        SpeculateError: made with other settings, being written by another process, not a file of this kind; it cannot
+            be written (a full disk, no rights, no such place).
     """
 
     def __init__(self, path: str | os.PathLike, settings: Mapping[str, Any]):
         self.path = Path(path)
         self._settings = json.loads(json.dumps(dict(settings)))
         self._settings_path = self.path.with_name(self.path.name + ".settings")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.path.with_name(self.path.name + ".lock"))
         try:
+            self._check_place()
             self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise SpeculateError(f"{self.path} is being written by another process.") from error
-        try:
             self._check_settings()
             self._cut_torn_end()
             self._file = self.path.open("ab", buffering=0)  # nothing is written later than asked
-        except BaseException:
+        except Timeout as error:
+            raise SpeculateError(f"{self.path} is being written by another process.") from error
+        except BaseException as error:
             self._lock.release()
+            if isinstance(error, OSError):
+                raise SpeculateError(f"cannot write {self.path}: {error}. Nothing was changed.") from error
             raise
 
     def __enter__(self) -> Journal:
@@ -71,7 +76,8 @@ class Journal:
                 written += self._file.write(data[written:])
             os.fsync(self._file.fileno())
         except OSError as error:
-            os.truncate(self.path, start)
+            with suppress(OSError):  # else the next run cuts what is torn
+                os.truncate(self.path, start)
             raise SpeculateError(
                 f"cannot write {self.path}: {error}. The {start} bytes before are complete; run the same command again "
                 "to go on."
@@ -81,45 +87,73 @@ class Journal:
         self._file.close()
         self._lock.release()
 
+    def _check_place(self) -> None:
+        """Raises before any file is made beside a device or a folder."""
+        if self.path.exists() and not self.path.is_file():
+            raise SpeculateError(f"cannot write {self.path}: it is a folder, a pipe or a device, not a regular file.")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
     def _check_settings(self) -> None:
-        if self.path.exists() and self.path.stat().st_size:
-            try:
-                found = json.loads(self._settings_path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise SpeculateError(
-                    f"{self.path} exists, but {self._settings_path.name}, which says what it was made with, cannot be "
-                    "read: give another output, or remove the file."
-                ) from error
-            different = [key for key in {**found, **self._settings} if found.get(key) != self._settings.get(key)]
-            if different:
-                listed = "; ".join(f"{key} {found.get(key)!r}, now {self._settings.get(key)!r}" for key in different)
-                raise SpeculateError(
-                    f"{self.path} was made with other settings ({listed}): give another output, or the same settings."
-                )
+        if not (self.path.exists() and self.path.stat().st_size):
+            replace_files(self.path.parent, {self._settings_path.name: json_writer(self._settings)})
             return
-        partial = self._settings_path.with_name(self._settings_path.name + ".partial")
-        partial.write_text(json.dumps(self._settings, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self._settings_path)
+        try:
+            found = read_json(self._settings_path)
+        except CheckpointError as error:
+            raise SpeculateError(
+                f"{self.path} exists, but {self._settings_path.name}, which says what it was made with, cannot be "
+                f"read: give another output, or remove the file. ({error})"
+            ) from error
+        different = [key for key in {**found, **self._settings} if found.get(key) != self._settings.get(key)]
+        if different:
+            listed = "; ".join(f"{key} {found.get(key)!r}, now {self._settings.get(key)!r}" for key in different)
+            raise SpeculateError(
+                f"{self.path} was made with other settings ({listed}): give another output, or the same settings."
+            )
 
     def _cut_torn_end(self) -> None:
         if not self.path.exists():
             return
         end = position = 0
+        seen: set[tuple[str, int]] = set()
         with self.path.open("rb") as file:
-            for line in file:
-                position += len(line)
-                if line.endswith(b"\n") and self._ends_group(line):
-                    end = position
+            for data in file:
+                position += len(data)
+                if data.endswith(b"\n"):
+                    line = self._line(data)
+                    if (line.id, line.part) in seen:
+                        raise SpeculateError(f"{self.path} holds number {line.id} twice: remove one of its lines.")
+                    seen.add((line.id, line.part))
+                    end = position if line.is_last else end
         if end < position:
             os.truncate(self.path, end)
 
-    def _ends_group(self, line: bytes) -> bool:
+    def _line(self, data: bytes) -> _Line:
         try:
-            return bool(json.loads(line)["is_last"])
-        except (ValueError, KeyError, TypeError) as error:
+            return _Line.model_validate_json(data)
+        except ValidationError as error:
             raise SpeculateError(
-                f"{self.path} holds a line that was not written by this command: {line[:80]!r}"
+                f"{self.path} holds a line that was not written by this command: {data[:80]!r}"
             ) from error
+
+
+class _Line(BaseModel):
+    """Fields of a line that say where it belongs. The prompt is there as its digest or as its tokens."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    part: int
+    is_last: bool
+    digest: str | None = None
+    input_ids: list[int] | None = None
+    num_prompt_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _has_prompt(self) -> _Line:
+        if self.digest is None and (self.input_ids is None or self.num_prompt_tokens is None):
+            raise ValueError("neither a digest nor tokens")
+        return self
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
+from hf_speculate.commands import check_temperatures
 from hf_speculate.errors import SpeculateError
 
 from ..data import Encoder, HeldOut, RecordError, Records, context_length
@@ -52,8 +53,9 @@ class RegenerateOptions:
         for name in ("max_new_tokens", "batch_size", "prompt_tokens"):
             if getattr(self, name) < 1:
                 raise SpeculateError(f"regenerate: {name} must be at least 1, got {getattr(self, name)}.")
-        if self.temperature is not None and self.temperature < 0:
-            raise SpeculateError(f"regenerate: temperature must not be negative, got {self.temperature}.")
+        check_temperatures(self.temperature)
+        if not 0 <= self.top_p <= 1:
+            raise SpeculateError(f"regenerate: top_p must be between 0 and 1, got {self.top_p}.")
 
 
 class Planner:

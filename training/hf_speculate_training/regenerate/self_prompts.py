@@ -49,7 +49,7 @@ class SelfPromptOptions:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise SpeculateError(f"the number of self-written prompts must be at least 1, got {self.count}.")
-        if self.temperature <= 0:
+        if not self.temperature > 0:
             raise SpeculateError("self-written prompts are sampled: greedily all would be the same one.")
 
 

@@ -8,7 +8,7 @@ so: other tokens may come out than went in.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import chain, islice
 from typing import Any
@@ -22,13 +22,15 @@ from .answers import Job
 from .connection import Connection, ServerError
 from .engine import Engine
 from .planning import RegenerateOptions, longest_prompt
+from .replies import Choice, Completion
 
 
 logger = get_logger(__name__)
 
 _CHAT, _TEXT = "/chat/completions", "/completions"
 _REFUSALS = (400, 422)  # of a field that a server does not know
-_TAKEN_APART = ("reasoning", "reasoning_content", "tool_calls")
+# A text may fall into more tokens than it was made of: tokenizers differ in small things.
+_SURPLUS = 2
 
 
 class ServerEngine(Engine):
@@ -60,15 +62,21 @@ class ServerEngine(Engine):
         self._concurrency = concurrency
         self._encoder = Encoder(tokenizer=tokenizer)
         self._longest_prompt = longest_prompt(tokenizer, config, options)
+        self._vocab_size = config.get_text_config().vocab_size
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self.model = model or self._only_model()
         # Tried with the first requests; a server that does not know them refuses.
         self._returns_tokens = self._takes_tokens = True
+        self._has_returned_tokens = False
 
     def settings(self) -> dict[str, Any]:
         return {"server": self.model}
 
-    def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
-        """A job at a time as its turns are answered; after a failure no others are begun, and those under way end."""
+    def answered(self, batches: Iterable[list[Job]]) -> Generator[list[Job]]:
+        """A job at a time as its turns are answered; after a failure no others are begun, and those under way end.
+
+        The connection is closed in the end.
+        """
         jobs, problem, running = chain.from_iterable(batches), None, set[Future[Job]]()
         pool = ThreadPoolExecutor(self._concurrency, thread_name_prefix="regenerate")
         try:
@@ -83,8 +91,7 @@ class ServerEngine(Engine):
                 if problem is None:
                     running |= self._begun(pool, jobs, len(ended))
         finally:
-            if running:  # nobody wants their answers any more
-                self._connection.close()
+            self._connection.close()  # if some are running still, nobody wants their answers
             pool.shutdown()
         if problem is not None:
             raise problem
@@ -116,7 +123,7 @@ class ServerEngine(Engine):
             given |= {"top_k": options.top_k} if options.top_k else {}
         return given
 
-    def _asked(self, job: Job, body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+    def _asked(self, job: Job, body: dict[str, Any], prompt: list[int]) -> Completion:
         """One request, in the form that the server takes: with token ids first, then without."""
         while True:
             returns, takes = self._returns_tokens, self._takes_tokens
@@ -125,9 +132,9 @@ class ServerEngine(Engine):
                 if job.messages is not None:
                     # Tools are part of the prompt; the answer is to come as it was written.
                     tools = {"tools": job.tools, "tool_choice": "none"} if job.tools else {}
-                    return self._connection.ask(_CHAT, {**asked, "messages": job.messages, **tools})
+                    return self._connection.ask(_CHAT, {**asked, "messages": job.messages, **tools}, Completion)
                 text = prompt if takes else self._tokenizer.decode(prompt)
-                return self._connection.ask(_TEXT, {**asked, "prompt": text})
+                return self._connection.ask(_TEXT, {**asked, "prompt": text}, Completion)
             except ServerError as error:
                 if error.status not in _REFUSALS or not (returns or (takes and job.messages is None)):
                     raise
@@ -136,42 +143,63 @@ class ServerEngine(Engine):
             else:
                 self._takes_tokens = False
 
-    def _tokens(self, job: Job, found: dict[str, Any], prompt: list[int]) -> tuple[list[int], bool]:
+    def _tokens(self, job: Job, found: Completion, prompt: list[int]) -> tuple[list[int], bool]:
         """The tokens of an answer, its end token included, and whether it came to its end."""
-        choice, message = self._choice(found)
-        self._check_prompt(found.get("prompt_token_ids") or choice.get("prompt_token_ids"), found, prompt)
-        ended, ids = choice["finish_reason"] == "stop", choice.get("token_ids")
+        choice = found.choices[0]
+        self._check_prompt(found, prompt)
+        ended, ids, most = choice.finish_reason != "length", choice.token_ids, self._options.max_new_tokens
+        self._has_returned_tokens |= ids is not None
         if ids is None:
-            if any(message.get(name) for name in _TAKEN_APART):
-                raise ServerError(
-                    f"{self._connection.url} takes answers apart (reasoning, tool calls): what was generated is not "
-                    "known then. Start it without parsers for these."
-                )
-            job.is_reencoded = True
-            ids = self._tokenizer(message.get("content") or "", add_special_tokens=False, verbose=False)["input_ids"]
+            job.is_reencoded, most = True, most * _SURPLUS
+            ids = self._tokenizer(self._text(choice), add_special_tokens=False, verbose=False)["input_ids"]
+        self._check_answer(ids, most)
         end = self._tokenizer.eos_token_id
         if ended and end is not None and not (ids and ids[-1] in self._tokenizer.all_special_ids):
             ids = [*ids, end]
-        return list(ids), ended
+        if not ids:
+            raise self._wrong("an empty answer that has not come to its end")
+        return ids, ended
 
-    def _choice(self, found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The answer, and what of it is a message."""
-        try:
-            choice = found["choices"][0]
-            message = choice["message"] if "message" in choice else {"content": choice["text"]}
-            return {"finish_reason": choice["finish_reason"], **choice}, message
-        except (KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"{self._connection.url} answers in another form: {str(found)[:200]}.") from error
+    def _text(self, choice: Choice) -> str:
+        """The text of an answer whose tokens the server keeps to itself."""
+        if choice.message is not None and choice.message.is_taken_apart:
+            raise ServerError(
+                f"{self._connection.url} takes answers apart (reasoning, tool calls): what was generated is not "
+                "known then. Start it without parsers for these."
+            )
+        if self._has_returned_tokens:
+            raise self._wrong("an answer without its tokens, after others that had them")
+        text = choice.text if choice.message is None else choice.message.content
+        if text is None:
+            raise self._wrong("an answer with neither text nor tokens")
+        if len(text) > self._options.max_new_tokens * (self._longest_token + 1):  # and a blank between tokens
+            raise self._too_long(f"{len(text)} characters")
+        return text
 
-    def _check_prompt(self, ids: list[int] | None, found: dict[str, Any], prompt: list[int]) -> None:
+    def _check_answer(self, ids: list[int], most: int) -> None:
+        if len(ids) > most:
+            raise self._too_long(f"{len(ids)} tokens")
+        if ids and max(ids) >= self._vocab_size:
+            raise self._wrong(
+                f"token {max(ids)}, but the target has {self._vocab_size}. Give --target the model that it serves"
+            )
+
+    def _check_prompt(self, found: Completion, prompt: list[int]) -> None:
         """The server must have read what training will be told that it read."""
-        count = len(ids) if ids is not None else (found.get("usage") or {}).get("prompt_tokens", len(prompt))
-        if count != len(prompt) or (ids is not None and list(ids) != prompt):
+        ids = found.prompt_token_ids or found.choices[0].prompt_token_ids
+        count = len(ids) if ids is not None else found.usage and found.usage.prompt_tokens
+        if count not in (None, len(prompt)) or (ids is not None and ids != prompt):
             raise ServerError(
                 f"{self._connection.url} reads a prompt otherwise than the target's tokenizer: {count} tokens there, "
                 f"{len(prompt)} here. It serves another model or with another chat template; give --target the model "
                 "that it serves."
             )
+
+    def _too_long(self, found: str) -> ServerError:
+        return self._wrong(f"an answer of {found} where it was asked for {self._options.max_new_tokens} tokens")
+
+    def _wrong(self, found: str) -> ServerError:
+        return ServerError(f"{self._connection.url} gave {found}.")
 
     def _only_model(self) -> str:
         names = self._connection.models()

@@ -30,6 +30,8 @@ class DivergedError(SpeculateError, RuntimeError):
 class InterruptedTrainingError(SpeculateError, RuntimeError):
     """Ctrl-C ended a run; `checkpoint` holds it."""
 
+    exit_code = 130
+
     def __init__(self, checkpoint: Path, how_to_go_on: str):
         super().__init__(f"training was interrupted; {checkpoint} holds it. Go on: {how_to_go_on}")
         self.checkpoint = checkpoint
