@@ -169,7 +169,7 @@ def _escape_help(command: Any) -> None:
 
 @contextmanager
 def _shown_errors() -> Iterator[None]:
-    """Errors about a command line quote it."""
+    """Errors about a command line quote it: secrets are masked, and control characters shown as such."""
     try:
         yield
     except Exception as error:
