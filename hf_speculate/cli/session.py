@@ -42,8 +42,8 @@ OneSpec = Annotated[
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="At most.")]
-Temperature = Annotated[float | None, typer.Option(min=0, help="0 is greedy (default: the model's own settings).")]
-ChatTemperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy (default: the model's own settings).")]
+ChatTemperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(min=0, max=1)]
 TopK = Annotated[int | None, typer.Option(min=0)]
 Seed = Annotated[int | None, typer.Option(help="Of what is sampled.")]
@@ -124,8 +124,6 @@ def print_piece(text: str) -> None:
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
     """Arguments of `generate`; what is not given is left to the model's generation config."""
     check_temperatures(temperature)
-    if top_p is not None and not 0 <= top_p <= 1:
-        raise SpeculateError(f"--top-p must be between 0 and 1, got {top_p}.")
     if temperature == 0:
         if top_p is not None or top_k is not None:
             raise SpeculateError("--temperature 0 is greedy: --top-p and --top-k have nothing to choose from.")

@@ -123,7 +123,7 @@ def readable(text: str, origin: str) -> str:
     """
     found, count = _SURROGATES.subn("\N{REPLACEMENT CHARACTER}", text)
     if count:
-        say(f"hf-speculate: {origin}: {count} bytes are not UTF-8 and were replaced by U+FFFD.", err=True)
+        say(f"hf-speculate: {origin} is not all UTF-8; bytes replaced by U+FFFD: {count}.", err=True)
     return found
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 from hf_speculate import cli
 from hf_speculate.cli.chat import Conversation
 from hf_speculate.cli.session import Session, sampling
+from hf_speculate.commands import chat_ids
 from hf_speculate.errors import SpeculateError
 
 from ..support.inputs import character_tokenizer
@@ -48,7 +52,7 @@ def folder(tmp_path_factory):
     return str(place)
 
 
-def run(*arguments, stdin: str | None = None):
+def run(*arguments, stdin: str | bytes | None = None):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
 
 
@@ -130,6 +134,31 @@ class TestGenerate:
 
     def test_an_empty_prompt(self, folder):
         assert "empty" in run("generate", "-t", folder, stdin=" \n").stderr
+        result = run("generate", "", "--raw", "-t", folder)
+        assert (result.exit_code, result.stderr) == (1, "hf-speculate: error: the prompt is empty: it has no tokens.\n")
+
+    def test_bytes_that_are_not_utf8_are_replaced(self, folder):
+        options = ("-t", folder, "-n", 8, "--temperature", 0)
+        expected = run("generate", "a\ufffd\ufffdb", *options).stdout
+        for result in (
+            run("generate", *options, stdin=b"a\xff\xfeb"),
+            run("generate", os.fsdecode(b"a\xff\xfeb"), *options),
+        ):
+            assert (result.exit_code, result.stdout) == (0, expected)
+            assert "is not all UTF-8; bytes replaced by U+FFFD: 2." in result.stderr
+        assert "--system is not all UTF-8" in run("generate", "a", "--system", "\ud800", *options).stderr
+
+    @pytest.mark.parametrize("options", [(), ("--json",)])
+    def test_stdout_on_a_full_disk(self, folder, monkeypatch, capsys, options):
+        if not os.path.exists("/dev/full"):
+            pytest.skip("no /dev/full")
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            with pytest.raises(SystemExit) as ended:
+                cli.app(["generate", "hello", "-t", folder, "-n", "8", *options])
+            monkeypatch.undo()
+        assert ended.value.code == 1
+        assert "hf-speculate: error: cannot write to stdout: [Errno 28]" in capsys.readouterr().err
 
 
 class TestChat:
@@ -155,6 +184,30 @@ class TestChat:
         assert result.stdout == 2 * f"{answer}\n"
         assert "tokens a round" in result.stderr
         assert "unknown command /what; possible: /reset, /stats, /help, /exit." in result.stderr
+
+    def test_it_says_what_it_runs_and_knows_help(self, folder):
+        result = run("chat", "-t", folder, "-s", "suffix", stdin="/help\n")
+        banner, commands = result.stderr.splitlines()
+        assert banner == "model, drafts by suffix; /exit leaves, /help lists the commands."
+        assert all(command in commands for command in ("/reset", "/stats", "/help", "/exit"))
+        assert "no speculator; " in run("chat", "-t", folder, "-s", "none", stdin="").stderr
+
+    def test_it_samples_unless_told_otherwise(self, folder):
+        asked = [run("chat", "-t", folder, "-n", 30, "--seed", seed, stdin="hello\n").stdout for seed in (1, 1, 2)]
+        assert asked[0] == asked[1] != asked[2]
+
+    def test_a_template_that_refuses_the_second_turn(self, folder):
+        session = self.session(folder)
+        conversation = Conversation(session, system=None)
+        first = conversation.answer("hello", lambda _: None)
+        session.tokenizer.chat_template = "{{ raise_exception('one turn only') }}"
+        before = list(conversation.messages)
+        with pytest.raises(SpeculateError, match="refuses this chat: one turn only"):
+            conversation.answer("and now", lambda _: None)
+        assert conversation.messages == before
+        session.tokenizer.chat_template = TEMPLATE
+        conversation.reset()
+        assert conversation.answer("hello", lambda _: None).text == first.text
 
     def test_the_cache_goes_from_turn_to_turn(self, folder, monkeypatch):
         lengths = []
@@ -238,6 +291,80 @@ def test_version_and_short_help():
     assert run("--version").stdout == f"hf-speculate {__version__}\n"
     assert run("-h").stdout == run("--help").stdout
     assert "--max-new-tokens" in run("generate", "-h").stdout
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *((("--temperature", value), f"temperature {value}: possible are 0") for value in ("nan", "inf", "1e-308")),
+        (("--seed", str(2**64)), "--seed must be an integer of 64 bits"),
+    ],
+)
+def test_settings_that_nothing_can_be_sampled_with(folder, command, options, said):
+    text = ("hello",) if command == "generate" else ()
+    result = run(command, *text, "-t", folder, *options, stdin="hello\n")
+    assert result.exit_code == 1
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no') }}", "refuses this chat: no"),
+        ("{% for %}", "refuses this chat: Expected"),
+        ("{{ messages[5]['x']['y'] }}", "refuses this chat: "),
+        ("{{ 1 / 0 }}", "refuses this chat: division by zero"),
+        ("{{ ''.__class__.__mro__ }}", "refuses this chat: access to attribute '__class__' of 'str' object is unsafe"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses this chat: maximum recursion depth"),
+        ("{% if false %}x{% endif %}", "makes an empty prompt of this chat"),
+    ],
+)
+def test_chat_templates_that_go_wrong(folder, template, said):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    with pytest.raises(SpeculateError, match=re.escape(said)):
+        chat_ids([{"role": "user", "content": "hello"}], tokenizer)
+
+
+class TestInterrupted:
+    """Ctrl-C at any moment is one line and the status 130."""
+
+    LINE = "hf-speculate: interrupted.\n"
+
+    @pytest.mark.parametrize(
+        "moment",
+        [
+            "hf_speculate.cli.session.prepare",
+            "hf_speculate.cli.session.load_target",
+            "hf_speculate.cli.session.make_spec",
+            "hf_speculate.cli.generate._ids",
+            "hf_speculate.cli.session.Session.run",
+            "hf_speculate.cli.session.Session.speed_line",
+        ],
+    )
+    def test_within_a_command(self, folder, monkeypatch, moment):
+        monkeypatch.setattr(moment, self.interrupt)
+        result = run("generate", "hello", "-t", folder, "-n", 8)
+        assert (result.exit_code, result.stderr) == (130, self.LINE)
+
+    def test_at_the_prompt_of_a_chat(self, folder, monkeypatch):
+        monkeypatch.setattr("builtins.input", self.interrupt)
+        result = run("chat", "-t", folder, "--stats")
+        assert result.exit_code == 130
+        assert result.stderr.endswith(self.LINE)
+        assert "nothing was generated yet" in result.stderr
+
+    @pytest.mark.parametrize("moment", ["typer.main.get_command", "hf_speculate.cli.groups.MainGroup.main"])
+    def test_around_the_command(self, monkeypatch, capsys, moment):
+        monkeypatch.setattr(moment, self.interrupt)
+        with pytest.raises(SystemExit) as ended:
+            cli.app(["--version"])
+        assert (ended.value.code, capsys.readouterr().err) == (130, self.LINE)
+
+    @staticmethod
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "drafters", "env", "check", "convert", "regenerate", "train"])

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,7 +20,9 @@ class StandIn:
         returns_tokens: takes `return_token_ids`, and returns them; else it refuses the field.
         takes_tokens: prompts of texts may be token ids; else it refuses them.
         mishaps: what happens to the next requests, each once: an HTTP status, "hang" (until the client gives up), "cut"
-            (the line ends in the middle of the answer), "garbage" (no JSON).
+            (the line ends in the middle of the answer), "garbage" (no JSON), "drip" and "drip headers" (a byte now and
+            then, for longer than anybody waits).
+        distort: makes other status and bytes of those of an answer.
         bodies: of all requests that were understood.
         headers: of all requests, names in lower case.
         most_at_once: requests that were under way together.
@@ -30,6 +32,7 @@ class StandIn:
         self.tokenizer, self.answer = tokenizer, answer
         self.returns_tokens = self.takes_tokens = True
         self.mishaps: list[int | str] = []
+        self.distort: Callable[[int, bytes], tuple[int, bytes]] = lambda status, content: (status, content)
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.url = ""
@@ -77,12 +80,21 @@ class StandIn:
                     if mishap == "hang":
                         time.sleep(3.0)
                         return
+                    if isinstance(mishap, str) and mishap.startswith("drip"):
+                        self.drip(b"HTTP/1.0 200 OK\r\n" + b"\r\n" * (mishap == "drip"))
+                        return
                     status, content = stand_in.reply(self.path, body) if mishap is None else (200, {})
                     if isinstance(mishap, int):
                         status, content = mishap, {"error": {"message": "out of order"}}
-                    self.send(
-                        status, b"<html>" if mishap == "garbage" else json.dumps(content).encode(), mishap == "cut"
-                    )
+                    data = b"<html>" if mishap == "garbage" else json.dumps(content).encode()
+                    self.send(*stand_in.distort(status, data), mishap == "cut")
+
+            def drip(self, start: bytes) -> None:
+                with suppress(OSError):  # the client has gone
+                    self.wfile.write(start)
+                    for _ in range(60):
+                        time.sleep(0.05)
+                        self.wfile.write(b"x")
 
             def send(self, status: int, content: bytes, cut: bool = False) -> None:
                 self.send_response(status)

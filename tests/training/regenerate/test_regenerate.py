@@ -360,6 +360,78 @@ def test_full_disk_keeps_what_was_written(tmp_path):
         assert all(line_digest(found) == line_digest(line) for found in journal.lines())
 
 
+@pytest.mark.parametrize(
+    "place", ["folder", "/dev/full", "/dev/null", "file/out.jsonl", "loop", "n" * 300, "/proc/x/o"]
+)
+def test_outputs_that_cannot_be(tmp_path, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SpeculateError, match="cannot write"):
+        Journal(tmp_path / place, {})
+    left = [path for path in sorted(tmp_path.iterdir()) if path.suffix != ".lock"]
+    assert left == before
+    assert not os.path.exists(f"{place}.lock"), "nothing lies beside a device"
+
+
+def test_no_room_for_the_settings(tmp_path):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(SpeculateError, match=r"cannot write out.jsonl.settings to .*File too large"):
+            Journal(tmp_path / "out.jsonl", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.lock"]
+    Journal(tmp_path / "out.jsonl", {}).close()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"id": "0", "part": 0, "is_last": true, "digest": "x"}', "holds number 0 twice"),
+        ('{"is_last": true}', "not written by this command"),
+        ('{"id": 5, "part": 0, "is_last": true, "digest": "x"}', "not written by this command"),
+        ('{"id": "5", "part": "0", "is_last": true, "digest": "x"}', "not written by this command"),
+        ('{"id": "5", "part": 0, "is_last": true}', "not written by this command"),
+        ('{"id": "5", "part": 0, "is_last": true, "digest": ["x"]}', "not written by this command"),
+        ("[1, 2]", "not written by this command"),
+        ("null", "not written by this command"),
+        ("[" * 100_000, "not written by this command"),
+        ("\0" * 100, "not written by this command"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, line, said):
+    path = tmp_path / "out.jsonl"
+    with Journal(path, {}) as journal:
+        journal.append([[{"id": "0", "part": 0, "digest": "x"}]])
+    path.write_text(path.read_text() + line + "\n")
+    before = path.read_bytes()
+    with pytest.raises(SpeculateError, match=said):
+        Journal(path, {})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("settings", ["", "[]", "null", "[" * 100_000])
+def test_damaged_settings(tmp_path, settings):
+    path = tmp_path / "out.jsonl"
+    with Journal(path, {}) as journal:
+        journal.append([[{"id": "0", "part": 0, "digest": "x"}]])
+    path.with_name("out.jsonl.settings").write_text(settings)
+    with pytest.raises(SpeculateError, match=r"cannot be read: give another output"):
+        Journal(path, {})
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": float("nan")}, {"temperature": 1e-308}, {"temperature": -1.0}, {"top_p": float("nan")}]
+)
+def test_settings_that_nothing_can_be_sampled_with(options):
+    with pytest.raises(SpeculateError, match=r"temperature .*: possible are 0|top_p must be between 0 and 1"):
+        RegenerateOptions(**options)
+
+
 def test_prompts_too_long_are_skipped(target, byte_tokenizer, tmp_path):
     records = Dataset.from_dict({"prompt": ["short", "long" * 100]})
     report = run(target, byte_tokenizer, records, tmp_path / "out.jsonl")

@@ -80,7 +80,7 @@ def regenerate_command(
     ] = None,
     server_model: Annotated[str | None, typer.Option(help="Its name there (default: the only one).")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to the server at a time.")] = 32,
-    request_timeout: Annotated[float, typer.Option(min=1, help="Seconds that the server may take.")] = 600.0,
+    request_timeout: Annotated[float, typer.Option(min=1, help="Seconds for a whole answer of the server.")] = 600.0,
     retries: Annotated[int, typer.Option(min=0, help="So often a request, or a batch of Ray's, is tried again.")] = 5,
     actors: Annotated[int, typer.Option(min=1, help="Of --engine ray; each holds target and speculator.")] = 1,
     actor_cpus: Annotated[float, typer.Option(min=0, help="Of each actor.")] = 1.0,

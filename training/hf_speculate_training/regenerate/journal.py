@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -89,8 +90,11 @@ class Journal:
 
     def _check_place(self) -> None:
         """Raises before any file is made beside a device or a folder."""
-        if self.path.exists() and not self.path.is_file():
-            raise SpeculateError(f"cannot write {self.path}: it is a folder, a pipe or a device, not a regular file.")
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(self.path.stat().st_mode):
+                raise SpeculateError(
+                    f"cannot write {self.path}: it is a folder, a pipe or a device, not a regular file."
+                )
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def _check_settings(self) -> None:
