@@ -178,7 +178,8 @@ class SuffixStore:
         content = read_json(path, _MAX_BYTES)
         check_kinds(path, content, _KINDS)
         _check(path, content.get("format") == _FORMAT, f'"format" is {content.get("format")!r}, expected {_FORMAT!r}')
-        vocab_size, requests = content.get("vocab_size"), content.get("requests") or []
+        vocab_size, requests = content.get("vocab_size"), content.get("requests", [])
+        _check(path, requests is not None, '"requests" is null')
         _check(path, vocab_size is None or vocab_size >= 0, f'"vocab_size" is {vocab_size!r}')
         max_tokens, max_requests = content.get("max_tokens") or 0, content.get("max_requests")
         _check(path, max_tokens > 0, f'"max_tokens" is {max_tokens!r}')

@@ -10,14 +10,15 @@ from typing import ClassVar
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_speculate import cli
-from hf_speculate.commands import Prompt
+from hf_speculate.commands import Prompt, chat_ids
 from hf_speculate.errors import SpeculateError
 from hf_speculate_plugins.calibration import Measured
 from hf_speculate_plugins.commands.conditions import Use, find_conditions
+from hf_speculate_plugins.commands.foreign_templates import foreign_chat_ids
 
 from ...support.adapters import perturbed
 from ...support.models import build_tiny_model
@@ -185,3 +186,48 @@ class TestCommand:
         result = CliRunner().invoke(cli.app, list(map(str, arguments)))
         assert result.exit_code == 1
         assert result.stderr.startswith("hf-speculate: error: cannot load the adapter")
+
+
+class TestForeignTemplates:
+    """What a head brings with it is rendered as transformers would, and can neither hang nor fill the machine."""
+
+    def test_it_is_transformers_own_rendering(self):
+        tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "pycoder")
+        template = (
+            "{{ eos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{{ messages | tojson }}"
+        )
+        chats = [[{"role": "user", "content": text}] for text in ("a", "\u00e4\n'")]
+        tokenizer.chat_template = template
+        expected = [chat_ids(chat, tokenizer) for chat in chats]
+        found = foreign_chat_ids(chats, tokenizer, template)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 5 seconds"),
+            ("{{ 'x' * 3000000000 }}", "MemoryError"),
+            ("{% for %}", "Expected an expression"),
+            ("{{ raise_exception('no system') }}", "no system"),
+            ("{{ 1 / 0 }}", "division by zero"),
+            ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "is unsafe"),
+        ],
+        ids=["loop", "memory", "syntax", "raises", "arithmetic", "attack"],
+    )
+    def test_what_it_does_is_one_error(self, template, message):
+        seconds = 5 if "5 seconds" in message else 200
+        with pytest.raises(SpeculateError, match=message):
+            foreign_chat_ids([[{"role": "user", "content": "a"}]], Switching(), template, seconds)
+
+    def test_the_targets_own(self):
+        tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "pycoder")
+        for template, message in (("{{ 1 / 0 }}", "division by zero"), ("{% for %}", "Expected an expression")):
+            tokenizer.chat_template = template
+            with pytest.raises(SpeculateError, match=f"the target's chat template refuses the messages: {message}"):
+                chat_ids([{"role": "user", "content": "a"}], tokenizer)
+
+    @pytest.mark.parametrize("value", [[1], {}, -5, 10**30, True, "x"])
+    def test_lengths_that_are_none(self, tmp_path, value):
+        (tmp_path / "provenance.json").write_text(json.dumps({"recipe": {"data": {"max_length": value}}}))
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": value}))
+        assert found(tmp_path, {})[0] == {}

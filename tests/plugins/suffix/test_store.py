@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.suffix import SuffixStore
+from hf_speculate_plugins.suffix import store as store_module
 from hf_speculate_plugins.suffix.index import IndexKind
 
 
@@ -115,6 +116,7 @@ class TestFile:
         [
             ({"format": "x"}, "expected 'hf_speculate"),
             ({"requests": {}}, "requests is {}, expected a list"),
+            ({"requests": None}, "requests.* is null"),
             ({"requests": [{"adapters": "", "tokens": [10]}]}, "not tokens below 10"),
             ({"requests": [{"adapters": "", "tokens": [True]}]}, "not tokens below 10"),
             ({"requests": [3]}, "not tokens below 10"),
@@ -130,6 +132,17 @@ class TestFile:
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
         with pytest.raises(CheckpointError, match=message):
             SuffixStore.load(path)
+
+    def test_what_is_saved_is_read_and_what_is_not_read_is_not_saved(self, tmp_path, monkeypatch):
+        """A store may be larger than any other JSON file."""
+        path, store = tmp_path / "store.json", filled([[1, 2, 3]], adapters="x" * (65 << 20))
+        store.save(path)
+        assert repr(SuffixStore.load(path)) == repr(store)
+        monkeypatch.setattr(store_module, "_MAX_BYTES", 64 << 20)
+        before = path.stat()
+        with pytest.raises(CheckpointError, match=r"more than the 64 MB that are read; lower max_tokens.*is lost"):
+            store.save(path)
+        assert path.stat() == before
 
     def test_cut_files_are_refused_and_a_failed_save_leaves_the_old_one(self, tmp_path):
         path = tmp_path / "store.json"

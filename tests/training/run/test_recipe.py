@@ -102,6 +102,56 @@ def test_files_that_are_no_recipes(tmp_path, text):
         read_recipe(path)
 
 
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "more than 10000 values"),
+        ("training: &t\n  x: *t\n", "contains itself"),
+        ("training: {x: [&a [*a]]}", "contains itself"),
+        ("a: " + "[" * 3000 + "]" * 3000, "nested deeper than 32"),
+        ("training: {learning_rate: .nan}", "training.learning_rate is nan: it must be a finite number"),
+        ("training: {learning_rate: 1e999}", "must be a finite number"),
+        ("training: {max_steps: " + "9" * 5000 + "}", "cannot be read"),
+        ("training: {max_steps: " + "9" * 50 + "}", "more than 40 digits"),
+        ("training: {run_name: 2020-01-01}", "training.run_name is a date: write a text in quotes"),
+        ("training: {run_name: 2020-13-01}", "cannot be read"),
+        ("training: !!binary aGVsbG8=", "training is a bytes"),
+        ("training: !!set {a, b}", "training is a set"),
+        ("training: !!python/object/apply:os.system [ls]", "is not YAML"),
+        ("5: 6", "the key '5'"),
+        ('output: {folder: "a\\0b"}', "output.folder holds a zero byte"),
+        ('output: {folder: "\\ud800"}', "output.folder holds a zero byte or half a character"),
+        ("target: {path: " + "x" * (1 << 20) + "}", "more than 1 MB"),
+    ],
+    ids=range(17),
+)
+def test_yaml_that_is_no_recipes(tmp_path, text, message):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(path)
+
+
+def test_aliases_are_read(recipe_values, tmp_path):
+    text = recipe_file(recipe_values, tmp_path).read_text()
+    text = text.replace("output:", "output:\n  notes: &notes words").replace(
+        "training:", "training:\n  run_name: *notes"
+    )
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert read_recipe(tmp_path / "recipe.yaml").training["run_name"] == "words"
+
+
+def test_values_that_contain_themselves(recipe_values):
+    recipe_values["training"]["x"] = recipe_values
+    with pytest.raises(RecipeError, match="nested deeper than 32"):
+        recipe_from(recipe_values)
+
+
 @pytest.mark.parametrize("override", ["training", "=3", "training..x=3", "output.folder.x=3", "training.x={"])
 def test_overrides_that_cannot_be_read(recipe_values, tmp_path, override):
     with pytest.raises(RecipeError, match="--set"):
@@ -130,6 +180,20 @@ class TestTrainingSection:
         recipe_values["training"]["lr_scheduler_type"] = "zigzag"
         with pytest.raises(RecipeError, match="the section training cannot be used"):
             training_arguments(recipe_from(recipe_values))
+
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("max_steps", 1e308, "max_steps: unable to parse"),
+            ("max_steps", "190:20:30", "max_steps: input should be a valid integer"),
+            ("learning_rate", [1], "learning_rate: input should be a valid number"),
+            ("run_name", 5, "run_name: input should be a valid string"),
+        ],
+    )
+    def test_values_of_other_types(self, recipe_values, tmp_path, name, value, message):
+        recipe_values["training"][name] = value
+        with pytest.raises(RecipeError, match=message):
+            training_arguments(read_recipe(recipe_file(recipe_values, tmp_path)))
 
     def test_defaults_and_best_checkpoint(self, recipe_values):
         args = training_arguments(recipe_from(recipe_values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import pickle
 from collections import namedtuple
@@ -10,6 +11,7 @@ from collections import namedtuple
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save
 from torch.utils.data import DataLoader
 
 from hf_speculate.drafting import RAW_LAST
@@ -229,3 +231,65 @@ def test_workers_open_files_of_their_own(reader, rows, tmp_path):
     assert torch.equal(cache[-1]["input_ids"], cache[len(cache) - 1]["input_ids"])
     with pytest.raises(IndexError):
         cache[len(cache)]
+
+
+KEY = {"target": "t", "data": "d", "layers": [1], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shards": None}, "shards is not there"),
+        ({"shards": []}, "expected an object"),
+        ({"shards": {"../../../features-00000.safetensors": {"bytes": 1, "sha256": "x"}}}, "which is none of its 3"),
+        ({"shards": {"features-00003.safetensors": {"bytes": 1, "sha256": "x"}}}, "which is none of its 3"),
+        ({"shards": {"features-000001.safetensors": {"bytes": 1, "sha256": "x"}}}, "which is none of its 3"),
+        ({"shards": {"features-00000.safetensors": {"sha256": "x"}}}, "does not have bytes"),
+        ({"shards": {"features-00000.safetensors": {"bytes": "1", "sha256": "x"}}}, "bytes is '1'"),
+        ({"rows_per_shard": 0}, "rows_per_shard 0"),
+        ({"rows_per_shard": -4}, "rows_per_shard -4"),
+        ({"num_rows": 10**12, "rows_per_shard": 1}, "which no cache has"),
+        ({"key": KEY | {"layers": ["1"]}}, "its key is not"),
+        ({"key": KEY | {"more": 1}}, "its key is not"),
+        ({"key": None}, "key is not there"),
+    ],
+    ids=range(13),
+)
+def test_an_index_that_no_cache_writes(reader, rows, tmp_path, change, message):
+    write_features(tmp_path, reader, rows, **OPTIONS)
+    index = json.loads((tmp_path / "cache.json").read_text())
+    (tmp_path / "cache.json").write_text(json.dumps(index | change))
+    for read in (lambda: FeatureCache(tmp_path), lambda: write_features(tmp_path, reader, rows, **OPTIONS)):
+        with pytest.raises(FeatureCacheError, match=message):
+            read()
+
+
+def test_notes_of_another_cache_are_refused(reader, rows, tmp_path):
+    write_features(tmp_path, reader, rows, **OPTIONS)
+    index = json.loads((tmp_path / "cache.json").read_text())
+    for note in ({**index, "num_rows": 9}, {**index, "key": KEY}, {"shards": {}}, []):
+        (tmp_path / "cache-1.json").write_text(json.dumps(note))
+        with pytest.raises(FeatureCacheError, match=r"cache-1\.json"):
+            write_features(tmp_path, reader, rows, **OPTIONS)
+    assert json.loads((tmp_path / "cache.json").read_text()) == index
+
+
+@pytest.mark.parametrize("content", ["empty", "no offsets", "short", "falling"])
+def test_a_shard_that_does_not_hold_its_rows(reader, rows, tmp_path, content):
+    """Its checksum is right: whoever wrote the file wrote that, too."""
+    write_features(tmp_path, reader, rows, **OPTIONS)
+    path = tmp_path / "features-00001.safetensors"
+    tensors = load_file(path)
+    if content == "no offsets":
+        del tensors["offsets"]
+    elif content == "short":
+        tensors["last_hidden"] = tensors["last_hidden"][1:]
+    elif content == "falling":
+        tensors["offsets"] = tensors["offsets"].flip(0)
+    path.write_bytes(b"" if content == "empty" else save(tensors))
+    index = json.loads((tmp_path / "cache.json").read_text())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    index["shards"][path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+    (tmp_path / "cache.json").write_text(json.dumps(index))
+    with pytest.raises(FeatureCacheError, match=r"features-00001"):
+        FeatureCache(tmp_path)

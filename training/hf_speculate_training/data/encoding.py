@@ -68,8 +68,8 @@ class Encoder:
         if isinstance(example, Completion):
             if not example.completion:
                 raise RecordError(
-                    "a prompt without an answer: nothing to train on. Possible: `hf-speculate regenerate`, which has "
-                    "the target answer, or data.columns with the name of the answers, {completion: ...}"
+                    "a prompt without an answer: nothing to train on. Possible: `hf-speculate regenerate`, which makes "
+                    "answers, or data.columns with the name of yours, {completion: ...}"
                 )
             return [self._ended(self._completion(example))]
         return self._chat(example)
