@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from .compatibility import check_version, explained
-from .logs import install_handler
 
 
 check_version()
@@ -20,6 +19,7 @@ try:
     from .errors import SpeculateError as SpeculateError
     from .generation import install as install
     from .generation import uninstall as uninstall
+    from .logs import install_handler
     from .registry import installed_drafters as installed_drafters
     from .round import Round as Round
     from .speculator import AutoSpeculator as AutoSpeculator
