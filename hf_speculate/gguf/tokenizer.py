@@ -92,8 +92,8 @@ def _pre_type(reader: Metadata) -> PreType:
 
 
 def _byte_level(reader: Metadata, pre_type: PreType) -> Tokenizer:
-    merges = [_halves(merge) for merge in reader.items("tokenizer.ggml.merges", str)]
-    backend = Tokenizer(models.BPE(_vocabulary(reader), merges, ignore_merges=pre_type.ignores_merges))
+    merges = dict.fromkeys(_halves(merge) for merge in reader.items("tokenizer.ggml.merges", str))  # the first counts
+    backend = Tokenizer(models.BPE(_vocabulary(reader), list(merges), ignore_merges=pre_type.ignores_merges))
     backend.pre_tokenizer = pre_type.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend

@@ -88,6 +88,13 @@ def test_words_of_the_vocabulary_without_a_merge(tmp_path):
         assert tokenizer.convert_ids_to_tokens(tokenizer("abc").input_ids) == expected
 
 
+def test_the_first_of_equal_merges_counts(tmp_path):
+    """As in llama.cpp; `tokenizers` by itself takes the rank of the last one."""
+    words = {"pieces": ["ab", "bc"], "merges": ["a b", "b c", "a b"]}
+    tokenizer = tokenizer_of(tmp_path, byte_level("gpt-2", **words))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("abc").input_ids) == ["ab", "c"]
+
+
 @pytest.mark.parametrize(
     ("pre", "flags", "expected"),
     [
