@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -76,7 +76,7 @@ class RayEngine(Engine):
             fingerprint: Any = ray.remote(**self._resources)(_fingerprint).remote(*self._given)
             return {"target": ray.get(fingerprint)}
 
-    def answered(self, batches: Iterable[list[Job]]) -> Generator[list[Job]]:
+    def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
         rows = [{"jobs": json.dumps([asdict(job) for job in batch])} for batch in batches]
         if not rows:
             return

@@ -7,7 +7,7 @@ twice, whatever an engine has to do again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from .answers import Job
@@ -28,7 +28,7 @@ class Engine(ABC):
         """What answers depend on besides data and options, JSON-serialisable: a file is gone on with by no other."""
 
     @abstractmethod
-    def answered(self, batches: Iterable[list[Job]]) -> Generator[list[Job]]:
+    def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
         """Jobs with their answers, as they come, in any order and grouping.
 
         Raises:

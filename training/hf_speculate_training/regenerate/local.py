@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class LocalEngine(Engine):
     def settings(self) -> dict[str, Any]:
         return {"target": target_fingerprint(self._adapted)}
 
-    def answered(self, batches: Iterable[list[Job]]) -> Generator[list[Job]]:
+    def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
         for batch in batches:
             self.answer(batch)
             yield batch

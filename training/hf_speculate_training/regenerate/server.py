@@ -8,7 +8,7 @@ so: other tokens may come out than went in.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import chain, islice
 from typing import Any
@@ -72,7 +72,7 @@ class ServerEngine(Engine):
     def settings(self) -> dict[str, Any]:
         return {"server": self.model}
 
-    def answered(self, batches: Iterable[list[Job]]) -> Generator[list[Job]]:
+    def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
         """A job at a time as its turns are answered; after a failure no others are begun, and those under way end.
 
         The connection is closed in the end.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,16 +117,13 @@ def write_answers(
         done = {line["id"]: line_digest(line) for line in journal.lines() if line["part"] == 0}
         report.num_found = len(done)
         batches = planner.batches(records, report.skipped, bar)
-        missing = _missing(batches, dict(done), journal, engine.answers_whole_batches)
-        with closing(engine.answered(missing)) as coming:  # a full disk or Ctrl-C ends what the engine has under way
-            for answered in coming:
-                fresh = [job for job in answered if job.id not in done]
-                made = Job.text_lines if text_only else Job.lines
-                journal.append([made(job, planner.tokenizer) for job in fresh])
-                done |= {job.id: job.digest for job in fresh}
-                _count(report, fresh)
-                found = report.num_found + report.num_written
-                bar.set_postfix_str(f"{found} examples, {report.num_new_tokens} new tokens")
+        for answered in engine.answered(_missing(batches, dict(done), journal, engine.answers_whole_batches)):
+            fresh = [job for job in answered if job.id not in done]
+            made = Job.text_lines if text_only else Job.lines
+            journal.append([made(job, planner.tokenizer) for job in fresh])
+            done |= {job.id: job.digest for job in fresh}
+            _count(report, fresh)
+            bar.set_postfix_str(f"{report.num_found + report.num_written} examples, {report.num_new_tokens} new tokens")
     if not report.num_written and not report.num_found:
         raise SpeculateError(f"nothing can be answered: {_listed(report.skipped)}.")
     if report.skipped:
