@@ -205,6 +205,8 @@ def test_tensors_of_the_target_are_read_from_its_files(tmp_path, tied, shard_siz
     target = save_target(tmp_path / "target", tied, shard_size)
     assert (target / "model.safetensors").exists() == (shard_size == "5GB")
     source = save_head(tmp_path / "source", full_vocabulary=True)
+    stated = json.loads((source / "config.json").read_text()) | {"own_output": False}
+    (source / "config.json").write_text(json.dumps(stated))  # the target's matrix, on purpose
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight.*--target"):
         convert_checkpoint(source, tmp_path / "head", "speculators")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight.*--target"):
