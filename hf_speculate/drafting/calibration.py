@@ -117,7 +117,8 @@ class CalibrationTable:
             content = read_json(path, _MAX_BYTES)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} `hf-speculate check --calibrate` writes it anew; without it a head's values are believed."
+                f"{error} What cannot be read is written anew by `hf-speculate check --calibrate`; without it a head's "
+                "values are believed."
             ) from error
         if content.get("edges") != list(_EDGES):
             raise CheckpointError(

@@ -22,7 +22,7 @@ from ..round import Round
 from ..stats import SpeculationStats
 from ..target import Scorer
 from ..tree import DraftTree
-from ..verification import Sampler, Sequences, Stopping, TaintedScores, Verdict, verify
+from ..verification import Sampler, Sequences, Stopping, TaintedScores, Verdict, are_tainted, verify
 from .ahead import Ahead
 from .clock import RoundClock
 from .delivery import Delivery
@@ -95,6 +95,7 @@ class Decoding:
     _clock: RoundClock = field(default_factory=RoundClock, init=False)
     _num_compiled_before: int = field(default=0, init=False)
     _drafted_depth: int = field(default=0, init=False)
+    _is_text_broken: bool = field(default=False, init=False)
     _broken_off: tuple[DraftTree, Verdict, Any] | None = field(default=None, init=False)
 
     @property
@@ -212,8 +213,9 @@ class Decoding:
         with self.stats.timed("target_seconds"):
             verdict = Verdict.empty(self.sequences.batch_size)
             self._broken_off = tree, verdict, output
+            has_masked_entries = tree.num_nodes > 1 or self.cache.is_ragged
             try:
-                self._verify(output.logits, tree, verdict, may_be_tainted=tree.num_nodes > 1 or self.cache.is_ragged)
+                self._verify(output.logits, tree, verdict, has_masked_entries and not self._is_text_broken)
             except TaintedScores:
                 tree = tree.root_alone()
                 self._score_again(tree, output)
@@ -232,6 +234,8 @@ class Decoding:
         self.cache.clear_uncommitted()
         for name, value in self._score(roots).items():
             output[name] = value
+        # Where single steps give NaN in every row, the text itself is what is not finite. (A window may leave it.)
+        self._is_text_broken = bool(are_tainted(output.logits).all()) and not self.scorer.has_windows
 
     def keep(self, tree: DraftTree, verdict: Verdict) -> Round:
         """Keeps the entries of the accepted paths; the round that this makes."""

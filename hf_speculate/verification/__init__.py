@@ -14,6 +14,7 @@ from .records import Records as Records
 from .records import StepRecord as StepRecord
 from .sampler import Sampler as Sampler
 from .sampler import TaintedScores as TaintedScores
+from .sampler import are_tainted as are_tainted
 from .sequences import Sequences as Sequences
 from .stopping import Stopping as Stopping
 from .typical import TypicalAcceptance as TypicalAcceptance

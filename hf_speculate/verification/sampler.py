@@ -33,7 +33,7 @@ class TaintedScores(Exception):
     """A forward over several nodes gave scores that are no numbers: masked entries may have got into the sums."""
 
 
-def _tainted(logits: Float[Tensor, "R N V"]) -> Tensor:
+def are_tainted(logits: Float[Tensor, "R N V"]) -> Tensor:
     """bool [R, N]: the nodes whose states are no numbers. All their logits are NaN; of others at most some are."""
     return logits[..., :: max(logits.shape[-1] // 3, 1)].isnan().all(-1)
 
@@ -95,7 +95,7 @@ class Sampler:
         """
         tier = self.tier(logits.device)
         if tier == "walk":
-            if may_be_tainted and bool(_tainted(logits).any()):
+            if may_be_tainted and bool(are_tainted(logits).any()):
                 raise TaintedScores
             return lambda rows, nodes: self._choose_now(logits, tree, rows, nodes, sequences)
         scores = self._all_scores(logits, tree, sequences, tier)
@@ -116,7 +116,7 @@ class Sampler:
         """`table` [R, N or more], read with the tree; raises `TaintedScores` where `logits` are tainted."""
         if logits is None:
             return tree.read_with(table)
-        rows = tree.read_with(table.masked_fill(_tainted(logits).any(-1, keepdim=True), _TAINTED))
+        rows = tree.read_with(table.masked_fill(are_tainted(logits).any(-1, keepdim=True), _TAINTED))
         if any(_TAINTED in row for row in rows):
             raise TaintedScores
         return rows

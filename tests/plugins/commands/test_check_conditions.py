@@ -223,7 +223,7 @@ class TestForeignTemplates:
         tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "pycoder")
         for template, message in (("{{ 1 / 0 }}", "division by zero"), ("{% for %}", "Expected an expression")):
             tokenizer.chat_template = template
-            with pytest.raises(SpeculateError, match=f"the target's chat template refuses the messages: {message}"):
+            with pytest.raises(SpeculateError, match=f"the target's chat template refuses this chat: {message}"):
                 chat_ids([{"role": "user", "content": "a"}], tokenizer)
 
     @pytest.mark.parametrize("value", [[1], {}, -5, 10**30, True, "x"])
