@@ -15,7 +15,7 @@ from .errors import SpeculateError
 from .files import folder_state
 from .models import GenerativeModel, held_model
 from .registry import installed_drafters
-from .specs import SpeculatorSpec
+from .specs import SpeculatorSpec, joined_sources
 from .speculator import Speculator, make_speculator
 
 
@@ -59,11 +59,8 @@ def _folders(text: str) -> tuple[str, ...]:
     if text in installed_drafters():
         return ()
     spec = SpeculatorSpec.parse(text)
-    named = [
-        *map(str.strip, spec.source.split("+")),
-        *(value for value in spec.options.values() if isinstance(value, str)),
-    ]
-    return tuple(name for name in named if name not in installed_drafters())
+    values = (value for value in spec.options.values() if isinstance(value, str))
+    return tuple(name for name in (*joined_sources(spec.source), *values) if name not in installed_drafters())
 
 
 def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator:

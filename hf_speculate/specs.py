@@ -53,7 +53,7 @@ class SpeculatorSpec:
 
     def check_source(self) -> None:
         """Raises `DrafterNotFoundError` for what is neither installed, nor a folder, nor a Hub id."""
-        for source in map(str.strip, self.source.split("+")):
+        for source in joined_sources(self.source):
             if source not in installed_drafters() and not os.path.isdir(source) and "/" not in source:
                 raise DrafterNotFoundError(unknown_drafter_message(source))
 
@@ -63,6 +63,11 @@ class SpeculatorSpec:
         options = ",".join(f"{k}={Path(v).name if isinstance(v, str) else v}" for k, v in self.options.items())
         source = self.source if self.source in installed_drafters() else Path(self.source).name
         return f"{source}:{options}" if options else source
+
+
+def joined_sources(source: str) -> list[str]:
+    """The drafters and heads that "a+b" or "a + b" joins; a folder of such a name is one. (Hub ids have no "+".)"""
+    return [source] if os.path.exists(source) else [part.strip() for part in source.split("+")]
 
 
 def _value(text: str) -> Any:

@@ -29,7 +29,7 @@ from .models import unwrap
 from .options import EngineOptions
 from .policy import Lookahead
 from .registry import installed_drafters, load_drafter
-from .specs import SpeculatorSpec
+from .specs import SpeculatorSpec, joined_sources
 from .stats import SpeculationStats
 
 
@@ -222,7 +222,7 @@ class AutoSpeculator:
             TargetMismatchError: it belongs to another target. (One that differs in weights, quantisation or adapters is
                 drafted for with a warning.)
         """
-        if parts := _parts(name_or_path):
+        if len(parts := joined_sources(os.fspath(name_or_path))) > 1:
             return AutoSpeculator.from_name("combined", target, parts=parts, **options)
         engine, own = EngineOptions.split(options)
         target = unwrap(target)
@@ -240,12 +240,6 @@ class AutoSpeculator:
         if drafter.feature_layers:  # it was trained on the target's states
             check_origin(folder, target)
         return Speculator(drafter, **vars(engine))
-
-
-def _parts(name_or_path: str | os.PathLike) -> list[str]:
-    """The drafters that "a+b" or "a + b" names; none if that is a folder. (Hub ids have no "+".)"""
-    name = os.fspath(name_or_path)
-    return [part.strip() for part in name.split("+")] if "+" in name and not os.path.exists(name) else []
 
 
 def make_speculator(text: str, target: nn.Module, **options: Any) -> Speculator:

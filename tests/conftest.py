@@ -14,7 +14,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import flash_attention_mask
 
 from hf_speculate.gguf import native
+from hf_speculate.hub import permissions, repositories
 
+from .support.hub import FakeHub
 from .support.inputs import random_prompt
 from .support.models import CHAIN_ONLY, build_tiny_model, chain_only_attention
 from .support.paths import SHARED, TESTS
@@ -94,6 +96,15 @@ def prompt():
 def _random_tree():
     """Factory of trees, see `random_tree`."""
     return random_tree
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub that is a folder, in the place of the real one."""
+    fake = FakeHub(tmp_path / "hub")
+    for module in (permissions, repositories):
+        monkeypatch.setattr(module, "HfApi", fake)
+    return fake
 
 
 @pytest.fixture

@@ -45,25 +45,25 @@ class NativeRows:
         """
         inputs, beside = inputs.contiguous(), None if beside is None else beside.contiguous()
         step = max(MOST_ROWS // inputs.shape[1], 1)
-        parts = [self._run(slice(start, start + step), inputs, rotary, beside) for start in range(0, len(inputs), step)]
-        outputs = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if len(inputs) <= step:
+            outputs = self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, beside)
+        else:
+            starts = range(0, len(inputs), step)
+            parts = [self._part(slice(start, start + step), inputs, rotary, beside) for start in starts]
+            outputs = torch.cat(parts, dim=1)
         for layer in self.cache_layers:
             layer.length = self.num_keys
         return outputs
 
-    def _run(
+    def _part(
         self, rows: slice, inputs: Tensor, rotary: tuple[Tensor, Tensor], beside: Tensor | None
     ) -> Float[Tensor, "L R N H"]:
-        """Some rows of the batch."""
-        if rows.stop >= len(inputs) and not rows.start:
-            return self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, beside)
+        """The outputs of some rows of the batch."""
         cos, sin = (states if len(states) == 1 else states[rows] for states in rotary)
         buffers = [(keys[rows], values[rows]) for keys, values in self.buffers]
-        sight = self.sight
+        sight, count = self.sight, inputs.shape[1]
         if sight is not None:  # offsets count from the first run of all
-            offsets, runs = sight
-            num_queries = inputs.shape[1]
-            sight = offsets[rows.start * num_queries : rows.stop * num_queries + 1], runs
+            sight = sight[0][rows.start * count : rows.stop * count + 1], sight[1]
         part = None if beside is None else beside[rows]
         return self.layers.run(inputs[rows], (cos, sin), buffers, self.num_keys, sight, part)
 

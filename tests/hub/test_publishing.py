@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import own_file
-from hf_speculate.hub import permissions, public_provenance, published_files, push_folder, repositories
+from hf_speculate.hub import public_provenance, published_files, push_folder
 from hf_speculate.hub.publishing import ORIGINS
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from tests.support.heads import DEPTH, target, write_head
@@ -59,14 +59,6 @@ def plain_head(tmp_path_factory):
     (folder / "target-adapter" / "adapter_config.json").write_text('{"r": 2}')
     save_file({"a": torch.zeros(1)}, folder / "target-adapter" / "adapter_model.safetensors")
     return folder
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    fake = FakeHub(tmp_path / "hub")
-    for module in (permissions, repositories):
-        monkeypatch.setattr(module, "HfApi", fake)
-    return fake
 
 
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:

@@ -10,20 +10,10 @@ from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 from hf_speculate import cli
-from hf_speculate.hub import permissions, repositories
-from tests.support.hub import FakeHub
 from tests.support.paths import REPOSITORY
 
 
 HEAD = REPOSITORY / "examples" / "pycoder-medusa"
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    fake = FakeHub(tmp_path / "hub")
-    for module in (permissions, repositories):
-        monkeypatch.setattr(module, "HfApi", fake)
-    return fake
 
 
 @pytest.fixture

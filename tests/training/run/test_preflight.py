@@ -11,17 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_speculate.errors import SpeculateError, UploadError
-from hf_speculate.hub import permissions, repositories
 from hf_speculate_training.run import preflight, prepare, recipe_from, train_head
-from tests.support.hub import FakeHub
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    fake = FakeHub(tmp_path / "hub")
-    for module in (permissions, repositories):
-        monkeypatch.setattr(module, "HfApi", fake)
-    return fake
 
 
 @pytest.fixture
