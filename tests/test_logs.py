@@ -34,11 +34,11 @@ def test_messages_say_whose_they_are(verbosity, monkeypatch, capsys, name):
 
 def test_transformers_verbosity_quietens_them(verbosity, monkeypatch, capsys):
     transformers.logging.set_verbosity_error()
-    assert warned(monkeypatch, capsys, "hf_speculate.speculator", []) == ""
+    assert warned(monkeypatch, capsys, "hf_speculate.part", []) == ""
 
 
 def test_a_program_that_has_set_up_logging_gets_them_once(verbosity, monkeypatch, capsys, caplog):
-    assert warned(monkeypatch, capsys, "hf_speculate.speculator", [caplog.handler]) == ""
+    assert warned(monkeypatch, capsys, "hf_speculate.part", [caplog.handler]) == ""
     assert caplog.messages == ["drafts do not pay here."]
 
 
