@@ -91,7 +91,8 @@ class TestSecondTurns:
 
     def test_windows_go_on_sliding_below_rows_that_are_padded(self):
         """Records of every step have rows go on with padding behind their end, in their own windows."""
-        model, ids = build_tiny_model("mistral", sliding_window=8), padded_batch(random_prompt, (9, 9, 9))["input_ids"]
+        model = build_tiny_model("mistral", sliding_window=8, dtype=torch.float64)
+        ids = padded_batch(random_prompt, (9, 9, 9))["input_ids"]
         for seed in range(4):
             torch.manual_seed(seed)
             request = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": EOS, "output_scores": True}
