@@ -5,7 +5,7 @@
 // very bits that it would get in a chain.
 #pragma once
 
-#include "products.h"
+#include "dense.h"
 
 namespace {
 
@@ -26,7 +26,8 @@ template <class T> struct Attention {
   int64_t blocks() const { return (num_queries + block() - 1) / block(); }
   int64_t items() const { return batch_size * kv_heads * blocks(); }
   int64_t stride() const { return (num_keys + LANES - 1) / LANES * LANES; }
-  int64_t scratch_floats() const { return head_dim * LANES + (block() * groups() + 1) * stride(); }
+  // For turned keys, queries in float32 where these are multiplied so, and scores.
+  int64_t scratch_floats() const { return head_dim * LANES + block() * groups() * (head_dim + stride()) + stride(); }
 };
 
 struct Run {
@@ -63,15 +64,46 @@ template <class T> void turn_keys(const T* keys, int64_t count, int64_t head_dim
   }
 }
 
+// A query as it is multiplied; `to` has room for its columns in float32.
+inline const float* widened_query(const float* query, int64_t, float*) { return query; }
+inline const Factor<uint16_t>* widened_query(const uint16_t* query, int64_t head_dim, float* to) {
+#if HAS_BF16
+  return query;
+#else
+  for (int64_t i = 0; i < head_dim; i += LANES) store(to + i, widen(query + i));
+  return to;
+#endif
+}
+
+// Adds the products of a step of columns of some keys: of one column in float32, of two in bfloat16.
+INLINE WideFloats multiply_add(const WideFloats& sum, const WideFloats& keys, const float* query, int64_t i, float) {
+  return sum + keys * query[i];
+}
+INLINE WideFloats multiply_add(const WideFloats& sum, const WideFloats& keys, const Factor<uint16_t>* query, int64_t i, uint16_t) {
+#if HAS_BF16
+  return multiply_add(sum, keys, query + 2 * i);
+#else
+  const WideWords pairs = reinterpret<WideWords>(keys);
+  const WideFloats even = reinterpret<WideFloats>(pairs << 16), odd = reinterpret<WideFloats>(pairs & 0xffff0000);
+  return sum + even * query[2 * i] + odd * query[2 * i + 1];
+#endif
+}
+
+// Rows whose sums stand in registers together, and vectors of each.
+constexpr int SCORED_ROWS = HAS_AVX512 ? 8 : 4, MIXED_ROWS = 4, MIXED_VECTORS = HAS_AVX512 ? 4 : 2;
+
+// Scores of sixteen keys by ROWS queries, in the order of the columns.
 template <int ROWS, class T>
-void score(const float* turned, const T* const* queries, int64_t steps, float* const* scores, int64_t at) {
-  Floats sum[ROWS] = {};
-  for (int64_t i = 0; i < steps; i++) {
-    const Floats key = load<Floats>(turned + i * LANES);
+void score(const float* turned, const Factor<T>* const* queries, int64_t steps, float* const* scores, int64_t at) {
+  WideFloats sums[ROWS][PARTS] = {};
+  for (int64_t i = 0; i < steps; i++)
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; part++) {
+      const WideFloats keys = load<WideFloats>(turned + i * LANES + part * WIDE);
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) sum[r] = multiply_add(sum[r], key, queries[r] + i * STEP<T>);
-  }
-  for (int r = 0; r < ROWS; r++) store(scores[r] + at, sum[r]);
+      for (int r = 0; r < ROWS; r++) sums[r][part] = multiply_add(sums[r][part], keys, queries[r], i, T());
+    }
+  for (int r = 0; r < ROWS; r++) memcpy(scores[r] + at, sums[r], sizeof sums[r]);
 }
 
 // Scores of what a query sees become weights, moved together to the front; their sum.
@@ -100,26 +132,26 @@ template <class T> float weigh(const Sight<T>& sight, float* scores, int64_t* nu
   return sum_of(sum);
 }
 
-// Adds neighbouring entries, 16 * WIDTH columns of each, with the weights of ROWS rows.
-template <int ROWS, int WIDTH, class T>
+// Adds neighbouring entries, VECTORS vectors of each, with the weights of ROWS rows.
+template <int ROWS, int VECTORS, class T>
 INLINE void add_values(const T* values, int64_t head_dim, int64_t count, const float* const* weights, int64_t at,
-                       Floats sums[][WIDTH]) {
-  Floats total[ROWS][WIDTH];
+                       WideFloats sums[][VECTORS]) {
+  WideFloats total[ROWS][VECTORS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int w = 0; w < WIDTH; w++) total[r][w] = sums[r][w];
+    for (int v = 0; v < VECTORS; v++) total[r][v] = sums[r][v];
   for (int64_t i = 0; i < count; i++)
 #pragma GCC unroll 4
-    for (int w = 0; w < WIDTH; w++) {
-      const Floats value = widen(values + i * head_dim + w * LANES);
+    for (int v = 0; v < VECTORS; v++) {
+      const WideFloats value = widen_part(values + i * head_dim + v * WIDE);
 #pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) total[r][w] += value * weights[r][at + i];
+      for (int r = 0; r < ROWS; r++) total[r][v] += value * weights[r][at + i];
     }
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int w = 0; w < WIDTH; w++) sums[r][w] = total[r][w];
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = total[r][v];
 }
 
 // One of the heads of a query that share keys.
@@ -129,10 +161,11 @@ template <class T> struct Row {
   float sum;
 };
 
-// 16 * WIDTH columns of the outputs of ROWS rows: what begins alike is read once for all of them.
-template <int ROWS, int WIDTH, class T>
+// VECTORS vectors of columns of the outputs of ROWS rows: what begins alike is read once for all of them.
+template <int ROWS, int VECTORS, class T>
 void mix(const Attention<T>& a, const T* values, const Row<T>* rows, float* const* weights, int64_t column) {
-  Floats sums[ROWS][WIDTH] = {};
+  constexpr int COUNT = VECTORS * WIDE;
+  WideFloats sums[ROWS][VECTORS] = {};
   int64_t first = 0, common = rows[0].seen ? INT64_MAX : 0;
   for (int r = 0; r < ROWS && common; r++) {
     const Run run = rows[r].seen ? rows[r].sight.run(0) : Run{0, 0};
@@ -140,33 +173,35 @@ void mix(const Attention<T>& a, const T* values, const Row<T>* rows, float* cons
     if (run.first != first) common = 0;
     else if (run.end - first < common) common = run.end - first;
   }
-  add_values<ROWS, WIDTH>(values + first * a.head_dim + column, a.head_dim, common, weights, 0, sums);
+  add_values<ROWS, VECTORS>(values + first * a.head_dim + column, a.head_dim, common, weights, 0, sums);
   for (int r = 0; r < ROWS; r++) {
     int64_t at = 0;
     for (int64_t i = 0; i < rows[r].sight.count(); i++) {
       const Run run = rows[r].sight.run(i);
       const int64_t done = i ? 0 : common, count = run.end - run.first - done;
-      add_values<1, WIDTH>(values + (run.first + done) * a.head_dim + column, a.head_dim, count, weights + r, at + done,
-                           sums + r);
+      add_values<1, VECTORS>(values + (run.first + done) * a.head_dim + column, a.head_dim, count, weights + r, at + done,
+                             sums + r);
       at += run.end - run.first;
     }
-    for (int w = 0; w < WIDTH; w++) {
-      const int64_t n = rows[r].head * a.head_dim + column + w * LANES;
-      narrow(a.out.at(n / COLUMNS, rows[r].sight.row) + n % COLUMNS, sums[r][w] / rows[r].sum);
+    alignas(64) float mixed[COUNT];
+    for (int v = 0; v < VECTORS; v++) store(mixed + v * WIDE, sums[r][v] / rows[r].sum);
+    for (int i = 0; i < COUNT; i += LANES) {
+      const int64_t n = rows[r].head * a.head_dim + column + i;
+      narrow(a.out.at(n / COLUMNS, rows[r].sight.row) + n % COLUMNS, load<Floats>(mixed + i));
     }
   }
 }
 
-template <int WIDTH, class T>
+template <int VECTORS, class T>
 void mix_columns(const Attention<T>& a, const T* values, const Row<T>* rows, float* const* weights, int64_t num_rows,
                  int64_t column) {
-  for (; column + WIDTH * LANES <= a.head_dim; column += WIDTH * LANES) {
+  for (; column + VECTORS * WIDE <= a.head_dim; column += VECTORS * WIDE) {
     int64_t r = 0;
-    for (; r + 4 <= num_rows; r += 4) mix<4, WIDTH>(a, values, rows + r, weights + r, column);
-    for (; r < num_rows; r++) mix<1, WIDTH>(a, values, rows + r, weights + r, column);
+    for (; r + MIXED_ROWS <= num_rows; r += MIXED_ROWS) mix<MIXED_ROWS, VECTORS>(a, values, rows + r, weights + r, column);
+    for (; r < num_rows; r++) mix<1, VECTORS>(a, values, rows + r, weights + r, column);
   }
-  if constexpr (WIDTH > 1)
-    if (column < a.head_dim) mix_columns<WIDTH / 2>(a, values, rows, weights, num_rows, column);
+  if constexpr (VECTORS * WIDE > LANES)
+    if (column < a.head_dim) mix_columns<VECTORS / 2>(a, values, rows, weights, num_rows, column);
 }
 
 // A block of queries with the heads that share keys; `scratch` has `scratch_floats`.
@@ -176,14 +211,14 @@ template <class T> void attend(const Attention<T>& a, int64_t item, float* scrat
   const int64_t queries = a.num_queries - first < a.block() ? a.num_queries - first : a.block();
   const int64_t at = b * a.batch_stride + kv_head * a.head_stride, num_rows = queries * groups;
   Row<T> rows[MOST_GROUPS];
-  const T* vectors[MOST_GROUPS];
-  float* scores[MOST_GROUPS];
+  const Factor<T>* vectors[MOST_GROUPS];
+  float *scores[MOST_GROUPS], *widened = scratch + a.head_dim * LANES, *first_scores = widened + num_rows * a.head_dim;
   int64_t begin = a.num_keys, end = 0;
   for (int64_t r = 0; r < num_rows; r++) {
     const int64_t query = first + r % queries, row = b * a.num_queries + query, head = kv_head * groups + r / queries;
     rows[r] = {{&a, query, row}, head, 0, 1};
-    vectors[r] = a.queries + (row * a.heads + head) * a.head_dim;
-    scores[r] = scratch + a.head_dim * LANES + r * stride;
+    vectors[r] = widened_query(a.queries + (row * a.heads + head) * a.head_dim, a.head_dim, widened + r * a.head_dim);
+    scores[r] = first_scores + r * stride;
     for (int64_t i = 0; i < rows[r].sight.count(); i++) {
       const Run run = rows[r].sight.run(i);
       begin = run.first < begin ? run.first : begin, end = run.end > end ? run.end : end;
@@ -193,13 +228,12 @@ template <class T> void attend(const Attention<T>& a, int64_t item, float* scrat
     turn_keys(a.keys + at + key * a.head_dim, end - key < LANES ? end - key : LANES, a.head_dim, scratch);
     const int64_t steps = a.head_dim / STEP<T>;
     int64_t r = 0;
-    for (; r + 8 <= num_rows; r += 8) score<8>(scratch, vectors + r, steps, scores + r, key);
-    for (; r + 4 <= num_rows; r += 4) score<4>(scratch, vectors + r, steps, scores + r, key);
-    for (; r + 2 <= num_rows; r += 2) score<2>(scratch, vectors + r, steps, scores + r, key);
-    for (; r < num_rows; r++) score<1>(scratch, vectors + r, steps, scores + r, key);
+    for (; r + SCORED_ROWS <= num_rows; r += SCORED_ROWS) score<SCORED_ROWS, T>(scratch, vectors + r, steps, scores + r, key);
+    for (; r + 2 <= num_rows; r += 2) score<2, T>(scratch, vectors + r, steps, scores + r, key);
+    for (; r < num_rows; r++) score<1, T>(scratch, vectors + r, steps, scores + r, key);
   }
   for (int64_t r = 0; r < num_rows; r++) rows[r].sum = weigh(rows[r].sight, scores[r], &rows[r].seen);
-  mix_columns<4>(a, a.values + at, rows, scores, num_rows, 0);
+  mix_columns<MIXED_VECTORS>(a, a.values + at, rows, scores, num_rows, 0);
 }
 
 }  // namespace

@@ -21,28 +21,73 @@ struct Rounded {
   }
 };
 
+// The largest of some bits without signs: they ascend with the values, and have NaN at the top.
+INLINE uint32_t highest_bits(const Floats halves[2]) {
+#if HAS_AVX512
+  const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+  return _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512((__m512i)halves[0], mask), _mm512_and_si512((__m512i)halves[1], mask)));
+#elif HAS_AVX2
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < 4; i++)
+    most = _mm256_max_epu32(most, _mm256_and_si256(load<__m256i>((const float*)halves + 8 * i), _mm256_set1_epi32(0x7fffffff)));
+  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+  four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1)));
+#else
+  uint32_t highest = 0;
+  for (int h = 0; h < 2; h++) {
+    const Words bits = reinterpret<Words>(halves[h]) & 0x7fffffff;
+    for (int i = 0; i < LANES; i++) highest = bits[i] > highest ? bits[i] : highest;
+  }
+  return highest;
+#endif
+}
+
+// Puts 32 integers of 8 bits where quads have them. Returns the sums of either half through `sums`.
+INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
+#if HAS_AVX512
+  const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  for (int h = 0; h < 2; h++) {
+    store(to + h * LANES, _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)integers[h]), order));
+    sums[h] = _mm512_reduce_add_epi32((__m512i)integers[h]);
+  }
+#elif HAS_AVX2
+  __m256i eights[4], pairs[2];
+  for (int i = 0; i < 4; i++) eights[i] = load<__m256i>((const int32_t*)integers + 8 * i);
+  for (int h = 0; h < 2; h++) {
+    pairs[h] = _mm256_packs_epi32(eights[2 * h], eights[2 * h + 1]);
+    const __m256i twos = _mm256_madd_epi16(pairs[h], _mm256_set1_epi16(1));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(twos), _mm256_extracti128_si256(twos, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    sums[h] = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+  }
+  const __m256i all = _mm256_packs_epi16(pairs[0], pairs[1]);  // of eight columns the first four here, the others there
+  const __m128i first = _mm256_castsi256_si128(all), last = _mm256_extracti128_si256(all, 1);
+  store(to, _mm_unpacklo_epi8(first, last));
+  store(to + LANES, _mm_unpackhi_epi8(first, last));
+#else
+  for (int h = 0; h < 2; h++) {
+    sums[h] = 0;
+    for (int i = 0; i < LANES; i++) {
+      const int column = h * LANES + i;
+      to[4 * quad_of(column) + byte_of(column)] = integers[h][i], sums[h] += integers[h][i];
+    }
+  }
+#endif
+}
+
 // The 32 columns of a cell and row, rounded to 127ths of the largest of them.
 template <class T> void round_cell(const T* from, const Rounded& to, int64_t cell, int64_t m) {
   const Floats halves[2] = {widen(from), widen(from + LANES)};
-  Words most = {};  // of the bits without signs, which ascend with the values, and with NaN at the top
-  for (const Floats& half : halves) {
-    const Words bits = reinterpret<Words>(half) & 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  uint32_t highest = 0;
-  for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+  const uint32_t highest = highest_bits(halves);
   const float largest = reinterpret<float>(highest), scale = largest / 127;
   const bool is_finite = highest < 0x7f800000, is_zero = largest < 1e-30f;  // 127 / largest would not be finite
   const float factor = is_finite && !is_zero ? 127 / largest : 0;
-  int8_t* values = to.at(cell, m);
-  int sums[2] = {};
-  for (int h = 0; h < 2; h++) {
-    const Ints integers = reinterpret<Ints>((is_finite ? halves[h] : Floats{}) * factor + ROUNDING) - reinterpret<int32_t>(ROUNDING);
-    for (int i = 0; i < LANES; i++) {
-      const int column = h * LANES + i;
-      values[4 * quad_of(column) + byte_of(column)] = integers[i], sums[h] += integers[i];
-    }
-  }
+  Ints integers[2];
+  for (int h = 0; h < 2; h++)
+    integers[h] = reinterpret<Ints>((is_finite ? halves[h] : Floats{}) * factor + ROUNDING) - reinterpret<int32_t>(ROUNDING);
+  int sums[2];
+  put_bytes(integers, to.at(cell, m), sums);
   to.scales[cell * to.rows + m] = is_zero ? 0 : is_finite ? scale : __builtin_nanf("");
   float* at = to.sums + cell * 3 * to.rows + m;
   at[0] = to.scale(cell, m) * sums[0], at[to.rows] = to.scale(cell, m) * sums[1];
@@ -81,8 +126,10 @@ template <bool IS_SIGNED> INLINE WideInts add_products(const WideInts& sum, cons
                                                             : _mm512_maddubs_epi16(v, bytes));
 #elif HAS_AVX2
   const __m256i bytes = _mm256_set1_epi32(x), v = (__m256i)codes;
-  return (WideInts)_mm256_add_epi16((__m256i)sum, IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(bytes, v))
-                                                            : _mm256_maddubs_epi16(v, bytes));
+  __m256i total = _mm256_add_epi16((__m256i)sum, IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(bytes, v))
+                                                           : _mm256_maddubs_epi16(v, bytes));
+  __asm__("" : "+x"(total));  // GCC would add products in pairs, later, and have no registers for all of them until then
+  return (WideInts)total;
 #elif HAS_DOTPROD
   return (WideInts)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #else
@@ -130,10 +177,13 @@ INLINE V add(const V& products, const V& integers, const V& scales, const V& cor
   return Bytewise<F>::CORRECTS ? total + corrections * x.sum(cell, F::GROUPS, g, m) : total;
 }
 
-// A tile times ROWS rows from row m on.
+// Parts of a quad whose sums stand in registers together: the bytes of a row are broadcast once for all of them.
+constexpr int PARTS_AT_ONCE = HAS_AVX2 ? 2 : 1;
+
+// Multiplies a tile with ROWS rows from row m on.
 template <int ROWS, class F>
 void multiply_few(const uint8_t* tile, int64_t cells, const Rounded& x, int64_t m, float* products) {
-  constexpr int STEPS = F::GROUP / 4, BATCH = Bytewise<F>::MOST < STEPS ? Bytewise<F>::MOST : STEPS;
+  constexpr int STEPS = F::GROUP / 4, BATCH = Bytewise<F>::MOST < STEPS ? Bytewise<F>::MOST : STEPS, P = PARTS_AT_ONCE;
   typename F::Factors factors;
   typename F::Codes codes;
   WideFloats totals[ROWS][PARTS] = {};
@@ -146,27 +196,36 @@ void multiply_few(const uint8_t* tile, int64_t cells, const Rounded& x, int64_t 
     for (int g = 0; g < F::GROUPS; g++) {
       const Floats correction = Bytewise<F>::correction(factors, g);
 #pragma GCC unroll 4
-      for (int part = 0; part < PARTS; part++) {
-        WideInts sums[ROWS] = {};
+      for (int part = 0; part < PARTS; part += P) {
+        WideInts sums[ROWS][P] = {};
 #pragma GCC unroll 8
         for (int i = g * STEPS; i < (g + 1) * STEPS; i += BATCH) {
-          WideInts some[ROWS] = {};
+          WideInts some[ROWS][P] = {};
 #pragma GCC unroll 8
           for (int j = i; j < i + BATCH; j++) {
-            const WideWords quad = Bytewise<F>::quad(codes, j, part);
+            WideWords quads[P];
+#pragma GCC unroll 2
+            for (int p = 0; p < P; p++) quads[p] = Bytewise<F>::quad(codes, j, part + p);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++)
-              some[r] = add_products<Bytewise<F>::IS_SIGNED>(some[r], quad, load<int32_t>(in + r * COLUMNS + 4 * j));
+#pragma GCC unroll 2
+              for (int p = 0; p < P; p++)
+                some[r][p] = add_products<Bytewise<F>::IS_SIGNED>(some[r][p], quads[p], load<int32_t>(in + r * COLUMNS + 4 * j));
           }
 #pragma GCC unroll 8
-          for (int r = 0; r < ROWS; r++) sums[r] = BATCH == STEPS ? widened(some[r]) : sums[r] + widened(some[r]);
+          for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < P; p++) sums[r][p] = BATCH == STEPS ? widened(some[r][p]) : sums[r][p] + widened(some[r][p]);
         }
-        const WideFloats scales = load<WideFloats>((const float*)&factors.scales[g] + part * WIDE);
-        const WideFloats corrections = load<WideFloats>((const float*)&correction + part * WIDE);
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++) {
+          const WideFloats scales = load<WideFloats>((const float*)&factors.scales[g] + (part + p) * WIDE);
+          const WideFloats corrections = load<WideFloats>((const float*)&correction + (part + p) * WIDE);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
-          totals[r][part] = add<F>(totals[r][part], __builtin_convertvector(sums[r], WideFloats), scales, corrections, x,
-                                   cell, g, m + r);
+          for (int r = 0; r < ROWS; r++)
+            totals[r][part + p] = add<F>(totals[r][part + p], __builtin_convertvector(sums[r][p], WideFloats), scales,
+                                         corrections, x, cell, g, m + r);
+        }
       }
     }
   }

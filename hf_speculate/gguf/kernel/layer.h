@@ -1,6 +1,8 @@
 // Decoder layers of Llama, Qwen2 and Qwen3, one or all of them in one call.
 #pragma once
 
+#include <initializer_list>
+
 #include "attention.h"
 #include "norm.h"
 #include "threads.h"
@@ -40,7 +42,7 @@ inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // What the threads of a call have in common, layer after layer.
 template <class T> struct Memory {
-  Arranged<T> in;
+  Arranged<T> in, activated;  // the second for the last matrix, written while the first is read
   float *products, *residual;
   T* queries;
 };
@@ -51,7 +53,7 @@ template <class T> class LayerRun {
   LayerRun(const Call& call, int64_t number, const Memory<T>& memory, int64_t rows)
       : layer(*call.layers[number]), call(call), count(call.batch_size * call.num_queries), rows(rows),
         q_size(layer.heads * layer.head_dim), kv_size(layer.kv_heads * layer.head_dim), in(memory.in),
-        products(memory.products), residual(memory.residual), queries(memory.queries), keys((T*)call.keys[number]),
+        activated(memory.activated), products(memory.products), residual(memory.residual), queries(memory.queries), keys((T*)call.keys[number]),
         values((T*)call.values[number]), batch_stride(call.batch_strides[number]), head_stride(call.head_strides[number]),
         y((T*)call.y + number * count * layer.hidden),
         x(number ? y - count * layer.hidden : (const T*)call.x) {}
@@ -63,20 +65,28 @@ template <class T> class LayerRun {
 
   void work(Team& team, float* own) {
     team.each(rows, [&](int64_t m) { begin(m); });
-    multiply(team, layer.qkv, 3, sink<&LayerRun::put_qkv>());
-    const int64_t slots = layer.heads + 2 * layer.kv_heads;
-    team.each(count * slots, [&](int64_t i) { place(i / slots, i % slots); });
+    team.each(layer.heads + 2 * layer.kv_heads, [&](int64_t slot) {
+      multiply(layer.qkv, 3, columns_of(slot), layer.head_dim, sink<&LayerRun::put_qkv>());
+      for (int64_t m = 0; m < count; m++) place(m, slot);
+    });
     const Attention<T> a = attention();
     team.each(a.items(), [&](int64_t i) { attend(a, i, own); });
     team.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
-    multiply(team, layer.output, 1, sink<&LayerRun::add_attention>());
+    team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
+      in.multiply(layer.output[0], i, end, sink<&LayerRun::add_attention>());
+    });
     team.each(rows, [&](int64_t m) {
       norm(residual + m * layer.hidden, layer.mlp_norm, 0, m);
       finish(layer.hidden, layer.gate_up, 2, m);
     });
-    multiply(team, layer.gate_up, 2, sink<&LayerRun::put_gate_up>());
-    team.each(rows, [&](int64_t m) { activate(m); });
-    multiply(team, layer.down, 1, sink<&LayerRun::add_mlp>());
+    team.share(layer.inner / COLUMNS, [&](int64_t cell, int64_t end) {
+      for (int64_t at : {layer.gate_at, layer.up_at})
+        multiply(layer.gate_up, 2, at + cell * COLUMNS, (end - cell) * COLUMNS, sink<&LayerRun::put_gate_up>());
+      for (int64_t m = 0; m < rows; m++) activate(m, cell, end);
+    });
+    team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
+      activated.multiply(layer.down[0], i, end, sink<&LayerRun::add_mlp>());
+    });
   }
 
  private:
@@ -84,20 +94,17 @@ template <class T> class LayerRun {
     return {this, [](void* to, int64_t column, int64_t, const float* found) { (((LayerRun*)to)->*PUT)(column, found); }};
   }
 
-  // All matrices of a stage, as if they were one; all have whole tiles.
-  void multiply(Team& team, const Matrix* matrices, int most, Sink sink) {
-    int64_t tiles = 0;
-    for (int i = 0; i < most && matrices[i].tiles; i++) tiles += matrices[i].out_features / LANES;
-    team.share(tiles, [&](int64_t begin, int64_t end) {
-      int64_t first = 0;
-      for (int i = 0; i < most && matrices[i].tiles; i++) {
-        const Matrix& matrix = matrices[i];
-        const int64_t own = matrix.out_features / LANES;
-        const int64_t from = begin > first ? begin - first : 0, to = end - first < own ? end - first : own;
-        if (from < to) in.multiply(matrix, from, to, {sink.to, sink.put, first * LANES});
-        first += own;
-      }
-    });
+  // Columns of the outputs of a stage, whole tiles, as if its matrices were one.
+  void multiply(const Matrix* matrices, int most, int64_t column, int64_t columns, Sink sink) {
+    const int64_t begin = column / LANES, end = begin + columns / LANES;
+    int64_t first = 0;
+    for (int i = 0; i < most && matrices[i].tiles; i++) {
+      const Matrix& matrix = matrices[i];
+      const int64_t own = matrix.out_features / LANES;
+      const int64_t from = begin > first ? begin - first : 0, to = end - first < own ? end - first : own;
+      if (from < to) in.multiply(matrix, from, to, {sink.to, sink.put, first * LANES});
+      first += own;
+    }
   }
 
   template <class From> void norm(const From* from, const void* weights, int64_t column, int64_t m, float* also_to = nullptr) {
@@ -113,27 +120,34 @@ template <class T> class LayerRun {
     finish(own + layer.hidden, layer.qkv, 3, m);
   }
 
-  // silu(gate) * up, arranged.
-  void activate(int64_t m) {
+  // silu(gate) * up of some cells, arranged.
+  void activate(int64_t m, int64_t cell, int64_t end) {
     const float *gate = products + m * 2 * layer.inner + layer.gate_at, *up = gate - layer.gate_at + layer.up_at;
-    for (int64_t i = 0; m < count && i < layer.inner; i += LANES) {
+    for (int64_t i = cell * COLUMNS; m < count && i < end * COLUMNS; i += LANES) {
       const Floats g = load<Floats>(gate + i);
-      narrow(in.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-g) + 1.0f) * load<Floats>(up + i));
+      narrow(activated.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-g) + 1.0f) * load<Floats>(up + i));
     }
-    finish(layer.inner, layer.down, 1, m);
+    activated.finish(cell, end, m, m >= count, layer.down, 1);
   }
 
   void finish(int64_t columns, const Matrix* matrices, int most, int64_t m) {
     in.finish(0, columns / COLUMNS, m, m >= count, matrices, most);
   }
 
+  // A slot is a head of queries, then of keys, then of values.
+  bool is_query(int64_t slot) const { return slot < layer.heads; }
+  bool is_key(int64_t slot) const { return !is_query(slot) && slot < layer.heads + layer.kv_heads; }
+  int64_t head_of(int64_t slot) const { return is_query(slot) ? slot : (slot - layer.heads) % layer.kv_heads; }
+  int64_t columns_of(int64_t slot) const {
+    return (is_query(slot) ? layer.q_at : is_key(slot) ? layer.k_at : layer.v_at) + head_of(slot) * layer.head_dim;
+  }
+
   // A head of a row to where attention finds it: queries and keys turned by their places.
   void place(int64_t m, int64_t slot) {
     const int64_t b = m / call.num_queries, query = m % call.num_queries, size = layer.head_dim, half = size / 2;
-    const bool is_query = slot < layer.heads, is_key = !is_query && slot < layer.heads + layer.kv_heads;
-    const int64_t head = is_query ? slot : (slot - layer.heads) % layer.kv_heads;
-    const int64_t at = is_query ? layer.q_at : is_key ? layer.k_at : layer.v_at;
-    const float* x = products + m * (q_size + 2 * kv_size) + at + head * size;
+    const bool is_query = this->is_query(slot), is_key = this->is_key(slot);
+    const int64_t head = head_of(slot);
+    const float* x = products + m * (q_size + 2 * kv_size) + columns_of(slot);
     const int64_t entry = call.num_keys - call.num_queries + query;
     const int64_t in_cache = b * batch_stride + head * head_stride + entry * size;
     T* to = is_query ? queries + m * q_size + head * size : (is_key ? keys : values) + in_cache;
@@ -182,7 +196,7 @@ template <class T> class LayerRun {
   const Layer& layer;
   const Call& call;
   const int64_t count, rows, q_size, kv_size;
-  const Arranged<T> in;
+  const Arranged<T> in, activated;
   float *const products, *const residual;
   T *const queries, *const keys, *const values;
   const int64_t batch_stride, head_stride;
@@ -196,15 +210,17 @@ template <class T> bool run_layers(const Call& call) {
   const int64_t count = call.batch_size * call.num_queries;
   const int64_t rows = filled_rows(count, call.is_bf16 && !call.rounds);
   const int64_t q_size = layer.heads * layer.head_dim, kv_size = layer.kv_heads * layer.head_dim;
-  const int64_t widest = larger(larger(layer.hidden * (1 + layer.joins), q_size), layer.inner);
+  const int64_t widest = larger(layer.hidden * (1 + layer.joins), q_size);
   const int64_t num_products = rows * larger(q_size + 2 * kv_size, 2 * layer.inner);
   const int64_t per_thread = Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats());
-  if (!scratch.reserve(Arranged<T>::bytes(rows, widest, call.rounds) + Scratch::rounded(sizeof(float) * num_products) +
+  if (!scratch.reserve(Arranged<T>::bytes(rows, widest, call.rounds) +
+                       Arranged<T>::bytes(rows, layer.inner, call.rounds) + Scratch::rounded(sizeof(float) * num_products) +
                        Scratch::rounded(sizeof(float) * rows * layer.hidden) +
                        Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads))
     return false;
   Memory<T> memory;
   memory.in = Arranged<T>::take(rows, widest, call.rounds);
+  memory.activated = Arranged<T>::take(rows, layer.inner, call.rounds);
   memory.products = scratch.take<float>(num_products);
   memory.residual = scratch.take<float>(rows * layer.hidden);
   memory.queries = scratch.take<T>(rows * q_size);

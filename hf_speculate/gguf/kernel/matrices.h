@@ -75,9 +75,6 @@ template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& 
 
 template <class X> using Tiles = void (*)(const Matrix&, const X&, int64_t, int64_t, const Sink&);
 
-// As what values of a type are multiplied.
-template <class T> using Factor = typename std::conditional<HAS_BF16, T, float>::type;
-
 struct Kind {
   const char* name;
   int64_t block_size, block_bytes;

@@ -1,9 +1,14 @@
 // Tiles of packed matrices times rows of an input, in bfloat16 or float32.
 #pragma once
 
+#include <type_traits>
+
 #include "formats.h"
 
 namespace {
+
+// As what values of a type are multiplied.
+template <class T> using Factor = typename std::conditional<HAS_BF16, T, float>::type;
 
 constexpr int SLAB = 8;  // cells that are decoded before they are multiplied with many rows
 

@@ -84,7 +84,7 @@ void multiply_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int bl
 // How many rows have their sums in registers.
 template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 2 : 4;
 template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
-template <> constexpr int ROWS_AT_ONCE<Rounded> = 8;
+template <> constexpr int ROWS_AT_ONCE<Rounded> = HAS_AVX2 ? 4 : 8;
 
 // A tile times all rows from row m on, ROWS and then fewer at a time. It is decoded anew for each of them, which costs what
 // two rows do; keeping what was decoded for up to 64 rows won nothing.

@@ -45,6 +45,9 @@ typedef int8_t Bytes __attribute__((vector_size(16)));
 #ifndef HAS_AVX512
 #define HAS_AVX512 0
 #endif
+#ifndef HAS_AVX2
+#define HAS_AVX2 0
+#endif
 #ifndef HAS_BF16
 #define HAS_BF16 0
 #endif
