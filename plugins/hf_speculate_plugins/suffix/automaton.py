@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 from .contexts import ContextCounts, Followers
 from .drafts import Draft
-from .mixture import Component, Mixture
+from .mixture import MAX_TOTAL, PRIOR_WEIGHT, Component, Mixture
 from .options import SuffixOptions
 from .recycled import RecycledRow, RecycledRows
 
@@ -18,6 +19,7 @@ _UNSEEN = 1e-5
 Tail = tuple[int, ...]
 Source = ContextCounts | RecycledRows
 Races = Callable[[Mapping[int, float], int], Mapping[int, float]]
+_second = itemgetter(1)
 
 
 class Automaton:
@@ -35,17 +37,28 @@ class Automaton:
         self.sources = sources
         self.orders = orders
         self.mixture = mixture
+        self._lookups = [(name, source.after) for name, source in sources.items()]
 
-    def probabilities(self, tail: Tail) -> dict[int, float]:
-        """Token -> probability, as far as it comes from contexts after which the token is frequent."""
+    def probabilities(self, tail: Tail, floor: float = 0.0) -> dict[int, float]:
+        """Token -> probability, as far as it comes from contexts after which the token is frequent.
+
+        Args:
+            floor: what adds no more than this is left out: shorter contexts together, a token of a recycled row.
+        """
         probabilities: dict[int, float] = {}
+        weights = self.mixture.weights
         left = 1.0  # by the longer contexts
-        for component, found in reversed(list(self._components(tail))):
-            weight, counts = self.mixture.weight(component), found.counts
+        for component, found in reversed(self._components(tail)):
+            weight = weights.get(component, PRIOR_WEIGHT)
             share = left * weight / found.total
-            for token in found.leading:
-                probabilities[token] = probabilities.get(token, 0.0) + share * counts[token]
+            if probabilities:
+                for token, count in found.leading(floor > 0):
+                    probabilities[token] = probabilities.get(token, 0.0) + share * count
+            else:
+                probabilities = {token: share * count for token, count in found.leading(floor > 0)}
             left *= 1 - weight
+            if left <= floor:
+                break
         return probabilities
 
     def learn(self, tail: Tail, token: int) -> None:
@@ -57,15 +70,25 @@ class Automaton:
             probability = (1 - weight) * probability + own
             self.mixture.learn(component, own / probability)
 
-    def _components(self, tail: Tail) -> Iterator[tuple[Component, Followers | RecycledRow]]:
+    def _components(self, tail: Tail) -> list[tuple[Component, Followers | RecycledRow]]:
+        """From the shortest context to the longest. A source that misses a context has no longer one either."""
+        components: list[tuple[Component, Followers | RecycledRow]] = []
+        sources = self._lookups
         for order in self.orders:
             if order > len(tail):
-                return
+                break
             context = tail[-order:]
-            for source, counts in self.sources.items():
-                found = counts.after(context)
+            hits = []
+            for each in sources:
+                found = each[1](context)
                 if found is not None:
-                    yield Component.of(source, order, found.total), found
+                    hits.append(each)
+                    total = found.total
+                    components.append(((each[0], order, total if total < MAX_TOTAL else MAX_TOTAL), found))
+            if not hits:
+                break
+            sources = hits
+        return components
 
 
 def draft_tree(
@@ -87,7 +110,7 @@ def draft_tree(
         race: what is known of a sampled request's choice of a child, see `Race`.
     """
     draft = Draft()
-    longest, num_children = automaton.orders[-1], 1 if chain else options.children
+    longest, floor, num_children = automaton.orders[-1], options.floor, 1 if chain else options.children
     heap: list[tuple[float, int, int, int, int, Tail]] = []
     num_pushed = 0
 
@@ -95,18 +118,21 @@ def draft_tree(
         nonlocal num_pushed
         if depth >= max_depth:
             return
-        probabilities: Mapping[int, float] = automaton.probabilities(tail)
+        probabilities: Mapping[int, float] = automaton.probabilities(tail, floor if race is None else 0.0)
         if race is not None:
             probabilities = race(probabilities, depth)
-        for token in heapq.nlargest(num_children, probabilities, key=probabilities.__getitem__):
-            path_prob = prob * probabilities[token]
-            if path_prob < options.floor:
+        # `sorted` is faster than `nlargest` for so few.
+        for token, share in sorted(probabilities.items(), key=_second, reverse=True)[:num_children]:
+            path_prob = prob * share
+            if path_prob < floor:
                 break
             num_pushed += 1
-            heapq.heappush(heap, (-path_prob, num_pushed, parent, token, depth + 1, (*tail, token)[-longest:]))
+            heapq.heappush(heap, (-path_prob, num_pushed, parent, token, depth + 1, tail))
 
     push_children(tuple(tail), -1, 1.0, 0)
     while heap and len(draft.tokens) < options.max_nodes:
-        negative, _, parent, token, depth, reached = heapq.heappop(heap)
-        push_children(reached, draft.add(token, parent, -negative), -negative, depth)
+        negative, _, parent, token, depth, above = heapq.heappop(heap)
+        node = draft.add(token, parent, -negative)
+        if node + 1 < options.max_nodes:  # children of the last node would not be drafted
+            push_children((*above, token)[-longest:], node, -negative, depth)
     return draft

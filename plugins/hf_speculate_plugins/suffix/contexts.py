@@ -24,10 +24,11 @@ class Followers:
         self.total = 0
         self._leading: list[int] | None = None  # None: all of them
 
-    @property
-    def leading(self) -> Iterable[int]:
-        """The `MAX_LEADING` most frequent ones, of equal ones those of smaller ids."""
-        return self.counts if self._leading is None else self._leading
+    def leading(self, _is_greedy: bool = True) -> Iterable[tuple[int, int]]:
+        """The `MAX_LEADING` most frequent ones with their counts, of equal ones those of smaller ids."""
+        if self._leading is None:
+            return self.counts.items()
+        return [(token, self.counts[token]) for token in self._leading]
 
     def add(self, token: int) -> None:
         self.total += 1

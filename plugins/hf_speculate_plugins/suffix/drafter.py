@@ -108,4 +108,4 @@ class SuffixDrafter(Drafter):
             return None
         if self.store is not None:
             return self.store.recycled(request.adapters, count)
-        return RecycledRows(num_embeddings(request.target), count)
+        return RecycledRows()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+
+_SINGLE = struct.Struct("f")
 
 
 @dataclass
@@ -41,4 +44,4 @@ def best_of(drafts: Iterable[Draft]) -> Draft:
 
 def single(value: float) -> float:
     """Rounded to single precision."""
-    return ctypes.c_float(value).value
+    return _SINGLE.unpack(_SINGLE.pack(value))[0]

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 
 # Trials that the first weight counts as, and those at which the past is halved, so that weights follow the text.
 _PRIOR_TRIALS = 4
 _MAX_TRIALS = 600
-_PRIOR_WEIGHT = 0.5
+PRIOR_WEIGHT = 0.5
 # More observations of a context than these say no more about how far it can be trusted.
-_MAX_TOTAL = 3
+MAX_TOTAL = 3
 
 
-class Component(NamedTuple):
-    """Whose weight one is: contexts of `order` tokens in a source, seen `total` times (3: or more)."""
-
-    source: str
-    order: int
-    total: int
-
-    @classmethod
-    def of(cls, source: str, order: int, total: int) -> Component:
-        return cls(source, order, min(total, _MAX_TOTAL))
+# Whose weight one is: a source, the order of its contexts, and how often these were seen (3: or more).
+Component = tuple[str, int, int]
 
 
 @dataclass
@@ -35,7 +26,7 @@ class Mixture:
     trials: dict[Component, int] = field(default_factory=dict)
 
     def weight(self, component: Component) -> float:
-        return self.weights.get(component, _PRIOR_WEIGHT)
+        return self.weights.get(component, PRIOR_WEIGHT)
 
     def learn(self, component: Component, posterior: float) -> None:
         """Args: posterior: that the component explains the token that came."""

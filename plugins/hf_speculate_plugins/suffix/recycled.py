@@ -7,53 +7,70 @@ requests, without their probabilities; here they are a source of the automaton, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
-
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from hf_speculate.drafting import Choices
 from hf_speculate.tree import ROOT_PARENT
 
 
-class RecycledRow(NamedTuple):
-    """What followed a token: as `Followers`, with probabilities for counts."""
+# Rows that are kept, of about 3 KB each. The oldest go first.
+MAX_ROWS = 8192
+# What is less probable, or comes behind so many, adds nothing to a greedy draft.
+_SMALLEST, _MAX_PROBABLE = 0.01, 8
 
-    counts: Mapping[int, float]
-    total: int = 1
+
+class RecycledRow:
+    """What followed a token: as `Followers`, with probabilities for counts.
+
+    Args:
+        tokens: most probable first.
+        probs: of each of them.
+    """
+
+    total = 1
+
+    __slots__ = ("_counts", "_probable", "_probs", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], probs: Sequence[float]):
+        self._tokens, self._probs = tokens, probs
+        self._counts: Mapping[int, float] | None = None
+        self._probable: Sequence[tuple[int, float]] | None = None
 
     @property
-    def leading(self) -> Iterable[int]:
-        return self.counts
+    def counts(self) -> Mapping[int, float]:
+        if self._counts is None:
+            self._counts = {token: prob for token, prob in zip(self._tokens, self._probs, strict=True) if prob}
+        return self._counts
+
+    def leading(self, is_greedy: bool) -> Iterable[tuple[int, float]]:
+        """Tokens with their probabilities; for a greedy draft those that it can need."""
+        if not is_greedy:
+            return self.counts.items()
+        if self._probable is None:
+            first = zip(self._tokens[:_MAX_PROBABLE], self._probs, strict=False)
+            self._probable = [(token, prob) for token, prob in first if prob >= _SMALLEST]
+        return self._probable
 
 
 class RecycledRows:
-    """token -> the row of the last node with it.
+    """token -> the row of the last node with it."""
 
-    Args:
-        vocab_size, num_choices: shape of the matrix; memory is taken for the rows that are written.
-    """
-
-    def __init__(self, vocab_size: int, num_choices: int):
-        self._tokens: Int[Tensor, "V K"] = torch.zeros(vocab_size, num_choices, dtype=torch.int32)
-        self._probs: Float[Tensor, "V K"] = torch.zeros(vocab_size, num_choices)  # none: never seen
+    def __init__(self) -> None:
+        self._rows: dict[int, RecycledRow] = {}
 
     def learn(self, choices: Choices) -> None:
         """Of a token at several nodes, the last one counts."""
-        last: dict[int, tuple[int, int]] = {}
-        for slot, row in enumerate(choices.tree.rows()):
-            nodes = zip(row.token_ids, row.parents, strict=True)
-            last |= {token: (slot, node) for node, (token, parent) in enumerate(nodes) if parent >= ROOT_PARENT}
-        contexts, (slots, places) = torch.tensor(list(last)), torch.tensor(list(last.values())).T
-        count = choices.token_ids.shape[-1]
-        self._tokens[contexts, :count] = choices.token_ids[slots, places].int()
-        self._probs[contexts, :count] = choices.probs[slots, places]
+        rows = self._rows
+        nodes = zip(choices.tree.rows(), choices.token_ids.tolist(), choices.probs.tolist(), strict=True)
+        for (tokens, parents, _), chosen, probs in nodes:
+            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                if parent >= ROOT_PARENT and probs[node][0]:  # else its scores were not finite
+                    rows.pop(token, None)  # it becomes the newest
+                    rows[token] = RecycledRow(chosen[node], probs[node])
+        while len(rows) > MAX_ROWS:
+            del rows[next(iter(rows))]
 
     def after(self, context: Sequence[int]) -> RecycledRow | None:
         """What followed the context, which must be one token."""
         if len(context) > 1:
             return None
-        pairs = zip(self._tokens[context[0]].tolist(), self._probs[context[0]].tolist(), strict=True)
-        counts = {token: prob for token, prob in pairs if prob}
-        return RecycledRow(counts) if counts else None
+        return self._rows.get(context[0])

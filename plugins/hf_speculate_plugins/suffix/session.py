@@ -77,6 +77,8 @@ class SuffixSession(DraftSession):
         with self._lock:
             for number, (row, is_active) in enumerate(zip(self._rows, state.active, strict=True)):
                 drafts.append(row.draft(state, number) if is_active else Draft())
+        if not any(draft.tokens for draft in drafts):
+            return DraftTree.root_only(state.root_ids)
         return DraftTree.from_rows(
             [
                 TreeRow(

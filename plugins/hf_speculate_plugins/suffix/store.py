@@ -109,7 +109,7 @@ class SuffixStore:
         with self.lock:
             key = adapters, num_choices
             if key not in self._recycled:
-                self._recycled[key] = RecycledRows(self._vocab_size, num_choices)
+                self._recycled[key] = RecycledRows()
             return self._recycled[key]
 
     def begin(self, adapters: str) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hf_speculate_plugins.suffix import SuffixOptions
 from hf_speculate_plugins.suffix.automaton import Automaton, draft_tree
 from hf_speculate_plugins.suffix.contexts import ContextCounts, Followers
-from hf_speculate_plugins.suffix.mixture import Component, Mixture
+from hf_speculate_plugins.suffix.mixture import Mixture
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=60, database=None)
@@ -37,7 +37,7 @@ def interpolate(sources, weights, tail, token):
         for source, text in sources.items():
             found = scan(text, tuple(tail[-order:])) if order <= len(tail) else []
             if found:
-                component = Component(source, order, min(len(found), 3))
+                component = (source, order, min(len(found), 3))
                 own = weights.get(component, 0.5) * found.count(token) / len(found)
                 probability = (1 - weights.get(component, 0.5)) * probability + own
                 posteriors[component] = own / probability
@@ -65,7 +65,7 @@ def test_probabilities_and_weights_are_those_of_the_definition(store_text, text)
 
 
 def test_the_past_is_halved():
-    mixture, component = Mixture(), Component("local", 1, 3)
+    mixture, component = Mixture(), ("local", 1, 3)
     for _ in range(596):
         mixture.learn(component, 1.0)
     assert mixture.trials[component] == 300
@@ -79,7 +79,7 @@ def test_weights_follow_what_explains_the_text():
     automaton = Automaton({"right": counted([1, 2]), "wrong": counted([1, 3])}, ORDERS, mixture)
     for _ in range(50):
         automaton.learn((1,), 2)
-    assert mixture.weight(Component("wrong", 1, 1)) < 0.05 < 0.9 < mixture.weight(Component("right", 1, 1))
+    assert mixture.weight(("wrong", 1, 1)) < 0.05 < 0.9 < mixture.weight(("right", 1, 1))
 
 
 @deterministic
@@ -103,7 +103,7 @@ def test_leading_followers_are_the_most_frequent(changes):
         elif token in followers.counts:
             followers.remove(token)
         ranked = sorted(followers.counts, key=lambda token: (-followers.counts[token], token))
-        assert sorted(followers.leading) == sorted(ranked[: Followers.MAX_LEADING])
+        assert sorted(dict(followers.leading())) == sorted(ranked[: Followers.MAX_LEADING])
 
 
 class TestTree:
