@@ -11,7 +11,7 @@ backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
 fused      whole decoder layers (decoder_layers, layer_parts) in native calls (native_layers), for few rows
            (native_rows), into transformers' caches (native_caches), with weights where they lie (native_weights)
-native_ranking, native_growth  what a head proposes, and trees of it, for drafters
+native_ranking, native_growth  what a head proposes, and trees of it, for drafters; native_draft: in one call
 rounded    matrices in 8 bits for what drafts, and the layers that answer by them (rounded_layers)
 shards     which file on the disk or the Hub, and models in several
 loading    all of it together
@@ -28,10 +28,12 @@ from .loading import read_tokenizer as read_tokenizer
 from .model import plan_model as plan_model
 from .modules import PackedMatrix as PackedMatrix
 from .native import has_kernel as has_kernel
+from .native_draft import NativeDraft as NativeDraft
 from .native_growth import NativeGrowth as NativeGrowth
 from .native_layers import NativeLayers as NativeLayers
 from .native_ranking import NativeRanking as NativeRanking
 from .native_ranking import Sampling as Sampling
+from .native_rows import TreeRows as TreeRows
 from .native_rows import new_rows as new_rows
 from .native_rows import served as served
 from .native_rows import tree_rows as tree_rows

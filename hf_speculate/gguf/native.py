@@ -60,7 +60,7 @@ class Library:
     Attributes:
         kinds: the number of each block type, and of dense ones.
         run_layers, find_runs: for `native_layers`; rank: for `native_ranking`; grow, see, cut: for `native_growth`;
-            ask_for_large_pages: for `backends` and `rounded`; look_up: for `native_lookup`.
+            draft: for `native_draft`; ask_for_large_pages: for `backends` and `rounded`; look_up: for `native_lookup`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -85,13 +85,14 @@ class Library:
             ("hfs_grow", None, (pointer,) * 3),
             ("hfs_see", size, (pointer, pointer, pointer, size, pointer, pointer)),
             ("hfs_cut", flag, (pointer, size, pointer, pointer, pointer)),
+            ("hfs_draft", integer, (pointer,)),
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
         self.ask_for_large_pages = functions.hfs_large_pages
         self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
-        self.see, self.cut = functions.hfs_see, functions.hfs_cut
+        self.see, self.cut, self.draft = functions.hfs_see, functions.hfs_cut, functions.hfs_draft
         self.look_up = functions.hfs_look_up
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}

@@ -19,7 +19,7 @@ from .native_weights import fields
 MOST_WIDTH = 128
 
 
-class _Growth(ctypes.Structure):
+class GrowthStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_int64, "batch_size", "width", "depth", "num_levels"),
         *fields(ctypes.c_void_p, "token_ids", "pool_values", "pool_tokens", "pool_parents"),
@@ -37,20 +37,21 @@ class NativeGrowth:
         token_ids: int64, target vocabulary id of each column, contiguous; None: the columns.
 
     Attributes:
+        depth: see above.
         tokens: int64 [B, K], the frontier: what the next level runs, the best first.
         values: float32 [B, K], its log-probabilities.
         previous: int64 [B, K], index of each one's parent among the frontier before.
     """
 
     def __init__(self, batch_size: int, width: int, depth: int, token_ids: Int[Tensor, " W"] | None = None):
-        self._library = native.library()
+        self._library, self.depth = native.library(), depth
         pool_room = width + (depth - 1) * width**2
         self.values, self._pool_values = torch.empty(batch_size, width), torch.empty(batch_size, pool_room)
         self.tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long)
         self._pool_tokens, self._pool_parents = torch.empty(2, batch_size, pool_room, dtype=torch.long)
         self._run_parents = torch.empty(batch_size, depth, width, dtype=torch.long)
         self._token_ids = token_ids
-        self._structure = _Growth(
+        self._structure = GrowthStructure(
             batch_size=batch_size,
             width=width,
             depth=depth,
@@ -66,6 +67,11 @@ class NativeGrowth:
         )
 
     @property
+    def address(self) -> int:
+        """Of the structure."""
+        return ctypes.addressof(self._structure)
+
+    @property
     def num_levels(self) -> int:
         """That were proposed, the last one being the frontier."""
         return self._structure.num_levels
@@ -76,7 +82,7 @@ class NativeGrowth:
         Args:
             shares, columns: from `NativeRanking.run`.
         """
-        self._library.grow(ctypes.addressof(self._structure), shares.data_ptr(), columns.data_ptr())
+        self._library.grow(self.address, shares.data_ptr(), columns.data_ptr())
 
     def sight(self, before: tuple[Tensor, Tensor], num_before: int) -> tuple[Tensor, Tensor]:
         """What the frontier sees, as `NativeLayers.run` takes it.
@@ -91,7 +97,7 @@ class NativeGrowth:
         most = len(runs) * self._structure.width + num_nodes * self.num_levels
         found_runs = torch.empty(most, 2, dtype=torch.int32)
         self._library.see(
-            ctypes.addressof(self._structure),
+            self.address,
             offsets.data_ptr(),
             runs.data_ptr(),
             num_before,
@@ -115,6 +121,6 @@ class NativeGrowth:
         tokens[:, 0] = root_ids
         values = torch.empty(tokens.shape)
         pointers = tokens.data_ptr(), parents.data_ptr(), values.data_ptr()
-        if not self._library.cut(ctypes.addressof(structure), count, *pointers):
+        if not self._library.cut(self.address, count, *pointers):
             raise MemoryError(f"no memory for a tree of {size} candidates")
         return tokens, parents, values

@@ -42,7 +42,14 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
+class CallStructure(ctypes.Structure):
+    """`Call` of the kernel.
+
+    Attributes:
+        kept: the objects that it points to.
+    """
+
+    kept: Any
     _fields_ = [
         *fields(ctypes.c_void_p, "x", "beside", "y"),
         *fields(ctypes.c_int64, "num_layers"),
@@ -132,6 +139,26 @@ class NativeLayers:
         """See `WeightsInPlace.are_current`."""
         return self._weights.are_current()
 
+    def call(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> CallStructure:
+        """A call of these layers with its cache, without any rows; it keeps what it points to.
+
+        Args:
+            buffers: see `run`.
+        """
+        count, strides = len(self._layers), [keys.stride() for keys, _ in buffers]
+        pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
+        call = CallStructure(num_layers=count, layers=ctypes.addressof(self._addresses))
+        call.kept = self, (
+            pointers(*(keys.data_ptr() for keys, _ in buffers)),
+            pointers(*(values.data_ptr() for _, values in buffers)),
+            sizes(*(stride[0] for stride in strides)),
+            sizes(*(stride[1] for stride in strides)),
+        )
+        call.keys, call.values, call.batch_strides, call.head_strides = map(ctypes.addressof, call.kept[1])
+        call.is_bf16, call.rounds = self.dtype is torch.bfloat16, self._rounds
+        call.threads = torch.get_num_threads()
+        return call
+
     def run(
         self,
         inputs: Float[Tensor, "B N H"],
@@ -153,36 +180,15 @@ class NativeLayers:
         Raises:
             MemoryError: there is none left; nothing was written.
         """
-        (batch_size, num_queries, _), count = inputs.shape, len(self._layers)
-        outputs = inputs.new_empty(count, *inputs.shape)
-        pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
-        strides = [keys.stride() for keys, _ in buffers]
-        arrays = (
-            pointers(*(keys.data_ptr() for keys, _ in buffers)),
-            pointers(*(values.data_ptr() for _, values in buffers)),
-            sizes(*(stride[0] for stride in strides)),
-            sizes(*(stride[1] for stride in strides)),
-        )
-        cos, sin = rotary
-        call = _Call(
-            inputs.data_ptr(),
-            None if beside is None else beside.data_ptr(),
-            outputs.data_ptr(),
-            count,
-            ctypes.addressof(self._addresses),
-            batch_size,
-            num_queries,
-            num_keys,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            0 if cos.shape[0] == 1 else cos.stride(0),
-            *map(ctypes.addressof, arrays),
-            sight[0].data_ptr() if sight else None,
-            sight[1].data_ptr() if sight else None,
-            inputs.dtype is torch.bfloat16,
-            self._rounds,
-            torch.get_num_threads(),
-        )
+        batch_size, num_queries, _ = inputs.shape
+        outputs = inputs.new_empty(len(self._layers), *inputs.shape)
+        (cos, sin), call = rotary, self.call(buffers)
+        call.x, call.y = inputs.data_ptr(), outputs.data_ptr()
+        call.beside = None if beside is None else beside.data_ptr()
+        call.batch_size, call.num_queries, call.num_keys = batch_size, num_queries, num_keys
+        call.cos, call.sin, call.rotary_stride = cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0)
+        if sight is not None:
+            call.offsets, call.runs = sight[0].data_ptr(), sight[1].data_ptr()
         if not self._library.run_layers(ctypes.addressof(call)):
             raise MemoryError(f"no memory for {batch_size * num_queries} rows behind {num_keys} entries")
         return outputs

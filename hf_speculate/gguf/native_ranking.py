@@ -31,7 +31,7 @@ _WARPERS: dict[type | None, str] = {
 }
 
 
-class _Ranking(ctypes.Structure):
+class RankingStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "x", "normed"),
         *fields(ctypes.c_int64, "batch_size", "num_nodes"),
@@ -95,13 +95,14 @@ class NativeRanking:
 
     Attributes:
         num_columns: of the output matrix.
+        feeds_back_normed: see above.
     """
 
     def __init__(self, matrix: Any, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
         self._weights = WeightsInPlace(_modules(matrix, norm))
         self._library = native.library()
-        self._feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
-        self._fixed = _Ranking(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
+        self.feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
+        self._fixed = RankingStructure(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
         self._fixed.is_bf16, self._fixed.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
         fill_matrix(self._fixed.output, matrix)
 
@@ -137,6 +138,18 @@ class NativeRanking:
         """See `WeightsInPlace.are_current`."""
         return self._weights.are_current()
 
+    def call(
+        self, log_noise: Float[Tensor, "B C"] | None = None, sampling: Sampling | None = None
+    ) -> RankingStructure:
+        """A call without any states; arguments as of `run`."""
+        call = RankingStructure.from_buffer_copy(self._fixed)  # threads share a head
+        sampling = sampling or Sampling()
+        call.temperature, call.top_p, call.min_p = sampling.temperature, sampling.top_p, sampling.min_p
+        call.log_noise = None if log_noise is None else log_noise.data_ptr()
+        call.num_columns = self.num_columns if log_noise is None else log_noise.shape[-1]
+        call.top_k, call.threads = sampling.top_k, torch.get_num_threads()
+        return call
+
     def run(
         self,
         states: Float[Tensor, "B N H"],
@@ -153,18 +166,13 @@ class NativeRanking:
         Raises:
             MemoryError: there is none left.
         """
-        shape, call = states.shape[:2], _Ranking.from_buffer_copy(self._fixed)  # threads share a head
+        shape = states.shape[:2]
         shares, columns = torch.empty(*shape, most), torch.empty(*shape, most, dtype=torch.long)
-        normed = torch.empty_like(states) if self._feeds_back_normed else None
+        normed = torch.empty_like(states) if self.feeds_back_normed else None
+        call = self.call(log_noise, sampling)
         call.x, call.normed = states.data_ptr(), None if normed is None else normed.data_ptr()
         call.batch_size, call.num_nodes = shape
-        call.log_noise = None if log_noise is None else log_noise.data_ptr()
-        sampling = sampling or Sampling()
-        call.temperature, call.top_p, call.min_p = sampling.temperature, sampling.top_p, sampling.min_p
-        call.top_k, call.most = sampling.top_k, most
-        call.num_columns = self.num_columns if log_noise is None else log_noise.shape[-1]
-        call.shares, call.columns = shares.data_ptr(), columns.data_ptr()
-        call.threads = torch.get_num_threads()
+        call.most, call.shares, call.columns = most, shares.data_ptr(), columns.data_ptr()
         done = self._library.rank(ctypes.addressof(call))
         if done < 0:
             raise MemoryError(f"no memory to rank {call.num_columns} tokens for {shape.numel()} states")

@@ -126,6 +126,7 @@ def tree_rows(
     cache: Cache,
     size: tuple[int, int],
     visible: Bool[Tensor, "B M"] | None,
+    num_pending: int = 0,
 ) -> TreeRows | None:
     """None where modules are to compute these trees; no entry was changed.
 
@@ -134,20 +135,24 @@ def tree_rows(
         cache: its layers are `layers`.
         size: width and number of levels.
         visible: which of the entries of the cache are real; None: all.
+        num_pending: entries of each row that are to be read before, all of them real.
     """
     batch_size, (width, num_levels) = len(root), size
     level = root[:, None].expand(-1, width, -1)
-    is_large = batch_size * width > MOST_ROWS or max(size) > MOST_WIDTH
+    is_large = batch_size * max(width, num_pending) > MOST_ROWS or max(size) > MOST_WIDTH
     if root.dtype is not layers.dtype or not served(level) or is_large:
         return None
     cache_layers = appendable_layers(cache, 0, len(layers))
     if not cache_layers:
         return None
-    num_before = cache_layers[0].get_seq_length()
-    mask = torch.ones(1, num_before, dtype=torch.bool) if visible is None else visible
-    sight = find_sight(mask[:, None, None], batch_size, 1, num_before)
-    shape = batch_size, *layers.heads
-    buffers = make_room(cache_layers, root[:, None].expand(-1, width * num_levels, -1), shape)
+    num_before = cache_layers[0].get_seq_length() + num_pending
+    if visible is None:
+        everything = torch.tensor([[0, num_before]], dtype=torch.int32).expand(batch_size, -1).contiguous()
+        sight = torch.arange(batch_size + 1, dtype=torch.int32), everything
+    else:
+        sight = find_sight(visible[:, None, None], batch_size, 1, num_before)
+    new = root[:, None].expand(-1, num_pending + width * num_levels, -1)
+    buffers = make_room(cache_layers, new, (batch_size, *layers.heads))
     return None if sight is None or buffers is None else TreeRows(layers, buffers, num_before, sight)
 
 

@@ -6,10 +6,11 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import native
-from .modules import PackedMatrix
+from .modules import PackedEmbedding, PackedMatrix
 from .rounded import RoundedMatrix
 
 
@@ -36,6 +37,20 @@ def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> Non
     place.tiles = weight.data_ptr()
     if matrix.bias is not None:
         place.bias = matrix.bias.data_ptr()
+
+
+def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype) -> bool:
+    """From a module that looks rows up in this type; False where the kernel does not do what it does."""
+    is_packed = type(module) is PackedEmbedding
+    if not (is_packed or type(module) is nn.Embedding) or "forward" in vars(module) or module.max_norm is not None:
+        return False
+    of: Any = module
+    weight, found = (of.packed, of._of_dtype.dtype) if is_packed else (of.weight, of.weight.dtype)
+    if not weight.is_cpu or not weight.is_contiguous() or found is not dtype or (is_packed and not of.is_native):
+        return False
+    place.kind = native.library().kinds[of.block_type if is_packed else native.DENSE_KINDS[dtype]]
+    place.in_features, place.out_features, place.tiles = of.embedding_dim, of.num_embeddings, weight.data_ptr()
+    return True
 
 
 Place = tuple[dict[str, Any], str]

@@ -12,8 +12,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "growth.h"
-#include "layer.h"
+#include "draft.h"
 
 namespace {
 
@@ -156,6 +155,9 @@ int64_t hfs_see(const Growth* growth, const int32_t* offsets_before, const int32
                 int32_t* offsets, int32_t* runs) {
   return see(*growth, offsets_before, runs_before, num_before, offsets, runs);
 }
+
+// A whole draft, see `DraftRun::work`.
+int hfs_draft(Draft* draft) { return draft->layers.is_bf16 ? DraftRun<uint16_t>(*draft).work() : DraftRun<float>(*draft).work(); }
 
 bool hfs_cut(const Growth* growth, int64_t most, int64_t* tokens, int64_t* parents, float* values) {
   return cut(*growth, most, tokens, parents, values);

@@ -27,7 +27,7 @@ from ..trees import Frontier, grow_tree, num_candidates
 from .checkpoint import LoadedHead
 from .head import EagleHead
 from .options import EagleOptions, TreeSize
-from .steps import PlainSteps, parent_states, tree_of_levels
+from .steps import Pending, PlainSteps, parent_states, tree_of_levels
 
 
 # Levels of compiled trees. What compiles them unrolls them.
@@ -152,6 +152,9 @@ class CompiledSteps:
         count = 1 + num_candidates(size.depth, min(size.width, head.spec.draft_vocab_size))
         tokens, parents, values = (each[:, :count] for each in result)
         return DraftTree(tokens, parents, max_depth=size.depth, values=values)
+
+    def tree_behind(self, pending: Pending, state: DraftState, size: TreeSize) -> None:
+        return None
 
     def _tree_keys(self, batch_size: int, state: DraftState, size: TreeSize) -> list[Any]:
         """Of the graphs that can grow a tree of this size, the least deep first."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import finite
-from hf_speculate.gguf import LayerParts, NativeLayers, NativeRanking, has_kernel, new_rows, served
+from hf_speculate.gguf import LayerParts, NativeDraft, NativeLayers, NativeRanking, has_kernel, new_rows, served
 
 from .head import EagleHead, EntryLayer
 
@@ -76,6 +76,16 @@ class NativeForward:
         states, beside = self.inputs(token_ids, states)
         return rows.run(states, self.rotary(states, position_ids), beside)[-1]
 
+    @property
+    def embeddings(self) -> nn.Module:
+        """The module that looks tokens up."""
+        return self._head.embeddings
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether the kernel computes what the first layer takes."""
+        return self._head.spec.version == 3 and NativeDraft.looks_up(self.embeddings, self._head.dtype)
+
     def inputs(
         self, token_ids: Int[Tensor, "B N"], states: Float[Tensor, "B N Hd"]
     ) -> tuple[Float[Tensor, "B N Hd"], Float[Tensor, "B N Hd"] | None]:
@@ -108,12 +118,16 @@ class NativeForward:
         self, states: Tensor, position_ids: Int[Tensor, "B N"]
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
         """Cosines and sines in the type of the states, from a table, which grows with the text."""
-        needed = int(position_ids.max()) + 1
+        cos, sin = self.angles(states, int(position_ids.max()) + 1)
+        return cos[position_ids], sin[position_ids]
+
+    def angles(self, states: Tensor, needed: int) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
+        """The table, of so many positions at least."""
         if self._angles is None or len(self._angles[0]) < needed or self._angles[0].dtype is not states.dtype:
             positions = torch.arange(max(2 * needed, 1024))[None]
-            self._angles = tuple(part[0] for part in self._head.rotary(states, positions))  # type: ignore[assignment]
-        cos, sin = self._angles  # type: ignore[misc]
-        return cos[position_ids], sin[position_ids]
+            cos, sin = (part[0].contiguous() for part in self._head.rotary(states, positions))
+            self._angles = cos, sin
+        return self._angles
 
 
 def parts_of(head: EagleHead, layer: Any) -> LayerParts:

@@ -19,15 +19,12 @@ from .checkpoint import LoadedHead
 from .compiled import CompiledSteps
 from .levels import Level, forest_of, levels_of
 from .options import EagleOptions, TreeSize
-from .steps import PlainSteps, Steps, read_prompt
+from .steps import Pending, PlainSteps, Steps, read_prompt
 
 
 if TYPE_CHECKING:
     from .native import NativeForward
 
-
-Pending = tuple[Tensor, Tensor, list[int]]
-"""What was committed and is yet to be read: tokens [B, J], states [B, J, Hd], lengths."""
 
 Turn = tuple[Reading, Pending | None]
 """What one turn of a conversation leaves for the next."""
@@ -89,17 +86,15 @@ class EagleSession(DraftSession):
         self._pending = (tokens, states, lengths.tolist())
 
     def draft(self, state: DraftState) -> DraftTree:
-        self._read_pending()
-        reading, steps, root = self._reading, self._steps, self._root_hidden
-        if reading is None or steps is None or root is None:
+        reading, steps, options = self._reading, self._steps, self.options
+        if reading is None or steps is None:
             raise RuntimeError("draft() before the first observe()")
-        options = self.options
         try:
             if self._loaded.spec.parallel:
-                return self._draft_parallel(state, steps, root)
+                return self._draft_parallel(state, steps, self._root())
             if options.static_tree is not None and not state.chains_only:
-                return self._draft_static(state, steps, root, options.static_tree.cut(state.max_depth))
-            return self._draft_dynamic(state, steps, root)
+                return self._draft_static(state, steps, self._root(), options.static_tree.cut(state.max_depth))
+            return self._draft_dynamic(state, steps)
         finally:
             reading.drop()
 
@@ -142,6 +137,12 @@ class EagleSession(DraftSession):
             hidden = torch.where(is_new, hidden, self._root_hidden)
         self._root_hidden = hidden
 
+    def _root(self) -> Tensor:
+        """States of the entry committed last, after everything pending was read."""
+        self._read_pending()
+        assert self._root_hidden is not None
+        return self._root_hidden
+
     def _scores(self, state: DraftState, depth: int, logits: Tensor) -> Tensor:
         """By which the children of nodes at `depth` are ranked [B, n, Vd]."""
         return state.child_scores(logits, depth, self._loaded.target_ids)
@@ -150,17 +151,25 @@ class EagleSession(DraftSession):
         target_ids = self._loaded.target_ids
         return columns if target_ids is None else target_ids[columns]
 
-    def _draft_dynamic(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
+    def _draft_dynamic(self, state: DraftState, steps: Steps) -> DraftTree:
         """A tree, or where only chains can be verified the best chain."""
         options, depth = self.options, min(self.options.max_depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
         width = options.width(state.samples)
         if width > 1 and not state.chains_only:
-            return steps.tree(root, state, TreeSize(depth, width, options.max_nodes))
+            return self._tree(state, steps, TreeSize(depth, width, options.max_nodes))
         # The most nodes that a chain may have, not those of this round, which would be another graph.
-        chain = steps.tree(root, state, TreeSize(depth, 1, options.max_depth))
+        chain = self._tree(state, steps, TreeSize(depth, 1, options.max_depth))
         return DraftTree.chain(chain.token_ids, chain.values)
+
+    def _tree(self, state: DraftState, steps: Steps, size: TreeSize) -> DraftTree:
+        drawn = None if self._pending is None else steps.tree_behind(self._pending, state, size)
+        if drawn is None:
+            return steps.tree(self._root(), state, size)
+        tree, self._root_hidden = drawn
+        self._pending = None
+        return tree
 
     @cached_property
     def _mask(self) -> tuple[Tensor, Tensor]:

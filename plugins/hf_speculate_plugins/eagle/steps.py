@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .native import NativeForward
 
 
+Pending = tuple[Tensor, Tensor, list[int]]
+"""What was committed and is yet to be read: tokens [B, J], states [B, J, Hd], lengths."""
+
 RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]
 """See `Steps.level`."""
 
@@ -58,6 +61,15 @@ class Steps(Protocol):
         """
         ...
 
+    def tree_behind(
+        self, pending: Pending, state: DraftState, size: TreeSize
+    ) -> tuple[DraftTree, Float[Tensor, "B Hd"]] | None:
+        """Commits what is pending and draws a dynamic tree behind it; with the states of the entry committed last.
+
+        None, and nothing done, where one is to be done after the other.
+        """
+        ...
+
 
 class PlainSteps:
     """`Steps` as they are.
@@ -83,6 +95,9 @@ class PlainSteps:
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
         return tree_of_levels(self._loaded, self.level, root, state, size)
+
+    def tree_behind(self, pending: Pending, state: DraftState, size: TreeSize) -> tuple[DraftTree, Tensor] | None:
+        return None
 
     def _run(self, token_ids: Tensor, states: Tensor, positions: Tensor, masks: list[Tensor | None]) -> Tensor:
         cache = self._reading.cache.cache

@@ -133,8 +133,11 @@ class Reading:
 
     def positions_at(self, depths: Int[Tensor, "R N"]) -> Int[Tensor, "B N"]:
         """Positions of nodes at these depths, 0 being that of the next entry of a row."""
-        starts = [length + shift for length, shift in zip(self.cache.lengths, self._shifts, strict=True)]
-        return to_device(starts, self.head.device)[:, None] + to_device(depths, self.head.device)
+        return to_device(self.next_positions(), self.head.device)[:, None] + to_device(depths, self.head.device)
+
+    def next_positions(self) -> list[int]:
+        """Of the next entry of each row."""
+        return [length + shift for length, shift in zip(self.cache.lengths, self._shifts, strict=True)]
 
     def visible(self) -> Bool[Tensor, "B M"] | None:
         """Which of the M committed entries are real; None if all are."""

@@ -67,8 +67,12 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
         """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
-        module: Any = self.shared["embed_tokens"] or self.embed_tokens
-        return call_beside(module, token_ids).to(device=self.device, dtype=self.dtype)
+        return call_beside(self.embeddings, token_ids).to(device=self.device, dtype=self.dtype)
+
+    @property
+    def embeddings(self) -> Any:
+        """The module that looks tokens up: the head's own or the target's."""
+        return self.shared["embed_tokens"] or self.embed_tokens
 
     @property
     def output(self) -> Any:

@@ -1,0 +1,118 @@
+"""Whole drafts of EAGLE-3 heads, one native call each: what was committed is read, and trees grow behind it.
+
+Structure: that of `kernel/draft.h`. The reference is the calls of `TreeRows`, `NativeRanking` and `NativeGrowth`, level
+by level.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from . import native
+from .native_growth import NativeGrowth
+from .native_layers import CallStructure
+from .native_ranking import NativeRanking, RankingStructure, Sampling
+from .native_rows import TreeRows
+from .native_weights import MatrixStructure, fields, fill_embeddings
+
+
+_Ask = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64)
+
+
+class _Draft(ctypes.Structure):
+    _fields_ = [
+        *(("layers", CallStructure), ("ranking", RankingStructure), ("growth", ctypes.c_void_p)),
+        ("embeddings", MatrixStructure),
+        *fields(ctypes.c_void_p, "cos", "sin", "positions"),
+        ("num_pending", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "pending_tokens", "pending_states", "root", "offsets", "runs"),
+        ("goes_on", _Ask),
+    ]
+
+
+@dataclass(frozen=True)
+class NativeDraft:
+    """What drafts of one request are made with.
+
+    Attributes:
+        rows: where entries go. Its layers are those of a head, the first one joins embeddings.
+        ranking: what follows the layers.
+        embeddings: looks tokens up.
+        angles: cosines and sines of every position, [positions, D] each, contiguous.
+    """
+
+    rows: TreeRows
+    ranking: NativeRanking
+    embeddings: nn.Module
+    angles: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def looks_up(embeddings: nn.Module, dtype: torch.dtype) -> bool:
+        """Whether the kernel looks tokens up as this module does, in this type."""
+        return fill_embeddings(MatrixStructure(), embeddings, dtype)
+
+    def grow(
+        self,
+        growth: NativeGrowth,
+        root: Float[Tensor, "B H"],
+        pending: tuple[Int[Tensor, "B J"], Float[Tensor, "B J H"]] | None,
+        positions: Int[Tensor, " B"],
+        sampling: Sampling,
+        noise: Callable[[int], Float[Tensor, "B C"] | None],
+        goes_on: Callable[[], bool],
+    ) -> bool:
+        """Grows trees as deep as they may be.
+
+        Args:
+            growth: to which nothing was proposed yet.
+            root: contiguous, states of the entry that was committed last. Found, where something is pending.
+            pending: tokens and states of entries that are to be read first, contiguous; counted by `rows`.
+            positions: of the next entry of each row.
+            noise: of each level, see `NativeRanking.run`.
+            goes_on: whether another level is wanted, after each.
+        Returns:
+            False where scores are not finite or a token has no embedding. No entry that was committed has changed.
+        Raises:
+            MemoryError: there is none left.
+        """
+        kept = [noise(0)]
+        layers = self.rows.layers.call(self.rows.buffers)
+        draft = _Draft(layers=layers, ranking=self.ranking.call(kept[0], sampling))
+        if not fill_embeddings(draft.embeddings, self.embeddings, root.dtype):
+            return False
+        draft.growth, draft.root, draft.positions = growth.address, root.data_ptr(), positions.data_ptr()
+        draft.cos, draft.sin = (part.data_ptr() for part in self.angles)
+        draft.offsets, draft.runs = (part.data_ptr() for part in self.rows.sight_before)
+        draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None  # anything: it is wanted
+        draft.layers.num_keys = self.rows.num_before
+        if pending is not None:
+            tokens, states = pending
+            draft.num_pending = tokens.shape[1]
+            draft.layers.num_keys -= draft.num_pending
+            draft.pending_tokens, draft.pending_states = tokens.data_ptr(), states.data_ptr()
+        errors: list[BaseException] = []
+
+        def ask(level: int) -> bool:
+            try:
+                is_wanted = goes_on()
+                if is_wanted and kept[0] is not None:
+                    kept[0] = noise(level)
+                    draft.ranking.log_noise = kept[0].data_ptr()
+                return is_wanted
+            except BaseException as error:  # it cannot pass through the kernel
+                errors.append(error)
+                return False
+
+        draft.goes_on = _Ask(ask)
+        done = native.library().draft(ctypes.addressof(draft))
+        if errors:
+            raise errors[0]
+        if done < 0:
+            raise MemoryError(f"no memory for {growth.tokens.numel()} rows behind {self.rows.num_before} entries")
+        return bool(done)
