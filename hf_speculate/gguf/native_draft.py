@@ -81,7 +81,7 @@ class NativeDraft:
         Raises:
             MemoryError: there is none left.
         """
-        kept = [noise(0)]
+        kept = [noise(0)]  # of the level that is ranked next
         layers = self.rows.layers.call(self.rows.buffers)
         draft = _Draft(layers=layers, ranking=self.ranking.call(kept[0], sampling))
         if not fill_embeddings(draft.embeddings, self.embeddings, root.dtype):
@@ -101,9 +101,10 @@ class NativeDraft:
         def ask(level: int) -> bool:
             try:
                 is_wanted = goes_on()
-                if is_wanted and kept[0] is not None:
-                    kept[0] = noise(level)
-                    draft.ranking.log_noise = kept[0].data_ptr()
+                found = noise(level) if is_wanted else None
+                if found is not None:
+                    kept[0] = found
+                    draft.ranking.log_noise = found.data_ptr()
                 return is_wanted
             except BaseException as error:  # it cannot pass through the kernel
                 errors.append(error)
@@ -111,6 +112,7 @@ class NativeDraft:
 
         draft.goes_on = _Ask(ask)
         done = native.library().draft(ctypes.addressof(draft))
+        draft.goes_on = _Ask()  # a cycle with `ask` would be the garbage collector's work, round after round
         if errors:
             raise errors[0]
         if done < 0:

@@ -148,11 +148,14 @@ class NativeLayers:
         count, strides = len(self._layers), [keys.stride() for keys, _ in buffers]
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
         call = CallStructure(num_layers=count, layers=ctypes.addressof(self._addresses))
-        call.kept = self, (
-            pointers(*(keys.data_ptr() for keys, _ in buffers)),
-            pointers(*(values.data_ptr() for _, values in buffers)),
-            sizes(*(stride[0] for stride in strides)),
-            sizes(*(stride[1] for stride in strides)),
+        call.kept = (
+            self,
+            (
+                pointers(*(keys.data_ptr() for keys, _ in buffers)),
+                pointers(*(values.data_ptr() for _, values in buffers)),
+                sizes(*(stride[0] for stride in strides)),
+                sizes(*(stride[1] for stride in strides)),
+            ),
         )
         call.keys, call.values, call.batch_strides, call.head_strides = map(ctypes.addressof, call.kept[1])
         call.is_bf16, call.rounds = self.dtype is torch.bfloat16, self._rounds
@@ -186,7 +189,11 @@ class NativeLayers:
         call.x, call.y = inputs.data_ptr(), outputs.data_ptr()
         call.beside = None if beside is None else beside.data_ptr()
         call.batch_size, call.num_queries, call.num_keys = batch_size, num_queries, num_keys
-        call.cos, call.sin, call.rotary_stride = cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0)
+        call.cos, call.sin, call.rotary_stride = (
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0 if cos.shape[0] == 1 else cos.stride(0),
+        )
         if sight is not None:
             call.offsets, call.runs = sight[0].data_ptr(), sight[1].data_ptr()
         if not self._library.run_layers(ctypes.addressof(call)):

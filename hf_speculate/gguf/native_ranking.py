@@ -138,9 +138,7 @@ class NativeRanking:
         """See `WeightsInPlace.are_current`."""
         return self._weights.are_current()
 
-    def call(
-        self, log_noise: Float[Tensor, "B C"] | None = None, sampling: Sampling | None = None
-    ) -> RankingStructure:
+    def call(self, log_noise: Float[Tensor, "B C"] | None = None, sampling: Sampling | None = None) -> RankingStructure:
         """A call without any states; arguments as of `run`."""
         call = RankingStructure.from_buffer_copy(self._fixed)  # threads share a head
         sampling = sampling or Sampling()

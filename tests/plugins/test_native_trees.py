@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 from hf_speculate.drafting import DraftState
-from hf_speculate.gguf import NativeRanking
+from hf_speculate.gguf import NativeDraft, NativeRanking
 from hf_speculate.verification import Noise
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import LoadedHead
@@ -82,8 +82,10 @@ class Bench:
 
 @pytest.fixture
 def calls(monkeypatch):
-    found, run = [], NativeRanking.run
-    monkeypatch.setattr(NativeRanking, "run", lambda self, *a: found.append(len(a[0])) or run(self, *a))
+    """Native calls so far, one for each level or one for a whole draft."""
+    found, run, grow = [], NativeRanking.run, NativeDraft.grow
+    monkeypatch.setattr(NativeRanking, "run", lambda self, *a: found.append("level") or run(self, *a))
+    monkeypatch.setattr(NativeDraft, "grow", lambda self, *a: found.append("draft") or grow(self, *a))
     return found
 
 
@@ -172,3 +174,82 @@ def test_exchanged_weights_are_seen(calls):
     output = bench.loaded.head.lm_head
     output.weight = torch.nn.Parameter(-output.weight, requires_grad=False)
     assert not torch.equal(bench.check(calls).token_ids, before.token_ids)
+
+
+class TestOneCall:
+    """A whole draft in one call has the bits of the calls level by level."""
+
+    @pytest.fixture
+    def by_levels(self, monkeypatch):
+        """Switches the one call off."""
+        return lambda: monkeypatch.setattr(NativeForward, "is_one_call", False)
+
+    @staticmethod
+    def benches(make):
+        """Two that are alike."""
+        return make(), make()
+
+    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize(("batch_size", "padded"), [(1, False), (3, False), (3, True)])
+    @pytest.mark.parametrize("num_yes", range(5))
+    def test_trees(self, batch_size, padded, do_sample, num_yes, calls, by_levels):
+        trees = []
+        for bench in self.benches(lambda: Bench(make_head(), batch_size, padded)):
+            asked = []
+            state = bench.state(do_sample, deepening=lambda *_, a=asked: a.append(1) or len(a) <= num_yes)
+            trees.append(NativeSteps(bench.loaded, bench.reading, bench.forward).tree(bench.root, state, SIZE))
+            by_levels()
+        assert calls == ["draft"] + ["level"] * min(num_yes + 1, SIZE.depth)
+        assert_same_bits(*trees)
+
+    def test_a_smaller_draft_vocabulary(self, calls, by_levels):
+        ids, trees = torch.arange(50) * 2 - torch.arange(50) // 10, []
+        for bench in self.benches(lambda: Bench(make_head(draft_vocab_size=50), target_ids=ids)):
+            steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
+            trees.append(steps.tree(bench.root, bench.state(do_sample=True), SIZE))
+            by_levels()
+        assert calls[0] == "draft"
+        assert set(calls[1:]) == {"level"}
+        assert_same_bits(*trees)
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("count", [1, 4])
+    def test_what_is_pending_is_read_first(self, batch_size, count, calls):
+        one, other = self.benches(lambda: Bench(make_head(), batch_size))
+        tokens = torch.arange(batch_size * count).view(batch_size, count) + 7
+        states = torch.randn(batch_size, count, 64, generator=torch.Generator().manual_seed(4))
+        lengths = [count] * batch_size
+        drawn = NativeSteps(one.loaded, one.reading, one.forward).tree_behind(
+            (tokens, states, lengths), one.state(), SIZE
+        )
+        assert drawn is not None
+        assert calls == ["draft"]
+        steps = NativeSteps(other.loaded, other.reading, other.forward)
+        hidden = steps.entries(tokens, states)[:, -1]
+        other.reading.keep(lengths)
+        assert torch.equal(drawn[1], hidden)
+        assert_same_bits(drawn[0], steps.tree(hidden, other.state(), SIZE))
+        assert one.reading.cache.lengths == other.reading.cache.lengths
+
+    def test_entries_with_holes_are_read_on_their_own(self):
+        bench = Bench(make_head(), 3, padded=True)
+        pending = torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2, 64), [2, 1, 2]
+        steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
+        assert steps.tree_behind(pending, bench.state(), SIZE) is None
+
+    def test_an_error_of_whoever_is_asked_comes_out(self):
+        bench = Bench(make_head())
+
+        def broken(*_):
+            raise ZeroDivisionError("asked")
+
+        with pytest.raises(ZeroDivisionError, match="asked"):
+            NativeSteps(bench.loaded, bench.reading, bench.forward).tree(
+                bench.root, bench.state(deepening=broken), SIZE
+            )
+
+
+def assert_same_bits(tree, expected) -> None:
+    assert tree.host.parents == expected.host.parents
+    assert torch.equal(tree.token_ids, expected.token_ids)
+    assert torch.equal(tree.values, expected.values)

@@ -35,7 +35,7 @@ class NativeSteps(PlainSteps):
         self._forward = native
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
-        tree = self._native_tree(root, None, state, size)
+        tree = self._native_tree(root.contiguous(), None, state, size)
         return super().tree(root, state, size) if tree is None else tree
 
     def tree_behind(self, pending: Pending, state: DraftState, size: TreeSize) -> tuple[DraftTree, Tensor] | None:
