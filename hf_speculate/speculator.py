@@ -238,7 +238,7 @@ class AutoSpeculator:
         drafter.check_target(target)
         drafter.calibration = CalibrationTable.load(folder)
         if drafter.feature_layers:  # it was trained on the target's states
-            check_origin(folder, target)
+            drafter.record = check_origin(folder, target)
         return Speculator(drafter, **vars(engine))
 
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats
-from hf_speculate.stats import OF_HEADS, Advice
+from hf_speculate.stats import Advice, HeadRecord, of_heads
 from tests.support.inputs import random_prompt
 from tests.support.models import build_tiny_model
 
 
-def counted(accepted: int, drafted: int, with_draft: float, without: float, rounds: int = 60) -> SpeculationStats:
+OF_HEADS = of_heads(HeadRecord())
+OWN = HeadRecord(is_own_target=True, accuracy=0.54)
+
+
+def counted(
+    accepted: int, drafted: int, with_draft: float, without: float, rounds: int = 60, **told: Any
+) -> SpeculationStats:
     """`rounds` rounds that accept so much of a chain, after ten without a draft; seconds of each kind."""
-    stats = SpeculationStats(calls=1, prefill_tokens=1, drafter="eagle", advice=OF_HEADS)
+    stats = SpeculationStats(**({"calls": 1, "prefill_tokens": 1, "drafter": "eagle", "advice": OF_HEADS} | told))
     for _ in range(rounds):
         stats.record_round(drafted, drafted, accepted + 1, accepted)
     for _ in range(10):
@@ -92,9 +100,44 @@ def test_the_verdict(stats, said):
     assert said in stats.verdict
 
 
+@pytest.mark.parametrize(
+    ("record", "first", "sampled", "with_draft", "said"),
+    [
+        (OWN, 0.5, 0, 0.03, "as well as it should, but a token of this target is so cheap"),
+        (OWN, 0.4, 1, 0.03, "Sampled text accepts less"),
+        (OWN, 0.4, 1, 0.01, "it pays, but accepts little at depth 1 (0.40; 0.54 in training). Sampled text"),
+        (OWN, 0.5, 1, 0.01, "this head fits the target."),
+        (OWN, 0.2, 1, 0.03, "The target is the one that the head was trained for."),
+        (OWN, 0.2, 0, 0.03, "text of another kind than its training texts?"),
+        (replace(OWN, is_own_target=False), 0.2, 0, 0.03, "The head was trained for other weights"),
+        (replace(OWN, is_own_target=None), 0.2, 0, 0.03, "Wrong target, template, adapter or quantisation?"),
+        (HeadRecord(), 0.5, 0, 0.03, "Wrong target, template, adapter or quantisation?"),
+    ],
+)
+def test_a_small_gain_is_explained_by_what_the_head_recorded(record, first, sampled, with_draft, said):
+    """Tokens a round are the same; depth 1 tells whether the head or its cost is the matter."""
+    stats = counted(2, 4, with_draft, 0.01, sampled_calls=sampled, advice=of_heads(record))
+    stats.accepted_to_depth[1] = round(60 * first)
+    stats.round_seconds_with_draft = [2 * with_draft] * 60
+    stats.total_seconds = 60 * 2 * with_draft + 0.1
+    if with_draft == 0.03:
+        assert "would make up for their cost" in stats.verdict
+        assert ("Wrong target" in stats.shortfall) == ("Wrong target" in said)
+    assert said in stats.verdict
+
+
+def test_a_gain_is_a_gain_and_close_to_even_is_neither():
+    """Rounds were slow lately, and all of them together gained."""
+    stats = counted(2, 4, 0.02, 0.01, rounds=60)
+    stats.round_seconds_with_draft = [0.04] * 60
+    assert stats.estimated_speedup > 1.4
+    assert stats.verdict == "this head fits the target."
+    assert "near break-even: 1.02x with 3.00 tokens a round." in counted(2, 4, 0.0295, 0.01).verdict
+
+
 def test_nothing_is_warned_of_before_enough_was_seen():
     assert counted(1, 4, 0.03, 0.01, rounds=39).shortfall is None
-    assert "hf-speculate check" in counted(1, 4, 0.03, 0.01, rounds=40).shortfall
+    assert "hf-speculate doctor" in counted(1, 4, 0.03, 0.01, rounds=40).shortfall
     near = counted(2, 4, 0.03, 0.0097, rounds=60)
     assert "do not pay" in near.verdict
     assert near.shortfall is None, "times are not as sure as that"

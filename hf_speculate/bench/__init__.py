@@ -35,6 +35,8 @@ from .costs import CostSettings as CostSettings
 from .costs import bench_costs as bench_costs
 from .edits import EditSettings as EditSettings
 from .edits import bench_edits as bench_edits
+from .forwards import prefilled_cache as prefilled_cache
+from .forwards import verify_ms as verify_ms
 from .generate import GenerateSettings as GenerateSettings
 from .generate import bench_generate as bench_generate
 from .gguf import GgufSettings as GgufSettings

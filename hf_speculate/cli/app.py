@@ -11,6 +11,7 @@ from .. import __version__
 from ..bench import app as bench_app
 from ..commands import JsonOnly, console, drafter_list, environment, say, say_json
 from .chat import CHAT_EXAMPLES, chat
+from .doctor import DOCTOR_EXAMPLES, doctor
 from .drafter_page import drafter_page
 from .generate import GENERATE_EXAMPLES, generate
 from .groups import Application, BenchGroup, MainGroup
@@ -58,6 +59,7 @@ app = Application(
 app.add_typer(bench_app, name="bench", cls=BenchGroup)
 app.command(epilog=GENERATE_EXAMPLES)(generate)
 app.command(epilog=CHAT_EXAMPLES)(chat)
+app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 
 
 def _show_version(is_asked: bool) -> None:

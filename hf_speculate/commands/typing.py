@@ -83,9 +83,9 @@ def side_by_side(
     """
 
     def screen() -> Table:
-        grid = Table.grid(padding=(0, 1), expand=True)
-        for _ in panels:
-            grid.add_column(ratio=1)
+        grid = Table.grid(padding=(0, 1))
+        for _ in panels:  # of equal width, also where the terminal's cannot be shared out evenly
+            grid.add_column(width=(console.width + 1) // len(panels) - 1)
         grid.add_row(*(panel.panel() for panel in panels))
         return grid
 

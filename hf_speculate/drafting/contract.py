@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..files import file_names
-from ..stats import OF_HEADS, Advice
+from ..stats import Advice, HeadRecord, of_heads
 from ..tree import DraftTree
 from .calibration import CalibrationTable
 from .choices import Choices
@@ -124,6 +124,7 @@ class Drafter(ABC):
         feature_layers: indices into the target's `hidden_states` tuple (0: embeddings, k: output of layer k - 1, L:
             after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
         calibration: what the values of its trees mean, as far as that is known before it drafts.
+        record: what the folder of a head records of its target and its acceptance.
         is_free: whether drafting takes next to nothing: no forward of a model.
         drafts_ahead: whether its sessions have `DraftSession.ahead`.
         options_classes: dataclasses whose fields are the drafter's options, for those who list them.
@@ -135,12 +136,13 @@ class Drafter(ABC):
     options_classes: ClassVar[tuple[type[Any], ...]] = ()
     feature_layers: tuple[int, ...] = ()
     calibration: CalibrationTable = CalibrationTable()
+    record: HeadRecord = HeadRecord()
 
     @property
     def advice(self) -> Advice:
         """What statistics say of the drafter's acceptance; by default what concerns heads, for drafters that read the
         target's states."""
-        return OF_HEADS if self.feature_layers else Advice()
+        return of_heads(self.record) if self.feature_layers else Advice()
 
     @classmethod
     @abstractmethod

@@ -173,6 +173,7 @@ def _sampler(speculator: Speculator, call: SampleCall, stats: SpeculationStats) 
     records = _records(call.config)
     if not call.config.do_sample:  # without a temperature both rules of acceptance are greedy
         return Sampler(call.processors, None, records)
+    stats.sampled_calls += 1
     if speculator.typical is not None:
         stats.lossy_calls += 1
         return TypicalSampler(speculator.typical, call.processors, records)

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, TargetMismatchError
 from ..messages import get_logger
 from ..models import GenerativeModel
+from ..stats import HeadRecord
 from ..target import WeightSample, compare_weights, quantization_label, sample_weights
-from .origins import PROVENANCE_FILE, read_provenance, warn_of_other_adapters
+from .origins import PROVENANCE_FILE, adapter_mismatch, read_provenance, warn_of_other_adapters
 
 
 logger = get_logger(__name__)
@@ -47,19 +48,26 @@ def describe_identity(target: GenerativeModel) -> dict[str, Any]:
     }
 
 
-def check_origin(folder: str, target: GenerativeModel) -> None:
+def check_origin(folder: str, target: GenerativeModel) -> HeadRecord:
     """Compares what the folder of a head says of its target with the one that it is given; old files say little.
 
     A difference that costs acceptance is logged, each once: other weights, another quantisation, other adapters.
 
+    Returns:
+        What the folder records of the head, and whether this is its own target.
     Raises:
         TargetMismatchError: another number of layers, vocabulary or hidden size, or weights of an unrelated model.
     """
-    if identity := _identity(folder):
-        _check_sizes(folder, identity, target)
-        for problem in identity_problems(folder, identity, target):
-            _warn(problem)
+    record, problems = _compare(folder, target)
+    for problem in problems:
+        _warn(problem)
     warn_of_other_adapters(folder, target)
+    return record
+
+
+def head_record(folder: str, target: GenerativeModel) -> HeadRecord:
+    """What `check_origin` returns, without a warning; raises as it does."""
+    return _compare(folder, target)[0]
 
 
 def check_stated_name(folder: str, stated: str | None, architectures: Sequence[str], target: PreTrainedModel) -> None:
@@ -71,7 +79,7 @@ def check_stated_name(folder: str, stated: str | None, architectures: Sequence[s
         architectures: names of classes, none if it has none.
     """
     given, name = target.name_or_path or "", type(target).__name__
-    if _identity(folder):
+    if _provenance(folder).get("identity"):
         return
     if architectures and name not in architectures:
         classes = " or ".join(architectures)
@@ -125,10 +133,26 @@ def _warn(problem: str) -> None:
     )
 
 
-def _identity(folder: str) -> Mapping[str, Any]:
+def _compare(folder: str, target: GenerativeModel) -> tuple[HeadRecord, list[str]]:
+    """The record of a head, and what is different about its target."""
+    content = _provenance(folder)
+    identity: Mapping[str, Any] = content.get("identity") or {}
+    _check_sizes(folder, identity, target)
+    problems = list(identity_problems(folder, identity, target)) if identity else []
+    is_own = None if not _samples(identity) else not (problems or adapter_mismatch(folder, target))
+    measured = content.get("metrics") or {}
+    accuracy, length = (measured.get(f"eval_{name}") for name in ("accuracy_0", "mean_acceptance_length"))
+    return HeadRecord(
+        is_own,
+        accuracy if isinstance(accuracy, float) and 0 < accuracy <= 1 else None,
+        length if isinstance(length, float) and length >= 1 else None,
+    ), problems
+
+
+def _provenance(folder: str) -> Mapping[str, Any]:
     """Empty if the folder does not say."""
     try:
-        return (read_provenance(folder) or {}).get("identity") or {}
+        return read_provenance(folder) or {}
     except CheckpointError:
         return {}
 

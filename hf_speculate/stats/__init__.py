@@ -6,6 +6,7 @@ depth d = rounds accepted to depth >= d / rounds that had a node there (uncondit
 share of a round, so a batch of 4 rows makes 4.
 """
 
-from .advice import OF_HEADS as OF_HEADS
 from .advice import Advice as Advice
+from .advice import HeadRecord as HeadRecord
+from .advice import of_heads as of_heads
 from .statistics import SpeculationStats as SpeculationStats

@@ -1,4 +1,4 @@
-"""Does it pay? One sentence on what was counted, and where it does not pay the reason that is likely."""
+"""Does it pay? One sentence on what was counted, and where it does not pay the cause that is likely."""
 
 from __future__ import annotations
 
@@ -8,10 +8,38 @@ from .counters import Counters
 
 
 _LOW_LENGTH = 1.05  # tokens a round: as good as nothing is accepted
-_LOW_FIRST = 0.5  # share accepted at depth 1, below what published heads show (0.62 to 0.73 for a chain)
+_USUAL_FIRST = 0.6  # share accepted at depth 1: published heads of large targets show 0.62 to 0.73 for a chain
+# Of the share that a head recorded in training: other greedy text, sampled text.
+_LEAST, _LEAST_SAMPLED = 0.8, 0.6
 # Before it is said that something does not pay: rounds, of which so many with a draft (a policy soon stops those).
 _MIN_ROUNDS, _MIN_DRAFTED = 50, 10
 _MARGIN = 0.95  # measured times are not as sure as counts
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """A head's own record, as far as its folder has one.
+
+    Attributes:
+        is_own_target: whether it drafts for the target that it was trained for, by weights, quantisation and adapters;
+            None where that is not recorded.
+        accuracy: share of its first draft tokens that were right when training ended; None where it is not recorded.
+        length: tokens a round when training ended; None where it is not recorded.
+    """
+
+    is_own_target: bool | None = None
+    accuracy: float | None = None
+    length: float | None = None
+
+    @property
+    def low_first(self) -> float:
+        """Share of first draft tokens below which acceptance on greedy text is low."""
+        return _USUAL_FIRST if self.accuracy is None else _LEAST * self.accuracy
+
+    @property
+    def recorded(self) -> str:
+        """The share to compare with, in words: "0.54 in training"."""
+        return "trained heads show 0.6 to 0.7" if self.accuracy is None else f"{self.accuracy:.2f} in training"
 
 
 @dataclass(frozen=True)
@@ -20,39 +48,42 @@ class Advice:
 
     Attributes:
         good: where it pays, a clause: "this head fits the target".
-        poor: where it does not, whole sentences: what is likely, what to do.
-        is_trained: whether it was trained for a target, so that its acceptance has a usual size.
+        poor: where it does not and nothing else is known, whole sentences: what is likely, what to do.
+        record: of a trained head, which has a usual acceptance; None for other drafters.
     """
 
     good: str = "the drafts pay"
     poor: str = "Another drafter, or other options, may do better."
-    is_trained: bool = False
+    record: HeadRecord | None = None
 
 
-OF_HEADS = Advice(
-    good="this head fits the target",
-    poor="Wrong target, template, adapter or quantisation? Run `hf-speculate check`.",
-    is_trained=True,
-)
+def of_heads(record: HeadRecord) -> Advice:
+    """Advice for drafters that read the target's states."""
+    return Advice(
+        good="this head fits the target",
+        poor="Wrong target, template, adapter or quantisation? Run `hf-speculate check`.",
+        record=record,
+    )
 
 
 def verdict(counts: Counters, advice: Advice) -> str:
     """One sentence or two on all that was counted."""
-    length = counts.mean_acceptance_length
+    length, speedup = counts.mean_acceptance_length, counts.estimated_speedup
     if not counts.calls:
         return "nothing was generated yet."
     if length is None:
-        return f"no round had a draft. {advice.poor}"
+        return "no round had a draft." if advice.record else f"no round had a draft. {advice.poor}"
     if counts.rounds < _MIN_DRAFTED:
         seen = "1 round" if counts.rounds == 1 else f"{counts.rounds} rounds"
         return f"too early to say: {seen} had a draft."
     if problem := _problem(counts):
-        return f"{problem} {advice.poor}"
-    if (counts.estimated_speedup or 1.0) < 1.0:
-        return f"near break-even: {length:.2f} tokens a round, of which the gain is small. {advice.poor}"
+        return f"{problem} {_cause(counts, advice)}"
+    if speedup is not None and _MARGIN * speedup < 1.0:
+        return f"near break-even: {speedup:.2f}x with {length:.2f} tokens a round. {_cause(counts, advice)}"
     first = counts.acceptance_rate_by_depth.get(1, 0.0)
-    if advice.is_trained and first < _LOW_FIRST:
-        return f"it pays, but accepts little at depth 1 ({first:.2f}; trained heads show 0.6 to 0.7). {advice.poor}"
+    if advice.record and first < advice.record.low_first:
+        found = f"accepts little at depth 1 ({first:.2f}; {advice.record.recorded})"
+        return f"it pays, but {found}. {_cause(counts, advice)}"
     return f"{advice.good}."
 
 
@@ -60,14 +91,36 @@ def shortfall(counts: Counters, advice: Advice) -> str | None:
     """What to warn of, once enough rounds have been seen; None while all is well or little is known."""
     is_enough = counts.rounds + counts.rounds_without_draft >= _MIN_ROUNDS and counts.rounds >= _MIN_DRAFTED
     problem = _problem(counts, margin=_MARGIN) if is_enough else ""
-    return f"{problem} {advice.poor}" if problem else None
+    return f"{problem} {_cause(counts, advice)}" if problem else None
 
 
 def _problem(counts: Counters, margin: float = 1.0) -> str:
     """Why drafts do not pay, "" where they do or nobody knows."""
     length, needed = counts.mean_acceptance_length, counts.break_even_length
-    if length is None:
+    if length is None or (counts.estimated_speedup or 0.0) >= 1.0:
         return ""
     if needed is not None and length < margin * needed:
         return f"drafts do not pay here: {length:.2f} tokens a round where {needed:.2f} would make up for their cost."
     return f"as good as nothing is accepted: {length:.2f} tokens a round." if length < _LOW_LENGTH else ""
+
+
+def _cause(counts: Counters, advice: Advice) -> str:
+    """The likely cause of a small gain, and what to do."""
+    record, first = advice.record, counts.acceptance_rate_by_depth.get(1, 0.0)
+    if record is None:
+        return advice.poor
+    if first >= record.low_first:
+        return (
+            "The head drafts as well as it should, but a token of this target is so cheap here that drafts gain "
+            "little. `hf-speculate doctor` says what pays."
+        )
+    if 2 * counts.sampled_calls > counts.calls and first >= _LEAST_SAMPLED * (record.accuracy or _USUAL_FIRST):
+        return "Sampled text accepts less than greedy text; a lower temperature accepts more."
+    if record.is_own_target is None:
+        return advice.poor
+    if record.is_own_target:
+        return (
+            "The target is the one that the head was trained for. Is this text of another kind than its training "
+            "texts? `hf-speculate check --prompts FILE` measures yours."
+        )
+    return "The head was trained for other weights, another quantisation or other adapters. Train one for this target."

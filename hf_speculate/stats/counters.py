@@ -51,6 +51,7 @@ class Counters:
     """
 
     calls: int = 0
+    sampled_calls: int = 0
     lossy_calls: int = 0
     rounds: int = 0
     rounds_without_draft: int = 0

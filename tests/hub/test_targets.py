@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.gguf import FileShape, find_recipe, load_model, write_random_file
-from hf_speculate.hub import describe_identity
+from hf_speculate.hub import describe_identity, head_record
 from hf_speculate.hub.targets import _model_name
+from hf_speculate.stats import HeadRecord
 
 from ..support.models import VOCAB_SIZE, build_tiny_model
 from ..support.tiny_heads import write_eagle_head
@@ -57,6 +59,20 @@ class TestIdentity:
     def test_its_own_target_is_not_worth_a_word(self, head, said, dtype):
         folder = head(describe_identity(build_tiny_model(dtype=torch.bfloat16)))
         assert said(folder, build_tiny_model(dtype=dtype)) == []
+
+    def test_the_record_says_whose_target_and_what_was_accepted(self, head):
+        folder = head(describe_identity(build_tiny_model()))
+        path = Path(folder) / "provenance.json"
+        metrics = {"eval_accuracy_0": 0.5, "eval_mean_acceptance_length": 2.5}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": metrics}))
+        assert head_record(folder, build_tiny_model()) == HeadRecord(True, 0.5, 2.5)
+        tuned = copy.deepcopy(build_tiny_model())
+        tuned.model.norm.weight.data += 0.1
+        assert head_record(folder, tuned).is_own_target is False
+        speculator = AutoSpeculator.from_pretrained(folder, target=build_tiny_model(), feature_layers=(0, 1, 2))
+        assert speculator.stats.advice.record == HeadRecord(True, 0.5, 2.5)
+        path.unlink()
+        assert head_record(folder, build_tiny_model()) == HeadRecord()
 
     def test_files_of_others_are_silent(self, head, said):
         assert said(head(), build_tiny_model()) == []

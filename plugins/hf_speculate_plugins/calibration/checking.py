@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.stats import HeadRecord
 
 from .conditions import Finding
 from .rates import AcceptanceRates
@@ -79,6 +80,7 @@ class HeadCheck:
         verdict: "plausible": as expected of a trained head. "mislabelled": low as stated, plausible with `fix`.
             "better": `fix` helps and it is still low, or it was plausible without. "explained": low, no convention
             helps, and `findings` say what it is. "unexplained": low, and nothing that was tried helps.
+        record: of the head's folder: acceptance in training, which "low" is measured by, and whose target it is.
         findings: conditions that change its acceptance clearly, the strongest first, see `conditions`.
     """
 
@@ -89,13 +91,19 @@ class HeadCheck:
     fix: Options = field(default_factory=dict)
     best: AcceptanceRates | None = None
     findings: tuple[Finding, ...] = ()
+    record: HeadRecord = field(default_factory=HeadRecord)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether acceptance stays low with the best way to read it."""
+        return (self.best or self.stated).is_low(self.record)
 
     @property
     def verdict(self) -> Verdict:
         if not self.fix or self.best is None:
             low = "explained" if self.findings else "unexplained"
-            return low if self.stated.is_suspicious else "plausible"
-        return "mislabelled" if self.stated.is_suspicious and not self.best.is_suspicious else "better"
+            return low if self.is_low else "plausible"
+        return "mislabelled" if self.stated.is_low(self.record) and not self.is_low else "better"
 
     @property
     def code(self) -> str:
@@ -108,15 +116,27 @@ class HeadCheck:
         """The verdict in words."""
         changes = " and ".join(trial.meaning for trial in self.trials if trial.options == self.fix) or "nothing"
         verdict = {
-            "plausible": "Acceptance is what a trained head shows: nothing to fix.",
+            "plausible": f"Acceptance is as expected ({self._first}): nothing to fix.",
             "mislabelled": f"The head is mis-labelled. What it was trained with: {changes}.",
             "better": f"The head drafts better with: {changes}.",
-            "explained": "Acceptance is low and no convention helps; what it depends on is below.",
-            "unexplained": "Acceptance is low and no convention helps. Is this the target that the head was trained "
-            "for, are the prompts in the form that it was trained on (chat template, system prompt), was it trained at "
-            "all?",
+            "explained": f"Acceptance is low ({self._first}) and no convention helps; what it depends on is below.",
+            "unexplained": f"Acceptance is low ({self._first}) and no convention helps. {self._question}",
         }[self.verdict]
         return "\n".join([verdict, *(f"- {finding.kind}: {finding.message}" for finding in self.findings)])
+
+    @property
+    def _first(self) -> str:
+        return f"{self.stated.by_depth[0]:.2f} at depth 1; {self.record.recorded}"
+
+    @property
+    def _question(self) -> str:
+        form = "in the form that it was trained on (chat template, system prompt)"
+        if self.record.is_own_target:
+            return (
+                "The target is the one that the head was trained for. Are the prompts of the kind of its training "
+                f"texts, and {form}?"
+            )
+        return f"Is this the target that the head was trained for, are the prompts {form}, was it trained at all?"
 
 
 class Reader(Protocol):
@@ -148,6 +168,7 @@ def check_head(
     *,
     depth: int = 5,
     try_alternatives: bool | None = None,
+    record: HeadRecord | None = None,
 ) -> HeadCheck:
     """Measures a head as stated and, where that looks wrong, as its neighbours in convention would have it.
 
@@ -156,11 +177,12 @@ def check_head(
         head: what to call it.
         texts: from `write_texts`.
         depth: of the chains.
-        try_alternatives: None: if the acceptance is suspicious.
+        try_alternatives: None: if the acceptance is low.
+        record: of the head's folder; None: it has none.
     Raises:
         SpeculateError: the head cannot be read as stated, or the texts are too short.
     """
-    depth = reader.depth(depth)
+    depth, record = reader.depth(depth), record or HeadRecord()
     if not any(text.roots(depth) for text in texts):
         raise SpeculateError(
             f"the target wrote too little to check chains of {depth} tokens on: more tokens (--max-new-tokens) or "
@@ -168,10 +190,10 @@ def check_head(
         )
     accepted = reader.accepted({}, texts, depth)
     stated = AcceptanceRates.of(accepted, depth)
-    if not (stated.is_suspicious if try_alternatives is None else try_alternatives):
-        return HeadCheck(head, reader.name, stated)
+    if not (stated.is_low(record) if try_alternatives is None else try_alternatives):
+        return HeadCheck(head, reader.name, stated, record=record)
     trials, fix, best = _search(reader, texts, depth, accepted)
-    return HeadCheck(head, reader.name, stated, tuple(trials), fix, best)
+    return HeadCheck(head, reader.name, stated, tuple(trials), fix, best, record=record)
 
 
 def _search(

@@ -8,10 +8,12 @@ from itertools import pairwise
 from jaxtyping import Int
 from torch import Tensor
 
+from hf_speculate.stats import HeadRecord
+
 
 # Published heads accept 62 to 73 % at depth 1, and of those accepted to one depth, at the next not less than 0.77 times
 # that share (figures in vLLM's tests). A state that is fed back wrongly shows at depth 2 only.
-_LOW_FIRST, _LOW_DECAY = 0.6, 0.7
+_LOW_DECAY = 0.7
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,7 @@ class AcceptanceRates:
             mean_length=1 + sum(counts[1:]) / counts[0],
         )
 
-    @property
-    def is_suspicious(self) -> bool:
-        """Low for a trained head at depth 1, or falling off faster than heads do."""
+    def is_low(self, record: HeadRecord) -> bool:
+        """Whether depth 1 accepts less than the head's record lets expect, or acceptance falls faster than usual."""
         first, *deeper = self.conditional
-        return first is None or first < _LOW_FIRST or any((rate or 0.0) < _LOW_DECAY * first for rate in deeper)
+        return first is None or first < record.low_first or any((rate or 0.0) < _LOW_DECAY * first for rate in deeper)

@@ -37,6 +37,7 @@ class CombinedDrafter(Drafter):
         self.parts = tuple(parts)
         self.options = options or CombinedOptions()
         self.feature_layers = tuple(dict.fromkeys(layer for part in parts for layer in part.feature_layers))
+        self.record = next((part.record for part in parts if part.feature_layers), self.record)
         self.histories: Histories = {}
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ from hf_speculate.commands import (
     tokenize,
 )
 from hf_speculate.errors import CheckpointError
-from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
+from hf_speculate.hub import drafter_class_for, head_record, local_folder, refresh_hashes
 from hf_speculate.models import unwrap
 from hf_speculate.target import quantization_label
 
@@ -68,8 +68,9 @@ def check_checkpoint(
     if drafter.name not in _READERS:
         raise CheckpointError(f"{head} is a checkpoint of {drafter.name!r}; only {', '.join(_READERS)} can be checked.")
     reader: Reader = _READERS[drafter.name](folder, model)  # a broken head fails before the target writes anything
+    record = head_record(folder, model)
     texts = write_texts(model, prompts, max_new_tokens=max_new_tokens)
-    return check_head(reader, os.fspath(head), texts, depth=depth, try_alternatives=try_alternatives)
+    return check_head(reader, os.fspath(head), texts, depth=depth, try_alternatives=try_alternatives, record=record)
 
 
 def check(
@@ -134,8 +135,7 @@ def check(
     )
     measure = HeadMeasure(local_folder(head), _READERS[found.drafter], depth, max_new_tokens, found.fix)
     use = Use(model, tokenizer, chosen, tokens, use_template, load, without_adapter)
-    is_low = (found.best or found.stated).is_suspicious
-    findings = find_conditions(measure, use, others=is_low if conditions is None else conditions)
+    findings = find_conditions(measure, use, others=found.is_low if conditions is None else conditions)
     found = replace(found, findings=findings)
     if calibrate:
         write_calibration(head, model, tokens, max_new_tokens=max_new_tokens, **found.fix)

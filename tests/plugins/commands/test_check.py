@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator, Speculator, cli
 from hf_speculate.drafting import RAW_LAST, CalibrationTable
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
+from hf_speculate.stats import HeadRecord
 from hf_speculate_plugins.calibration import AcceptanceRates, HeadCheck, Trial, write_texts
 from hf_speculate_plugins.commands.check import as_json, check_checkpoint, write_calibration
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
@@ -170,6 +171,16 @@ class TestMeasure:
         assert found.mean_length == 2.0
         assert AcceptanceRates.of(torch.tensor([0, 0]), 2).conditional == (0.0, None)
 
+    def test_low_is_what_is_less_than_the_head_recorded(self):
+        found = AcceptanceRates.of(torch.tensor([0, 2, 2, 2, 0, 0, 0, 2, 2, 0]), 2)
+        assert found.by_depth == (0.5, 0.5)
+        assert [found.is_low(HeadRecord(accuracy=share)) for share in (None, 0.54, 0.64)] == [True, False, True]
+        check = HeadCheck("head", "eagle", found, record=HeadRecord(True, 0.54))
+        assert "as expected (0.50 at depth 1; 0.54 in training): nothing to fix" in check.message
+        low = HeadCheck("head", "eagle", found, record=HeadRecord(True, 0.9))
+        assert "The target is the one that the head was trained for." in low.message
+        assert "Is this the target" in HeadCheck("head", "eagle", found, record=HeadRecord(None, 0.9)).message
+
 
 def visits(model, drafter, text) -> dict[int, int]:
     """Root position -> accepted tokens of every round of greedy decoding, rounds with a cut budget left out."""
@@ -219,7 +230,7 @@ class TestMislabelled:
         change, fix = MISLABELLED[name]
         found = check(relabelled(change), try_alternatives=True)
         assert found.fix == fix
-        assert found.verdict == ("mislabelled" if found.stated.is_suspicious else "better")
+        assert found.verdict == ("mislabelled" if found.stated.is_low(found.record) else "better")
         assert found.stated.mean_length + 0.1 < found.best.mean_length
         assert found.best.by_depth[0] > 0.95
         again = AutoSpeculator.from_pretrained(found.head, target=target(), **found.fix)
@@ -254,7 +265,7 @@ class TestMislabelled:
             AcceptanceRates.of(found.accepted(options, texts(), CHAIN), CHAIN)
             for options in ({}, {"embeddings": "target"})
         )
-        assert stated.is_suspicious
+        assert stated.is_low(HeadRecord())
         assert fixed.by_depth[0] > 0.95
         assert {"embeddings": "target"} in [other.options for other in found.alternatives({})]
 

@@ -1,0 +1,52 @@
+"""`hf-speculate doctor`: what a round needs and yields, and the advice that follows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_speculate import cli
+from hf_speculate.cli.doctor import advise
+
+from ..docs.pages import REPOSITORY
+
+
+PYCODER, HEAD = (str(REPOSITORY / "examples" / name) for name in ("pycoder", "pycoder-eagle3"))
+
+
+def row(drafter, token_ms, speedup, backend=""):
+    return {"drafter": drafter, "token_ms": token_ms, "speedup": speedup, "backend": backend}
+
+
+@pytest.mark.rest
+def test_the_bundled_code_model():
+    options = ("doctor", "-t", PYCODER, "-s", HEAD, "-s", "prompt_lookup", "--dtype", "float32")
+    shown = CliRunner().invoke(cli.app, options)
+    assert shown.exit_code == 0, shown.stderr
+    assert "to break even" in shown.stdout
+    *_, advice, line = shown.stdout.strip().splitlines()
+    assert advice.startswith(("Take --speculator", "Run plain"))
+    found = json.loads(line)
+    head, lookup = found["rows"]
+    assert set(head["forward_ms"]) == {"1", "8"}
+    assert head["rounds"] >= 10
+    assert head["yields"] > 2, "of at most 5: it drafts 4 levels"
+    assert head["recorded"] == pytest.approx(4.09, abs=0.01)
+    assert head["needed"] == pytest.approx(head["round_ms"] / head["token_ms"], rel=1e-3)
+    assert head["speedup"] > 0
+    assert lookup["recorded"] is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row("a", 10, 1.5), row("b", 10, 2.0)], "Take --speculator b: about 2.00x, from 100 to 200 tokens/s."),
+        ([row("a", 10, 1.02), row("b", 10, None)], "Run plain (100 tokens/s): no drafter clearly yields more"),
+        ([row("a", 10, 1.9, "native"), row("a", 5, 0.8, "native-int8")], "Run plain --gguf-backend native-int8 (200"),
+        ([row("a", 10, 1.9, "native"), row("a", 8, 1.8, "native-int8")], "a --gguf-backend native-int8: about 1.80x"),
+    ],
+)
+def test_what_makes_most_tokens_a_second_is_advised(rows, said):
+    assert said in advise(rows)

