@@ -41,6 +41,7 @@ int hfs_rank() {{ return 1; }}
 void hfs_grow() {{}}
 long long hfs_see() {{ return 0; }}
 bool hfs_cut() {{ return true; }}
+int hfs_draft() {{ return 0; }}
 bool hfs_look_up() {{ return true; }}
 }}
 """
