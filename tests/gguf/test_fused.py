@@ -56,9 +56,9 @@ def calls(monkeypatch):
     run = library.run_layers
 
     def count(address):
-        from hf_speculate.gguf.native_layers import _Call
+        from hf_speculate.gguf.native_layers import CallStructure
 
-        counts.append(_Call.from_address(address).num_layers)
+        counts.append(CallStructure.from_address(address).num_layers)
         return run(address)
 
     monkeypatch.setattr(library, "run_layers", count)
