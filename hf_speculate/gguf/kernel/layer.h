@@ -22,7 +22,7 @@ struct Layer {
   Matrix qkv[3], output[1], gate_up[2], down[1];  // without tiles: none
 };
 
-// `_Call` of native_layers.py.
+// `CallStructure` of native_layers.py.
 struct Call {
   const void *x, *beside;  // [batch row, query, hidden]; the second for layers that join it
   void* y;  // outputs of each layer, as x
