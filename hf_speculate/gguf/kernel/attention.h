@@ -89,8 +89,8 @@ INLINE WideFloats multiply_add(const WideFloats& sum, const WideFloats& keys, co
 #endif
 }
 
-// Rows whose sums stand in registers together, and vectors of each.
-constexpr int SCORED_ROWS = HAS_AVX512 ? 8 : 4, MIXED_ROWS = 4, MIXED_VECTORS = HAS_AVX512 ? 4 : 2;
+// Rows whose sums stand in registers together, and vectors of each: sixteen columns or more, since so many are put at once.
+constexpr int SCORED_ROWS = HAS_AVX512 ? 8 : 4, MIXED_ROWS = 4, MIXED_VECTORS = HAS_AVX512 ? 4 : PARTS;
 
 // Scores of sixteen keys by ROWS queries, in the order of the columns.
 template <int ROWS, class T>
