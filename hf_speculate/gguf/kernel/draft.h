@@ -25,23 +25,6 @@ struct Draft {
   bool (*goes_on)(int64_t level);  // whether a level behind this one is wanted; sets its noise
 };
 
-// Rows of embeddings by number; false where one is not there.
-template <class T> bool look_up(const Matrix& w, const int64_t* ids, int64_t count, float* row, T* to) {
-  const Kind& kind = KINDS[w.kind];
-  const int64_t size = w.in_features, row_bytes = size / kind.block_size * kind.block_bytes;
-  for (int64_t i = 0; i < count; i++, to += size) {
-    if (ids[i] < 0 || ids[i] >= w.out_features) return false;
-    const uint8_t* from = w.tiles + ids[i] * (kind.is_dense() ? size * sizeof(T) : row_bytes);
-    if (kind.is_dense()) {
-      memcpy(to, from, size * sizeof(T));
-      continue;
-    }
-    kind.look_up(from, size, row);
-    for (int64_t n = 0; n < size; n += LANES) narrow(to + n, load<Floats>(row + n));
-  }
-  return true;
-}
-
 template <class T> class DraftRun {
  public:
   explicit DraftRun(Draft& draft)

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int MOST_WIDTH = 128;  // and depth
 
-// The trees of a batch; `_Growth` of native_growth.py. All arrays but the first are [batch row, …].
+// The trees of a batch; `GrowthStructure` of native_growth.py. All arrays but the first are [batch row, …].
 struct Growth {
   int64_t batch_size, width, depth;
   int64_t num_levels;  // that were proposed, the last one being the frontier

@@ -90,13 +90,7 @@ bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_featur
 // Rows of blocks, by number, in float32; false, and nothing of use written, where one is none of `rows`.
 bool hfs_look_up(int number, const uint8_t* blocks, int64_t rows, int64_t columns, const int64_t* ids, int64_t count,
                  float* to) {
-  const Kind& kind = KINDS[number];
-  const int64_t row_bytes = columns / kind.block_size * kind.block_bytes;
-  for (int64_t i = 0; i < count; i++) {
-    if (ids[i] < 0 || ids[i] >= rows) return false;
-    kind.look_up(blocks + ids[i] * row_bytes, columns, to + i * columns);
-  }
-  return true;
+  return look_up<float>({number, columns, rows, blocks, nullptr}, ids, count, nullptr, to);
 }
 
 // y [count, out_features] = x [count, in_features] times the matrix; both are bfloat16 or float32. `rounds`: x is rounded to

@@ -53,8 +53,8 @@ template <class T> class LayerRun {
   LayerRun(const Call& call, int64_t number, const Memory<T>& memory, int64_t rows)
       : layer(*call.layers[number]), call(call), count(call.batch_size * call.num_queries), rows(rows),
         q_size(layer.heads * layer.head_dim), kv_size(layer.kv_heads * layer.head_dim), in(memory.in),
-        activated(memory.activated), products(memory.products), residual(memory.residual), queries(memory.queries), keys((T*)call.keys[number]),
-        values((T*)call.values[number]), batch_stride(call.batch_strides[number]), head_stride(call.head_strides[number]),
+        activated(memory.activated), products(memory.products), residual(memory.residual), queries(memory.queries),
+        keys((T*)call.keys[number]), values((T*)call.values[number]), batch_stride(call.batch_strides[number]), head_stride(call.head_strides[number]),
         y((T*)call.y + number * count * layer.hidden),
         x(number ? y - count * layer.hidden : (const T*)call.x) {}
 
@@ -145,19 +145,18 @@ template <class T> class LayerRun {
   // A head of a row to where attention finds it: queries and keys turned by their places.
   void place(int64_t m, int64_t slot) {
     const int64_t b = m / call.num_queries, query = m % call.num_queries, size = layer.head_dim, half = size / 2;
-    const bool is_query = this->is_query(slot), is_key = this->is_key(slot);
     const int64_t head = head_of(slot);
     const float* x = products + m * (q_size + 2 * kv_size) + columns_of(slot);
     const int64_t entry = call.num_keys - call.num_queries + query;
     const int64_t in_cache = b * batch_stride + head * head_stride + entry * size;
-    T* to = is_query ? queries + m * q_size + head * size : (is_key ? keys : values) + in_cache;
+    T* to = is_query(slot) ? queries + m * q_size + head * size : (is_key(slot) ? keys : values) + in_cache;
     alignas(64) float normed[MOST_HEAD_DIM], turned[MOST_HEAD_DIM];
-    if (const T* weights = (const T*)(is_query ? layer.q_norm : is_key ? layer.k_norm : nullptr)) {
+    if (const T* weights = (const T*)(is_query(slot) ? layer.q_norm : is_key(slot) ? layer.k_norm : nullptr)) {
       const float factor = rms_factor(x, size, layer.eps);
       for (int64_t d = 0; d < size; d += LANES) store(normed + d, load<Floats>(x + d) * factor * widen(weights + d));
       x = normed;
     }
-    if (is_query || is_key) {
+    if (is_query(slot) || is_key(slot)) {
       const T* cos = (const T*)call.cos + b * call.rotary_stride + query * size;
       const T* sin = (const T*)call.sin + b * call.rotary_stride + query * size;
       for (int64_t d = 0; d < half; d++) {

@@ -114,6 +114,27 @@ const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0")
                       {"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
                       {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
 
+// Rows of embeddings by number, which lie as in files; false, and nothing of use written, where one is not there.
+// `row` has room for one of a packed type in float32, where T is another.
+template <class T> bool look_up(const Matrix& w, const int64_t* ids, int64_t count, float* row, T* to) {
+  const Kind& kind = KINDS[w.kind];
+  const int64_t size = w.in_features;
+  const int64_t row_bytes = kind.is_dense() ? size * sizeof(T) : size / kind.block_size * kind.block_bytes;
+  for (int64_t i = 0; i < count; i++, to += size) {
+    if (ids[i] < 0 || ids[i] >= w.out_features) return false;
+    const uint8_t* from = w.tiles + ids[i] * row_bytes;
+    if (kind.is_dense()) {
+      memcpy(to, from, row_bytes);
+    } else if constexpr (std::is_same<T, float>::value) {
+      kind.look_up(from, size, to);
+    } else {
+      kind.look_up(from, size, row);
+      for (int64_t n = 0; n < size; n += LANES) narrow(to + n, load<Floats>(row + n));
+    }
+  }
+  return true;
+}
+
 // Memory of the calling thread that is kept from call to call.
 class Scratch {
  public:

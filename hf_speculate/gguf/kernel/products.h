@@ -37,17 +37,12 @@ template <int GROUP, class T> void sum_groups(Inputs<T> x, int64_t cell, int64_t
 // A step is what a lane of 32 bits holds: one float32, two bfloat16.
 template <class T> constexpr int STEP = 4 / sizeof(T);
 
-template <class T> INLINE Floats multiply_add(const Floats& sum, const Floats& weights, const T* x) {
-  if constexpr (sizeof(T) == 2) {
+INLINE Floats multiply_add(const Floats& sum, const Floats& weights, const float* x) { return sum + weights * *x; }
 #if HAS_BF16
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(load<int>(x)));
-#else
-    const Words pairs = reinterpret<Words>(weights);
-    return sum + reinterpret<Floats>(pairs << 16) * to_float(x[0]) + reinterpret<Floats>(pairs & 0xffff0000) * to_float(x[1]);
-#endif
-  }
-  return sum + weights * to_float(*x);
+INLINE Floats multiply_add(const Floats& sum, const Floats& weights, const uint16_t* x) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(load<int>(x)));
 }
+#endif
 
 // A group's share of the products [lane] of a row: every path adds it so, and in the order of the columns.
 template <class F, class T>

@@ -28,7 +28,7 @@ INLINE bool any(const Ints& lanes) {
   return (v[0] | v[1] | v[2] | v[3] | v[4] | v[5] | v[6] | v[7]) != 0;
 }
 
-// `_Ranking` of native_ranking.py.
+// `RankingStructure` of native_ranking.py.
 struct Ranking {
   const void* x;  // [batch row, node, hidden]
   void* normed;   // as x, or null: not wanted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,8 +41,9 @@ class NativeSteps(PlainSteps):
 
     def tree_behind(self, pending: Pending, state: DraftState, size: TreeSize) -> tuple[DraftTree, Tensor] | None:
         token_ids, states, lengths = pending
-        if set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None:
-            return None  # entries with holes between them
+        has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
+        if has_holes or not self._forward.is_one_call:
+            return None
         root = torch.empty_like(states[:, 0])
         tree = self._native_tree(root, (token_ids.contiguous(), states.contiguous()), state, size)
         if tree is None:
@@ -57,7 +59,7 @@ class NativeSteps(PlainSteps):
 
         Args:
             root: states of the entry committed last; found, where something is pending.
-            pending: tokens and states of entries that are to be read first.
+            pending: tokens and states of entries that the one call reads first.
         """
         forward, reading = self._forward, self._reading
         layers, ranking = forward.current_layers(), forward.current_ranking()
@@ -65,6 +67,7 @@ class NativeSteps(PlainSteps):
         if layers is None or ranking is None or sampling is None:
             return None
 
+        @cache  # the first level's is asked for its width, too
         def noise(depth: int) -> Tensor | None:
             found = state.log_noise((depth,), ranking.num_columns, self._loaded.target_ids)
             return None if found is None else found[:, 0].float().contiguous()
@@ -77,7 +80,7 @@ class NativeSteps(PlainSteps):
             return None
         growth = NativeGrowth(len(root), width, size.depth, self._loaded.target_ids)
         grow = Growing(forward, reading, rows, ranking, sampling, noise, state)
-        if not (grow.at_once(growth, root, pending) if forward.is_one_call else grow.by_levels(growth, root, pending)):
+        if not (grow.at_once(growth, root, pending) if forward.is_one_call else grow.by_levels(growth, root)):
             return None
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)
@@ -115,11 +118,9 @@ class Growing:
             lambda: self.state.goes_on(growth.values, growth.previous),
         )
 
-    def by_levels(self, growth: NativeGrowth, root: Tensor, pending: tuple[Tensor, Tensor] | None) -> bool:
+    def by_levels(self, growth: NativeGrowth, root: Tensor) -> bool:
         """In three calls a level: for layers, ranking and growth."""
         width = growth.tokens.shape[1]
-        if pending is not None:
-            return False
         ranked = self.ranking.run(root[:, None].contiguous(), width, self.noise(0), self.sampling)
         for level in range(1, growth.depth + 1):
             if ranked is None:
