@@ -102,7 +102,8 @@ def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
     for name in INPUT_PREPARATION:
         if has_own_method(model, name) or (name in vars(model) and prompt_learning(model) is None):
             return True
-    if "forward" in vars(model) and not hasattr(model, "_hf_hook"):
+    forward = vars(model).get("forward")
+    if forward is not None and not hasattr(forward, "is_native") and not hasattr(model, "_hf_hook"):
         return True
     return not (kind.__module__.startswith("transformers.") and kind.__name__ in tried_classes(minor_version()))
 

@@ -20,7 +20,7 @@ random_files  files with random weights, for benchmarks and tests
 """
 
 from .backends import BACKENDS as BACKENDS
-from .fused import fuse_layers as fuse_layers
+from .forwards import fuse as fuse
 from .layer_parts import LayerParts as LayerParts
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model

@@ -19,7 +19,7 @@ from ..messages import get_logger
 from ..models import GenerativeModel
 from .backends import Backend, DequantizeBackend, NativeBackend, choose_backend
 from .formats import DENSE_TYPES, FORMATS, dense_values
-from .fused import fuse_layers
+from .forwards import fuse
 from .matrices import Matrix, TensorRows, half_split_order
 from .model import (
     ATTENTION,
@@ -129,7 +129,7 @@ def build_model(
     if remaining:
         raise CheckpointError(f"{plan.file.path!r} has nothing for {', '.join(remaining)}.")
     model.requires_grad_(False).eval()
-    fuse_layers(model.model)
+    fuse(model)
     model.hf_quantizer = PackedGgufQuantizer()
     # Embeddings and output layer are packed apart: nothing must ever make them one again.
     model._tied_weights_keys = {}

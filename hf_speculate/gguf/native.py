@@ -59,8 +59,9 @@ class Library:
 
     Attributes:
         kinds: the number of each block type, and of dense ones.
-        run_layers, find_runs: for `native_layers`; rank: for `native_ranking`; grow, see, cut: for `native_growth`;
-            draft: for `native_draft`; ask_for_large_pages: for `backends` and `rounded`; look_up: for `native_lookup`.
+        run_layers, find_runs: for `native_layers`; step: for `native_step`; rank: for `native_ranking`; grow, see, cut:
+            for `native_growth`; draft: for `native_draft`; ask_for_large_pages: for `backends` and `rounded`; look_up:
+            for `native_lookup`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
 
     Raises:
@@ -81,6 +82,7 @@ class Library:
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
             ("hfs_layers", flag, (pointer,)),
+            ("hfs_step", integer, (pointer,)),
             ("hfs_rank", integer, (pointer,)),
             ("hfs_grow", None, (pointer,) * 3),
             ("hfs_see", size, (pointer, pointer, pointer, size, pointer, pointer)),
@@ -89,7 +91,7 @@ class Library:
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.run_layers, self.find_runs = functions.hfs_layers, functions.hfs_runs
+        self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
         self.ask_for_large_pages = functions.hfs_large_pages
         self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
         self.see, self.cut, self.draft = functions.hfs_see, functions.hfs_cut, functions.hfs_draft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache import PreallocatedLayer
+from .native_layers import CallStructure, NativeLayers
 
 
 def appendable_layers(cache: Cache, first: int, count: int) -> list[PreallocatedLayer]:
@@ -63,3 +65,48 @@ def make_room(
 def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
     found = states.shape[0], states.shape[1], states.shape[3]
     return found == shape and states.dtype is dtype and states.is_cpu and not states.requires_grad
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the entries of all layers go in one cache.
+
+    Attributes:
+        native: whose entries.
+        layers: of the cache.
+        buffers: theirs, with room.
+        call: of `native`, with these buffers.
+    """
+
+    native: NativeLayers
+    layers: Sequence[PreallocatedLayer]
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    call: CallStructure
+
+    @classmethod
+    def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> Room | None:
+        """Room for some more entries of each text; None where the cache is one that the kernel does not write."""
+        layers = appendable_layers(cache, 0, len(native))
+        like = torch.empty(batch_size, count, 0, dtype=native.dtype)
+        buffers = make_room(layers, like, (batch_size, *native.heads)) if layers else None
+        return None if buffers is None else cls(native, layers, buffers, native.call(buffers))
+
+    def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> bool:
+        """Whether this is still the room of this cache, for so many more entries."""
+        if self.native is not native or cache.layers != self.layers or cache.offloading:
+            return False
+        if self.buffers[0][0].shape[0] != batch_size or any(layer.length != self.length for layer in self.layers):
+            return False
+        shape = (batch_size, *native.heads)
+        found = [layer.make_room(count, shape) if layer.buffers else (None, None) for layer in self.layers]
+        return all(a is c and b is d for (a, b), (c, d) in zip(found, self.buffers, strict=True))
+
+    @property
+    def length(self) -> int:
+        """Entries of each text."""
+        return self.layers[0].length
+
+    def count(self, length: int) -> None:
+        """So many are there now."""
+        for layer in self.layers:
+            layer.length = length

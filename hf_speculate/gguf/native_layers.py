@@ -139,6 +139,10 @@ class NativeLayers:
         """See `WeightsInPlace.are_current`."""
         return self._weights.are_current()
 
+    def has_gradients(self) -> bool:
+        """Whether somebody trains a weight."""
+        return self._weights.have_gradients()
+
     def call(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> CallStructure:
         """A call of these layers with its cache, without any rows; it keeps what it points to.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -92,8 +93,16 @@ class WeightsInPlace:
     def are_current(self) -> bool:
         """Whether they are those that they were and lie where they lay (`model.to` moves them), in the type that they
         had."""
-        is_same = all(of.get(name) is tensor for (of, name), tensor in zip(self._places, self._tensors, strict=True))
-        return is_same and self._tensors[0].dtype is self.dtype and self._read() == self._facts
+        found = [of.get(name) for of, name in self._places]
+        return (
+            all(map(operator.is_, found, self._tensors))
+            and found[0].dtype is self.dtype
+            and self._read() == self._facts
+        )
+
+    def have_gradients(self) -> bool:
+        """Whether somebody trains one."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self._tensors)
 
     def _read(self) -> list[int]:
         """Where they lie, and if that counts how often each was written to."""

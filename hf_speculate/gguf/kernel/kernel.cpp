@@ -13,6 +13,7 @@
 #endif
 
 #include "draft.h"
+#include "step.h"
 
 namespace {
 
@@ -139,6 +140,9 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
 bool hfs_layers(const Call* call) {
   return call->is_bf16 ? run_layers<uint16_t>(*call) : run_layers<float>(*call);
 }
+
+// A forward, see `StepRun::work`.
+int hfs_step(Step* step) { return step->layers.is_bf16 ? StepRun<uint16_t>(*step).work() : StepRun<float>(*step).work(); }
 
 // The best children of every node of a level, see `rank`.
 int hfs_rank(const Ranking* call) { return call->is_bf16 ? rank<uint16_t>(*call) : rank<float>(*call); }

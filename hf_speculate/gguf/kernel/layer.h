@@ -203,31 +203,53 @@ template <class T> class LayerRun {
   const T* const x;
 };
 
-// All layers of a call; false: out of memory.
-template <class T> bool run_layers(const Call& call) {
-  const Layer& layer = *call.layers[0];
-  const int64_t count = call.batch_size * call.num_queries;
-  const int64_t rows = filled_rows(count, call.is_bf16 && !call.rounds);
-  const int64_t q_size = layer.heads * layer.head_dim, kv_size = layer.kv_heads * layer.head_dim;
-  const int64_t widest = larger(layer.hidden * (1 + layer.joins), q_size);
-  const int64_t num_products = rows * larger(q_size + 2 * kv_size, 2 * layer.inner);
-  const int64_t per_thread = Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats());
-  if (!scratch.reserve(Arranged<T>::bytes(rows, widest, call.rounds) +
-                       Arranged<T>::bytes(rows, layer.inner, call.rounds) + Scratch::rounded(sizeof(float) * num_products) +
-                       Scratch::rounded(sizeof(float) * rows * layer.hidden) +
-                       Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads))
-    return false;
-  Memory<T> memory;
-  memory.in = Arranged<T>::take(rows, widest, call.rounds);
-  memory.activated = Arranged<T>::take(rows, layer.inner, call.rounds);
-  memory.products = scratch.take<float>(num_products);
-  memory.residual = scratch.take<float>(rows * layer.hidden);
-  memory.queries = scratch.take<T>(rows * q_size);
-  uint8_t* own = scratch.take<uint8_t>(per_thread * call.threads);
-  Team::run(call.threads, [&](Team& team, int thread) {
+// All layers of a call, and the memory that they work in.
+template <class T> class Layers {
+ public:
+  explicit Layers(const Call& call)
+      : call(call), layer(*call.layers[0]), rows(filled_rows(call.batch_size * call.num_queries, call.is_bf16 && !call.rounds)),
+        q_size(layer.heads * layer.head_dim), widest(larger(layer.hidden * (1 + layer.joins), q_size)),
+        num_products(rows * larger(q_size + 2 * layer.kv_heads * layer.head_dim, 2 * layer.inner)),
+        per_thread(Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats())) {}
+
+  int64_t bytes() const {
+    return Arranged<T>::bytes(rows, widest, call.rounds) + Arranged<T>::bytes(rows, layer.inner, call.rounds) +
+           Scratch::rounded(sizeof(float) * num_products) + Scratch::rounded(sizeof(float) * rows * layer.hidden) +
+           Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads;
+  }
+
+  // Of the calling thread's memory, which has room.
+  void take() {
+    memory.in = Arranged<T>::take(rows, widest, call.rounds);
+    memory.activated = Arranged<T>::take(rows, layer.inner, call.rounds);
+    memory.products = scratch.take<float>(num_products);
+    memory.residual = scratch.take<float>(rows * layer.hidden);
+    memory.queries = scratch.take<T>(rows * q_size);
+    own = scratch.take<uint8_t>(per_thread * call.threads);
+  }
+
+  void work(Team& team, int thread) const {
     for (int64_t i = 0; i < call.num_layers; i++)
       LayerRun<T>(call, i, memory, rows).work(team, (float*)(own + thread * per_thread));
-  });
+  }
+
+  // Free before and after: rows of so many columns as states have, at least.
+  const Arranged<T>& inputs() const { return memory.in; }
+
+ private:
+  const Call& call;
+  const Layer& layer;
+  const int64_t rows, q_size, widest, num_products, per_thread;
+  Memory<T> memory;
+  uint8_t* own = nullptr;
+};
+
+// False: out of memory.
+template <class T> bool run_layers(const Call& call) {
+  Layers<T> layers(call);
+  if (!scratch.reserve(layers.bytes())) return false;
+  layers.take();
+  Team::run(call.threads, [&](Team& team, int thread) { layers.work(team, thread); });
   return true;
 }
 

@@ -1,0 +1,202 @@
+"""Whole models in one native call: what `model(...)` answers is what the modules answer, whoever asks for what."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
+from hf_speculate.gguf import load_model, native
+from hf_speculate.gguf.native_layers import MOST_ROWS
+from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
+
+
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def _load(architecture="llama", types="Q4_0", is_tied=True, dtype=torch.float32, **options):
+        path = tmp_path / f"{architecture}-{is_tied}.gguf"
+        if not path.exists():
+            write_random_file(path, FileShape(architecture, 97, 256, 512, 3, 4, 2, 512, is_tied, 1.0), one_type(types))
+        return load_model(path, dtype=dtype, **{"backend": "native"} | options)
+
+    return _load
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Which calls of the whole model there were."""
+    found, library = [], native.library()
+    step = library.step
+    monkeypatch.setattr(library, "step", lambda address: found.append(step(address)) or found[-1])
+    return found
+
+
+def modules_of(model):
+    """The same model, computed by the modules."""
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        layer.__dict__.pop("forward")
+    return twin
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 96, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def answer(model, inputs, cache=None, **options):
+    return model(inputs, **as_cache(cache), use_cache=True, **options)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("types", ["Q4_0", "Q6_K"])
+def test_logits_are_those_of_the_modules(types, is_tied, load, steps):
+    model = load(types=types, is_tied=is_tied)
+    twin = modules_of(model)
+    caches = None, None
+    for text, options in ((ids(1, 19), {}), (ids(1, 1), {"logits_to_keep": 1}), (ids(1, 5), {"logits_to_keep": 2})):
+        found, expected = (answer(each, text, cache, **options) for each, cache in zip((model, twin), caches, strict=True))
+        assert found.logits.shape == expected.logits.shape
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=2e-5)
+        assert type(found) is type(expected)
+        assert found.keys() == expected.keys()
+        caches = cache_of(found), cache_of(expected)
+    assert steps == [1, 1, 1]
+
+
+@pytest.mark.parametrize("backend", ["native", "native-int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_logits_do_not_depend_on_the_rows_beside_them(backend, dtype, load, steps):
+    model, text = load(types="Q4_K", dtype=dtype, backend=backend), ids(1, 30)
+    whole = answer(model, text).logits
+    for sizes in ([1] * 30, [20, 1, 9], [29, 1]):
+        cache, parts = DynamicCache(config=model.config), []
+        for piece in text.split(sizes, dim=1):
+            parts.append(answer(model, piece, cache).logits)
+        assert torch.equal(torch.cat(parts, dim=1), whole), sizes
+    many = text.expand(MOST_ROWS // 30 + 2, -1)  # in parts
+    assert torch.equal(answer(model, many).logits, whole.expand(len(many), -1, -1))
+    assert set(steps) == {1}
+
+
+@pytest.mark.parametrize("wanted", [True, 1, [0, 3], [-1], [-2, 1], False])
+def test_hidden_states_are_handed_out_as_transformers_does(wanted, load, steps):
+    model = load()
+    twin = modules_of(model)
+    found, expected = (answer(each, ids(1, 6), output_hidden_states=wanted) for each in (model, twin))
+    assert (found.hidden_states is None) == (expected.hidden_states is None)
+    for state, other in zip(found.hidden_states or (), expected.hidden_states or (), strict=True):
+        assert (state is None) == (other is None)
+        if state is not None:
+            torch.testing.assert_close(state, other, rtol=1e-4, atol=2e-5)
+    assert steps == [1]
+
+
+def test_padding_in_a_mask_of_the_model(load, steps):
+    """As plain `generate` pads a batch: rows get the bits that they get alone."""
+    model, lengths = load(types="Q4_K"), (11, 24, 3)
+    texts = [ids(1, length, seed=length) for length in lengths]
+    padded = torch.cat([torch.nn.functional.pad(text, (24 - text.shape[1], 0)) for text in texts])
+    mask = torch.stack([torch.arange(24) >= 24 - length for length in lengths]).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    together = answer(model, padded, attention_mask=mask, position_ids=positions)
+    mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
+    one_more, place = ids(3, 1, seed=9), mask.sum(1, keepdim=True) - 1
+    later = answer(model, one_more, cache_of(together), attention_mask=mask, position_ids=place)
+    for row, text in enumerate(texts):
+        alone = answer(model, text)
+        assert torch.equal(together.logits[row, 24 - text.shape[1] :], alone.logits[0])
+        assert torch.equal(later.logits[row], answer(model, one_more[row : row + 1], cache_of(alone)).logits[0])
+    assert set(steps) == {1}
+
+
+def test_positions_behind_the_table(load, steps):
+    model = load()
+    twin = modules_of(model)
+    positions = torch.tensor([[0, 1, 0, 1]])  # two texts in one row: transformers finds that out
+    found, expected = (answer(each, ids(1, 4), position_ids=positions).logits for each in (model, twin))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert not steps
+    cache = cache_of(answer(model, ids(1, 2)))
+    twin_cache = cache_of(answer(twin, ids(1, 2)))
+    positions = torch.tensor([[5000, 5001]])
+    found = answer(model, ids(1, 2), cache, position_ids=positions).logits
+    expected = answer(twin, ids(1, 2), twin_cache, position_ids=positions).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert steps == [1, 0, 1], "the table was too short once"
+
+
+def test_a_token_without_an_embedding_is_an_error_as_before(load):
+    model = load()
+    cache = cache_of(answer(model, ids(1, 4)))
+    with pytest.raises(IndexError):
+        answer(model, torch.tensor([[5, 97]]), cache)
+    assert cache.get_seq_length() == 4
+
+
+def test_one_cache_may_be_cut_reordered_and_exchanged(load, steps):
+    model, text = load(), ids(2, 12)
+    expected = answer(model, text.flip(0)).logits[:, 5:]
+    cache = DynamicCache(config=model.config)
+    answer(model, text, cache)
+    cache.crop(-7)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(answer(model, text.flip(0)[:, 5:], cache).logits, expected)
+    cache.crop(-7)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    assert torch.equal(answer(model, text.flip(0)[:, 5:], cache).logits, expected)
+    assert set(steps) == {1}
+
+
+def test_who_changes_the_class_is_called(load, steps, monkeypatch):
+    model, calls = load(), []
+    stock = LlamaForCausalLM.forward
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, *a, **k: calls.append(1) or stock(self, *a, **k))
+    answer(model, ids(1, 4))
+    assert calls == [1]
+    assert not steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"return_dict": False}, {"labels": ids(1, 5)}, {"output_attentions": True}, {"logits_to_keep": torch.tensor([2])}],
+)
+def test_what_the_modules_are_asked_for(options, load, steps):
+    model = load(attn_implementation="eager")
+    twin = modules_of(model)
+    found, expected = (answer(each, ids(1, 5), **options) for each in (model, twin))
+    logits = (each[0] if isinstance(each, tuple) else each.logits for each in (found, expected))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
+    assert len(steps) <= 1, "the decoder alone at most"
+
+
+def test_a_weight_that_is_trained(load, steps):
+    model = load()
+    model.model.norm.weight.requires_grad_()
+    model(ids(1, 5)).logits.sum().backward()
+    assert model.model.norm.weight.grad is not None
+    assert not steps
+    answer(model, ids(1, 5))
+    assert steps == [1]
+
+
+def test_the_signature_is_that_of_the_class(load):
+    model = load()
+    of_class = list(inspect.signature(LlamaForCausalLM.forward).parameters.values())
+    assert list(inspect.signature(model.forward).parameters.values()) == of_class[1:]
+    assert CACHE_NAME in inspect.signature(model.model.forward).parameters
+
+
+def test_plain_generate_takes_one_call_a_token(load, steps):
+    model = load()
+    model.generate(ids(1, 5), max_new_tokens=7, do_sample=False, pad_token_id=0)
+    assert steps == [1] * 7
