@@ -38,6 +38,7 @@ from .requests import (
     exact_sizes_of,
 )
 from .trial import checked_shape
+from .undisturbed import undisturbed
 from .upstream import check_transformers
 
 
@@ -151,7 +152,8 @@ def _wrap_sample(original: Callable) -> Callable:
         note = _note.get()
         arguments = (self, input_ids, logits_processor, stopping_criteria, generation_config)
         if note is None or note.model is not self:
-            return original(*arguments, **kwargs)
+            with undisturbed(self, logits_processor, stopping_criteria, kwargs.get("streamer")):
+                return original(*arguments, **kwargs)
         _note.set(None)  # nested calls (guidance, drafters) are plain
         shape = sizes = None
         with _stepping_aside(note, UnsupportedRequestError):
@@ -193,7 +195,8 @@ def _speculate(
     prepared = PreparedCall(prepare(note.speculator, call), note.speculator, config)
     if note.streamed:
         return prepared.start()
-    with closing(prepared.rounds()) as rounds:
+    others = (processors, criteria, streamer, note.speculator.drafter)
+    with undisturbed(model, *others), closing(prepared.rounds()) as rounds:
         for _ in rounds:
             pass
     if streamer is not None:

@@ -101,7 +101,7 @@ class _Span:
         if cache is None or rotary is None or not (served(inputs) and self.is_untouched()):
             return None
         attention = self._layer.self_attn
-        if not is_stock_attention(attention.config, arguments.others):
+        if not (is_stock_attention(attention.config) and only_stock_is_asked(arguments.others)):
             return None
         layers = self._current_layers()
         cos, sin = (states.contiguous() for states in rotary)
@@ -146,14 +146,17 @@ class Snapshot:
         )
 
 
-def is_stock_attention(config: Any, others: dict[str, Any]) -> bool:
-    """Whether the model is to compute what the kernel does, and nothing else is asked of it."""
-    if others.get("output_attentions") or "is_causal" in others:
-        return False
+def is_stock_attention(config: Any) -> bool:
+    """Whether attentions are to compute what the kernel does."""
     attention = config._attn_implementation
     if attention == "sdpa":
         return ALL_ATTENTION_FUNCTIONS["sdpa"] in (grouped_sdpa, sdpa_attention_forward)
     return attention == "eager"
+
+
+def only_stock_is_asked(others: dict[str, Any]) -> bool:
+    """Whether further arguments, which attentions are handed, ask for nothing that the kernel does not do."""
+    return not others.get("output_attentions") and "is_causal" not in others
 
 
 def _sleep(hooks: Iterable[dict[int, Any]]) -> bool:

@@ -91,15 +91,22 @@ class Room:
         buffers = make_room(layers, like, (batch_size, *native.heads)) if layers else None
         return None if buffers is None else cls(native, layers, buffers, native.call(buffers))
 
-    def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> bool:
-        """Whether this is still the room of this cache, for so many more entries."""
+    def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int, are_alike: bool = False) -> bool:
+        """Whether this is still the room of this cache, for so many more entries.
+
+        Args:
+            are_alike: whatever became of one layer since became of all.
+        """
         if self.native is not native or cache.layers != self.layers or cache.offloading:
             return False
-        if self.buffers[0][0].shape[0] != batch_size or any(layer.length != self.length for layer in self.layers):
-            return False
-        shape = (batch_size, *native.heads)
-        found = [layer.make_room(count, shape) if layer.buffers else (None, None) for layer in self.layers]
-        return all(a is c and b is d for (a, b), (c, d) in zip(found, self.buffers, strict=True))
+        kept = (0, -1) if are_alike else range(len(self.layers))
+        for layer, (keys, values) in ((self.layers[i], self.buffers[i]) for i in kept):
+            if not layer.buffers or layer.length != self.length or keys.shape[0] != batch_size:
+                return False
+            found = layer.make_room(count, (batch_size, *native.heads))
+            if found[0] is not keys or found[1] is not values:
+                return False
+        return True
 
     @property
     def length(self) -> int:
