@@ -7,6 +7,13 @@
 #include <atomic>
 #include <cstdint>
 
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_FUTEX 1
+#endif
+
 // Of the OpenMP library that torch uses: its threads are ours.
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 extern "C" int omp_get_num_threads() __attribute__((weak));
@@ -66,17 +73,38 @@ class Team {
       arrived = 0;
       next = 0;
       round.store(now + 1);
+      if (sleeping.load()) wake();
       return;
     }
     for (int turns = 0; round.load(std::memory_order_acquire) == now; turns++) {
-      if (turns > 500) sched_yield();  // somebody else has the core of a thread that we wait for
+      if (turns > MOST_TURNS) sleep(now);
 #if defined(__x86_64__)
       else __builtin_ia32_pause();
 #endif
     }
   }
 
-  std::atomic<int> size{1}, arrived{0}, round{0};
+  // Somebody else has the core of a thread that we wait for. It gets ours: to a core whose thread sleeps the system moves
+  // one that waits; from one whose thread only yields it would not.
+  static constexpr int MOST_TURNS = 2000;
+
+  void sleep(int now) {
+#if HAS_FUTEX
+    sleeping++;
+    syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
+    sleeping--;
+#else
+    sched_yield();
+#endif
+  }
+
+  void wake() {
+#if HAS_FUTEX
+    syscall(SYS_futex, &round, FUTEX_WAKE_PRIVATE, size.load(), nullptr, nullptr, 0);
+#endif
+  }
+
+  std::atomic<int> size{1}, arrived{0}, round{0}, sleeping{0};
   std::atomic<int64_t> next{0};
 };
 
