@@ -252,7 +252,10 @@ class DraftTree:
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
-    """Matrices of int64 and floats as lists, in one transfer: single precision goes as the bits that it is."""
+    """Matrices of int64 and floats as lists; from a device in one transfer: single precision goes as the bits that it
+    is."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.tolist() for tensor in tensors]
     is_float = [tensor.is_floating_point() for tensor in tensors]
     words = [_as_words(tensor) if float_ else tensor for tensor, float_ in zip(tensors, is_float, strict=True)]
     parts = torch.cat([tensor.flatten() for tensor in words]).cpu().split([tensor.numel() for tensor in tensors])
