@@ -100,6 +100,10 @@ class Counters:
             seconds = self.round_seconds_with_draft if round.num_nodes else self.round_seconds_without_draft
             seconds.append(round.seconds.total)
             del seconds[:-_KEPT]
+        if not round.num_nodes:
+            self.emitted_tokens += sum(map(len, round.tokens))
+            self.rounds_without_draft += emitting
+            return
         host = round.tree.host
         for row, tokens in enumerate(round.tokens):
             if tokens:

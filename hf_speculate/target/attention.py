@@ -87,9 +87,9 @@ class TreeAttention:
         wanted = os.environ.get("HF_SPECULATE_ATTENTION") or _MEASURED.get(device.type, "stock")
         if wanted not in get_args(Form):
             raise SpeculateError(f"HF_SPECULATE_ATTENTION is {wanted!r}; possible: {', '.join(get_args(Form))}.")
-        self._device = device
         self.groups = head_groups(model)
         self.form = cast(Form, wanted if self.groups > 1 else "stock")
+        self._no_mask = self.without_mask(self.groups, device)
 
     def arrange(self, mask: Mask, num_nodes: int, sees_prefix: bool) -> Mask:
         """The mask that the model is given.
@@ -103,7 +103,7 @@ class TreeAttention:
             return {name: self._arranged(each) for name, each in mask.items()}
         if mask is None:  # of one query, or of a causal chain
             is_root_alone = num_nodes == 1 and sees_prefix and self.form == "folded"
-            return self.without_mask(self.groups, self._device) if is_root_alone else None
+            return self._no_mask if is_root_alone else None
         return self._arranged(mask)
 
     @staticmethod
@@ -151,7 +151,7 @@ def fold(mask: Tensor, groups: int) -> Tensor:
     Returns:
         [B, 1, groups x N, S].
     """
-    return mask.repeat(1, 1, groups, 1)
+    return torch.cat([mask] * groups, dim=2)
 
 
 def _unfold(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
