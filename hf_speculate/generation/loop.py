@@ -176,6 +176,8 @@ class Decoding:
         if ready is None:
             ready = self.drafting.draft(self._state(active, max_depth, self.policy.deepening()))
         tree = ready
+        if tree.num_nodes == 1:
+            return tree
         self._drafted_depth = tree.max_depth
         if budget.max_nodes is not None:
             tree = tree.best(budget.max_nodes)
