@@ -20,7 +20,7 @@ from ..tree import DraftTree
 from .attention import TreeAttention
 from .devices import input_device
 from .hooks import may_hold_rows
-from .masks import LayerType, layer_types, num_left_padding, visible_prefix
+from .masks import LayerType, layer_types_of, num_left_padding, visible_prefix
 from .positions import takes_position_ids
 from .support import Shape, counts_along_cache, ignores_masks
 
@@ -72,7 +72,7 @@ class Scorer:
         self._num_idle = 0
         self._forward_kwargs = dict(forward_kwargs or {})
         self._token_kwargs = dict(token_kwargs or {})
-        self._layer_types = layer_types(model.config)
+        self._layer_types = layer_types_of(model)
         self.has_windows = any(layer_type.window is not None for layer_type in self._layer_types)
         self._takes_position_ids = takes_position_ids(model)
         self.device = input_device(model)
