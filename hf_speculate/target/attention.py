@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cached_property
 from typing import Any, Literal, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -84,12 +85,12 @@ class TreeAttention:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
+        self._device = device
         wanted = os.environ.get("HF_SPECULATE_ATTENTION") or _MEASURED.get(device.type, "stock")
         if wanted not in get_args(Form):
             raise SpeculateError(f"HF_SPECULATE_ATTENTION is {wanted!r}; possible: {', '.join(get_args(Form))}.")
         self.groups = head_groups(model)
         self.form = cast(Form, wanted if self.groups > 1 else "stock")
-        self._no_mask = self.without_mask(self.groups, device)
 
     def arrange(self, mask: Mask, num_nodes: int, sees_prefix: bool) -> Mask:
         """The mask that the model is given.
@@ -105,6 +106,10 @@ class TreeAttention:
             is_root_alone = num_nodes == 1 and sees_prefix and self.form == "folded"
             return self._no_mask if is_root_alone else None
         return self._arranged(mask)
+
+    @cached_property
+    def _no_mask(self) -> Tensor:
+        return self.without_mask(self.groups, self._device)
 
     @staticmethod
     def without_mask(groups: int, device: torch.device) -> Tensor:

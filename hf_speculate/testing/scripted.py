@@ -165,6 +165,7 @@ class _ScriptedSession(DraftSession):
 
         for node in order:
             place(*node)
+        del place  # it refers to itself
         return TreeRow(tokens, parents, values)
 
     def _levels(self, row: int, state: DraftState, shape: Sequence[tuple[int, float]]) -> list[_Level]:
