@@ -24,8 +24,8 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
         values: a tensor on any device, or numbers.
         dtype: of the result; None: that of the values.
     """
-    if isinstance(values, Tensor) and values.device == device and dtype in (None, values.dtype):
-        return values
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if tensor.device == device and dtype in (None, tensor.dtype):
+        return tensor
     is_staged = tensor.device.type == "cpu" and device.type in STAGED
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=is_staged)

@@ -100,7 +100,7 @@ class PreallocatedLayer(DynamicLayer):
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
         self.length = end
-        return keys[:, :, :end], values[:, :, :end]
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def reserve(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
         """Makes room for `capacity` entries a row; raises nothing, modifies no entry."""

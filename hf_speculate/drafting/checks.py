@@ -48,6 +48,8 @@ class DraftChecks:
         if not isinstance(tree, DraftTree):
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
         self._check_form(tree, len(roots))
+        if tree.num_nodes == 1:
+            return DraftTree.root_only(torch.tensor(roots))
         tree = _as_it_is(tree.first(self._max_nodes - 1))
         if _is_on_host(tree):
             return self._on_host(tree, roots)

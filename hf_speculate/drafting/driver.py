@@ -15,7 +15,7 @@ from ..errors import DrafterError, SpeculateError
 from ..models import GenerativeModel, num_embeddings
 from ..round import Round
 from ..tree import DraftTree
-from ..verification import RngState, Sampler, Sequences, score_only
+from ..verification import RngState, Sampler, Sequences
 from .ahead import Pending, Worker
 from .checks import MAX_NODES, DraftChecks
 from .choices import Choices
@@ -88,7 +88,7 @@ class Drafting:
         count = self._session.num_choices
         if count and any(round.tokens):
             known = logits[..., : self._num_ids]  # what can be drafted
-            choices = Choices.of(round.tree, known, score_only(sampler.processors), count)
+            choices = Choices.of(round.tree, known, sampler.warpers, count)
             self._ask(lambda: self._session.observe_choices(choices))
 
     def state(
@@ -114,7 +114,7 @@ class Drafting:
             num_emitted=tuple(sequences.num_emitted),
             deepening=deepening,
             _noise=noise if shares_noise else None,
-            _warpers=score_only(sampler.processors),
+            _warpers=sampler.warpers,
         )
 
     def draft(self, state: DraftState) -> DraftTree:

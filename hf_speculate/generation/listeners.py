@@ -48,4 +48,4 @@ def listeners(
             if ahead is not None:
                 ahead.learn(round)
 
-    return [count, record, observe, learn]
+    return [count, record, observe, learn] if records.forward_kwargs else [count, observe, learn]

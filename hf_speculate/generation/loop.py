@@ -165,7 +165,7 @@ class Decoding:
     def _drafted(self, budget: Budget) -> DraftTree:
         """What the drafter gives within the budget, as far as it can be emitted."""
         active, limits = self._active, self.limits(self.scorer, self.prompt.root_positions(self.sequences))
-        ready = None if self.ahead is None else self.ahead.take()
+        tree = None if self.ahead is None else self.ahead.take()
         taking_part = [limit for limit, takes_part in zip(limits, active, strict=True) if takes_part]
         max_depth = max(taking_part, default=0)
         if budget.max_depth is not None:
@@ -173,9 +173,10 @@ class Decoding:
         self._drafted_depth = 0
         if budget.max_nodes == 0 or max_depth <= 0:
             return DraftTree.root_only(self.sequences.last_tokens)
-        if ready is None:
-            ready = self.drafting.draft(self._state(active, max_depth, self.policy.deepening()))
-        tree = ready
+        if tree is None:
+            tree = self.drafting.draft(self._state(active, max_depth, self.policy.deepening()))
+        if tree.num_nodes == 1:
+            return tree
         self._drafted_depth = tree.max_depth
         if budget.max_nodes is not None:
             tree = tree.best(budget.max_nodes)

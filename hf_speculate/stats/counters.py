@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -100,6 +101,10 @@ class Counters:
             seconds = self.round_seconds_with_draft if round.num_nodes else self.round_seconds_without_draft
             seconds.append(round.seconds.total)
             del seconds[:-_KEPT]
+        if not round.num_nodes:
+            self.emitted_tokens += sum(map(len, round.tokens))
+            self.rounds_without_draft += emitting
+            return
         host = round.tree.host
         for row, tokens in enumerate(round.tokens):
             if tokens:
@@ -144,14 +149,14 @@ class Counters:
 
     def merge(self, other: Counters) -> None:
         """Adds the counters of `other` to these."""
-        for each in fields(Counters):
-            mine, its = getattr(self, each.name), getattr(other, each.name)
+        for name in _names():
+            mine, its = getattr(self, name), getattr(other, name)
             if isinstance(mine, Counter):
                 mine.update(its)
             elif isinstance(mine, list):
                 mine[:] = [*mine, *its][-_KEPT:]
             else:
-                setattr(self, each.name, mine + its)
+                setattr(self, name, mine + its)
 
     @property
     def rejected_tokens(self) -> int:
@@ -221,7 +226,7 @@ class Counters:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-serialisable values, derived figures included."""
-        raw = {each.name: _plain(getattr(self, each.name)) for each in fields(Counters)}
+        raw = {name: _plain(getattr(self, name)) for name in _names()}
         return raw | {
             "rejected_tokens": self.rejected_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,
@@ -232,6 +237,12 @@ class Counters:
             "rest_seconds": self.rest_seconds,
             "engine_efficiency": self.engine_efficiency,
         }
+
+
+@cache
+def _names() -> tuple[str, ...]:
+    """Of the counters."""
+    return tuple(each.name for each in fields(Counters))
 
 
 def _typical(seconds: Sequence[float]) -> float | None:

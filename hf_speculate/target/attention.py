@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cached_property
 from typing import Any, Literal, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -84,10 +85,10 @@ class TreeAttention:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
+        self._device = device
         wanted = os.environ.get("HF_SPECULATE_ATTENTION") or _MEASURED.get(device.type, "stock")
         if wanted not in get_args(Form):
             raise SpeculateError(f"HF_SPECULATE_ATTENTION is {wanted!r}; possible: {', '.join(get_args(Form))}.")
-        self._device = device
         self.groups = head_groups(model)
         self.form = cast(Form, wanted if self.groups > 1 else "stock")
 
@@ -103,8 +104,12 @@ class TreeAttention:
             return {name: self._arranged(each) for name, each in mask.items()}
         if mask is None:  # of one query, or of a causal chain
             is_root_alone = num_nodes == 1 and sees_prefix and self.form == "folded"
-            return self.without_mask(self.groups, self._device) if is_root_alone else None
+            return self._no_mask if is_root_alone else None
         return self._arranged(mask)
+
+    @cached_property
+    def _no_mask(self) -> Tensor:
+        return self.without_mask(self.groups, self._device)
 
     @staticmethod
     def without_mask(groups: int, device: torch.device) -> Tensor:
@@ -151,7 +156,7 @@ def fold(mask: Tensor, groups: int) -> Tensor:
     Returns:
         [B, 1, groups x N, S].
     """
-    return mask.repeat(1, 1, groups, 1)
+    return torch.cat([mask] * groups, dim=2)
 
 
 def _unfold(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:

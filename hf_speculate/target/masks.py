@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..errors import CacheStateError
@@ -76,6 +79,19 @@ def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
         (only,) = types.values()
         return (LayerType("", only.layer_index, only.window, only.is_chunked),)
     return tuple(types.values())
+
+
+_known_types: WeakKeyDictionary[PreTrainedModel, tuple[dict[str, Any], tuple[LayerType, ...]]] = WeakKeyDictionary()
+
+
+def layer_types_of(model: PreTrainedModel) -> tuple[LayerType, ...]:
+    """`layer_types` of a model's config. Asking a config takes long: it is asked again when one of its values has
+    changed."""
+    values = vars(model.config.get_text_config(decoder=True))
+    known = _known_types.get(model)
+    if known is None or known[0] != values:
+        known = _known_types[model] = deepcopy(values), layer_types(model.config)
+    return known[1]
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
+# By the function that a model's forward is: somebody may put another in its place.
+_takes_position_ids: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
 def takes_position_ids(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
+    function = getattr(model.forward, "__func__", model.forward)
+    if function not in _takes_position_ids:
+        _takes_position_ids[function] = "position_ids" in inspect.signature(model.forward).parameters
+    return _takes_position_ids[function]
 
 
 def has_length_dependent_rope(config: PreTrainedConfig) -> bool:

@@ -20,7 +20,7 @@ from ..tree import DraftTree
 from .attention import TreeAttention
 from .devices import input_device
 from .hooks import may_hold_rows
-from .masks import LayerType, layer_types, num_left_padding, visible_prefix
+from .masks import LayerType, layer_types_of, num_left_padding, visible_prefix
 from .positions import takes_position_ids
 from .support import Shape, counts_along_cache, ignores_masks
 
@@ -41,6 +41,9 @@ class Scorer:
         shape: "tree", or "chain" for attentions that take no tree mask.
         forward_kwargs: further keyword arguments of every forward.
         token_kwargs: those of them that have a value for each token: [B, 1], what new tokens of a row get.
+
+    Attributes:
+        has_windows: whether some layers do not see all of the text.
     """
 
     num_rerun = 0
@@ -69,7 +72,8 @@ class Scorer:
         self._num_idle = 0
         self._forward_kwargs = dict(forward_kwargs or {})
         self._token_kwargs = dict(token_kwargs or {})
-        self._layer_types = layer_types(model.config)
+        self._layer_types = layer_types_of(model)
+        self.has_windows = any(layer_type.window is not None for layer_type in self._layer_types)
         self._takes_position_ids = takes_position_ids(model)
         self.device = input_device(model)
         self.attention = TreeAttention(model, self.device)
@@ -94,23 +98,30 @@ class Scorer:
             The model's output, of these rows; `logits` is [R, N - num_cached, V], `logits[r, i]` scores the token after
             node `num_cached + i`.
         """
-        device = self.device
-        depths = tree.plan.depths[:, num_cached:]
-        roots = to_device([root_positions[row] for row in self.cache.rows], depths.device)
-        position_ids = roots[:, None] + depths
-        positions = {"position_ids": to_device(position_ids, device)} if self._takes_position_ids else {}
+        num_nodes = tree.num_nodes
+        tokens = tree.token_ids[:, num_cached:] if num_cached else tree.token_ids
+        inputs = {**self._forward_kwargs, **(forward_kwargs or {})}
+        if self._takes_position_ids:
+            inputs["position_ids"] = self._positions(tree, root_positions, num_cached)
+        if self._token_kwargs:
+            inputs |= self._for_tokens(num_nodes - num_cached)
         return self.model(
-            input_ids=to_device(tree.token_ids[:, num_cached:], device),
-            attention_mask=self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix),
+            input_ids=to_device(tokens, self.device),
+            attention_mask=self.attention.arrange(self.mask(tree, num_cached), num_nodes, self._sees_prefix),
             **as_cache(self.cache.cache),
             use_cache=True,
-            logits_to_keep=tree.num_nodes - num_cached,
+            logits_to_keep=num_nodes - num_cached,
             return_dict=True,
-            **positions,
-            **self._for_tokens(tree.num_nodes - num_cached),
-            **self._forward_kwargs,
-            **(forward_kwargs or {}),
+            **inputs,
         )
+
+    def _positions(self, tree: DraftTree, root_positions: Sequence[int], num_cached: int) -> Tensor:
+        """int64 [R, N - num_cached]."""
+        roots = [[root_positions[row]] for row in self.cache.rows]
+        if tree.num_nodes == 1:
+            return to_device(roots, self.device)
+        depths = tree.plan.depths[:, num_cached:]
+        return to_device(to_device(roots, depths.device) + depths, self.device)
 
     def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
         """Further keyword arguments of every forward from here on."""
@@ -120,11 +131,6 @@ class Scorer:
         """The `token_kwargs` of a forward over `count` tokens of the rows that are there."""
         rows = list(self.cache.rows)
         return {name: values[rows].expand(-1, count) for name, values in self._token_kwargs.items()}
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether some layers do not see all of the text."""
-        return any(layer_type.window is not None for layer_type in self._layer_types)
 
     @property
     def needs_equal_rows(self) -> bool:

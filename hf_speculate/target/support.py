@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..cache import is_indexable
 from ..errors import CacheStateError
-from .masks import layer_types
+from .masks import layer_types_of
 from .positions import takes_position_ids
 
 
@@ -27,7 +27,7 @@ def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         return "single", f"cache layers {kinds} cannot be indexed: no drafts"
     try:
-        layer_types(model.config)
+        layer_types_of(model)
     except CacheStateError as error:
         return "single", f"{error} No drafts."
     if reason := counts_along_cache(model):

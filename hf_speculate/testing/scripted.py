@@ -153,18 +153,16 @@ class _ScriptedSession(DraftSession):
             order.sort(key=lambda node: levels[node[0]].value / (node[1] + 1) ** 2, reverse=True)
         tokens, parents, values = [root], [ROOT_PARENT], [0.0]
         index: dict[tuple[int, int], int] = {}
-
-        def place(depth: int, rank: int) -> int:
-            if (depth, rank) not in index:
-                parent = place(depth - 1, levels[depth - 1].place) if depth else 0
-                index[depth, rank] = len(tokens)
-                tokens.append(levels[depth].tokens[rank])
-                parents.append(parent)
-                values.append(values[parent] + math.log(max(levels[depth].shares[rank], 1e-9)))
-            return index[depth, rank]
-
-        for node in order:
-            place(*node)
+        for depth, rank in order:
+            parent = 0
+            for node in (*((above, levels[above].place) for above in range(depth)), (depth, rank)):
+                if node not in index:
+                    index[node] = len(tokens)
+                    level = levels[node[0]]
+                    tokens.append(level.tokens[node[1]])
+                    parents.append(parent)
+                    values.append(values[parent] + math.log(max(level.shares[node[1]], 1e-9)))
+                parent = index[node]
         return TreeRow(tokens, parents, values)
 
     def _levels(self, row: int, state: DraftState, shape: Sequence[tuple[int, float]]) -> list[_Level]:

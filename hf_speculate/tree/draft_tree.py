@@ -46,6 +46,7 @@ class DraftTree:
         self.values = values
         self._plan = plan
         self._device_parents: Tensor | None = None
+        self._max_depth: int | None = None
         if isinstance(parents, Tensor):
             if max_depth is None:
                 raise DrafterError("a draft tree with a tensor of parents needs max_depth, an int known on the host.")
@@ -90,7 +91,7 @@ class DraftTree:
             if self._device_parents is None:
                 self._plan = TreePlan.from_parents(self._host_parents)
             else:
-                self._plan = TreePlan.from_tensor(self._device_parents, self._max_depth)
+                self._plan = TreePlan.from_tensor(self._device_parents, self.max_depth)
         return self._plan
 
     @property
@@ -140,7 +141,9 @@ class DraftTree:
     @property
     def max_depth(self) -> int:
         """Upper bound of the depth of a node."""
-        return self.plan.max_depth if self._device_parents is None else self._max_depth
+        if self._max_depth is None:
+            self._max_depth = self.plan.max_depth
+        return self._max_depth
 
     @cached_property
     def host(self) -> HostTree:
@@ -252,7 +255,10 @@ class DraftTree:
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
-    """Matrices of int64 and floats as lists, in one transfer: single precision goes as the bits that it is."""
+    """Matrices of int64 and floats as lists; from a device in one transfer: single precision goes as the bits that it
+    is."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.tolist() for tensor in tensors]
     is_float = [tensor.is_floating_point() for tensor in tensors]
     words = [_as_words(tensor) if float_ else tensor for tensor, float_ in zip(tensors, is_float, strict=True)]
     parts = torch.cat([tensor.flatten() for tensor in words]).cpu().split([tensor.numel() for tensor in tensors])

@@ -7,7 +7,6 @@ that the text is stock's by construction. The text so far, its records and its e
 from .noise import Noise as Noise
 from .noise import RngState as RngState
 from .processors import Tier as Tier
-from .processors import score_only as score_only
 from .processors import see_rows_alone as see_rows_alone
 from .records import LayerRecord as LayerRecord
 from .records import Records as Records

@@ -120,8 +120,6 @@ class Records:
             windows: of every layer, see `layer_windows`.
             whole: states and attentions of the forward, where that ran the whole text.
         """
-        if not self.forward_kwargs:
-            return
         for slot, row in enumerate(round.tree.rows):
             path = round.paths[row]
             first_step = num_new[row] - len(path)

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from ..transfers import to_device
 from ..tree import DraftTree
 from .noise import Noise
-from .processors import Tier, processors_of_row, required_tier, see_rows_alone, without_inspection
+from .processors import Tier, processors_of_row, required_tier, score_only, see_rows_alone, without_inspection
 from .records import Records
 from .sequences import Sequences
 
@@ -56,12 +56,16 @@ class Sampler:
         records: collects scores and logits.
         tier: forces a tier (tests, measurements); by default the widest that the processors allow on accelerators,
             "walk" on the CPU.
+
+    Attributes:
+        warpers: the processors that can warp a drafter's logits, too.
     """
 
     def __init__(
         self, processors: LogitsProcessorList, noise: Noise | None, records: Records, tier: Tier | None = None
     ):
         self.processors = without_inspection(processors)
+        self.warpers = score_only(processors)
         self.noise = noise
         self.records = records
         self.required_tier: Tier = required_tier(processors)
@@ -124,11 +128,11 @@ class Sampler:
     def _choose_now(
         self, logits: Tensor, tree: DraftTree, rows: Sequence[int], nodes: Sequence[int], sequences: Sequences
     ) -> list[int]:
-        device, slots = sequences.prompt.device, [tree.slot(row) for row in rows]
-        selected = logits[slots[0], nodes[0]][None] if len(rows) == 1 else logits[slots, list(nodes)]
+        slots = [tree.slot(row) for row in rows]
+        selected = logits[slots[0], nodes[0], None] if len(rows) == 1 else logits[slots, list(nodes)]
         if not self.processors and self.noise is None and not self.records.of_sampler:
             return selected.float().argmax(-1).tolist()  # the operation of stock, and four times faster than in bf16
-        selected = selected.to(copy=True, dtype=torch.float32, device=device)
+        selected = selected.to(copy=True, dtype=torch.float32, device=sequences.prompt.device)
         step = len(sequences.new_tokens[rows[0]])
         scores = self._processed(selected, rows, step, sequences)
         for index, row in enumerate(rows):

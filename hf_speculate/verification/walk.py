@@ -69,7 +69,8 @@ def verify(
     """
     verdict = verdict or Verdict.empty(sequences.batch_size)
     choose = sampler.chooser(logits, tree, sequences, may_be_tainted=may_be_tainted)
-    host = tree.host  # whoever drafted it has to answer for it before anything is emitted
+    # Whoever drafted it has to answer for it before anything is emitted; a root alone is the loop's own.
+    host = tree.host if tree.num_nodes > 1 else None
     if lockstep:
         _Walk(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
         return verdict
@@ -89,7 +90,7 @@ class _Walk:
 
     choose: Choose
     tree: DraftTree
-    host: HostTree
+    host: HostTree | None
     sampler: Sampler
     stopping: Stopping
     sequences: Sequences
@@ -119,7 +120,7 @@ class _Walk:
         """Appends what was chosen at a node; returns the child with it."""
         token = chosen if is_running else self.sequences.pad_token_id
         self.sequences.append(row, token)
-        child = self.host.child(self.tree.slot(row), node, token)
+        child = None if self.host is None else self.host.child(self.tree.slot(row), node, token)
         self.verdict.paths[row].append(node)
         if is_running:
             self.verdict.tokens[row].append(token)

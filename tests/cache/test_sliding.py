@@ -16,7 +16,7 @@ from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
 from hf_speculate.target import masks
-from hf_speculate.target.masks import LayerType, layer_types
+from hf_speculate.target.masks import LayerType, layer_types, layer_types_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.inputs import padded_batch
@@ -185,6 +185,14 @@ class TestLayerTypes:
         monkeypatch.setattr(masks, "get_layer_types_and_kwargs", lambda config: kinds)
         with pytest.raises(CacheStateError, match="windows of 8 and 16"):
             layer_types(LlamaConfig(num_hidden_layers=2))
+
+    def test_a_config_that_has_changed_is_read_again(self, tiny_model):
+        model = copy.copy(tiny_model("mistral"))
+        model.config = copy.deepcopy(model.config)
+        for window in (8, 16, None):
+            model.config.sliding_window = window
+            assert layer_types_of(model) == layer_types(model.config)
+            assert layer_types_of(model)[0].window == window
 
     def test_chunks_begin_behind_the_padding(self):
         chunks = LayerType("chunked_attention", 0, 4, is_chunked=True)

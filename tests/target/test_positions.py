@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import (
 
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, cache_of
-from hf_speculate.target.positions import longrope_switch, num_positions
+from hf_speculate.target.positions import longrope_switch, num_positions, takes_position_ids
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
@@ -220,3 +221,12 @@ def test_guesses_at_the_end_of_the_table():
     assert_same(model, inputs, speculator, max_new_tokens=1)
     assert_same(model, inputs, speculator, max_new_tokens=2)
     assert not speculator.stats.drafted_tokens
+
+
+def test_a_forward_that_is_replaced_is_looked_at_again():
+    model = copy.copy(build_tiny_model("llama"))
+    assert takes_position_ids(model)
+    model.forward = lambda input_ids: None
+    assert not takes_position_ids(model)
+    del model.forward
+    assert takes_position_ids(model)
