@@ -9,6 +9,7 @@ time pays for: the policy never spends more.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -26,11 +27,17 @@ from .costs import RoundCosts
 from .deepening import WhilePaying
 
 
-# What speculation may lose against plain decoding: a share of the time, and a start in one-token forwards.
+# Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards. Of 64
+# tokens, both together are 2 %.
 LOSS_SHARE = 0.01
-LOSS_START = 5.0
-# Of what it won, so many one-token forwards may be lost again: a few unlucky rounds do not stop what pays.
+LOSS_START = 0.6
+# Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
+# that pays.
 _BANK = 8.0
+# Largest debt, in one-token forwards. Libraries prepare much in the first round of a kind, which says nothing about the
+# next one: it does not stop drafts for longer than this takes to earn.
+_DEBT = 0.3
+_DEEPEST = 32  # levels; drafts that may go so far have no limit
 
 
 @dataclass
@@ -39,23 +46,23 @@ class Known:
 
     Attributes:
         acceptance: of the drafter.
-        gain: tokens that a round with a draft brought more than the time that it took is worth.
+        balance: one-token forwards that drafts may lose.
         tokens, seconds: of the last rounds, a row; in one-token forwards.
         is_asked: whether the drafter asks before every level.
     """
 
     acceptance: Acceptance
-    gain: Average = field(default_factory=Average)
     tokens: Average = field(default_factory=Average)
     seconds: Average = field(default_factory=Average)
     is_asked: bool = False
+    balance: float = LOSS_START
 
     def copy(self) -> Known:
         return deepcopy(self)
 
     def fade(self) -> None:
         """A round has passed."""
-        for each in (self.acceptance, self.gain, self.tokens, self.seconds):
+        for each in (self.acceptance, self.tokens, self.seconds):
             each.fade()
 
 
@@ -83,8 +90,7 @@ class AdaptiveSession(PolicySession):
         self._costs = costs
         self._kind = batch_size, looks_ahead
         self._costs_by_kind = {self._kind: costs}
-        self._elapsed = 0.0
-        self._loss = 0.0
+        known.balance = min(max(known.balance, 0.0), LOSS_START)  # no request loses what another one won
         self._situation = Situation((), 0, 0)
         self._deepening: WhilePaying | None = None
 
@@ -93,11 +99,12 @@ class AdaptiveSession(PolicySession):
         self._situation, self._deepening = situation, None
         if not self._costs.rounds.knows(1, situation.context):
             return NOTHING  # what plain decoding costs here is yet to be seen
-        expected = self.known.gain.near(0.0)
-        if not self._may_lose(max(-expected * self._plain, 0.0)):
+        if not self._can_pay(1, 1):
             return NOTHING
         self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
-        return Budget() if self.known.is_asked else Budget(None, self._best_depth())
+        if not self._costs.drafting:
+            return Budget(None, 1)  # what a level costs is yet to be seen
+        return Budget(None, self._depth_to_pay(_DEEPEST if self.known.is_asked else self._best_depth()))
 
     def deepening(self) -> Deepening | None:
         return self._deepening
@@ -111,7 +118,8 @@ class AdaptiveSession(PolicySession):
         if self._deepening is not None and self._deepening.is_asked:
             self.known.is_asked = True
         if tree.is_on_device:
-            return tree.first(max(self._best_count(self.known.acceptance.nodes()), 1))
+            count = self._best_count(self.known.acceptance.nodes())
+            return tree.first(max(self._count_to_pay(tree.max_depth, count), 1))
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
         probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
@@ -119,7 +127,7 @@ class AdaptiveSession(PolicySession):
         # In the order in which `best` takes them.
         ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
         means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
-        return tree.best(self._best_count(means))
+        return tree.best(self._count_to_pay(tree.max_depth, self._best_count(means)))
 
     def learn(self, round: Round) -> None:
         if round.is_warm_up:
@@ -129,23 +137,32 @@ class AdaptiveSession(PolicySession):
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
         costs.rounds.record(drafted + 1, round.seconds.total - round.seconds.drafting, context)
         # As they are estimated: a round that was held up by something else says nothing about drafting.
-        seconds = costs.verifying(drafted, context) + (self._drafting_seconds(round) if round.depth else 0.0)
+        seconds = costs.verifying(drafted, context)
+        if self._deepening is not None:
+            seconds += self._drafting_seconds(round)
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
-        self._elapsed += seconds
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        if not round.depth:
-            return
-        self.known.gain.add(tokens - seconds / self._plain)
-        if not costs.rounds.is_established(drafted + 1, context):
-            seconds = max(seconds, round.seconds.total)  # sizes that are not known yet are thought to be cheap
-        self._loss = max(self._loss + seconds - tokens * self._plain, -_BANK * self._plain)
+        if round.depth and not (
+            costs.rounds.is_established(drafted + 1, context) and costs.drafting.is_established(round.depth, context)
+        ):
+            seconds = max(seconds, round.seconds.total)  # what is not known yet is thought to be cheap
+        self._book(tokens, seconds)
         if drafted:
             self._learn_nodes(round, rows)
+
+    def _book(self, tokens: float, seconds: float) -> None:
+        """Books a round. One without a draft, of which nobody was asked, earns the share alone."""
+        known, forwards = self.known, seconds / self._plain
+        balance = known.balance + LOSS_SHARE * forwards + (tokens - forwards if self._deepening is not None else 0.0)
+        known.balance = min(max(balance, -_DEBT), _BANK)
 
     def _drafting_seconds(self, round: Round) -> float:
         """Learns from what a draft took, and returns what one like it is expected to take."""
         levels, deepening = round.depth, self._deepening
+        if not levels:
+            self._costs.asking.record(1, round.seconds.drafting, self._situation.context)
+            return self._costs.asking.at(1, self._situation.context)
         if round.is_ahead:
             return round.seconds.drafting
         if self.known.is_asked:  # what is asked for costs; what is not (a copy of earlier text) may be as deep
@@ -216,8 +233,19 @@ class AdaptiveSession(PolicySession):
                 best, best_worth = depth, worth
         return best
 
-    def _may_lose(self, seconds: float) -> bool:
-        return self._loss + seconds <= LOSS_SHARE * self._elapsed + LOSS_START * self._plain
+    def _can_pay(self, depth: int, num_nodes: int) -> bool:
+        """Whether the balance suffices if the whole draft is wrong."""
+        context, plain = self._situation.context, self._plain
+        return self._costs.drafted_round_at_most(depth, num_nodes, context) <= (1 + self.known.balance) * plain
+
+    def _depth_to_pay(self, max_depth: int) -> int | None:
+        """The most levels, up to `max_depth`, of which the balance can pay a node each; None: any number."""
+        depth = bisect_left(range(2, max_depth + 1), True, key=lambda depth: not self._can_pay(depth, depth)) + 1
+        return None if depth >= _DEEPEST else depth
+
+    def _count_to_pay(self, depth: int, count: int) -> int:
+        """The most nodes, up to `count`, that the balance can pay when so many levels are drafted."""
+        return bisect_left(range(1, count + 1), True, key=lambda nodes: not self._can_pay(depth, nodes))
 
     def close(self) -> None:
         if self._keep is not None:

@@ -12,9 +12,11 @@ from ..drafting import rising
 _FIRST = 2  # observations of a class, of which the shortest counts, until it is believed
 _WARM_UP = 0.25  # of an observation: what the first one of a size counts as
 _STEP = 0.02  # by which a later one moves what is expected at the most: times have stray values on one side
-# Of a one-token forward, before anything else was timed.
+# One-token forwards that a node, or a level, is expected to take before it was timed; low, so that it is tried.
 _PER_NODE = 0.02
 _PER_LEVEL = 0.1
+# The same, where the question is what a draft may cost at the most.
+_DEAR = 0.15
 
 # Seconds of a size; relative ones as long as nothing was observed.
 Shape = Callable[[float], float]
@@ -80,9 +82,11 @@ class _Table:
         self._observed: dict[int, _Observed] = {}
         # Replaced, never changed: other threads may be reading them.
         self._known: tuple[list[float], list[float]] = [], []
+        self.largest = 0  # size of which the seconds are believed
 
     def __contains__(self, size: int) -> bool:
-        return _class_of(size) in self._observed
+        known = self._observed.get(_class_of(size))
+        return known is not None and known.count >= 1
 
     @property
     def sizes(self) -> Sequence[float]:
@@ -97,6 +101,7 @@ class _Table:
         self._observed = {**self._observed, _class_of(size): new}
         observed = [self._observed[each] for each in sorted(self._observed)]
         trusted = [each for each in observed if each.is_established] or [min(observed, key=lambda each: each.ratio)]
+        self.largest = 1 << _class_of(round(trusted[-1].size))
         known = self._fitted(trusted)
         self._known = self._fitted([each.beside(interpolate(*known, each.size)) for each in observed])
         return factor
@@ -118,7 +123,7 @@ class _Table:
     def frozen(self) -> Shape:
         """What is known now, as a shape for other contexts."""
         twin = _Table(self.shape)
-        twin._known = self._known
+        twin._known, twin.largest = self._known, self.largest
         return twin.at
 
 
@@ -146,7 +151,8 @@ class Timings:
         return bool(self._tables or self._like)
 
     def knows(self, size: int, context: int = 0) -> bool:
-        """Whether seconds of `size` were observed near this context, here or of what is alike."""
+        """Whether seconds of `size` were observed near this context, here or of what is alike. A warm-up is no
+        observation: a plain round that seems slow would make every draft look cheap."""
         return size in self._table(context) or (self._like is not None and self._like.knows(size, context))
 
     def is_established(self, size: int, context: int = 0) -> bool:
@@ -169,6 +175,14 @@ class Timings:
         """Estimated seconds; relative ones where nothing is known."""
         return self._slowness * self._table(context).at(size)
 
+    def at_most(self, size: int, dear: float, context: int = 0) -> float:
+        """Seconds that `size` may take: `dear` for each one beyond the largest that is known."""
+        table = self._table(context)
+        if size <= table.largest:
+            return self._slowness * table.at(size)
+        known = self._slowness * table.at(table.largest) if table.largest else 0.0
+        return max(self._slowness * table.at(size), known + dear * (size - table.largest))
+
     def slope(self, context: int = 0) -> float:
         """Seconds that one more of the size takes, between the smallest and the largest that are known."""
         sizes = self._table(context).sizes
@@ -190,7 +204,8 @@ def _octave(context: int) -> int:
 
 
 class RoundCosts:
-    """What a round costs on one target at one batch size: drafting by depth, everything else by nodes (root included).
+    """What a round costs on one target at one batch size: drafting by depth, asking a drafter that
+    finds nothing, everything else by nodes (root included).
 
     Shared by all calls of a speculator.
 
@@ -201,6 +216,7 @@ class RoundCosts:
     def __init__(self, like: RoundCosts | None = None):
         self.rounds = Timings(lambda size: 1 + _PER_NODE * size, None if like is None else like.rounds)
         self.drafting = Timings(lambda depth: 1 + depth, None if like is None else like.drafting)
+        self.asking = Timings(lambda _: 1.0, None if like is None else like.asking)
 
     def plain(self, context: int = 0) -> float:
         """Seconds of a round without a draft."""
@@ -209,6 +225,12 @@ class RoundCosts:
     def verifying(self, num_nodes: int, context: int = 0) -> float:
         """Seconds of a round with `num_nodes` draft nodes, drafting left out."""
         return self.rounds.at(num_nodes + 1, context)
+
+    def drafted_round_at_most(self, depth: int, num_nodes: int, context: int = 0) -> float:
+        """Seconds that drafting `depth` levels and scoring `num_nodes` draft nodes may take."""
+        dear = _DEAR * self.plain(context)
+        drafting = self.drafting.at_most(depth, dear, context) if self.drafting else dear * depth
+        return drafting + self.rounds.at_most(num_nodes + 1, dear, context)
 
     def drafting_to(self, depth: int, context: int = 0) -> float:
         """Seconds of a draft whose deepest node is at `depth` (>= 1)."""
