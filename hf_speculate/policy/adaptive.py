@@ -37,7 +37,8 @@ _BANK = 8.0
 # Largest debt, in one-token forwards. Libraries prepare much in the first round of a kind, which says nothing about the
 # next one: it does not stop drafts for longer than this takes to earn.
 _DEBT = 0.3
-_DEEPEST = 32  # levels; drafts that may go so far have no limit
+_STRAY = 0.1  # of the time that a round is expected to take: what it is charged differs by this at most
+_DEEPEST = 16  # levels; drafts that may go so far have no limit
 
 
 @dataclass
@@ -136,23 +137,29 @@ class AdaptiveSession(PolicySession):
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
         costs.rounds.record(drafted + 1, round.seconds.total - round.seconds.drafting, context)
-        # As they are estimated: a round that was held up by something else says nothing about drafting.
         seconds = costs.verifying(drafted, context)
         if self._deepening is not None:
             seconds += self._drafting_seconds(round)
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        if round.depth and not (
-            costs.rounds.is_established(drafted + 1, context) and costs.drafting.is_established(round.depth, context)
-        ):
-            seconds = max(seconds, round.seconds.total)  # what is not known yet is thought to be cheap
-        self._book(tokens, seconds)
+        self._book(tokens, self._charged(round, seconds))
         if drafted:
             self._learn_nodes(round, rows)
 
+    def _charged(self, round: Round, expected: float) -> float:
+        """Seconds that the balance is charged: not far from `expected`, once that is known, as a round that something
+        else held up says nothing about drafting."""
+        if not round.depth:
+            return expected
+        context, taken = self._situation.context, round.seconds.total
+        is_known = self._costs.rounds.is_established(round.num_nodes + 1, context)
+        if is_known and self._costs.drafting.is_established(round.depth, context):
+            return min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
+        return max(taken, expected)
+
     def _book(self, tokens: float, seconds: float) -> None:
-        """Books a round. One without a draft, of which nobody was asked, earns the share alone."""
+        """Books a round. One in which the drafter was not asked earns the share alone."""
         known, forwards = self.known, seconds / self._plain
         balance = known.balance + LOSS_SHARE * forwards + (tokens - forwards if self._deepening is not None else 0.0)
         known.balance = min(max(balance, -_DEBT), _BANK)
@@ -214,12 +221,12 @@ class AdaptiveSession(PolicySession):
 
     def _best_count(self, probabilities: Sequence[float]) -> int:
         """How many nodes to score: for the most tokens beyond what that takes."""
-        verifying, context = self._costs.verifying, self._situation.context
+        seconds, context = self._costs.rounds.at, self._situation.context
         per_second, plain = 1 / self._seconds_of_token, self._plain
         worth, best, best_worth = 0.0, 0, 0.0
         for count, probability in enumerate(probabilities, start=1):
             worth += probability
-            net = worth - (verifying(count, context) - plain) * per_second
+            net = worth - (seconds(count + 1, context) - plain) * per_second
             if net > best_worth:
                 best, best_worth = count, net
         return best
@@ -235,21 +242,27 @@ class AdaptiveSession(PolicySession):
 
     def _can_pay(self, depth: int, num_nodes: int) -> bool:
         """Whether the balance suffices if the whole draft is wrong."""
-        context, plain = self._situation.context, self._plain
-        return self._costs.drafted_round_at_most(depth, num_nodes, context) <= (1 + self.known.balance) * plain
+        return self._costs.loss_at_most(depth, num_nodes, self._situation.context) <= self.known.balance
 
     def _depth_to_pay(self, max_depth: int) -> int | None:
         """The most levels, up to `max_depth`, of which the balance can pay a node each; None: any number."""
-        depth = bisect_left(range(2, max_depth + 1), True, key=lambda depth: not self._can_pay(depth, depth)) + 1
-        return None if depth >= _DEEPEST else depth
+        depth = _largest(max_depth, lambda depth: self._can_pay(depth, depth))
+        return None if depth == _DEEPEST else depth
 
     def _count_to_pay(self, depth: int, count: int) -> int:
         """The most nodes, up to `count`, that the balance can pay when so many levels are drafted."""
-        return bisect_left(range(1, count + 1), True, key=lambda nodes: not self._can_pay(depth, nodes))
+        return _largest(count, lambda count: self._can_pay(depth, count))
 
     def close(self) -> None:
         if self._keep is not None:
             self._keep(self.known)
+
+
+def _largest(limit: int, is_possible: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that is possible, as all below it are; 0 if none is."""
+    if not limit or is_possible(limit):
+        return limit
+    return bisect_left(range(1, limit), True, key=lambda number: not is_possible(number))
 
 
 class Adaptive(DraftPolicy):

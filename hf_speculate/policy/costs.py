@@ -82,6 +82,7 @@ class _Table:
         self._observed: dict[int, _Observed] = {}
         # Replaced, never changed: other threads may be reading them.
         self._known: tuple[list[float], list[float]] = [], []
+        self._seconds: dict[float, float] = {}  # that were asked for since
         self.largest = 0  # size of which the seconds are believed
 
     def __contains__(self, size: int) -> bool:
@@ -104,6 +105,7 @@ class _Table:
         self.largest = 1 << _class_of(round(trusted[-1].size))
         known = self._fitted(trusted)
         self._known = self._fitted([each.beside(interpolate(*known, each.size)) for each in observed])
+        self._seconds = {}
         return factor
 
     def _fitted(self, observed: Sequence[_Observed]) -> tuple[list[float], list[float]]:
@@ -117,8 +119,11 @@ class _Table:
         return known is not None and known.is_established
 
     def at(self, size: float) -> float:
-        sizes, ratios = self._known
-        return (interpolate(sizes, ratios, size) if sizes else 1.0) * self.shape(size)
+        asked = self._seconds  # read before what is known, which is replaced first
+        if (seconds := asked.get(size)) is None:
+            sizes, ratios = self._known
+            asked[size] = seconds = (interpolate(sizes, ratios, size) if sizes else 1.0) * self.shape(size)
+        return seconds
 
     def frozen(self) -> Shape:
         """What is known now, as a shape for other contexts."""
@@ -192,8 +197,8 @@ class Timings:
 
     def _table(self, context: int) -> _Table:
         octave = _octave(context)
-        if octave in self._tables:
-            return self._tables[octave]
+        if (known := self._tables.get(octave)) is not None:
+            return known
         if self._tables:
             return _Table(self._tables[min(self._tables, key=lambda known: abs(known - octave))].frozen())
         return _Table(self._shape if self._like is None else self._like._table(context).frozen())
@@ -226,11 +231,12 @@ class RoundCosts:
         """Seconds of a round with `num_nodes` draft nodes, drafting left out."""
         return self.rounds.at(num_nodes + 1, context)
 
-    def drafted_round_at_most(self, depth: int, num_nodes: int, context: int = 0) -> float:
-        """Seconds that drafting `depth` levels and scoring `num_nodes` draft nodes may take."""
-        dear = _DEAR * self.plain(context)
+    def loss_at_most(self, depth: int, num_nodes: int, context: int = 0) -> float:
+        """One-token forwards that a round may lose: `depth` levels drafted, `num_nodes` draft nodes scored, all wrong."""
+        plain = self.plain(context)
+        dear = _DEAR * plain
         drafting = self.drafting.at_most(depth, dear, context) if self.drafting else dear * depth
-        return drafting + self.rounds.at_most(num_nodes + 1, dear, context)
+        return (drafting + self.rounds.at_most(num_nodes + 1, dear, context)) / plain - 1
 
     def drafting_to(self, depth: int, context: int = 0) -> float:
         """Seconds of a draft whose deepest node is at `depth` (>= 1)."""
