@@ -36,8 +36,8 @@ LOSS_START = 0.6
 _BANK = 8.0
 # Largest debt, in one-token forwards. Libraries prepare much in the first round of a kind, which says nothing about the
 # next one: it does not stop drafts for longer than this takes to earn.
-_DEBT = 0.3
-_STRAY = 0.1  # of the time that a round is expected to take: what it is charged differs by this at most
+_DEBT = 0.1
+_STRAY = 0.1  # share by which the time that a round is charged may differ from what was expected
 _DEEPEST = 16  # levels; drafts that may go so far have no limit
 
 
@@ -137,47 +137,43 @@ class AdaptiveSession(PolicySession):
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
         costs.rounds.record(drafted + 1, round.seconds.total - round.seconds.drafting, context)
-        seconds = costs.verifying(drafted, context)
+        seconds = charged = costs.verifying(drafted, context)
+        if drafted:
+            taken = round.seconds.total - round.seconds.drafting
+            charged = _charged(taken, seconds, costs.rounds.is_established(drafted + 1, context))
         if self._deepening is not None:
-            seconds += self._drafting_seconds(round)
+            expected, is_known = self._learn_drafting(round)
+            seconds += expected
+            charged += _charged(round.seconds.drafting, expected, is_known)
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        self._book(tokens, self._charged(round, seconds))
+        self._book(tokens, charged / self._plain)
         if drafted:
             self._learn_nodes(round, rows)
 
-    def _charged(self, round: Round, expected: float) -> float:
-        """Seconds that the balance is charged: not far from `expected`, once that is known, as a round that something
-        else held up says nothing about drafting."""
-        if not round.depth:
-            return expected
-        context, taken = self._situation.context, round.seconds.total
-        is_known = self._costs.rounds.is_established(round.num_nodes + 1, context)
-        if is_known and self._costs.drafting.is_established(round.depth, context):
-            return min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
-        return max(taken, expected)
-
-    def _book(self, tokens: float, seconds: float) -> None:
+    def _book(self, tokens: float, forwards: float) -> None:
         """Books a round. One in which the drafter was not asked earns the share alone."""
-        known, forwards = self.known, seconds / self._plain
-        balance = known.balance + LOSS_SHARE * forwards + (tokens - forwards if self._deepening is not None else 0.0)
-        known.balance = min(max(balance, -_DEBT), _BANK)
+        balance = self.known.balance + LOSS_SHARE * forwards
+        if self._deepening is not None:
+            balance += tokens - forwards
+        self.known.balance = min(max(balance, -_DEBT), _BANK)
 
-    def _drafting_seconds(self, round: Round) -> float:
-        """Learns from what a draft took, and returns what one like it is expected to take."""
-        levels, deepening = round.depth, self._deepening
+    def _learn_drafting(self, round: Round) -> tuple[float, bool]:
+        """Learns from what a draft took, and returns what one like it should take, and whether that is known."""
+        levels, deepening, seconds = round.depth, self._deepening, round.seconds.drafting
+        costs, context = self._costs, self._situation.context
         if not levels:
-            self._costs.asking.record(1, round.seconds.drafting, self._situation.context)
-            return self._costs.asking.at(1, self._situation.context)
+            costs.asking.record(1, seconds, context)
+            return costs.asking.at(1, context), costs.asking.is_established(1, context)
         if round.is_ahead:
-            return round.seconds.drafting
+            return seconds, True
         if self.known.is_asked:  # what is asked for costs; what is not (a copy of earlier text) may be as deep
             if deepening is None or not deepening.is_asked:
-                return round.seconds.drafting
+                return seconds, True
             levels = deepening.levels
-        self._costs.drafting.record(levels, round.seconds.drafting, self._situation.context)
-        return self._costs.drafting_to(levels, self._situation.context)
+        costs.drafting.record(levels, seconds, context)
+        return costs.drafting_to(levels, context), costs.drafting.is_established(levels, context)
 
     def _learn_nodes(self, round: Round, rows: Sequence[int]) -> None:
         tree, acceptance = round.tree, self.known.acceptance
@@ -256,6 +252,12 @@ class AdaptiveSession(PolicySession):
     def close(self) -> None:
         if self._keep is not None:
             self._keep(self.known)
+
+
+def _charged(taken: float, expected: float, is_known: bool) -> float:
+    """Seconds that the balance is charged: not far from what was expected, once that is known, as a round that
+    something else held up says nothing about drafting."""
+    return min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected) if is_known else max(taken, expected)
 
 
 def _largest(limit: int, is_possible: Callable[[int], bool]) -> int:

@@ -50,16 +50,22 @@ class _Observed:
     def is_established(self) -> bool:
         return self.count >= _FIRST
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether there were others than warm-ups."""
+        return self.count >= 1
+
     def with_warm_up(self, ratio: float) -> _Observed:
         if self.is_established:
             return self
         return _Observed(self.size, min(self.ratio, ratio), self.count + _WARM_UP)
 
     def beside(self, expected: float) -> _Observed:
-        """What may be believed where others say `expected`."""
+        """What may be believed where others say `expected`. Warm-ups may take any time, which says nothing."""
         if self.is_established or self.ratio <= expected:
             return self
-        return replace(self, ratio=expected + (self.ratio - expected) * self.count / _FIRST)
+        ratio = self.ratio if self.is_timed else min(self.ratio, 2 * expected)
+        return replace(self, ratio=expected + (ratio - expected) * self.count / _FIRST)
 
     def with_another(self, size: int, ratio: float) -> tuple[_Observed, float]:
         """What is then observed, and by which factor that moves what is expected of all sizes, as what slows one slows
@@ -87,7 +93,7 @@ class _Table:
 
     def __contains__(self, size: int) -> bool:
         known = self._observed.get(_class_of(size))
-        return known is not None and known.count >= 1
+        return known is not None and known.is_timed
 
     @property
     def sizes(self) -> Sequence[float]:
@@ -232,10 +238,12 @@ class RoundCosts:
         return self.rounds.at(num_nodes + 1, context)
 
     def loss_at_most(self, depth: int, num_nodes: int, context: int = 0) -> float:
-        """One-token forwards that a round may lose: `depth` levels drafted, `num_nodes` draft nodes scored, all wrong."""
+        """One-token forwards that a round with `depth` levels and `num_nodes` scored nodes loses if all are wrong."""
         plain = self.plain(context)
         dear = _DEAR * plain
         drafting = self.drafting.at_most(depth, dear, context) if self.drafting else dear * depth
+        if self.asking:
+            drafting = max(drafting, self.asking.at(1, context))
         return (drafting + self.rounds.at_most(num_nodes + 1, dear, context)) / plain - 1
 
     def drafting_to(self, depth: int, context: int = 0) -> float:
