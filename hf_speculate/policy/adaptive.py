@@ -3,8 +3,10 @@
 A drafter says of every node how sure it is (`DraftTree.values`); calibrated on the rounds so far, that is the
 probability that the node is right. What rounds take is measured on them, too. A token is worth the time that one takes
 at the speed that was reached lately: with this price (Dinkelbach's method for the largest ratio of two sums) every
-decision stands for itself. Where drafts do not pay they are still tried now and then, as often as a fixed share of the
-time pays for: the policy never spends more.
+decision stands for itself.
+
+A balance bounds the losses. It earns a share of the time and what drafts win, and pays what they lose; no draft begins
+that it could not pay if every node were wrong. So a request begins with small drafts, and bad ones become rare.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts
 from .deepening import WhilePaying
+from .kept import KeptCosts
 
 
 # Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards. Of 64
@@ -98,9 +101,8 @@ class AdaptiveSession(PolicySession):
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored, situation.looks_ahead)
         self._situation, self._deepening = situation, None
-        if not self._costs.rounds.knows(1, situation.context):
-            return NOTHING  # what plain decoding costs here is yet to be seen
-        if not self._can_pay(1, 1):
+        # What plain decoding costs here has to be seen first.
+        if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
             return NOTHING
         self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
         if not self._costs.drafting:
@@ -119,8 +121,7 @@ class AdaptiveSession(PolicySession):
         if self._deepening is not None and self._deepening.is_asked:
             self.known.is_asked = True
         if tree.is_on_device:
-            count = self._best_count(self.known.acceptance.nodes())
-            return tree.first(max(self._count_to_pay(tree.max_depth, count), 1))
+            return tree.first(max(self._best_count(self.known.acceptance.nodes(), tree.max_depth), 1))
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
         probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
@@ -128,7 +129,7 @@ class AdaptiveSession(PolicySession):
         # In the order in which `best` takes them.
         ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
         means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
-        return tree.best(self._count_to_pay(tree.max_depth, self._best_count(means)))
+        return tree.best(self._best_count(means, tree.max_depth))
 
     def learn(self, round: Round) -> None:
         if round.is_warm_up:
@@ -136,10 +137,10 @@ class AdaptiveSession(PolicySession):
         self.known.fade()
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
-        costs.rounds.record(drafted + 1, round.seconds.total - round.seconds.drafting, context)
+        taken = round.seconds.total - round.seconds.drafting
+        costs.rounds.record(drafted + 1, taken, context)
         seconds = charged = costs.verifying(drafted, context)
         if drafted:
-            taken = round.seconds.total - round.seconds.drafting
             charged = _charged(taken, seconds, costs.rounds.is_established(drafted + 1, context))
         if self._deepening is not None:
             expected, is_known = self._learn_drafting(round)
@@ -148,16 +149,11 @@ class AdaptiveSession(PolicySession):
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        self._book(tokens, charged / self._plain)
+        charged /= self._plain
+        won = LOSS_SHARE * charged + (tokens - charged if self._deepening is not None else 0.0)
+        self.known.balance = min(max(self.known.balance + won, -_DEBT), _BANK)
         if drafted:
             self._learn_nodes(round, rows)
-
-    def _book(self, tokens: float, forwards: float) -> None:
-        """Books a round. One in which the drafter was not asked earns the share alone."""
-        balance = self.known.balance + LOSS_SHARE * forwards
-        if self._deepening is not None:
-            balance += tokens - forwards
-        self.known.balance = min(max(balance, -_DEBT), _BANK)
 
     def _learn_drafting(self, round: Round) -> tuple[float, bool]:
         """Learns from what a draft took, and returns what one like it should take, and whether that is known."""
@@ -215,8 +211,9 @@ class AdaptiveSession(PolicySession):
         """In tokens."""
         return self._costs.level(self._situation.context) / self._seconds_of_token
 
-    def _best_count(self, probabilities: Sequence[float]) -> int:
-        """How many nodes to score: for the most tokens beyond what that takes."""
+    def _best_count(self, probabilities: Sequence[float], depth: int) -> int:
+        """How many nodes to score of a draft of so many levels: for the most tokens beyond what that takes, as far as
+        the balance can pay."""
         seconds, context = self._costs.rounds.at, self._situation.context
         per_second, plain = 1 / self._seconds_of_token, self._plain
         worth, best, best_worth = 0.0, 0, 0.0
@@ -225,7 +222,7 @@ class AdaptiveSession(PolicySession):
             net = worth - (seconds(count + 1, context) - plain) * per_second
             if net > best_worth:
                 best, best_worth = count, net
-        return best
+        return _largest(best, lambda count: self._can_pay(depth, count))
 
     def _best_depth(self) -> int:
         """To which drafts would have paid lately."""
@@ -244,10 +241,6 @@ class AdaptiveSession(PolicySession):
         """The most levels, up to `max_depth`, of which the balance can pay a node each; None: any number."""
         depth = _largest(max_depth, lambda depth: self._can_pay(depth, depth))
         return None if depth == _DEEPEST else depth
-
-    def _count_to_pay(self, depth: int, count: int) -> int:
-        """The most nodes, up to `count`, that the balance can pay when so many levels are drafted."""
-        return _largest(count, lambda count: self._can_pay(depth, count))
 
     def close(self) -> None:
         if self._keep is not None:
@@ -277,7 +270,7 @@ class Adaptive(DraftPolicy):
     is_adaptive = True
 
     def __init__(self) -> None:
-        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int, bool], RoundCosts]] = WeakKeyDictionary()
+        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int, bool], KeptCosts]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -293,11 +286,15 @@ class Adaptive(DraftPolicy):
         if kind not in known:
             known[kind] = Known(Acceptance(request.calibration.start(request.samples)))
 
+        size, ahead = request.batch_size, request.looks_ahead
+        if (key := (request.adapters, size, ahead)) not in costs:
+            costs[key] = KeptCosts(request)
+        of_size = costs[key]
+
         def keep(learnt: Known) -> None:
             known[kind] = learnt
+            of_size.keep()
 
-        size, ahead = request.batch_size, request.looks_ahead
-        of_size = costs.setdefault((request.adapters, size, ahead), RoundCosts())
         return AdaptiveSession(of_size, known[kind].copy(), size, keep, ahead)
 
     def __repr__(self) -> str:

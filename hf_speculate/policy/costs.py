@@ -83,13 +83,13 @@ class _Table:
     is not tried again.) A class that was seen once or twice counts little, unless it is faster than the others let
     expect: what is slow at first would not be tried again either."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, largest: int = 0):
         self.shape = shape
         self._observed: dict[int, _Observed] = {}
         # Replaced, never changed: other threads may be reading them.
         self._known: tuple[list[float], list[float]] = [], []
         self._seconds: dict[float, float] = {}  # that were asked for since
-        self.largest = 0  # size of which the seconds are believed
+        self.largest = largest  # size of which the seconds are believed
 
     def __contains__(self, size: int) -> bool:
         known = self._observed.get(_class_of(size))
@@ -100,6 +100,11 @@ class _Table:
         """Ascending."""
         return self._known[0]
 
+    @property
+    def believed(self) -> list[int]:
+        """Sizes that were observed often enough."""
+        return [round(each.size) for each in self._observed.values() if each.is_established]
+
     def record(self, size: int, seconds: float, is_warm_up: bool) -> float:
         """Learns one observation; see `_Observed.with_another`."""
         ratio = seconds / max(self.shape(size), 1e-9)
@@ -108,7 +113,7 @@ class _Table:
         self._observed = {**self._observed, _class_of(size): new}
         observed = [self._observed[each] for each in sorted(self._observed)]
         trusted = [each for each in observed if each.is_established] or [min(observed, key=lambda each: each.ratio)]
-        self.largest = 1 << _class_of(round(trusted[-1].size))
+        self.largest = max(self.largest, 1 << _class_of(round(trusted[-1].size)))
         known = self._fitted(trusted)
         self._known = self._fitted([each.beside(interpolate(*known, each.size)) for each in observed])
         self._seconds = {}
@@ -131,11 +136,11 @@ class _Table:
             asked[size] = seconds = (interpolate(sizes, ratios, size) if sizes else 1.0) * self.shape(size)
         return seconds
 
-    def frozen(self) -> Shape:
-        """What is known now, as a shape for other contexts."""
+    def alike(self) -> _Table:
+        """A table for other contexts, whose shape is what is known now."""
         twin = _Table(self.shape)
-        twin._known, twin.largest = self._known, self.largest
-        return twin.at
+        twin._known = self._known
+        return _Table(twin.at, self.largest)
 
 
 def _class_of(size: int) -> int:
@@ -182,6 +187,11 @@ class Timings:
         self._sizes.add(size)
         self._slowness *= self._tables[octave].record(size, seconds / self._slowness, is_warm_up)
 
+    def observations(self) -> list[tuple[int, int, float]]:
+        """Context, size and seconds of what is believed."""
+        contexts = ((1 << octave + 8 if octave else 0, table) for octave, table in self._tables.items())
+        return [(context, size, self.at(size, context)) for context, table in contexts for size in table.believed]
+
     def at(self, size: float, context: int = 0) -> float:
         """Estimated seconds; relative ones where nothing is known."""
         return self._slowness * self._table(context).at(size)
@@ -206,8 +216,8 @@ class Timings:
         if (known := self._tables.get(octave)) is not None:
             return known
         if self._tables:
-            return _Table(self._tables[min(self._tables, key=lambda known: abs(known - octave))].frozen())
-        return _Table(self._shape if self._like is None else self._like._table(context).frozen())
+            return self._tables[min(self._tables, key=lambda known: abs(known - octave))].alike()
+        return _Table(self._shape) if self._like is None else self._like._table(context).alike()
 
 
 def _octave(context: int) -> int:
@@ -215,8 +225,8 @@ def _octave(context: int) -> int:
 
 
 class RoundCosts:
-    """What a round costs on one target at one batch size: drafting by depth, asking a drafter that
-    finds nothing, everything else by nodes (root included).
+    """What a round costs on one target at one batch size: drafting by depth, asking a drafter that finds nothing, and
+    everything else by nodes (root included).
 
     Shared by all calls of a speculator.
 
