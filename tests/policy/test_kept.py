@@ -32,11 +32,15 @@ def request_(tmp_path, monkeypatch, tiny_model):
 def write(request, costs):
     kept = KeptCosts(request)
     kept.rounds, kept.drafting = costs.rounds, costs.drafting
+    keep(kept)
+    return kept
+
+
+def keep(kept):
     kept.keep()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and "_write" in thread.name:
             thread.join()
-    return kept
 
 
 def is_known(request):
@@ -81,13 +85,13 @@ def test_other_drafters_and_batches_have_costs_of_their_own(request_, tmp_path):
         "[]",
         "{}",
         '{"rounds": 3, "drafting": [], "asking": []}',
-        '{"rounds": [[0, 1, NaN]], "drafting": [], "asking": []}',
-        '{"rounds": [[0, 1, -1.0]], "drafting": [], "asking": []}',
-        '{"rounds": [[0, 1, 1e9]], "drafting": [], "asking": []}',
-        '{"rounds": [[0, 0, 1.0]], "drafting": [], "asking": []}',
-        '{"rounds": [[0, 1]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, NaN]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, -0.1]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, 1e9]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 0, 1.0]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4]], "drafting": [], "asking": []}',
         '{"rounds": [], "drafting": [], "asking": []}',
-        '{"rounds": [[0, 1, "x"]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, "x"]], "drafting": [], "asking": []}',
         json.dumps({"rounds": [[0, 1, 1.0]] * 9000, "drafting": [], "asking": []}),
     ],
 )
@@ -98,6 +102,7 @@ def test_odd_files_are_passed_over(request_, tmp_path, content):
     assert not is_known(request_)
 
 
+@pytest.mark.filterwarnings("error")  # of threads
 def test_a_folder_that_cannot_be_written_is_passed_over(request_, tmp_path):
     (tmp_path / "hf_speculate").write_text("a file")
     write(request_, costs_of(0.02, 0.001, 0.004))
@@ -114,5 +119,5 @@ def test_a_call_writes_once_in_a_while(request_, tmp_path):
     kept = write(request_, costs_of(0.02, 0.001, 0.004))
     (file,) = written(tmp_path)
     file.unlink()
-    kept.keep()
+    keep(kept)
     assert not written(tmp_path)
