@@ -211,6 +211,7 @@ def _policy(
         samples=request.do_sample,
         calibration=speculator.drafter.calibration,
         looks_ahead=lookahead.ahead is True and size == 1,
+        drafter=speculator.drafter.name,
     )
     pace = lookahead.start(of_request)
     if pace is not None and size > 1:

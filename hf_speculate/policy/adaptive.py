@@ -3,12 +3,15 @@
 A drafter says of every node how sure it is (`DraftTree.values`); calibrated on the rounds so far, that is the
 probability that the node is right. What rounds take is measured on them, too. A token is worth the time that one takes
 at the speed that was reached lately: with this price (Dinkelbach's method for the largest ratio of two sums) every
-decision stands for itself. Where drafts do not pay they are still tried now and then, as often as a fixed share of the
-time pays for: the policy never spends more.
+decision stands for itself.
+
+A balance bounds the losses. It earns a share of the time and what drafts win, and pays what they lose; no draft begins
+that it could not pay if every node were wrong. So a request begins with small drafts, and bad ones become rare.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,13 +27,21 @@ from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts
 from .deepening import WhilePaying
+from .kept import KeptCosts
 
 
-# What speculation may lose against plain decoding: a share of the time, and a start in one-token forwards.
+# Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards. Of 64
+# tokens, both together are 2 %.
 LOSS_SHARE = 0.01
-LOSS_START = 5.0
-# Of what it won, so many one-token forwards may be lost again: a few unlucky rounds do not stop what pays.
+LOSS_START = 0.6
+# Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
+# that pays.
 _BANK = 8.0
+# Largest debt, in one-token forwards. Libraries prepare much in the first round of a kind, which says nothing about the
+# next one: it does not stop drafts for longer than this takes to earn.
+_DEBT = 0.1
+_STRAY = 0.1  # share by which the time that a round is charged may differ from what was expected
+_DEEPEST = 16  # levels; drafts that may go so far have no limit
 
 
 @dataclass
@@ -39,23 +50,23 @@ class Known:
 
     Attributes:
         acceptance: of the drafter.
-        gain: tokens that a round with a draft brought more than the time that it took is worth.
+        balance: one-token forwards that drafts may lose.
         tokens, seconds: of the last rounds, a row; in one-token forwards.
         is_asked: whether the drafter asks before every level.
     """
 
     acceptance: Acceptance
-    gain: Average = field(default_factory=Average)
     tokens: Average = field(default_factory=Average)
     seconds: Average = field(default_factory=Average)
     is_asked: bool = False
+    balance: float = LOSS_START
 
     def copy(self) -> Known:
         return deepcopy(self)
 
     def fade(self) -> None:
         """A round has passed."""
-        for each in (self.acceptance, self.gain, self.tokens, self.seconds):
+        for each in (self.acceptance, self.tokens, self.seconds):
             each.fade()
 
 
@@ -83,21 +94,20 @@ class AdaptiveSession(PolicySession):
         self._costs = costs
         self._kind = batch_size, looks_ahead
         self._costs_by_kind = {self._kind: costs}
-        self._elapsed = 0.0
-        self._loss = 0.0
+        known.balance = min(max(known.balance, 0.0), LOSS_START)  # no request loses what another one won
         self._situation = Situation((), 0, 0)
         self._deepening: WhilePaying | None = None
 
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored, situation.looks_ahead)
         self._situation, self._deepening = situation, None
-        if not self._costs.rounds.knows(1, situation.context):
-            return NOTHING  # what plain decoding costs here is yet to be seen
-        expected = self.known.gain.near(0.0)
-        if not self._may_lose(max(-expected * self._plain, 0.0)):
+        # What plain decoding costs here has to be seen first.
+        if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
             return NOTHING
         self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
-        return Budget() if self.known.is_asked else Budget(None, self._best_depth())
+        if not self._costs.drafting:
+            return Budget(None, 1)  # what a level costs is yet to be seen
+        return Budget(None, self._depth_to_pay(_DEEPEST if self.known.is_asked else self._best_depth()))
 
     def deepening(self) -> Deepening | None:
         return self._deepening
@@ -111,7 +121,7 @@ class AdaptiveSession(PolicySession):
         if self._deepening is not None and self._deepening.is_asked:
             self.known.is_asked = True
         if tree.is_on_device:
-            return tree.first(max(self._best_count(self.known.acceptance.nodes()), 1))
+            return tree.first(max(self._best_count(self.known.acceptance.nodes(), tree.max_depth), 1))
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
         probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
@@ -119,7 +129,7 @@ class AdaptiveSession(PolicySession):
         # In the order in which `best` takes them.
         ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
         means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
-        return tree.best(self._best_count(means))
+        return tree.best(self._best_count(means, tree.max_depth))
 
     def learn(self, round: Round) -> None:
         if round.is_warm_up:
@@ -127,33 +137,39 @@ class AdaptiveSession(PolicySession):
         self.known.fade()
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
-        costs.rounds.record(drafted + 1, round.seconds.total - round.seconds.drafting, context)
-        # As they are estimated: a round that was held up by something else says nothing about drafting.
-        seconds = costs.verifying(drafted, context) + (self._drafting_seconds(round) if round.depth else 0.0)
+        taken = round.seconds.total - round.seconds.drafting
+        costs.rounds.record(drafted + 1, taken, context)
+        seconds = charged = costs.verifying(drafted, context)
+        if drafted:
+            charged = _charged(taken, seconds, costs.rounds.is_established(drafted + 1, context))
+        if self._deepening is not None:
+            expected, is_known = self._learn_drafting(round)
+            seconds += expected
+            charged += _charged(round.seconds.drafting, expected, is_known)
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
-        self._elapsed += seconds
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        if not round.depth:
-            return
-        self.known.gain.add(tokens - seconds / self._plain)
-        if not costs.rounds.is_established(drafted + 1, context):
-            seconds = max(seconds, round.seconds.total)  # sizes that are not known yet are thought to be cheap
-        self._loss = max(self._loss + seconds - tokens * self._plain, -_BANK * self._plain)
+        charged /= self._plain
+        won = LOSS_SHARE * charged + (tokens - charged if self._deepening is not None else 0.0)
+        self.known.balance = min(max(self.known.balance + won, -_DEBT), _BANK)
         if drafted:
             self._learn_nodes(round, rows)
 
-    def _drafting_seconds(self, round: Round) -> float:
-        """Learns from what a draft took, and returns what one like it is expected to take."""
-        levels, deepening = round.depth, self._deepening
+    def _learn_drafting(self, round: Round) -> tuple[float, bool]:
+        """Learns from what a draft took, and returns what one like it should take, and whether that is known."""
+        levels, deepening, seconds = round.depth, self._deepening, round.seconds.drafting
+        costs, context = self._costs, self._situation.context
+        if not levels:
+            costs.asking.record(1, seconds, context)
+            return costs.asking.at(1, context), costs.asking.is_established(1, context)
         if round.is_ahead:
-            return round.seconds.drafting
+            return seconds, True
         if self.known.is_asked:  # what is asked for costs; what is not (a copy of earlier text) may be as deep
             if deepening is None or not deepening.is_asked:
-                return round.seconds.drafting
+                return seconds, True
             levels = deepening.levels
-        self._costs.drafting.record(levels, round.seconds.drafting, self._situation.context)
-        return self._costs.drafting_to(levels, self._situation.context)
+        costs.drafting.record(levels, seconds, context)
+        return costs.drafting_to(levels, context), costs.drafting.is_established(levels, context)
 
     def _learn_nodes(self, round: Round, rows: Sequence[int]) -> None:
         tree, acceptance = round.tree, self.known.acceptance
@@ -195,17 +211,18 @@ class AdaptiveSession(PolicySession):
         """In tokens."""
         return self._costs.level(self._situation.context) / self._seconds_of_token
 
-    def _best_count(self, probabilities: Sequence[float]) -> int:
-        """How many nodes to score: for the most tokens beyond what that takes."""
-        verifying, context = self._costs.verifying, self._situation.context
+    def _best_count(self, probabilities: Sequence[float], depth: int) -> int:
+        """How many nodes to score of a draft of so many levels: for the most tokens beyond what that takes, as far as
+        the balance can pay."""
+        seconds, context = self._costs.rounds.at, self._situation.context
         per_second, plain = 1 / self._seconds_of_token, self._plain
         worth, best, best_worth = 0.0, 0, 0.0
         for count, probability in enumerate(probabilities, start=1):
             worth += probability
-            net = worth - (verifying(count, context) - plain) * per_second
+            net = worth - (seconds(count + 1, context) - plain) * per_second
             if net > best_worth:
                 best, best_worth = count, net
-        return best
+        return _largest(best, lambda count: self._can_pay(depth, count))
 
     def _best_depth(self) -> int:
         """To which drafts would have paid lately."""
@@ -216,12 +233,31 @@ class AdaptiveSession(PolicySession):
                 best, best_worth = depth, worth
         return best
 
-    def _may_lose(self, seconds: float) -> bool:
-        return self._loss + seconds <= LOSS_SHARE * self._elapsed + LOSS_START * self._plain
+    def _can_pay(self, depth: int, num_nodes: int) -> bool:
+        """Whether the balance suffices if the whole draft is wrong."""
+        return self._costs.loss_at_most(depth, num_nodes, self._situation.context) <= self.known.balance
+
+    def _depth_to_pay(self, max_depth: int) -> int | None:
+        """The most levels, up to `max_depth`, of which the balance can pay a node each; None: any number."""
+        depth = _largest(max_depth, lambda depth: self._can_pay(depth, depth))
+        return None if depth == _DEEPEST else depth
 
     def close(self) -> None:
         if self._keep is not None:
             self._keep(self.known)
+
+
+def _charged(taken: float, expected: float, is_known: bool) -> float:
+    """Seconds that the balance is charged: not far from what was expected, once that is known, as a round that
+    something else held up says nothing about drafting."""
+    return min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected) if is_known else max(taken, expected)
+
+
+def _largest(limit: int, is_possible: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that is possible, as all below it are; 0 if none is."""
+    if not limit or is_possible(limit):
+        return limit
+    return bisect_left(range(1, limit), True, key=lambda number: not is_possible(number))
 
 
 class Adaptive(DraftPolicy):
@@ -234,7 +270,7 @@ class Adaptive(DraftPolicy):
     is_adaptive = True
 
     def __init__(self) -> None:
-        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int, bool], RoundCosts]] = WeakKeyDictionary()
+        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int, bool], KeptCosts]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,11 +286,15 @@ class Adaptive(DraftPolicy):
         if kind not in known:
             known[kind] = Known(Acceptance(request.calibration.start(request.samples)))
 
+        size, ahead = request.batch_size, request.looks_ahead
+        if (key := (request.adapters, size, ahead)) not in costs:
+            costs[key] = KeptCosts(request)
+        of_size = costs[key]
+
         def keep(learnt: Known) -> None:
             known[kind] = learnt
+            of_size.keep()
 
-        size, ahead = request.batch_size, request.looks_ahead
-        of_size = costs.setdefault((request.adapters, size, ahead), RoundCosts())
         return AdaptiveSession(of_size, known[kind].copy(), size, keep, ahead)
 
     def __repr__(self) -> str:

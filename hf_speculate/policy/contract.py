@@ -62,6 +62,7 @@ class PolicyRequest:
         samples: whether tokens are sampled.
         calibration: what is known of the drafter's values before it drafts.
         looks_ahead: whether all rounds do, see `Situation`.
+        drafter: its name; "" keeps costs in this process.
     """
 
     target: PreTrainedModel
@@ -70,6 +71,7 @@ class PolicyRequest:
     samples: bool = False
     calibration: CalibrationTable = field(default_factory=CalibrationTable)
     looks_ahead: bool = False
+    drafter: str = ""
 
 
 class PolicySession(ABC):

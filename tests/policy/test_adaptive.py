@@ -2,152 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hf_speculate import Speculator
-from hf_speculate.drafting import Calibration
 from hf_speculate.drafting.observations import Observation, joined
-from hf_speculate.policy import NOTHING, Acceptance, Situation
-from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START, AdaptiveSession, Known
+from hf_speculate.policy import NOTHING, Situation
+from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START
 from hf_speculate.policy.costs import RoundCosts
-from hf_speculate.round import Round, RoundSeconds
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
 from hf_speculate.tree import DraftTree, TreeRow
 
 from ..support.clocks import ForwardClock
+from ..support.decoding import ROOT, Simulation, best_fixed, new_session, round_of, situation
 from ..support.models import VOCAB_SIZE
-
-
-def situation(*rows, context=0):
-    """These rows take part (the first, if none is named), and no others are run."""
-    return Situation(rows or (0,), num_scored=len(rows) or 1, context=context)
-
-
-def new_session(costs=None, batch_size=1):
-    return AdaptiveSession(costs or RoundCosts(), Known(Acceptance(Calibration())), batch_size)
-
-
-def round_of(tree, paths, seconds, drafting_seconds=0.0, depth=None, **fields):
-    """A round over a tree in which the nodes of `paths` (root left out) were accepted; the target's own token is 99."""
-    found = [[0, *path] for path in paths]
-    tokens = [[*(tree.host.token_ids[r][node] for node in path[1:]), 99] for r, path in enumerate(found)]
-    return Round(
-        tree=tree,
-        paths=found,
-        tokens=tokens,
-        num_accepted=[len(path) for path in paths],
-        lengths=[9] * len(paths),
-        context=9,
-        depth=tree.max_depth if depth is None else depth,
-        seconds=RoundSeconds(drafting=drafting_seconds, total=seconds),
-        **fields,
-    )
-
-
-ROOT = DraftTree.from_rows([TreeRow([5], [-1], [0.0])])
-
-
-class Simulation:
-    """Decoding one row with a drafter that goes level by level.
-
-    Every round has a sureness p: the better one of two children is right so often, the other one with p (1 - p) / 2.
-    The drafter says p' instead of p, which is wrong, but grows with p.
-
-    Args:
-        slope: seconds of a node; a plain round takes 1, a level 0.1.
-        sureness: draws p for the text so far.
-        says: p -> p'.
-        is_asking: whether the drafter asks before every level; else it goes to the budget's depth.
-        has_values: whether its trees have values; without, they are chains, as the order of nodes says what is best.
-    """
-
-    DEPTH, LEVEL = 6, 0.1
-
-    def __init__(self, slope, sureness, says=math.sqrt, is_asking=True, has_values=True):
-        self.slope, self.sureness, self.says = slope, sureness, says
-        self.is_asking, self.has_values = is_asking, has_values
-        self.policy, self.random = new_session(), random.Random(0)
-        self.seconds, self.tokens, self.rounds = 0.0, 0, []
-
-    def run(self, num_tokens):
-        while self.tokens < num_tokens:
-            budget = self.policy.choose(situation())
-            if budget == NOTHING:
-                self.take(round_of(ROOT, [[]], 1.0))
-            else:
-                self.draft(min(self.DEPTH if budget.max_depth is None else budget.max_depth, self.DEPTH))
-        return self
-
-    def draft(self, max_depth):
-        sure = self.sureness(self.tokens, self.random)
-        tokens, parents, values, depth, last = [5], [-1], [0.0], 0, 0
-        right = []  # the nodes that the target would choose, one after the other
-        alive = True
-        goes_on = self.policy.deepening()
-        while depth < max_depth and (depth == 0 or not self.is_asking or goes_on(torch.tensor([values[-2:]]))):
-            depth += 1
-            drawn = self.random.random()
-            for child, share in enumerate((sure, sure * (1 - sure) / 2)[: 1 + self.has_values]):
-                tokens.append(10 + child)
-                parents.append(last)
-                said = self.says(sure) * (1.0 if child == 0 else (1 - self.says(sure)) / 2)
-                values.append(values[last] + math.log(max(said, 1e-9)))
-                if alive and (drawn < sure if child == 0 else sure <= drawn < sure + share):
-                    right.append(len(tokens) - 1)
-            # Only what follows the better child goes on.
-            better = len(tokens) - 1 - self.has_values
-            alive, last = alive and right[-1:] == [better], better
-        row = TreeRow(tokens, parents, values if self.has_values else None)
-        whole = DraftTree.from_rows([row])
-        tree = self.policy.cut(whole)
-        kept = list(map(tuple, self.paths(tree)))
-        path = []
-        for node in right:
-            place = kept.index(tuple(self.path(row, node))) if tuple(self.path(row, node)) in kept else None
-            if place is None:
-                break
-            path.append(place)
-        seconds = 1 + self.slope * (tree.num_nodes - 1) + self.LEVEL * depth
-        self.take(round_of(tree, [path], seconds, self.LEVEL * depth, depth))
-
-    @staticmethod
-    def path(row, node):
-        found = []
-        while node > 0:
-            found.insert(0, row.token_ids[node])
-            node = row.parents[node]
-        return found
-
-    def paths(self, tree):
-        row = tree.host.rows()[0]
-        return [self.path(row, node) for node in range(len(row.parents))]
-
-    def take(self, round):
-        self.policy.learn(round)
-        self.seconds += round.seconds.total
-        self.tokens += len(round.tokens[0])
-        self.rounds.append(round)
-
-    @property
-    def rate(self):
-        return self.tokens / self.seconds
-
-
-def best_fixed(slope, sureness, children=2, num_rounds=3000):
-    """Tokens per second of the best tree that is always the same."""
-    generator, rates = random.Random(1), []
-    sures = [sureness(0, generator) for _ in range(num_rounds)]
-    for depth in range(1, Simulation.DEPTH + 1):
-        for both in range(1, children + 1):
-            extra = (both - 1) / 2
-            tokens = sum(1 + sum(p**d * (p + extra * p * (1 - p)) for d in range(depth)) for p in sures)
-            rates.append(tokens / num_rounds / (1 + slope * depth * both + Simulation.LEVEL * depth))
-    return max(1.0, *rates)
 
 
 @pytest.mark.parametrize("slope", [0.01, 0.1, 0.5])
@@ -157,7 +27,7 @@ def test_text_that_drafts_badly_costs_little_more_than_plain_decoding(slope, num
     dearest = max(round.seconds.total for round in run.rounds)
     assert run.seconds - run.tokens <= LOSS_SHARE * run.seconds + LOSS_START + dearest
     if slope < 0.5 or num_tokens > 256:
-        assert run.seconds <= 1.05 * run.tokens
+        assert run.seconds <= 1.02 * run.tokens
         assert any(round.depth for round in run.rounds[len(run.rounds) // 2 :])  # it keeps trying
     assert sum(not round.depth for round in run.rounds) > len(run.rounds) / 2
 
@@ -175,10 +45,12 @@ def test_the_speed_is_near_that_of_the_best_fixed_tree(slope, is_asking, has_val
     def sureness(done, generator):
         return 0.7
 
-    run = Simulation(slope, sureness, is_asking=is_asking, has_values=has_values).run(6000)
+    options = {"is_asking": is_asking, "has_values": has_values}
+    runs = [Simulation(slope, sureness, seed=seed, **options).run(3000) for seed in range(3)]
+    rate = sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
     # Where nodes cost a fifth of a forward and nobody asks, exploring costs more than the loss bound forgives soon.
     least = 0.9 if (slope, is_asking, has_values) == (0.2, False, True) else 0.93
-    assert run.rate > least * best_fixed(slope, sureness, children=1 + has_values)
+    assert rate > least * best_fixed(slope, sureness, children=1 + has_values)
 
 
 @pytest.mark.parametrize("slope", [0.005, 0.05, 0.2])
@@ -249,7 +121,7 @@ def test_good_drafts_stay_on_and_the_next_call_knows(clock, tiny_model, prompt):
     drafter = ScriptedDrafter(plain[:, 12:], (2, 1, 1, 1), accuracy=1.0, vocab_size=VOCAB_SIZE)
     speculator = Speculator(drafter, adaptive=True)
     assert torch.equal(model.generate(ids, max_new_tokens=128, speculator=speculator), plain)
-    assert speculator.stats.rounds_without_draft <= 2  # one to see what plain decoding costs, one for the last token
+    assert speculator.stats.rounds_without_draft <= 3  # two to see what plain decoding costs, one for the last token
     speculator.stats.reset()
     model.generate(ids, max_new_tokens=128, speculator=speculator)
     assert speculator.stats.rounds_without_draft <= 1
@@ -312,8 +184,11 @@ class TestContext:
 def test_rounds_that_compiled_teach_nothing():
     policy = new_session()
     policy.choose(situation())
-    policy.learn(round_of(ROOT, [[]], 500.0, is_warm_up=True))
+    for _ in range(3):
+        policy.learn(round_of(ROOT, [[]], 500.0, is_warm_up=True))
     assert not policy._costs.rounds.knows(1)
+    policy.learn(round_of(ROOT, [[]], 500.0))
+    assert not policy._costs.rounds.knows(1), "libraries prepare a kernel in the first round"
     policy.learn(round_of(ROOT, [[]], 500.0))
     assert policy._costs.rounds.knows(1)
 
@@ -324,7 +199,7 @@ def test_rounds_over_a_part_of_the_batch_teach_nothing_about_the_whole():
     policy.choose(situation(0, 1, 2, 3))
     of_four = DraftTree.from_rows([([5], [-1])] * 4)
     wide = DraftTree.from_rows([([5, *range(8)], [-1, *range(8)])] * 4)
-    for tree, seconds in ((of_four, 1.0), (wide, 1.8)):
+    for tree, seconds in ((of_four, 1.0), (of_four, 1.0), (wide, 1.8)):
         policy.learn(round_of(tree, [[]] * 4, seconds))
     before = costs.plain(), costs.verifying(8)
     policy.choose(situation(2))

@@ -1,0 +1,96 @@
+"""Keeps what rounds cost in the user's cache folder, so that a fresh process begins informed.
+
+A file is named by a hash of all that costs depend on. It tells the policy how costs relate to each other; the first
+rounds of a process say how fast the machine is now. Nothing here raises: what cannot be read or written is passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from ..errors import SpeculateError
+from ..files import json_writer, read_json, replace_files
+from .contract import PolicyRequest
+from .costs import RoundCosts
+
+
+SWITCH = "HF_SPECULATE_KEEP_COSTS"  # "0": nothing is read or written
+_PARTS = ("rounds", "drafting", "asking")
+_EVERY_SECONDS = 60.0  # between two writes
+_MAX_BYTES = 1 << 16
+_MAX_CONTEXT, _MAX_SIZE, _MAX_SECONDS = 1 << 24, 1 << 12, 600.0  # that are believed
+_REPEATS = 3  # one to warm up, two to be believed
+# Fields of a configuration that say how much a forward computes.
+_SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads", "num_experts")
+
+
+class KeptCosts(RoundCosts):
+    """Costs of requests that are alike, which begin with what earlier processes kept."""
+
+    def __init__(self, request: PolicyRequest):
+        self._path = _path(request)
+        self._next_write = 0.0
+        super().__init__(None if self._path is None else _read(self._path))
+
+    def keep(self) -> None:
+        """Writes them now and then, on a thread: a disk may be slow."""
+        if self._path is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
+            return
+        self._next_write = time.monotonic() + _EVERY_SECONDS
+        content = {part: getattr(self, part).observations() for part in _PARTS}
+        with suppress(RuntimeError):  # no more threads
+            Thread(target=_write, args=(self._path, content)).start()
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with suppress(SpeculateError, OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_files(path.parent, {path.name: json_writer(content)})
+
+
+def _path(request: PolicyRequest) -> Path | None:
+    """The file for requests like this one; None where nothing is kept."""
+    own = os.environ.get("XDG_CACHE_HOME", "")
+    folder = own if os.path.isabs(own) else os.path.expanduser("~/.cache")
+    if os.environ.get(SWITCH) == "0" or not request.drafter or not os.path.isabs(folder):
+        return None
+    target, config = request.target, request.target.config.get_text_config(decoder=True)
+    facts = (
+        torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor(),
+        (target.device.type, target.dtype, torch.__version__, torch.get_num_threads()),
+        sorted({type(module).__qualname__ for module in target.modules()}),  # packed layers and adapters among them
+        [getattr(config, field, None) for field in (*_SHAPE, "_attn_implementation")],
+        (request.adapters, request.batch_size, request.looks_ahead, request.drafter),
+    )
+    return Path(folder, "hf_speculate", f"costs-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json")
+
+
+@cache
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        return next((line for line in lines if line.startswith(("model name", "CPU part"))), platform.machine())
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _read(path: Path) -> RoundCosts | None:
+    costs = RoundCosts()
+    try:
+        content = read_json(path, _MAX_BYTES)
+        for timings, (context, size, seconds) in ((getattr(costs, p), each) for p in _PARTS for each in content[p]):
+            if not (0 <= context <= _MAX_CONTEXT and 1 <= size <= _MAX_SIZE and 0 <= seconds <= _MAX_SECONDS):
+                return None
+            for _ in range(_REPEATS):
+                timings.record(int(size), float(seconds), int(context))
+    except (SpeculateError, OSError, ValueError, TypeError, KeyError):
+        return None
+    return costs if costs.rounds.knows(1) and costs.plain() > 0 else None

@@ -1,0 +1,123 @@
+"""Costs that are kept between processes, and files of them that nobody should believe."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from hf_speculate.policy import Adaptive, PolicyRequest, Situation
+from hf_speculate.policy.costs import RoundCosts
+from hf_speculate.policy.kept import KeptCosts
+
+
+def costs_of(plain, per_node, level):
+    costs = RoundCosts()
+    for context in (0, 1500):
+        for _ in range(3):
+            for size in (1, 3, 9):
+                costs.rounds.record(size, plain + per_node * (size - 1), context)
+            costs.drafting.record(2, 2 * level, context)
+    return costs
+
+
+@pytest.fixture
+def request_(tmp_path, monkeypatch, tiny_model):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_SPECULATE_KEEP_COSTS", "1")
+    return PolicyRequest(target=tiny_model(), batch_size=1, drafter="some")
+
+
+def write(request, costs):
+    kept = KeptCosts(request)
+    kept.rounds, kept.drafting = costs.rounds, costs.drafting
+    keep(kept)
+    return kept
+
+
+def keep(kept):
+    kept.keep()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and "_write" in thread.name:
+            thread.join()
+
+
+def is_known(request):
+    return KeptCosts(request).rounds.knows(1)
+
+
+def written(tmp_path):
+    return list((tmp_path / "hf_speculate").glob("*.json"))
+
+
+def test_what_was_kept_is_what_is_read(request_):
+    assert not is_known(request_)
+    write(request_, costs_of(0.02, 0.001, 0.004))
+    costs = KeptCosts(request_)
+    for context in (100, 2000):
+        assert costs.plain(context) == pytest.approx(0.02, rel=0.05)
+        assert costs.verifying(8, context) == pytest.approx(0.028, rel=0.05)
+        assert costs.drafting_to(2, context) == pytest.approx(0.008, rel=0.05)
+
+
+def test_a_fresh_process_drafts_in_its_first_round_and_learns_how_fast_the_machine_is_now(request_):
+    write(request_, costs_of(0.02, 0.001, 0.004))
+    session = Adaptive().start(request_)
+    budget = session.choose(Situation((0,), 1, 100))
+    assert not budget.is_nothing
+    for _ in range(3):
+        session._costs.rounds.record(1, 0.06, 100)
+    assert session._costs.verifying(8, 100) == pytest.approx(0.084, rel=0.1)
+
+
+def test_other_drafters_and_batches_have_costs_of_their_own(request_, tmp_path):
+    write(request_, costs_of(0.02, 0.001, 0.004))
+    for other in ({"drafter": "other"}, {"batch_size": 2}, {"drafter": ""}):
+        assert not is_known(PolicyRequest(**{**vars(request_), **other}))
+    assert len(written(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"rounds": 3, "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, NaN]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, -0.1]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, 1e9]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 0, 1.0]], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4]], "drafting": [], "asking": []}',
+        '{"rounds": [], "drafting": [], "asking": []}',
+        '{"rounds": [[0, 1, 1.0], [0, 4, "x"]], "drafting": [], "asking": []}',
+        json.dumps({"rounds": [[0, 1, 1.0]] * 9000, "drafting": [], "asking": []}),
+    ],
+)
+def test_odd_files_are_passed_over(request_, tmp_path, content):
+    write(request_, costs_of(0.02, 0.001, 0.004))
+    (file,) = written(tmp_path)
+    file.write_text(content)
+    assert not is_known(request_)
+
+
+@pytest.mark.filterwarnings("error")  # of threads
+def test_a_folder_that_cannot_be_written_is_passed_over(request_, tmp_path):
+    (tmp_path / "hf_speculate").write_text("a file")
+    write(request_, costs_of(0.02, 0.001, 0.004))
+    assert not is_known(request_)
+
+
+def test_the_switch_keeps_nothing(request_, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_SPECULATE_KEEP_COSTS", "0")
+    write(request_, costs_of(0.02, 0.001, 0.004))
+    assert not written(tmp_path)
+
+
+def test_a_call_writes_once_in_a_while(request_, tmp_path):
+    kept = write(request_, costs_of(0.02, 0.001, 0.004))
+    (file,) = written(tmp_path)
+    file.unlink()
+    keep(kept)
+    assert not written(tmp_path)

@@ -1,0 +1,145 @@
+"""Simulated decoding with the adaptive policy, where rounds take what they are said to: nothing looks at a clock."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+
+from hf_speculate.drafting import Calibration
+from hf_speculate.policy import NOTHING, Acceptance, Situation
+from hf_speculate.policy.adaptive import AdaptiveSession, Known
+from hf_speculate.policy.costs import RoundCosts
+from hf_speculate.round import Round, RoundSeconds
+from hf_speculate.tree import DraftTree, TreeRow
+
+
+def situation(*rows, context=0):
+    """These rows take part (the first, if none is named), and no others are run."""
+    return Situation(rows or (0,), num_scored=len(rows) or 1, context=context)
+
+
+def new_session(costs=None, batch_size=1):
+    return AdaptiveSession(costs or RoundCosts(), Known(Acceptance(Calibration())), batch_size)
+
+
+def round_of(tree, paths, seconds, drafting_seconds=0.0, depth=None, **fields):
+    """A round over a tree in which the nodes of `paths` (root left out) were accepted; the target's own token is 99."""
+    found = [[0, *path] for path in paths]
+    tokens = [[*(tree.host.token_ids[r][node] for node in path[1:]), 99] for r, path in enumerate(found)]
+    return Round(
+        tree=tree,
+        paths=found,
+        tokens=tokens,
+        num_accepted=[len(path) for path in paths],
+        lengths=[9] * len(paths),
+        context=9,
+        depth=tree.max_depth if depth is None else depth,
+        seconds=RoundSeconds(drafting=drafting_seconds, total=seconds),
+        **fields,
+    )
+
+
+ROOT = DraftTree.from_rows([TreeRow([5], [-1], [0.0])])
+
+
+class Simulation:
+    """Decoding one row with a drafter that goes level by level.
+
+    Every round has a sureness p: the better one of two children is right so often, the other one with p (1 - p) / 2.
+    The drafter says p' instead of p, which is wrong, but grows with p.
+
+    Args:
+        slope: seconds of a node; a plain round takes 1.
+        sureness: draws p for the text so far.
+        says: p -> p'.
+        is_asking: whether the drafter asks before every level; else it goes to the budget's depth.
+        has_values: whether its trees have values; without, they are chains, as the order of nodes says what is best.
+        level: seconds of a level.
+        seed: of what is right.
+    """
+
+    DEPTH = 6
+
+    def __init__(self, slope, sureness, says=math.sqrt, is_asking=True, has_values=True, level=0.1, seed=0):
+        self.slope, self.sureness, self.says = slope, sureness, says
+        self.is_asking, self.has_values = is_asking, has_values
+        self.level = level
+        self.policy, self.random = new_session(), random.Random(seed)
+        self.seconds, self.tokens, self.rounds = 0.0, 0, []
+
+    def run(self, num_tokens):
+        while self.tokens < num_tokens:
+            budget = self.policy.choose(situation())
+            if budget == NOTHING:
+                self.take(round_of(ROOT, [[]], 1.0))
+            else:
+                self.draft(min(self.DEPTH if budget.max_depth is None else budget.max_depth, self.DEPTH))
+        return self
+
+    def draft(self, max_depth):
+        sure = self.sureness(self.tokens, self.random)
+        tokens, parents, values, depth, last = [5], [-1], [0.0], 0, 0
+        right = []  # the nodes that the target would choose, one after the other
+        alive = True
+        goes_on = self.policy.deepening()
+        while depth < max_depth and (depth == 0 or not self.is_asking or goes_on(torch.tensor([values[-2:]]))):
+            depth += 1
+            drawn = self.random.random()
+            for child, share in enumerate((sure, sure * (1 - sure) / 2)[: 1 + self.has_values]):
+                tokens.append(10 + child)
+                parents.append(last)
+                said = self.says(sure) * (1.0 if child == 0 else (1 - self.says(sure)) / 2)
+                values.append(values[last] + math.log(max(said, 1e-9)))
+                if alive and (drawn < sure if child == 0 else sure <= drawn < sure + share):
+                    right.append(len(tokens) - 1)
+            # Only what follows the better child goes on.
+            better = len(tokens) - 1 - self.has_values
+            alive, last = alive and right[-1:] == [better], better
+        row = TreeRow(tokens, parents, values if self.has_values else None)
+        whole = DraftTree.from_rows([row])
+        tree = self.policy.cut(whole)
+        kept = list(map(tuple, self.paths(tree)))
+        path = []
+        for node in right:
+            place = kept.index(tuple(self.path(row, node))) if tuple(self.path(row, node)) in kept else None
+            if place is None:
+                break
+            path.append(place)
+        seconds = 1 + self.slope * (tree.num_nodes - 1) + self.level * depth
+        self.take(round_of(tree, [path], seconds, self.level * depth, depth))
+
+    @staticmethod
+    def path(row, node):
+        found = []
+        while node > 0:
+            found.insert(0, row.token_ids[node])
+            node = row.parents[node]
+        return found
+
+    def paths(self, tree):
+        row = tree.host.rows()[0]
+        return [self.path(row, node) for node in range(len(row.parents))]
+
+    def take(self, round):
+        self.policy.learn(round)
+        self.seconds += round.seconds.total
+        self.tokens += len(round.tokens[0])
+        self.rounds.append(round)
+
+    @property
+    def rate(self):
+        return self.tokens / self.seconds
+
+
+def best_fixed(slope, sureness, children=2, num_rounds=3000, level=0.1):
+    """Tokens per second of the best tree that is always the same."""
+    generator, rates = random.Random(1), []
+    sures = [sureness(0, generator) for _ in range(num_rounds)]
+    for depth in range(1, Simulation.DEPTH + 1):
+        for both in range(1, children + 1):
+            extra = (both - 1) / 2
+            tokens = sum(1 + sum(p**d * (p + extra * p * (1 - p)) for d in range(depth)) for p in sures)
+            rates.append(tokens / num_rounds / (1 + slope * depth * both + level * depth))
+    return max(1.0, *rates)
