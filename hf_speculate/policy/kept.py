@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import SpeculateError
 from ..files import json_writer, read_json, replace_files
@@ -68,11 +69,16 @@ def _path(request: PolicyRequest) -> Path | None:
     facts = (
         torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor(),
         (target.device.type, target.dtype, torch.__version__, torch.get_num_threads()),
-        sorted({type(module).__qualname__ for module in target.modules()}),  # packed layers and adapters among them
+        sorted({_kind(module) for module in target.modules()}),  # packed layers and adapters among them
         [getattr(config, field, None) for field in (*_SHAPE, "_attn_implementation")],
         (request.adapters, request.batch_size, request.looks_ahead, request.drafter),
     )
     return Path(folder, "hf_speculate", f"costs-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json")
+
+
+def _kind(module: nn.Module) -> str:
+    """What computes it: its class, and of packed weights the backend."""
+    return f"{type(module).__qualname__} {getattr(getattr(module, 'backend', None), 'name', '')}"
 
 
 @cache
