@@ -36,6 +36,9 @@ SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 # Rows of a matrix that lie together, and columns that are multiplied at a time.
 TILE_ROWS, TILE_COLUMNS = 16, 32
 
+# `Library.bf16` of CPUs with AMX.
+AMX = 2
+
 # What matrices that lie as they come are called.
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -63,6 +66,7 @@ class Library:
             for `native_growth`; draft: for `native_draft`; ask_for_large_pages: for `backends` and `rounded`; look_up:
             for `native_lookup`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
+        multiplies_bytes: whether there are instructions for that.
 
     Raises:
         OSError, AttributeError: `content` is no library for this machine, or another one.
@@ -75,6 +79,7 @@ class Library:
             ("hfs_kind", integer, (ctypes.c_char_p,)),
             ("hfs_has_threads", flag, ()),
             ("hfs_bf16", integer, ()),
+            ("hfs_bytes", flag, ()),
             ("hfs_tile_bytes", size, (integer, size)),
             ("hfs_large_pages", None, (pointer, size)),
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
@@ -99,6 +104,7 @@ class Library:
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         self.bf16: int = functions.hfs_bf16()
+        self.multiplies_bytes: bool = functions.hfs_bytes()
         self.has_threads: bool = functions.hfs_has_threads()
 
     def tile_bytes(self, block_type: str, in_features: int) -> int:

@@ -35,13 +35,15 @@ from .kept import KeptCosts
 LOSS_SHARE = 0.01
 LOSS_START = 0.6
 # Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
-# that pays.
+# that pays; of an earlier request's, a request may lose a part, which keeps its first rounds from that.
 _BANK = 8.0
+LOSS_CARRIED = 3.0
 # Largest debt, in one-token forwards. Libraries prepare much in the first round of a kind, which says nothing about the
 # next one: it does not stop drafts for longer than this takes to earn.
 _DEBT = 0.1
 _STRAY = 0.1  # share by which the time that a round is charged may differ from what was expected
 _DEEPEST = 16  # levels; drafts that may go so far have no limit
+_FEW_IDLE = 4  # rounds without a draft, after which the next one takes longer: a head reads what it has missed
 
 
 @dataclass
@@ -94,7 +96,8 @@ class AdaptiveSession(PolicySession):
         self._costs = costs
         self._kind = batch_size, looks_ahead
         self._costs_by_kind = {self._kind: costs}
-        known.balance = min(max(known.balance, 0.0), LOSS_START)  # no request loses what another one won
+        known.balance = min(max(known.balance, 0.0), LOSS_CARRIED)
+        self._num_idle = 0
         self._situation = Situation((), 0, 0)
         self._deepening: WhilePaying | None = None
 
@@ -150,6 +153,7 @@ class AdaptiveSession(PolicySession):
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
         charged /= self._plain
+        self._num_idle = 0 if self._deepening is not None else self._num_idle + 1
         won = LOSS_SHARE * charged + (tokens - charged if self._deepening is not None else 0.0)
         self.known.balance = min(max(self.known.balance + won, -_DEBT), _BANK)
         if drafted:
@@ -164,6 +168,8 @@ class AdaptiveSession(PolicySession):
             return costs.asking.at(1, context), costs.asking.is_established(1, context)
         if round.is_ahead:
             return seconds, True
+        if self._num_idle > _FEW_IDLE and costs.drafting:
+            return costs.drafting_to(levels, context), False
         if self.known.is_asked:  # what is asked for costs; what is not (a copy of earlier text) may be as deep
             if deepening is None or not deepening.is_asked:
                 return seconds, True

@@ -63,7 +63,9 @@ def test_logits_are_those_of_the_modules(types, is_tied, load, steps):
     twin = modules_of(model)
     caches = None, None
     for text, options in ((ids(1, 19), {}), (ids(1, 1), {"logits_to_keep": 1}), (ids(1, 5), {"logits_to_keep": 2})):
-        found, expected = (answer(each, text, cache, **options) for each, cache in zip((model, twin), caches, strict=True))
+        found, expected = (
+            answer(each, text, cache, **options) for each, cache in zip((model, twin), caches, strict=True)
+        )
         assert found.logits.shape == expected.logits.shape
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=2e-5)
         assert type(found) is type(expected)

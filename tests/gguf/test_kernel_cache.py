@@ -31,6 +31,7 @@ extern "C" {{
 int hfs_kind(const char *) {{ return 0; }}
 bool hfs_has_threads() {{ return true; }}
 int hfs_bf16() {{ return {answer}; }}
+bool hfs_bytes() {{ return true; }}
 long long hfs_tile_bytes(int, long long) {{ return 0; }}
 void hfs_large_pages() {{}}
 bool hfs_pack() {{ return true; }}

@@ -242,12 +242,17 @@ def test_a_forked_process_finds_threads_of_its_own(used, tmp_path, set_threads):
     assert list(items) == [expected] * 4
 
 
-def test_auto_wants_no_instructions_of_bfloat16(monkeypatch):
-    """float32 arithmetic is faster than torch's kernel; and nothing is rounded unasked."""
+@pytest.mark.parametrize(
+    ("bf16", "multiplies_bytes", "expected"),
+    [(0, True, "native-int8"), (1, True, "native-int8"), (2, True, "native"), (0, False, "native")],
+)
+def test_auto_takes_what_verifies_fastest(bf16, multiplies_bytes, expected, monkeypatch):
+    """Nothing is rounded in float32: who asks for that wants to know."""
     needs_compiler()
-    monkeypatch.setattr(native.library(), "bf16", 0)
-    for dtype in (torch.bfloat16, torch.float32):
-        assert choose_backend("auto", CPU, dtype) is BACKENDS["native"]
+    monkeypatch.setattr(native.library(), "bf16", bf16)
+    monkeypatch.setattr(native.library(), "multiplies_bytes", multiplies_bytes)
+    assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS[expected]
+    assert choose_backend("auto", CPU, torch.float32) is BACKENDS["native"]
 
 
 def test_without_a_compiler(fresh, monkeypatch):

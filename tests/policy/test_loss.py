@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from hf_speculate.policy import NOTHING
-from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START, AdaptiveSession
+from hf_speculate.policy.adaptive import LOSS_CARRIED, LOSS_SHARE, LOSS_START, AdaptiveSession
+from hf_speculate.tree import DraftTree, TreeRow
 
 from ..support.decoding import ROOT, Simulation, best_fixed, new_session, round_of, situation
 
@@ -78,13 +79,34 @@ def test_what_one_call_lost_the_next_one_does_not_lose_again():
     assert run.seconds <= (1 + LOSS_SHARE) * run.tokens + LOSS_START
 
 
-def test_what_one_call_won_the_next_one_does_not_lose():
+def test_of_what_one_call_won_the_next_one_loses_a_part():
     run = simulation(0.02, 0.1, 0.9, False).run(200)
-    assert run.policy.known.balance > 4
+    won = run.tokens - run.seconds
+    assert run.policy.known.balance > 4 > LOSS_CARRIED
     run.policy, run.sureness = AdaptiveSession(run.policy._costs, run.policy.known), lambda done, generator: 0.0
     before, tokens = run.seconds, run.tokens
     run.run(tokens + 64)
-    assert run.seconds - before <= 1.02 * 64 + SURPRISE
+    lost = run.seconds - before - 64
+    assert lost <= 0.02 * 64 + LOSS_CARRIED + SURPRISE
+    assert lost < won / 4
+
+
+def test_a_draft_behind_a_pause_is_charged_what_it_takes():
+    """A head reads then what it has missed; what drafts take otherwise is not learnt from it."""
+    policy, chain = new_session(), DraftTree.from_rows([TreeRow([5, 6], [-1, 0], [0.0, -0.1])])
+    for _ in range(8):
+        is_plain = policy.choose(situation()) == NOTHING
+        policy.learn(round_of(ROOT, [[]], 1.0) if is_plain else round_of(chain, [[1]], 1.25, 0.2))
+    expected, policy.known.balance = policy._costs.drafting_to(1), -0.05
+    idle = 0
+    while policy.choose(situation()) == NOTHING:
+        policy.learn(round_of(ROOT, [[]], 1.0))
+        idle += 1
+    assert idle > 10
+    before = policy.known.balance
+    policy.learn(round_of(chain, [[]], 1.05 + 0.3, 0.3))
+    assert policy.known.balance < before - 0.33
+    assert policy._costs.drafting_to(1) == expected
 
 
 class WarmingUp(Simulation):

@@ -65,6 +65,15 @@ int hfs_bf16() {
 #endif
 }
 
+// Whether there are instructions that multiply bytes.
+bool hfs_bytes() {
+#if HAS_AVX512 || HAS_AVX2 || HAS_DOTPROD
+  return true;
+#else
+  return false;
+#endif
+}
+
 int64_t hfs_tile_bytes(int number, int64_t in_features) { return KINDS[number].tile_bytes(in_features / COLUMNS); }
 
 // Asks for large pages below memory that nobody has written: reading them is up to 7 % faster.
