@@ -21,11 +21,14 @@ from .checks import MAX_NODES, DraftChecks
 from .choices import Choices
 from .contract import Drafter, DraftSession
 from .features import FeatureTaps
-from .observations import Observations
+from .observations import Observation, Observations
 from .requests import Deepening, DraftRequest, DraftState
 
 
 Answer = TypeVar("Answer")
+
+# Tokens of prompts whose states wait until a draft is wanted.
+_MOST_KEPT = 2048
 
 
 class Drafting:
@@ -41,6 +44,7 @@ class Drafting:
         self.drafter = drafter
         self.request = request
         self._taps = FeatureTaps(cast(GenerativeModel, request.target), drafter.feature_layers)
+        self._prompt: Observation | None = None
         self._unobserved = Observations()
         self._open_session: DraftSession | None = None
         self._vocab_size = request.target.config.get_text_config(decoder=True).vocab_size
@@ -48,6 +52,7 @@ class Drafting:
         self._checks = DraftChecks(drafter.name, self._num_ids, max_nodes)
         self._worker: Worker | None = None
         self._pending: Pending | None = None
+        self._is_asked = False  # for a draft, in this round
 
     def start(self) -> None:
         """Opens the session."""
@@ -72,10 +77,27 @@ class Drafting:
         self._taps.skip(num_rerun)
 
     def observe_prompt(self, tokens: Tensor, hidden_states: Any) -> None:
-        """Tells of the prompt; `tokens` [B, J]: what came after each of its known positions, see `DraftSession`."""
+        """Notes the prompt, of which the drafter is told when a draft is wanted; of a long one, whose states are not to
+        be kept for that, now.
+
+        Args:
+            tokens: [B, J], what came after each of its known positions, see `DraftSession`.
+        """
         features = self._taps.last(hidden_states, tokens.shape[1])
-        lengths = torch.full((tokens.shape[0],), tokens.shape[1])
-        self._ask(lambda: self._session.observe(tokens, features, lengths))
+        self._prompt = Observation(tokens, features, torch.full((tokens.shape[0],), tokens.shape[1]))
+        if tokens.numel() > _MOST_KEPT:
+            self.read_prompt()
+
+    @property
+    def has_unread_prompt(self) -> bool:
+        """Whether the drafter has not been told of the prompt."""
+        return self._prompt is not None
+
+    def read_prompt(self) -> None:
+        """Tells of the prompt, once."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            self._ask(lambda: self._session.observe(*prompt))
 
     def observe(self, round: Round, hidden_states: Any) -> None:
         """Notes what the drafter will be told before its next draft."""
@@ -84,9 +106,10 @@ class Drafting:
             self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows))
 
     def observe_choices(self, round: Round, logits: Tensor, sampler: Sampler) -> None:
-        """Tells what the target found probable at the nodes of a round, [R, N, V], if the drafter wants to know."""
-        count = self._session.num_choices
-        if count and any(round.tokens):
+        """Tells what the target found probable at the nodes of a round, [R, N, V], if the drafter wants to know. Of
+        rounds that it had no part in nothing is told: that would cost them more than they may lose."""
+        count, is_asked, self._is_asked = self._session.num_choices, self._is_asked, False
+        if count and is_asked and any(round.tokens):
             known = logits[..., : self._num_ids]  # what can be drafted
             choices = Choices.of(round.tree, known, sampler.warpers, count)
             self._ask(lambda: self._session.observe_choices(choices))
@@ -119,8 +142,10 @@ class Drafting:
 
     def draft(self, state: DraftState) -> DraftTree:
         """A tree that the target can score, of as many rows as the request."""
+        self.read_prompt()
         observation, session = self._unobserved.take(), self._session
         roots = state.root_ids.tolist()  # before anybody else has them
+        self._is_asked = True
 
         def draft() -> DraftTree:
             if observation is not None:
@@ -137,9 +162,11 @@ class Drafting:
     def ahead(self, state: DraftState, path: Sequence[int]) -> Pending:
         """Begins a draft on the worker's thread, see `DraftSession.ahead`. Until it has ended, the session is its
         own."""
+        self.read_prompt()
         observation, session = self._unobserved.take(), self._session
         if observation is not None:
             self._ask(lambda: session.observe(*observation))
+        self._is_asked = True
         self._worker = self._worker or Worker(self.request.target.device)
         cancelled, roots = Event(), state.root_ids.tolist()
         state = replace(state, cancelled=cancelled)
@@ -171,8 +198,8 @@ class Drafting:
 
     def _end(self, session: DraftSession) -> None:
         try:
-            observation = self._unobserved.take() if session.carries_over else None
-            if observation is not None:
+            told = (self._prompt, self._unobserved.take()) if session.carries_over else ()
+            for observation in filter(None, told):
                 session.observe(*observation)
         finally:
             session.close()

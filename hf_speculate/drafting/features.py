@@ -47,6 +47,12 @@ def _last_layer(target: GenerativeModel) -> nn.Module | None:
     return stacks[0][-1] if len(stacks) == 1 else None
 
 
+def _gathered(states: Float[Tensor, "B N H"], paths: Sequence[Sequence[int]]) -> Float[Tensor, "B J H"]:
+    width = max(map(len, paths))
+    nodes = to_device([[*path, *[0] * (width - len(path))] for path in paths], states.device)
+    return states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1]))
+
+
 class FeatureTaps:
     """Taps the layers that a drafter asked for, for the time of one request.
 
@@ -99,8 +105,6 @@ class FeatureTaps:
         """
         if not self.layers:
             return {}
-        width = max(map(len, paths))
-        nodes = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths])
         slots = None
         if len(rows) < len(paths):
             slot_of = {row: slot for slot, row in enumerate(rows)}
@@ -110,9 +114,7 @@ class FeatureTaps:
             states = self._states(hidden_states, layer)
             if slots is not None:
                 states = states.index_select(0, to_device(slots, states.device))
-            if states.shape[1] > 1:
-                states = states.gather(1, to_device(nodes, states.device)[..., None].expand(-1, -1, states.shape[-1]))
-            features[layer] = states
+            features[layer] = states if states.shape[1] == 1 else _gathered(states, paths)
         return features
 
     def close(self) -> None:

@@ -157,10 +157,19 @@ class Decoding:
 
     def draft(self, budget: Budget) -> DraftTree:
         """A tree for every row that the target is going to run."""
+        if not budget.is_nothing and self.drafting.has_unread_prompt:
+            self._read_prompt()
         with self.stats.timed("drafter_seconds"):
             tree = self.ended.with_padding(self._drafted(budget)).select(self.cache.rows)
         self._clock.drafted()
         return tree
+
+    def _read_prompt(self) -> None:
+        """The drafter reads the prompt when a draft is wanted. It is no round's work."""
+        before = self.stats.drafter_prefill_seconds
+        with self.stats.timed("drafter_prefill_seconds"):
+            self.drafting.read_prompt()
+        self._clock.leave_out(self.stats.drafter_prefill_seconds - before)
 
     def _drafted(self, budget: Budget) -> DraftTree:
         """What the drafter gives within the budget, as far as it can be emitted."""

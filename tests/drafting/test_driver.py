@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -78,6 +80,39 @@ def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model
     assert [row[:length] for row, length in zip(tokens, lengths, strict=True)] == [[0, 1, 2], [10, 12]]
     assert features[1][0, :, 0].tolist() == [0, 2, 4]
     assert features[1][1, :2, 0].tolist() == [1, 5]
+
+
+def test_the_prompt_is_told_of_when_a_draft_is_wanted(tiny_model):
+    for is_long in (False, True):
+        listener = Listener(feature_layers=(1,), carries_over=True)
+        run = drafting(tiny_model(), listener)
+        tokens = torch.arange(4096 if is_long else 6).view(2, -1)
+        run.observe_prompt(tokens, (None, tokens[..., None].float()))
+        assert len(listener.seen) == is_long
+        run.draft(state([2, 12]))
+        run.draft(state([2, 12]))
+        ((seen, features, lengths),) = listener.seen
+        assert seen == tokens.tolist()
+        assert features[1][..., 0].tolist() == tokens.tolist()
+        assert lengths.tolist() == [tokens.shape[1]] * 2
+    unasked = drafting(tiny_model(), Listener(feature_layers=(1,), carries_over=True))
+    unasked.observe_prompt(tokens[:, :3], (None, tokens[:, :3, None].float()))
+    unasked.observe(a_round([[0], [0]], [[5], [6]]), (None, torch.ones(2, 1, 1)))
+    unasked.close()
+    assert [seen for seen, _, _ in unasked.drafter.seen] == [tokens[:, :3].tolist(), [[5], [6]]]
+
+
+def test_of_rounds_without_a_draft_no_choices_are_told(tiny_model):
+    listener = Listener(num_choices=3)
+    run = drafting(tiny_model(), listener)
+    sampler = SimpleNamespace(warpers=())
+    round, logits = a_round([[0], [0]], [[5], [6]]), torch.rand(2, 1, 99)
+    run.observe_choices(round, logits, sampler)
+    assert not listener.seen
+    run.draft(state([2, 12]))
+    run.observe_choices(round, logits, sampler)
+    run.observe_choices(round, logits, sampler)
+    assert [type(each) for each in listener.seen] == [Choices]
 
 
 def test_states_of_a_tree_are_those_of_the_path(tiny_model):
