@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import UnsupportedRequestError
-from . import int4, native
+from . import int4, large_pages, native
 from .formats import FORMATS
 from .matrices import Matrix
 
@@ -93,8 +93,7 @@ class NativeBackend(Backend):
     def pack(self, matrix, dtype, device):
         library, lanes = native.library(), native.TILE_ROWS
         tile_bytes = library.tile_bytes(matrix.type, matrix.num_columns)
-        tiles = torch.zeros(-(-matrix.num_rows // lanes), tile_bytes, dtype=torch.uint8)
-        library.ask_for_large_pages(tiles.data_ptr(), tiles.numel())
+        tiles = large_pages.zeros(-(-matrix.num_rows // lanes), tile_bytes)
         for start, rows in matrix.chunks(BUFFER_WEIGHTS, lanes):
             if not library.pack(matrix.type, rows, matrix.num_columns, tiles[start // lanes :]):
                 raise int4.not_finite(matrix)

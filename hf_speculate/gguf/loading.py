@@ -20,6 +20,7 @@ from ..models import GenerativeModel
 from .backends import Backend, DequantizeBackend, NativeBackend, choose_backend
 from .formats import DENSE_TYPES, FORMATS, dense_values
 from .forwards import fuse
+from .large_pages import together
 from .matrices import Matrix, TensorRows, half_split_order
 from .model import (
     ATTENTION,
@@ -123,7 +124,8 @@ def build_model(
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, **options)
     builder = _Builder(plan, dtype, device, backend)
-    builder.fill(model)
+    with together():
+        builder.fill(model)
     plan.file.check_unchanged()
     _hand_back_memory()
     remaining = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]

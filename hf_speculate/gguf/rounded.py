@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from . import native
+from . import large_pages, native
 from .backends import BUFFER_WEIGHTS, NativeBackend, RoundingBackend
 from .modules import PackedMatrix
 
@@ -51,8 +51,7 @@ def _tiles(weight: Tensor) -> UInt8[Tensor, "T bytes"] | None:
     """The matrix as the kernel takes it; None where a scale is not finite."""
     library, step = native.library(), native.TILE_ROWS
     num_rows, num_columns = weight.shape
-    tiles = torch.zeros(-(-num_rows // step), library.tile_bytes(_BLOCK_TYPE, num_columns), dtype=torch.uint8)
-    library.ask_for_large_pages(tiles.data_ptr(), tiles.numel())
+    tiles = large_pages.zeros(-(-num_rows // step), library.tile_bytes(_BLOCK_TYPE, num_columns))
     chunk = max(BUFFER_WEIGHTS // num_columns // step, 1) * step
     for start in range(0, num_rows, chunk):
         blocks = _blocks(weight[start : start + chunk].float())

@@ -91,7 +91,8 @@ template <> constexpr int ROWS_AT_ONCE<Rounded> = HAS_AVX2 ? 4 : 8;
 template <int ROWS, class F, class X>
 void multiply_rest(const uint8_t* tile, int64_t cells, const X& x, int64_t m, float* products) {
   for (; m + ROWS <= x.rows; m += ROWS) multiply_few<ROWS, F>(tile, cells, x, m, products);
-  constexpr int FEWER = ROWS > 4 ? ROWS / 2 : ROWS - 1;  // every number of rows that is compiled costs seconds
+  // Every number of rows that is compiled costs seconds.
+  constexpr int FEWER = ROWS > (sizeof(typename X::Value) == 1 ? 8 : 4) ? ROWS / 2 : ROWS - 1;
   if constexpr (FEWER > 0)
     if (m < x.rows) multiply_rest<FEWER, F>(tile, cells, x, m, products);
 }
