@@ -27,7 +27,7 @@ def undisturbed(model: GenerativeModel, *others: Any) -> AbstractContextManager[
     Args:
         others: what runs between forwards: lists of processors and criteria, streamers, drafters; None: nothing.
     """
-    forward = vars(model).get("forward")
+    forward: Any = vars(model).get("forward")
     if not hasattr(forward, "undisturbed") or not all(map(_is_known, _each(others))):
         return nullcontext()
     return forward.undisturbed()

@@ -89,9 +89,8 @@ class DecoderForward(_Forward):
         found = self._computed(arguments, named, 0)
         if found is None:
             return type(self.module).forward(self.module, *arguments, **named)
-        return BaseModelOutputWithPast(
-            last_hidden_state=found.scored.normed, hidden_states=found.hidden_states, **as_cache(found.cache)
-        )
+        parts: dict[str, Any] = {"hidden_states": found.hidden_states, **as_cache(found.cache)}
+        return BaseModelOutputWithPast(last_hidden_state=found.scored.normed, **parts)
 
 
 class CausalForward(_Forward):
@@ -120,9 +119,8 @@ class CausalForward(_Forward):
             found = self._computed(arguments, others, to_keep or None)
         if found is None:
             return type(self.module).forward(self.module, *arguments, **named)
-        return CausalLMOutputWithPast(
-            logits=found.scored.logits, hidden_states=found.hidden_states, **as_cache(found.cache)
-        )
+        parts: dict[str, Any] = {"hidden_states": found.hidden_states, **as_cache(found.cache)}
+        return CausalLMOutputWithPast(logits=found.scored.logits, **parts)
 
 
 @dataclass(frozen=True)
@@ -280,11 +278,14 @@ class _Inputs:
     @classmethod
     def of(cls, named: dict[str, Any]) -> _Inputs | None:
         """None where something else is asked for."""
-        known = {name: named.pop(name, None) for name in ("input_ids", CACHE_NAME, "attention_mask", "position_ids")}
-        uses_cache, returns_dict = named.pop("use_cache", None), named.pop("return_dict", None)
-        hidden_states = named.pop("output_hidden_states", None)
+
+        def take(name: str) -> Any:
+            return named.pop(name, None)
+
+        uses_cache, returns_dict = take("use_cache"), take("return_dict")
+        texts = take("input_ids"), take(CACHE_NAME), take("attention_mask"), take("position_ids")
+        found = cls(*texts, take("output_hidden_states"))
         is_plain = named.get("inputs_embeds") is None and only_stock_is_asked(named)
-        found = cls(*known.values(), hidden_states)
         if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
             return None  # positions may say that several texts stand in one row
         return found if is_plain and returns_dict is not False and _served(found.ids) else None
@@ -301,7 +302,7 @@ class _Inputs:
         if mask is None:  # of the model: every query sees what lies before it
             sees_before, sight = True, None
         else:
-            sees_before, sight = sight_of(mask, batch_size, count, past + count)
+            sees_before, sight = sight_of(mask, (batch_size, count), past + count)
         if not sees_before and sight is None:
             return None
         positions = positions.expand(batch_size, -1).contiguous()

@@ -113,6 +113,7 @@ class NativeLayers:
 
     Attributes:
         dtype: of states and caches.
+        rounds: whether inputs of packed matrices are rounded to bytes.
         heads: of keys, and their size.
     """
 
@@ -121,7 +122,7 @@ class NativeLayers:
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
         self._weights = WeightsInPlace([module for layer in layers for module in layer.modules])
         self._library = native.library()
-        self._rounds = layers[0].rounds() or False
+        self.rounds = layers[0].rounds() or False
         self.dtype = self._weights.dtype
         self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
 
@@ -162,7 +163,7 @@ class NativeLayers:
             ),
         )
         call.keys, call.values, call.batch_strides, call.head_strides = map(ctypes.addressof, call.kept[1])
-        call.is_bf16, call.rounds = self.dtype is torch.bfloat16, self._rounds
+        call.is_bf16, call.rounds = self.dtype is torch.bfloat16, self.rounds
         call.threads = torch.get_num_threads()
         return call
 

@@ -84,7 +84,7 @@ def new_rows(
     if not cache_layers:
         return None
     num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
-    sees_before, sight = sight_of(mask, *inputs.shape[:2], num_keys)
+    sees_before, sight = sight_of(mask, inputs.shape[:2], num_keys)
     if not sees_before and sight is None:
         return None
     buffers = make_room(cache_layers, inputs, (inputs.shape[0], *layers.heads))
@@ -170,14 +170,14 @@ def served(inputs: Tensor) -> bool:
     )
 
 
-def sight_of(
-    mask: Tensor | None, batch_size: int, num_queries: int, num_keys: int
-) -> tuple[bool, tuple[Tensor, Tensor] | None]:
+def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:
     """Whether every query sees what lies before it and itself; else what it sees, None if that cannot be said.
 
     Args:
         mask: as layers are given it, see `new_rows`.
+        size: texts, and queries of each.
     """
+    batch_size, num_queries = size
     if mask is None:
         return num_queries in (1, num_keys), None
     if type(mask) is not Tensor or mask.dim() != 4 or not mask.is_cpu:

@@ -126,13 +126,13 @@ class NativeStep:
     def of(cls, layers: Sequence[LayerParts | None], embeddings: Any, norm: Any, output: Any) -> NativeStep | None:
         """None where the kernel does not compute all of it."""
         found, matrix = NativeLayers.of(layers), matrix_of(output)
-        if found is None or matrix is not output or rounds_inputs(matrix) is None:
+        if found is None or matrix is None or matrix is not output or rounds_inputs(matrix) is None:
             return None
-        dense = [weight.dtype for weight in unpacked(parameters_of([norm, matrix]))]
-        has_type = found.dtype in native.DENSE_KINDS and set(dense) == {found.dtype}
+        dense = {weight.dtype for weight in unpacked(parameters_of([norm, matrix]))}
+        has_type = found.dtype in native.DENSE_KINDS and dense == {found.dtype}
         is_known = has_type and fill_embeddings(MatrixStructure(), embeddings, found.dtype)
-        rounds = isinstance(matrix, PackedMatrix) and matrix.backend.rounds != layers[0].rounds()
-        return cls(found, embeddings, norm, matrix) if is_known and not rounds else None
+        is_alike = not isinstance(matrix, PackedMatrix) or rounds_inputs(matrix) == found.rounds
+        return cls(found, embeddings, norm, matrix) if is_known and is_alike else None
 
     def is_current(self) -> bool:
         """See `WeightsInPlace.are_current`."""

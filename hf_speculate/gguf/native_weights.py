@@ -93,7 +93,7 @@ class WeightsInPlace:
     def are_current(self) -> bool:
         """Whether they are those that they were and lie where they lay (`model.to` moves them), in the type that they
         had."""
-        found = [of.get(name) for of, name in self._places]
+        found: list[Any] = [of.get(name) for of, name in self._places]
         return (
             all(map(operator.is_, found, self._tensors))
             and found[0].dtype is self.dtype

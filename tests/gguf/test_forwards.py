@@ -202,3 +202,65 @@ def test_plain_generate_takes_one_call_a_token(load, steps):
     model = load()
     model.generate(ids(1, 5), max_new_tokens=7, do_sample=False, pad_token_id=0)
     assert steps == [1] * 7
+
+
+# ---- what is looked at once, while nobody disturbs a request ----
+
+
+def looks(model, monkeypatch):
+    """How often the model is looked at."""
+    whole, found = model.forward._whole, []
+    is_untouched = whole._is_untouched
+    monkeypatch.setattr(whole, "_is_untouched", lambda config: found.append(1) or is_untouched(config))
+    return found
+
+
+def test_a_request_is_looked_at_once(load, monkeypatch):
+    model = load()
+    found = looks(model, monkeypatch)
+    model.generate(ids(1, 5), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert len(found) == 1
+    model.generate(ids(1, 5), max_new_tokens=6, do_sample=False, pad_token_id=0, logits_processor=[lambda _, s: s])
+    assert len(found) == 7
+    answer(model, ids(1, 2))
+    answer(model, ids(1, 2))
+    assert len(found) == 9
+
+
+def test_a_hook_that_is_registered_meanwhile_has_its_effect(load, steps):
+    model = load()
+    with model.forward.undisturbed():
+        before = answer(model, ids(1, 6)).logits
+        handle = model.model.norm.register_forward_hook(lambda module, inputs, output: output * 1.5)
+        assert not torch.allclose(answer(model, ids(1, 6)).logits, before)
+        assert steps == [1]
+        handle.remove()
+        assert torch.equal(answer(model, ids(1, 6)).logits, before)
+    assert steps == [1, 1]
+
+
+def test_what_is_changed_behind_a_request_is_seen(load):
+    model = load()
+    with model.forward.undisturbed():
+        before = answer(model, ids(1, 6)).logits
+        with model.forward.undisturbed():  # a request within a request
+            answer(model, ids(1, 6))
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2, requires_grad=False)
+    torch.testing.assert_close(answer(model, ids(1, 6)).logits, before * 2, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_that_changes_within_a_request(load):
+    """Rows that have ended leave it, text is cut: all layers alike."""
+    model, text = load(), ids(2, 12)
+    with model.forward.undisturbed():
+        expected = answer(model, text[1:]).logits[:, 5:]
+        cache = cache_of(answer(model, text))
+        cache.crop(-7)
+        cache.batch_select_indices(torch.tensor([1]))
+        assert torch.equal(answer(model, text[1:, 5:], cache).logits, expected)
+        cache.crop(-7)
+        assert torch.equal(answer(model, text[1:, 5:], cache).logits, expected)
+        long = ids(1, 100, seed=3)
+        assert torch.equal(
+            answer(model, long, cache).logits, answer(model, torch.cat([text[1:], long], dim=1)).logits[:, 12:]
+        )

@@ -1,0 +1,90 @@
+"""Between which forwards of a request nobody else's code runs."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
+
+from hf_speculate import Speculator
+from hf_speculate.drafting import Drafter
+from hf_speculate.generation import undisturbed as module
+from hf_speculate.testing import EmptyDrafter
+
+
+class Watched:
+    """A forward that says when it is left alone."""
+
+    def __init__(self, forward):
+        self.forward, self.spans = forward, []
+
+    def __call__(self, *arguments, **named):
+        return self.forward(*arguments, **named)
+
+    @contextmanager
+    def undisturbed(self):
+        self.spans.append("open")
+        yield
+        self.spans.append("closed")
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.fixture
+def watched(tiny_model):
+    model = tiny_model()
+    model.forward = Watched(model.forward)
+    model.forward.is_native = True
+    return model
+
+
+REQUESTS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 0.7},
+    "shortest": {"min_new_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("speculator", [None, EmptyDrafter()], ids=["plain", "speculative"])
+@pytest.mark.parametrize("request_kind", REQUESTS)
+def test_requests_of_known_code_are_left_alone(request_kind, speculator, watched, prompt):
+    chosen = None if speculator is None else Speculator(speculator)
+    watched.generate(prompt(5), max_new_tokens=4, pad_token_id=0, speculator=chosen, **REQUESTS[request_kind])
+    assert watched.forward.spans == ["open", "closed"]
+
+
+OTHERS = {
+    "a function": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])},
+    "a class": {"logits_processor": LogitsProcessorList([Own()])},
+    "a given function": {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(20))},
+    "a criterion": {"stopping_criteria": [lambda ids, scores, **named: torch.zeros(len(ids), dtype=torch.bool)]},
+}
+
+
+@pytest.mark.parametrize("speculator", [None, EmptyDrafter()], ids=["plain", "speculative"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_code_of_others_may_do_anything(other, speculator, watched, prompt):
+    chosen = None if speculator is None else Speculator(speculator)
+    watched.generate(prompt(5), max_new_tokens=4, pad_token_id=0, speculator=chosen, **OTHERS[other])
+    assert not watched.forward.spans
+
+
+def test_drafters_and_streamers_of_others():
+    class Ours(EmptyDrafter):
+        pass
+
+    class Printing(TextStreamer):
+        pass
+
+    Ours.__module__ = "hf_speculate_plugins.somewhere"
+    assert isinstance(Ours(), Drafter)
+    assert module._is_known(Ours())
+    assert module._is_known(TextStreamer(None))
+    assert not module._is_known(Printing(None))
+    Ours.__module__ = "somebody_elses"
+    assert not module._is_known(Ours())
