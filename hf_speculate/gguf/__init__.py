@@ -9,8 +9,9 @@ native     compiles and calls `kernel/`, C++ for CPUs (kept and checked by kerne
 int4       packs for torch's int4 kernel
 backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
-fused      whole decoder layers (decoder_layers, layer_parts) in native calls (native_layers), for few rows
-           (native_rows), into transformers' caches (native_caches), with weights where they lie (native_weights)
+forwards   whole models in one native call (native_step), for few rows (native_rows), into transformers' caches
+           (native_caches); fused: their layers (decoder_layers, layer_parts, native_layers) one by one; with weights
+           where they lie (native_weights), in large_pages
 native_ranking, native_growth  what a head proposes, and trees of it, for drafters; native_draft: in one call
 rounded    matrices in 8 bits for what drafts, and the layers that answer by them (rounded_layers)
 shards     which file on the disk or the Hub, and models in several

@@ -177,12 +177,13 @@ class _Whole:
         cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
         room = self._room(step, cache, inputs.ids.shape, is_known)
         rows = None if room is None else inputs.rows(config, cache, room, num_scored)
-        scored = None if rows is None else self._scored(step, rows)
+        wanted = config.output_hidden_states if inputs.hidden_states is None else inputs.hidden_states
+        keeps_states = wanted is not False or any(self._taps)
+        scored = None if rows is None else self._scored(step, rows, keeps_states)
         if room is None or rows is None or scored is None:
             return None
         room.count(rows.num_keys)
         self._show(scored)
-        wanted = config.output_hidden_states if inputs.hidden_states is None else inputs.hidden_states
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
 
     @contextmanager
@@ -230,14 +231,14 @@ class _Whole:
                 self._rooms[cache] = room
         return room
 
-    def _scored(self, step: NativeStep, rows: Rows) -> Scored | None:
+    def _scored(self, step: NativeStep, rows: Rows, keeps_states: bool) -> Scored | None:
         dtype, positions = step.layers.dtype, rows.positions
         angles = self._angles.upto(1, dtype)
-        scored = None if angles is None else step.run(rows, angles)
+        scored = None if angles is None else step.run(rows, angles, keeps_states)
         if angles is None or scored is not None or (needed := int(positions.max()) + 1) <= len(angles[0]):
             return scored
         angles = self._angles.upto(needed, dtype)
-        return None if angles is None else step.run(rows, angles)
+        return None if angles is None else step.run(rows, angles, keeps_states)
 
     def _show(self, scored: Scored) -> None:
         """Lets those read who watch a layer."""

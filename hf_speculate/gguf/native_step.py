@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class Scored:
     """What a forward gives.
 
     Attributes:
-        states: embeddings, then the outputs of each layer.
+        states: embeddings, then the outputs of each layer; may be empty, see `NativeStep.run`.
         normed: the last layer's, normed.
         logits: empty where none were wanted.
     """
@@ -142,21 +142,26 @@ class NativeStep:
         """Whether somebody trains a weight."""
         return self.layers.has_gradients() or self._weights.have_gradients()
 
-    def run(self, rows: Rows, angles: tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]) -> Scored | None:
+    def run(
+        self, rows: Rows, angles: tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]], keeps_states: bool = True
+    ) -> Scored | None:
         """The outputs for these rows, whose entries are in the cache then.
 
         Args:
             angles: cosines and sines of every position, contiguous.
+            keeps_states: whether the states of all layers are wanted; else they may be empty.
         Returns:
             None where a token has no embedding or a position no angle: no entry that was committed has changed.
         Raises:
             MemoryError: there is none left; likewise.
         """
-        found = []
-        for part in rows.parts(self.layers):
+        found, parts = [], rows.parts(self.layers)
+        for part in parts:
             scored = self._run(part, angles)
             if scored is None:
                 return None
+            if len(parts) > 1 and not keeps_states:  # those of a large batch are many
+                scored = replace(scored, states=scored.states.new_empty(0, 0))
             found.append(scored)
         return Scored.joined(found)
 

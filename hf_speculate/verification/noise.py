@@ -78,9 +78,8 @@ class Noise:
         chosen for it is ignored.
         """
         chosen = range(len(steps)) if rows is None else rows
-        return torch.stack(
-            [self.row(max(step, self._first_step))[row] for row, step in zip(chosen, steps, strict=True)]
-        )
+        found = [self.row(max(step, self._first_step))[row] for row, step in zip(chosen, steps, strict=True)]
+        return found[0][None] if len(found) == 1 else torch.stack(found)
 
     def log_rows(
         self, steps: Sequence[int], rows: Sequence[int] | None = None, columns: Int[Tensor, " W"] | None = None

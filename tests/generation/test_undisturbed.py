@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 
 import pytest
@@ -17,8 +18,11 @@ from hf_speculate.testing import EmptyDrafter
 class Watched:
     """A forward that says when it is left alone."""
 
+    is_native = True
+
     def __init__(self, forward):
         self.forward, self.spans = forward, []
+        self.__signature__ = inspect.signature(forward)
 
     def __call__(self, *arguments, **named):
         return self.forward(*arguments, **named)
@@ -36,10 +40,10 @@ class Own(LogitsProcessor):
 
 
 @pytest.fixture
-def watched(tiny_model):
+def watched(tiny_model, monkeypatch):
     model = tiny_model()
-    model.forward = Watched(model.forward)
-    model.forward.is_native = True
+    forward = Watched(model.forward)
+    monkeypatch.setitem(vars(model), "forward", forward)
     return model
 
 
