@@ -287,6 +287,8 @@ class _Inputs:
         texts = take("input_ids"), take(CACHE_NAME), take("attention_mask"), take("position_ids")
         found = cls(*texts, take("output_hidden_states"))
         is_plain = named.get("inputs_embeds") is None and only_stock_is_asked(named)
+        if not isinstance(found.cache, Cache | None):
+            return None
         if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
             return None  # positions may say that several texts stand in one row
         return found if is_plain and returns_dict is not False and _served(found.ids) else None

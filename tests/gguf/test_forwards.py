@@ -181,6 +181,13 @@ def test_what_the_modules_are_asked_for(options, load, steps):
     assert len(steps) <= 1, "the decoder alone at most"
 
 
+def test_what_is_no_cache_is_left_to_transformers(load, steps):
+    model = load()
+    with pytest.raises(AttributeError):
+        answer(model, ids(1, 3), ((torch.zeros(1), torch.zeros(1)),))
+    assert not steps
+
+
 def test_a_weight_that_is_trained(load, steps):
     model = load()
     model.model.norm.weight.requires_grad_()
