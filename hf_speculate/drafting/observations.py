@@ -42,7 +42,15 @@ class Observations:
     def take(self) -> Observation | None:
         """All that waited, as one observation; None if nothing did."""
         waiting, self._waiting = self._waiting, []
-        return joined([Observation.from_rows(*each) for each in waiting]) if waiting else None
+        if not waiting:
+            return None
+        if all(len(rows) == 1 for rows, _ in waiting):  # nothing is padded
+            tokens = [token for (row,), _ in waiting for token in row]
+            layers = waiting[0][1]
+            return Observation.from_rows(
+                [tokens], {layer: torch.cat([features[layer] for _, features in waiting], dim=1) for layer in layers}
+            )
+        return joined([Observation.from_rows(*each) for each in waiting])
 
 
 def joined(observations: Sequence[Observation]) -> Observation:

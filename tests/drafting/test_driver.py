@@ -11,6 +11,7 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.drafting import RAW_LAST, Choices, Drafter, DraftRequest, DraftSession, DraftState
 from hf_speculate.drafting.driver import Drafting
+from hf_speculate.drafting.observations import Observation, Observations, joined
 from hf_speculate.policy import Fixed
 from hf_speculate.round import Round
 from hf_speculate.tree import DraftTree
@@ -80,6 +81,21 @@ def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model
     assert [row[:length] for row, length in zip(tokens, lengths, strict=True)] == [[0, 1, 2], [10, 12]]
     assert features[1][0, :, 0].tolist() == [0, 2, 4]
     assert features[1][1, :2, 0].tolist() == [1, 5]
+
+
+def test_rounds_of_one_row_are_told_as_those_of_several():
+    """What one row waits for is joined without padding."""
+    rounds = [([[5, 6, 7]], 3), ([[8]], 1), ([[9, 1]], 2)]
+    each = [(rows, {layer: torch.rand(1, width, 4) for layer in (-1, 2)}) for rows, width in rounds]
+    waiting = Observations()
+    for rows, features in each:
+        waiting.add(rows, features)
+    found, expected = waiting.take(), joined([Observation.from_rows(*one) for one in each])
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.lengths, expected.lengths)
+    assert found.features.keys() == expected.features.keys()
+    assert all(torch.equal(found.features[layer], expected.features[layer]) for layer in found.features)
+    assert waiting.take() is None
 
 
 def test_the_prompt_is_told_of_when_a_draft_is_wanted(tiny_model):
