@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -44,11 +45,11 @@ class Observations:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return None
-        if all(len(rows) == 1 for rows, _ in waiting):  # nothing is padded
-            tokens = [token for (row,), _ in waiting for token in row]
+        if all(len(set(map(len, rows))) == 1 for rows, _ in waiting):  # nothing is padded
+            rows = [list(chain.from_iterable(parts)) for parts in zip(*(rows for rows, _ in waiting), strict=True)]
             layers = waiting[0][1]
             return Observation.from_rows(
-                [tokens], {layer: torch.cat([features[layer] for _, features in waiting], dim=1) for layer in layers}
+                rows, {layer: torch.cat([features[layer] for _, features in waiting], dim=1) for layer in layers}
             )
         return joined([Observation.from_rows(*each) for each in waiting])
 

@@ -11,7 +11,7 @@ backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
 forwards   whole models in one native call (native_step), for few rows (native_rows), into transformers' caches
            (native_caches); fused: their layers (decoder_layers, layer_parts, native_layers) one by one; with weights
-           where they lie (native_weights), in large_pages
+           where they lie (native_weights), in large_pages; angles of positions
 native_ranking, native_growth  what a head proposes, and trees of it, for drafters; native_draft: in one call
 rounded    matrices in 8 bits for what drafts, and the layers that answer by them (rounded_layers)
 shards     which file on the disk or the Hub, and models in several
@@ -20,6 +20,8 @@ report     what a loaded model keeps where
 random_files  files with random weights, for benchmarks and tests
 """
 
+from .angles import FIXED_ROPE as FIXED_ROPE
+from .angles import AngleTable as AngleTable
 from .backends import BACKENDS as BACKENDS
 from .forwards import fuse as fuse
 from .layer_parts import LayerParts as LayerParts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -27,21 +27,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import output_capturing
 
 from ..cache import CACHE_NAME, as_cache
+from .angles import FIXED_ROPE, AngleTable
 from .decoder_layers import parts_of
 from .fused import FusedForward, Snapshot, fuse_layers, is_captor, is_stock_attention, only_stock_is_asked
 from .native_caches import Room
 from .native_layers import MOST_ROWS
-from .native_rows import sight_of
+from .native_rows import is_intercepted, sight_of
 from .native_step import NativeStep, Rows, Scored
 
 
 # Whose hooks on a layer only read what it computes: transformers' for hidden states, and the taps of drafters.
 _READERS = (output_capturing.__name__, "hf_speculate")
-
-# RoPE whose angles depend on nothing but the position.
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-
-Angles = tuple[Tensor, Tensor]
 
 
 def fuse(model: Any) -> int:
@@ -96,19 +92,14 @@ class DecoderForward(_Forward):
 class CausalForward(_Forward):
     """The `forward` of a causal LM."""
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self) -> AbstractContextManager[None]:
         """Within this nobody changes the model between two forwards of this thread, except that hooks may be
         registered. What a forward has looked at holds for the next ones.
 
         Looking costs 0.6 ms, a tenth of a small model's step: weights have just gone through all caches of the CPU,
         and everything that is looked at comes from memory.
         """
-        if self._whole is None:
-            yield
-            return
-        with self._whole.undisturbed():
-            yield
+        return nullcontext() if self._whole is None else self._whole.undisturbed()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """As `LlamaForCausalLM.forward`."""
@@ -140,8 +131,7 @@ class _Whole:
 
     def __init__(self, model: Any, forwards: Sequence[FusedForward]):
         self._model, self._decoder = model, model.model
-        self._layers = [forward.layer for forward in forwards]
-        self._forwards = [*forwards]
+        self._layers, self._forwards = [forward.layer for forward in forwards], forwards
         decoder, layers = self._decoder, self._layers
         around = [decoder.layers, decoder.embed_tokens, decoder.norm, decoder.rotary_emb, model.lm_head]
         inner = [module for layer in layers for module in layer.modules() if module is not layer]
@@ -153,7 +143,7 @@ class _Whole:
         self._others.append(decoder._forward_hooks)
         self._stock = type(model).forward, type(decoder).forward
         self._step: NativeStep | None = None
-        self._angles = _Angles(decoder.rotary_emb)
+        self._angles = AngleTable()
         self._rooms: WeakKeyDictionary[Cache, Room] = WeakKeyDictionary()
         self._looks: dict[int, _Look] = {}  # by thread, while nobody disturbs it
 
@@ -165,26 +155,32 @@ class _Whole:
             num_scored: queries whose logits are wanted, the last ones; None: all.
         """
         inputs, config = _Inputs.of(named), self._decoder.config
+        if inputs is None:
+            return None
         look = self._looks.get(threading.get_ident())
         is_known = look is not None and look.holds()
-        if inputs is None or not (is_known or self._is_untouched(config)):
-            return None
-        step = look.step if is_known else self._current_step()  # type: ignore[union-attr]
+        step = look.step if look is not None and is_known else self._looked_at(config, look)
         if step is None or (torch.is_grad_enabled() and step.has_gradients()):
             return None
-        if look is not None and not is_known:
-            look.note(step)
         cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
         room = self._room(step, cache, inputs.ids.shape, is_known)
         rows = None if room is None else inputs.rows(config, cache, room, num_scored)
+        if room is None or rows is None:
+            return None
         wanted = config.output_hidden_states if inputs.hidden_states is None else inputs.hidden_states
-        keeps_states = wanted is not False or any(self._taps)
-        scored = None if rows is None else self._scored(step, rows, keeps_states)
-        if room is None or rows is None or scored is None:
+        scored = self._scored(step, rows, keeps_states=wanted is not False or any(self._taps))
+        if scored is None:
             return None
         room.count(rows.num_keys)
         self._show(scored)
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
+
+    def _looked_at(self, config: Any, look: _Look | None) -> NativeStep | None:
+        """The weights, of a model that nobody has changed; notes that where nobody is going to."""
+        step = self._current_step() if self._is_untouched(config) else None
+        if look is not None and step is not None:
+            look.note(step)
+        return step
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -212,6 +208,7 @@ class _Whole:
             and is_stock_attention(config)
             and not config.output_attentions
             and config.num_hidden_layers == len(self._layers)
+            and self._decoder.rotary_emb.rope_type in FIXED_ROPE
             and self._before.holds()
         )
 
@@ -232,13 +229,12 @@ class _Whole:
         return room
 
     def _scored(self, step: NativeStep, rows: Rows, keeps_states: bool) -> Scored | None:
-        dtype, positions = step.layers.dtype, rows.positions
-        angles = self._angles.upto(1, dtype)
-        scored = None if angles is None else step.run(rows, angles, keeps_states)
-        if angles is None or scored is not None or (needed := int(positions.max()) + 1) <= len(angles[0]):
+        rotary, dtype = self._decoder.rotary_emb, step.layers.dtype
+        angles = self._angles.upto(rotary, 1, dtype)
+        scored = step.run(rows, angles, keeps_states)
+        if scored is not None or (needed := int(rows.positions.max()) + 1) <= len(angles[0]):
             return scored
-        angles = self._angles.upto(needed, dtype)
-        return None if angles is None else step.run(rows, angles, keeps_states)
+        return step.run(rows, self._angles.upto(rotary, needed, dtype), keeps_states)
 
     def _show(self, scored: Scored) -> None:
         """Lets those read who watch a layer."""
@@ -325,30 +321,6 @@ class _Inputs:
         )
 
 
-class _Angles:
-    """Cosines and sines of positions, as a rotary embedding makes them."""
-
-    def __init__(self, rotary: Any):
-        self._rotary = rotary
-        self._made_of: tuple[Any, ...] = ()
-        self._table: Angles | None = None
-
-    def upto(self, needed: int, dtype: torch.dtype) -> Angles | None:
-        """Of so many positions at least, [P, D] each; None where they depend on more than the position."""
-        rotary = self._rotary
-        if rotary.rope_type not in _FIXED_ROPE:
-            return None
-        frequencies = rotary.inv_freq
-        version = None if frequencies.is_inference() else frequencies._version
-        made_of = id(frequencies), frequencies.data_ptr(), version, rotary.attention_scaling, dtype
-        if self._table is None or self._made_of != made_of or len(self._table[0]) < needed:
-            with torch.no_grad():
-                positions = torch.arange(max(2 * needed, 1024))[None]
-                cos, sin = rotary(torch.empty(0, dtype=dtype), positions)
-            self._table, self._made_of = (cos[0].contiguous(), sin[0].contiguous()), made_of
-        return self._table
-
-
 def _served(ids: Any) -> bool:
     """Whether the kernel takes such tokens."""
     return (
@@ -358,8 +330,7 @@ def _served(ids: Any) -> bool:
         and ids.dtype is torch.long
         and 0 < ids.shape[1] <= MOST_ROWS
         and len(ids) > 0
-        and not torch.is_autocast_enabled("cpu")
-        and not torch._C._len_torch_dispatch_stack()
+        and not is_intercepted()
     )
 
 

@@ -62,11 +62,11 @@ class FusedForward:
 
     def __init__(self, layer: Any):
         self.layer = layer
-        self._span: _Span | None = _Span(layer)
+        self._loaded: _LoadedLayer | None = _LoadedLayer(layer)
 
     def __getstate__(self):
         """Of a copy, which finds its own weights: the modules compute where it is one of a layer that was changed."""
-        return {"layer": self.layer, "_span": None}
+        return {"layer": self.layer, "_loaded": None}
 
     def __call__(self, hidden_states: Tensor, *positional: Any, **named: Any) -> Tensor:
         """As `LlamaDecoderLayer.forward`."""
@@ -79,15 +79,15 @@ class FusedForward:
     @property
     def is_native(self) -> bool:
         """Whether the layer is as it was loaded, so that the kernel serves whom it can."""
-        return self._span is not None and self._span.is_untouched()
+        return self._loaded is not None and self._loaded.is_untouched()
 
     def _computed(self, arguments: _Arguments) -> Tensor | None:
-        if self._span is None and parts_of(self.layer) is not None:
-            self._span = _Span(self.layer)
-        return None if self._span is None else self._span.run(arguments)
+        if self._loaded is None and parts_of(self.layer) is not None:
+            self._loaded = _LoadedLayer(self.layer)
+        return None if self._loaded is None else self._loaded.run(arguments)
 
 
-class _Span:
+class _LoadedLayer:
     """A layer, and how it was when it was loaded."""
 
     def __init__(self, layer: Any):

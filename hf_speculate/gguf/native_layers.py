@@ -206,6 +206,21 @@ class NativeLayers:
         return outputs
 
 
+def batch_parts(batch_size: int, num_queries: int) -> list[slice]:
+    """So many texts each as the kernel takes at once."""
+    step = max(MOST_ROWS // num_queries, 1)
+    return [slice(start, start + step) for start in range(0, batch_size, step)]
+
+
+def part_of(
+    rows: slice, num_queries: int, buffers: Sequence[tuple[Tensor, Tensor]], sight: tuple[Tensor, Tensor] | None
+) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None]:
+    """Buffers and sight of some texts, see `NativeLayers.run`."""
+    if sight is not None:  # offsets count from the first run of all
+        sight = sight[0][rows.start * num_queries : rows.stop * num_queries + 1], sight[1]
+    return [(keys[rows], values[rows]) for keys, values in buffers], sight
+
+
 def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
     """What each query of a mask sees, as runs of entries.
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..cache import PreallocatedLayer
 from .native_caches import appendable_layers, make_room
 from .native_growth import MOST_WIDTH, NativeGrowth
-from .native_layers import MOST_ROWS, NativeLayers, find_sight
+from .native_layers import MOST_ROWS, NativeLayers, batch_parts, find_sight, part_of
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,11 @@ class NativeRows:
         A large batch is run in parts, whose rows have the bits that they have together.
         """
         inputs, beside = inputs.contiguous(), None if beside is None else beside.contiguous()
-        step = max(MOST_ROWS // inputs.shape[1], 1)
-        if len(inputs) <= step:
+        parts = batch_parts(*inputs.shape[:2])
+        if len(parts) == 1:
             outputs = self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, beside)
         else:
-            starts = range(0, len(inputs), step)
-            parts = [self._part(slice(start, start + step), inputs, rotary, beside) for start in starts]
-            outputs = torch.cat(parts, dim=1)
+            outputs = torch.cat([self._part(rows, inputs, rotary, beside) for rows in parts], dim=1)
         for layer in self.cache_layers:
             layer.length = self.num_keys
         return outputs
@@ -60,10 +58,7 @@ class NativeRows:
     ) -> Float[Tensor, "L R N H"]:
         """The outputs of some rows of the batch."""
         cos, sin = (states if len(states) == 1 else states[rows] for states in rotary)
-        buffers = [(keys[rows], values[rows]) for keys, values in self.buffers]
-        sight, count = self.sight, inputs.shape[1]
-        if sight is not None:  # offsets count from the first run of all
-            sight = sight[0][rows.start * count : rows.stop * count + 1], sight[1]
+        buffers, sight = part_of(rows, inputs.shape[1], self.buffers, self.sight)
         part = None if beside is None else beside[rows]
         return self.layers.run(inputs[rows], (cos, sin), buffers, self.num_keys, sight, part)
 
@@ -165,9 +160,13 @@ def served(inputs: Tensor) -> bool:
         and 0 < inputs.shape[1] <= MOST_ROWS
         and len(inputs) > 0
         and not (inputs.requires_grad and torch.is_grad_enabled())
-        and not torch.is_autocast_enabled("cpu")
-        and not torch._C._len_torch_dispatch_stack()
+        and not is_intercepted()
     )
+
+
+def is_intercepted() -> bool:
+    """Whether autocast or a dispatch mode is to see every operation."""
+    return torch.is_autocast_enabled("cpu") or bool(torch._C._len_torch_dispatch_stack())
 
 
 def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import native
 from .layer_parts import LayerParts, matrix_of, rounds_inputs
 from .modules import PackedMatrix
-from .native_layers import MOST_ROWS, CallStructure, NativeLayers
+from .native_layers import CallStructure, NativeLayers, batch_parts, part_of
 from .native_weights import (
     MatrixStructure,
     WeightsInPlace,
@@ -65,17 +65,11 @@ class Rows:
 
     def parts(self, layers: NativeLayers) -> list[Rows]:
         """So many texts each as the kernel takes at once."""
-        batch_size, count = self.tokens.shape
-        step = max(MOST_ROWS // count, 1)
-        if batch_size <= step:
-            return [self]
-        return [self._part(slice(start, start + step), layers) for start in range(0, batch_size, step)]
+        parts = batch_parts(*self.tokens.shape)
+        return [self] if len(parts) == 1 else [self._part(rows, layers) for rows in parts]
 
     def _part(self, rows: slice, layers: NativeLayers) -> Rows:
-        sight, count = self.sight, self.tokens.shape[1]
-        if sight is not None:  # offsets count from the first run of all
-            sight = sight[0][rows.start * count : rows.stop * count + 1], sight[1]
-        buffers = [(keys[rows], values[rows]) for keys, values in self.buffers]
+        buffers, sight = part_of(rows, self.tokens.shape[1], self.buffers, self.sight)
         tokens, positions = self.tokens[rows], self.positions[rows]
         return Rows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sight, self.num_scored)
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,6 +19,7 @@ from torch import nn
 
 from ..errors import SpeculateError
 from ..files import json_writer, read_json, replace_files
+from ..target import device_name
 from .contract import PolicyRequest
 from .costs import RoundCosts
 
@@ -67,7 +66,7 @@ def _path(request: PolicyRequest) -> Path | None:
         return None
     target, config = request.target, request.target.config.get_text_config(decoder=True)
     facts = (
-        torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor(),
+        device_name(target.device),
         (target.device.type, target.dtype, torch.__version__, torch.get_num_threads()),
         sorted({_kind(module) for module in target.modules()}),  # packed layers and adapters among them
         [getattr(config, field, None) for field in (*_SHAPE, "_attn_implementation")],
@@ -79,13 +78,6 @@ def _path(request: PolicyRequest) -> Path | None:
 def _kind(module: nn.Module) -> str:
     """What computes it: its class, and of packed weights the backend."""
     return f"{type(module).__qualname__} {getattr(getattr(module, 'backend', None), 'name', '')}"
-
-
-@cache
-def _processor() -> str:
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        return next((line for line in lines if line.startswith(("model name", "CPU part"))), platform.machine())
-    return f"{platform.machine()} {platform.processor()}"
 
 
 def _read(path: Path) -> RoundCosts | None:

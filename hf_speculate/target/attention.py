@@ -85,10 +85,10 @@ class TreeAttention:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device):
-        self._device = device
         wanted = os.environ.get("HF_SPECULATE_ATTENTION") or _MEASURED.get(device.type, "stock")
         if wanted not in get_args(Form):
             raise SpeculateError(f"HF_SPECULATE_ATTENTION is {wanted!r}; possible: {', '.join(get_args(Form))}.")
+        self._device = device
         self.groups = head_groups(model)
         self.form = cast(Form, wanted if self.groups > 1 else "stock")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import pytest
@@ -14,6 +13,8 @@ from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.gguf import load_model, native
 from hf_speculate.gguf.native_layers import MOST_ROWS
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
+
+from ..support.gguf import ids, modules_only
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
@@ -39,18 +40,6 @@ def steps(monkeypatch):
     return found
 
 
-def modules_of(model):
-    """The same model, computed by the modules."""
-    twin = copy.deepcopy(model)
-    for layer in twin.model.layers:
-        layer.__dict__.pop("forward")
-    return twin
-
-
-def ids(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 96, shape, generator=torch.Generator().manual_seed(seed))
-
-
 @torch.no_grad()
 def answer(model, inputs, cache=None, **options):
     return model(inputs, **as_cache(cache), use_cache=True, **options)
@@ -60,7 +49,7 @@ def answer(model, inputs, cache=None, **options):
 @pytest.mark.parametrize("types", ["Q4_0", "Q6_K"])
 def test_logits_are_those_of_the_modules(types, is_tied, load, steps):
     model = load(types=types, is_tied=is_tied)
-    twin = modules_of(model)
+    twin = modules_only(model)
     caches = None, None
     for text, options in ((ids(1, 19), {}), (ids(1, 1), {"logits_to_keep": 1}), (ids(1, 5), {"logits_to_keep": 2})):
         found, expected = (
@@ -92,7 +81,7 @@ def test_bits_of_logits_do_not_depend_on_the_rows_beside_them(backend, dtype, lo
 @pytest.mark.parametrize("wanted", [True, 1, [0, 3], [-1], [-2, 1], False])
 def test_hidden_states_are_handed_out_as_transformers_does(wanted, load, steps):
     model = load()
-    twin = modules_of(model)
+    twin = modules_only(model)
     found, expected = (answer(each, ids(1, 6), output_hidden_states=wanted) for each in (model, twin))
     assert (found.hidden_states is None) == (expected.hidden_states is None)
     for state, other in zip(found.hidden_states or (), expected.hidden_states or (), strict=True):
@@ -122,7 +111,7 @@ def test_padding_in_a_mask_of_the_model(load, steps):
 
 def test_positions_behind_the_table(load, steps):
     model = load()
-    twin = modules_of(model)
+    twin = modules_only(model)
     positions = torch.tensor([[0, 1, 0, 1]])  # two texts in one row: transformers finds that out
     found, expected = (answer(each, ids(1, 4), position_ids=positions).logits for each in (model, twin))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
@@ -174,7 +163,7 @@ def test_who_changes_the_class_is_called(load, steps, monkeypatch):
 )
 def test_what_the_modules_are_asked_for(options, load, steps):
     model = load(attn_implementation="eager")
-    twin = modules_of(model)
+    twin = modules_only(model)
     found, expected = (answer(each, ids(1, 5), **options) for each in (model, twin))
     logits = (each[0] if isinstance(each, tuple) else each.logits for each in (found, expected))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)

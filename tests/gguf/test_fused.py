@@ -17,7 +17,7 @@ from hf_speculate.gguf.native_layers import MOST_ROWS, CallStructure
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.target.attention import TreeAttention, fold
 
-from ..support.gguf import OTHER_CPUS
+from ..support.gguf import OTHER_CPUS, ids, modules_only
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
@@ -65,18 +65,6 @@ def calls(monkeypatch):
     for name in ("run_layers", "step"):
         monkeypatch.setattr(library, name, counting(getattr(library, name)))
     return counts
-
-
-def modules_only(model):
-    """The same weights, computed by the modules."""
-    twin = copy.deepcopy(model)
-    for layer in twin.model.layers:
-        layer.__dict__.pop("forward")
-    return twin
-
-
-def ids(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 96, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 
 import gguf
@@ -72,3 +73,16 @@ def token_ids(*shape: int) -> torch.Tensor:
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, relative to the largest logit."""
     return ((found.float() - expected).abs().max() / expected.abs().max()).item()
+
+
+def modules_only(model):
+    """The same weights, computed by the modules."""
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        layer.__dict__.pop("forward")
+    return twin
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Tokens of a small vocabulary."""
+    return torch.randint(3, 96, shape, generator=torch.Generator().manual_seed(seed))

@@ -19,22 +19,15 @@ namespace {
 
 template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
   if (!count) return true;
-  const int64_t cells = w.in_features / COLUMNS, most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
+  const int64_t most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
   if (!scratch.reserve(Arranged<T>::bytes(most, w.in_features, rounds))) return false;
   Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
   for (int64_t m = 0; m < count; m += CHUNK) {
     const int64_t now = count - m < CHUNK ? count - m : CHUNK;
     in.set_rows(filled_rows(now, sizeof(T) == 2 && !rounds));
-    Output<T> output{y + m * w.out_features, now, w.out_features};
     Team::run(threads, [&](Team& team, int) {
-      team.each(cells, [&](int64_t cell) {
-        for (int64_t i = 0; i < in.rows(); i++) {
-          if (i < now) memcpy(in.at(cell, i), x + (m + i) * w.in_features + cell * COLUMNS, COLUMNS * sizeof(T));
-          in.finish(cell, cell + 1, i, i >= now, &w, 1);
-        }
-      });
-      team.share((w.out_features + LANES - 1) / LANES,
-                 [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); });
+      multiply(team, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
+               Output<T>{y + m * w.out_features, now, w.out_features});
     });
   }
   return true;

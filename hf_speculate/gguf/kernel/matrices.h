@@ -6,6 +6,7 @@
 
 #include "dense.h"
 #include "rows.h"
+#include "threads.h"
 #include "tiles.h"
 
 namespace {
@@ -237,5 +238,17 @@ template <class T> class Arranged {
   Rounded rounded = {};
   bool rounds = false;
 };
+
+// Products of rows with a matrix, by a team: row(i) is where one lies, of as many as `output` has. `in` has room.
+template <class T, class Row> void multiply(Team& team, const Matrix& w, Arranged<T> in, const Row& row, Output<T> output) {
+  team.each(w.in_features / COLUMNS, [&](int64_t cell) {
+    for (int64_t i = 0; i < in.rows(); i++) {
+      if (i < output.count) memcpy(in.at(cell, i), row(i) + cell * COLUMNS, COLUMNS * sizeof(T));
+      in.finish(cell, cell + 1, i, i >= output.count, &w, 1);
+    }
+  });
+  team.share((w.out_features + LANES - 1) / LANES,
+             [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); });
+}
 
 }  // namespace

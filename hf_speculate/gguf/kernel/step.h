@@ -66,17 +66,10 @@ template <class T> class StepRun {
 
   void score(Team& team) const {
     Arranged<T> in = layers.inputs();
-    const int64_t rows = filled_rows(scored, s.layers.is_bf16 && !s.layers.rounds), cells = hidden / COLUMNS;
-    in.set_rows(rows);
-    team.each(rows, [&](int64_t i) {
-      const T* from = normed(i / s.num_scored * s.layers.num_queries + s.layers.num_queries - s.num_scored + i % s.num_scored);
-      for (int64_t cell = 0; i < scored && cell < cells; cell++)
-        memcpy(in.at(cell, i), from + cell * COLUMNS, COLUMNS * sizeof(T));
-      in.finish(0, cells, i, i >= scored, &s.output, 1);
-    });
-    Output<T> output{(T*)s.logits, scored, s.output.out_features};
-    team.share((s.output.out_features + LANES - 1) / LANES,
-               [&](int64_t i, int64_t end) { in.multiply(s.output, i, end, {&output, Output<T>::put}); });
+    in.set_rows(filled_rows(scored, s.layers.is_bf16 && !s.layers.rounds));
+    const int64_t queries = s.layers.num_queries, first = queries - s.num_scored;
+    multiply(team, s.output, in, [&](int64_t i) { return normed(i / s.num_scored * queries + first + i % s.num_scored); },
+             Output<T>{(T*)s.logits, scored, s.output.out_features});
   }
 
   T* normed(int64_t m) const { return (T*)s.normed + m * hidden; }

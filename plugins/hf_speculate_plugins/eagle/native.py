@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import finite
-from hf_speculate.gguf import LayerParts, NativeDraft, NativeLayers, NativeRanking, has_kernel, new_rows, served
+from hf_speculate.gguf import (
+    FIXED_ROPE,
+    AngleTable,
+    LayerParts,
+    NativeDraft,
+    NativeLayers,
+    NativeRanking,
+    has_kernel,
+    new_rows,
+    served,
+)
 
 from .head import EagleHead, EntryLayer
-
-
-# RoPE whose angles depend on nothing but the position.
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class NativeForward:
@@ -35,17 +41,17 @@ class NativeForward:
         self._head = head
         self._layers: NativeLayers | None = None
         self._ranking: NativeRanking | None = None
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._angles = AngleTable()
 
     def __getstate__(self):
         """A copy finds its own weights."""
-        return {"_head": self._head, "_layers": None, "_ranking": None, "_angles": None}
+        return {"_head": self._head, "_layers": None, "_ranking": None, "_angles": AngleTable()}
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
         """None where the kernel cannot compute this head, or there is none."""
         is_known = (
-            head.device.type == "cpu" and head.spec.rope["rope_type"] in _FIXED_ROPE and head.spec.hidden_act == "silu"
+            head.device.type == "cpu" and head.spec.rope["rope_type"] in FIXED_ROPE and head.spec.hidden_act == "silu"
         )
         if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
             return None
@@ -123,11 +129,7 @@ class NativeForward:
 
     def angles(self, states: Tensor, needed: int) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
         """The table, of so many positions at least."""
-        if self._angles is None or len(self._angles[0]) < needed or self._angles[0].dtype is not states.dtype:
-            positions = torch.arange(max(2 * needed, 1024))[None]
-            cos, sin = (part[0].contiguous() for part in self._head.rotary(states, positions))
-            self._angles = cos, sin
-        return self._angles
+        return self._angles.upto(self._head.rotary, needed, states.dtype)
 
 
 def parts_of(head: EagleHead, layer: Any) -> LayerParts:
