@@ -40,16 +40,27 @@ class KeptCosts(RoundCosts):
     def __init__(self, request: PolicyRequest):
         self._path = _path(request)
         self._next_write = 0.0
-        super().__init__(None if self._path is None else _read(self._path))
+        known = None if self._path is None else _read(self._path)
+        super().__init__(known)
+        self._num_known = 0 if known is None else sum(map(len, _observations(known).values()))
 
     def keep(self) -> None:
-        """Writes them now and then, on a thread: a disk may be slow."""
+        """Writes them now and then, on a thread: a disk may be slow.
+
+        A process that has hardly drafted keeps nothing: it would take from later ones what an earlier one has learnt.
+        """
         if self._path is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
             return
+        content = _observations(self)
+        if not content["drafting"] or sum(map(len, content.values())) < self._num_known:
+            return
         self._next_write = time.monotonic() + _EVERY_SECONDS
-        content = {part: getattr(self, part).observations() for part in _PARTS}
         with suppress(RuntimeError):  # no more threads
             Thread(target=_write, args=(self._path, content)).start()
+
+
+def _observations(costs: RoundCosts) -> dict[str, list[tuple[int, int, float]]]:
+    return {part: getattr(costs, part).observations() for part in _PARTS}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -121,3 +121,18 @@ def test_a_call_writes_once_in_a_while(request_, tmp_path):
     file.unlink()
     keep(kept)
     assert not written(tmp_path)
+
+
+def test_who_has_learnt_less_replaces_nothing(request_, tmp_path):
+    plain = RoundCosts()
+    for _ in range(3):
+        plain.rounds.record(1, 0.05, 100)
+    write(request_, plain)
+    assert not written(tmp_path), "it has not drafted"
+    write(request_, costs_of(0.02, 0.001, 0.004))
+    for _ in range(3):
+        plain.drafting.record(1, 0.01, 100)
+    write(request_, plain)
+    assert KeptCosts(request_).plain(100) == pytest.approx(0.02, rel=0.05)
+    write(request_, costs_of(0.03, 0.001, 0.004))
+    assert KeptCosts(request_).plain(100) == pytest.approx(0.03, rel=0.05)
