@@ -7,7 +7,7 @@ each row's own end, and one assignment of `lengths` commits; until then the old 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from .layers import PreallocatedLayer
 from .rows import RowsAside
 from .sliding import SlidingLayer
 
+
+Mover = Callable[[Cache, Sequence[int], Sequence[int]], bool]
+"""(cache, sources, destinations) -> whether it has moved these entries of every layer, of all rows alike: one after the
+other, in ascending order, none to the right."""
 
 _OURS: dict[type, type[PreallocatedLayer]] = {
     DynamicLayer: PreallocatedLayer,
@@ -47,9 +51,15 @@ class TreeCache:
     Args:
         cache: a `Cache` whose layers all hold attention states, see `is_indexable`.
         batch_size: B.
+
+    Attributes:
+        mover: what moves entries of all layers at once, where it can; None: the layers do, one by one.
+
     Raises:
         CacheStateError: layers that cannot be indexed.
     """
+
+    mover: Mover | None = None
 
     def __init__(self, cache: Cache, batch_size: int):
         if not self.accepts(cache):
@@ -208,9 +218,11 @@ class TreeCache:
 
     def _move_shared(self, base: int, path: Sequence[int]) -> None:
         first = next((index for index, node in enumerate(path) if node != index), len(path))
-        if first < len(path):
-            sources = torch.tensor([base + node for node in path[first:]])
-            self._move_layers(sources, torch.arange(base + first, base + len(path)))
+        if first == len(path):
+            return
+        sources, destinations = [base + node for node in path[first:]], range(base + first, base + len(path))
+        if self.mover is None or not self.mover(self.cache, sources, destinations):
+            self._move_layers(torch.tensor(sources), torch.tensor(destinations))
 
     def _move_layers(self, sources: Tensor, destinations: Tensor) -> None:
         placed: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -48,6 +48,8 @@ def _last_layer(target: GenerativeModel) -> nn.Module | None:
 
 
 def _gathered(states: Float[Tensor, "B N H"], paths: Sequence[Sequence[int]]) -> Float[Tensor, "B J H"]:
+    if len(paths) == 1:
+        return states.index_select(1, to_device(paths[0], states.device))
     width = max(map(len, paths))
     nodes = to_device([[*path, *[0] * (width - len(path))] for path in paths], states.device)
     return states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1]))

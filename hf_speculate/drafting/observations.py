@@ -45,6 +45,8 @@ class Observations:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return None
+        if len(waiting) == 1:
+            return Observation.from_rows(*waiting[0])
         if all(len(set(map(len, rows))) == 1 for rows, _ in waiting):  # nothing is padded
             rows = [list(chain.from_iterable(parts)) for parts in zip(*(rows for rows, _ in waiting), strict=True)]
             layers = waiting[0][1]

@@ -32,6 +32,7 @@ from .model import plan_model as plan_model
 from .modules import PackedMatrix as PackedMatrix
 from .native import has_kernel as has_kernel
 from .native_draft import NativeDraft as NativeDraft
+from .native_draft import Unread as Unread
 from .native_growth import NativeGrowth as NativeGrowth
 from .native_layers import NativeLayers as NativeLayers
 from .native_ranking import NativeRanking as NativeRanking

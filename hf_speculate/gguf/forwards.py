@@ -27,6 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import output_capturing
 
 from ..cache import CACHE_NAME, as_cache
+from ..tree import TreeMask
 from .angles import FIXED_ROPE, AngleTable
 from .decoder_layers import parts_of
 from .fused import FusedForward, Snapshot, fuse_layers, is_captor, is_stock_attention, only_stock_is_asked
@@ -92,6 +93,9 @@ class DecoderForward(_Forward):
 class CausalForward(_Forward):
     """The `forward` of a causal LM."""
 
+    takes_tree_masks = True
+    """That `attention_mask` may be a `TreeMask`."""
+
     def undisturbed(self) -> AbstractContextManager[None]:
         """Within this nobody changes the model between two forwards of this thread, except that hooks may be
         registered. What a forward has looked at holds for the next ones.
@@ -101,6 +105,10 @@ class CausalForward(_Forward):
         """
         return nullcontext() if self._whole is None else self._whole.undisturbed()
 
+    def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
+        """See `cache.Mover`: those of a cache that native forwards write."""
+        return self._whole is not None and self._whole.move_entries(cache, sources, destinations)
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """As `LlamaForCausalLM.forward`."""
         found = None
@@ -109,6 +117,8 @@ class CausalForward(_Forward):
             others = {name: value for name, value in named.items() if name not in ("logits_to_keep", "labels")}
             found = self._computed(arguments, others, to_keep or None)
         if found is None:
+            if isinstance(mask := named.get("attention_mask"), TreeMask):
+                named["attention_mask"] = mask.build()
             return type(self.module).forward(self.module, *arguments, **named)
         parts: dict[str, Any] = {"hidden_states": found.hidden_states, **as_cache(found.cache)}
         return CausalLMOutputWithPast(logits=found.scored.logits, **parts)
@@ -228,6 +238,14 @@ class _Whole:
                 self._rooms[cache] = room
         return room
 
+    def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
+        """See `cache.Mover`."""
+        room, step = self._rooms.get(cache), self._step
+        if room is None or step is None or not room.takes(step.layers, cache, len(room.buffers[0][0]), 0):
+            return False
+        room.move(sources, destinations)
+        return True
+
     def _scored(self, step: NativeStep, rows: Rows, keeps_states: bool) -> Scored | None:
         rotary, dtype = self._decoder.rotary_emb, step.layers.dtype
         angles = self._angles.upto(rotary, 1, dtype)
@@ -268,7 +286,7 @@ class _Inputs:
 
     ids: Tensor
     cache: Cache | None
-    mask: Tensor | None
+    mask: Tensor | TreeMask | None
     positions: Tensor | None
     hidden_states: Any
 
@@ -297,16 +315,24 @@ class _Inputs:
             return None
         if positions.shape[0] not in (1, batch_size) or positions.shape[1] != count or not positions.is_cpu:
             return None
-        mask = self._mask(config, cache, positions, past + count)
-        if mask is None:  # of the model: every query sees what lies before it
-            sees_before, sight = True, None
-        else:
-            sees_before, sight = sight_of(mask, (batch_size, count), past + count)
+        sees_before, sight = self._sight(config, cache, positions, past)
         if not sees_before and sight is None:
             return None
         positions = positions.expand(batch_size, -1).contiguous()
         num_scored = count if num_scored is None else min(num_scored, count)
         return Rows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sight, num_scored)
+
+    def _sight(
+        self, config: Any, cache: Cache, positions: Tensor, past: int
+    ) -> tuple[bool, tuple[Tensor, Tensor] | None]:
+        """As `sight_of`."""
+        size, given = self.ids.shape, self.mask
+        if isinstance(given, TreeMask):
+            fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
+            return False, given.runs() if fits else None
+        mask = self._mask(config, cache, positions, past + size[1])
+        # Without one, every query sees what lies before it.
+        return (True, None) if mask is None else sight_of(mask, size, past + size[1])
 
     def _mask(self, config: Any, cache: Cache, positions: Tensor, num_keys: int) -> Any:
         """As layers are given it."""

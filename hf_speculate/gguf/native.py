@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..errors import SpeculateError
 from ..messages import get_logger
+from ..verification import draw_by
 from .formats import FORMATS
 from .kernel_cache import KernelCache, load, temporary_folder
 
@@ -62,9 +63,9 @@ class Library:
 
     Attributes:
         kinds: the number of each block type, and of dense ones.
-        run_layers, find_runs: for `native_layers`; step: for `native_step`; rank: for `native_ranking`; grow, see, cut:
-            for `native_growth`; draft: for `native_draft`; ask_for_large_pages: for `backends` and `rounded`; look_up:
-            for `native_lookup`.
+        run_layers, find_runs: for `native_layers`; move: for `native_caches`; step: for `native_step`; rank: for
+            `native_ranking`; grow, see, cut: for `native_growth`; draft: for `native_draft`; ask_for_large_pages: for
+            `backends` and `rounded`; look_up: for `native_lookup`.
         bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
         multiplies_bytes: whether there are instructions for that.
 
@@ -86,7 +87,9 @@ class Library:
             ("hfs_look_up", flag, (integer, pointer, size, size, pointer, size, pointer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
+            ("hfs_exponential", None, (pointer, pointer, size)),
             ("hfs_layers", flag, (pointer,)),
+            ("hfs_move", None, (pointer, size, pointer, pointer, size)),
             ("hfs_step", integer, (pointer,)),
             ("hfs_rank", integer, (pointer,)),
             ("hfs_grow", None, (pointer,) * 3),
@@ -97,7 +100,7 @@ class Library:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
-        self.ask_for_large_pages = functions.hfs_large_pages
+        self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
         self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
         self.see, self.cut, self.draft = functions.hfs_see, functions.hfs_cut, functions.hfs_draft
         self.look_up = functions.hfs_look_up
@@ -118,6 +121,10 @@ class Library:
         rows = rows.contiguous()
         kind, threads = self.kinds[block_type], torch.get_num_threads()
         return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
+
+    def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
+        """See `verification.draw_by`."""
+        self._functions.hfs_exponential(state.data_ptr(), values.data_ptr(), values.numel())
 
     def multiply(
         self,
@@ -184,6 +191,8 @@ def library() -> Library:
         raise NativeError(f"the kernel cannot be made: {error}") from error
     if not found.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
+    if not draw_by(found.draw_exponential):
+        logger.info("torch draws noise in another way here: it goes on doing so")
     return found
 
 

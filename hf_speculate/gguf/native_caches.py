@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache import PreallocatedLayer
+from . import native
 from .native_layers import CallStructure, NativeLayers
 
 
@@ -107,6 +109,12 @@ class Room:
             if found[0] is not keys or found[1] is not values:
                 return False
         return True
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Moves entries of all layers, see `cache.Mover`."""
+        count, batch_size = len(sources), len(self.buffers[0][0])
+        places = ctypes.c_int64 * count
+        native.library().move(ctypes.addressof(self.call), batch_size, places(*sources), places(*destinations), count)
 
     @property
     def length(self) -> int:

@@ -7,7 +7,7 @@ by level.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,12 @@ from .native_growth import NativeGrowth
 from .native_layers import CallStructure
 from .native_ranking import NativeRanking, RankingStructure, Sampling
 from .native_rows import TreeRows
-from .native_weights import MatrixStructure, fields, fill_embeddings
+from .native_weights import MatrixStructure, fields, fill_embeddings, fill_matrix
+from .rounded import RoundedMatrix
+from .rounded_layers import RoundedForward
 
+
+_MOST_FEATURES = 8
 
 _Ask = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64)
 
@@ -31,9 +35,45 @@ class _Draft(ctypes.Structure):
         ("embeddings", MatrixStructure),
         *fields(ctypes.c_void_p, "cos", "sin", "positions"),
         ("num_pending", ctypes.c_int64),
-        *fields(ctypes.c_void_p, "pending_tokens", "pending_states", "root", "offsets", "runs"),
+        *fields(ctypes.c_void_p, "pending_tokens", "pending_states"),
+        *fields(ctypes.c_int64, "num_features"),
+        *(("features", ctypes.c_void_p * _MOST_FEATURES), ("fusing", MatrixStructure)),
+        *fields(ctypes.c_void_p, "root", "offsets", "runs"),
         ("goes_on", _Ask),
     ]
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Entries that were committed and are yet to be read; everything contiguous.
+
+    Attributes:
+        tokens: of the entries.
+        features: their states; or several of the target's, which `fusing` projects together.
+        fusing: None: there is but one, which is their states.
+    """
+
+    tokens: Int[Tensor, "B J"]
+    features: Sequence[Float[Tensor, "B J H"]]
+    fusing: RoundedMatrix | None = None
+
+    @staticmethod
+    def fusing_of(projection: nn.Module, num_features: int) -> RoundedMatrix | None:
+        """What projects so many features; None where that is to be done before, as by what is not in 8 bits."""
+        forward = vars(projection).get("forward")
+        if not isinstance(forward, RoundedForward) or num_features > _MOST_FEATURES:
+            return None
+        return forward.matrix()
+
+    def fill(self, draft: _Draft) -> None:
+        draft.num_pending, draft.pending_tokens = self.tokens.shape[1], self.tokens.data_ptr()
+        if self.fusing is None:
+            draft.pending_states = self.features[0].data_ptr()
+            return
+        draft.num_features = len(self.features)
+        for index, states in enumerate(self.features):
+            draft.features[index] = states.data_ptr()
+        fill_matrix(draft.fusing, self.fusing)
 
 
 @dataclass(frozen=True)
@@ -61,7 +101,7 @@ class NativeDraft:
         self,
         growth: NativeGrowth,
         root: Float[Tensor, "B H"],
-        pending: tuple[Int[Tensor, "B J"], Float[Tensor, "B J H"]] | None,
+        unread: Unread | None,
         positions: Int[Tensor, " B"],
         sampling: Sampling,
         noise: Callable[[int], Float[Tensor, "B C"] | None],
@@ -71,8 +111,8 @@ class NativeDraft:
 
         Args:
             growth: to which nothing was proposed yet.
-            root: contiguous, states of the entry that was committed last. Found, where something is pending.
-            pending: tokens and states of entries that are to be read first, contiguous; counted by `rows`.
+            root: contiguous, states of the entry that was committed last. Found, where something is to be read.
+            unread: is read first; counted by `rows`.
             positions: of the next entry of each row.
             noise: of each level, see `NativeRanking.run`.
             goes_on: whether another level is wanted, after each.
@@ -91,11 +131,9 @@ class NativeDraft:
         draft.offsets, draft.runs = (part.data_ptr() for part in self.rows.sight_before)
         draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None  # anything: it is wanted
         draft.layers.num_keys = self.rows.num_before
-        if pending is not None:
-            tokens, states = pending
-            draft.num_pending = tokens.shape[1]
+        if unread is not None:
+            unread.fill(draft)
             draft.layers.num_keys -= draft.num_pending
-            draft.pending_tokens, draft.pending_states = tokens.data_ptr(), states.data_ptr()
         errors: list[BaseException] = []
 
         def ask(level: int) -> bool:

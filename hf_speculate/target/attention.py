@@ -71,6 +71,12 @@ def _interface(self: AttentionInterface, attn_implementation: str, default: Atte
     return walked(found) if attn_implementation == "eager" else found
 
 
+def takes_tree_masks(model: PreTrainedModel) -> bool:
+    """Whether the forward of a model takes a `TreeMask`, and nobody sees the arguments before."""
+    forward = vars(model).get("forward")
+    return getattr(forward, "takes_tree_masks", False) and not (model._forward_hooks or model._forward_pre_hooks)
+
+
 class TreeAttention:
     """How the tree masks of one model are handed to it.
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from ..cache import PreallocatedLayer, TreeCache, as_cache
 from ..transfers import to_device
-from ..tree import DraftTree
-from .attention import TreeAttention
+from ..tree import DraftTree, TreeMask
+from .attention import Mask, TreeAttention, takes_tree_masks
 from .devices import input_device
 from .hooks import may_hold_rows
 from .masks import LayerType, layer_types_of, num_left_padding, visible_prefix
@@ -66,6 +66,7 @@ class Scorer:
     ):
         self.model = model
         self.cache = cache
+        self.cache.mover = getattr(vars(model).get("forward"), "move_entries", None)
         self.shape = shape
         self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
@@ -107,13 +108,24 @@ class Scorer:
             inputs |= self._for_tokens(num_nodes - num_cached)
         return self.model(
             input_ids=to_device(tokens, self.device),
-            attention_mask=self.attention.arrange(self.mask(tree, num_cached), num_nodes, self._sees_prefix),
+            attention_mask=self._arranged_mask(tree, num_cached),
             **as_cache(self.cache.cache),
             use_cache=True,
             logits_to_keep=num_nodes - num_cached,
             return_dict=True,
             **inputs,
         )
+
+    def _arranged_mask(self, tree: DraftTree, num_cached: int) -> Mask | TreeMask:
+        """`mask` as the model is given it; the tree alone, where that is enough for it."""
+        is_whole = self.shape == "tree" and not num_cached and tree.num_nodes > 1
+
+        def build() -> Mask:
+            return self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix)
+
+        if not is_whole or not self._sees_prefix or tree.is_on_device or not takes_tree_masks(self.model):
+            return build()
+        return TreeMask(tree.host.parents, self.cache.append_index, build)
 
     def _positions(self, tree: DraftTree, root_positions: Sequence[int], num_cached: int) -> Tensor:
         """int64 [R, N - num_cached]."""

@@ -11,6 +11,7 @@ branch is a chain; a tree with N = 1 has no draft. The *structure* (parents) is 
 from .draft_tree import DraftTree as DraftTree
 from .host_tree import HostTree as HostTree
 from .host_tree import TreeRow as TreeRow
+from .mask import TreeMask as TreeMask
 from .plan import PADDING_PARENT as PADDING_PARENT
 from .plan import ROOT_PARENT as ROOT_PARENT
 from .plan import TreePlan as TreePlan

@@ -16,6 +16,9 @@ from .host_tree import HostTree, TreeRow
 from .plan import PADDING_PARENT, ROOT_PARENT, TreePlan
 
 
+_FEW = 64  # nodes of a batch on the host, whose plan is sooner looked up than computed
+
+
 class DraftTree:
     """Draft tokens of one round for a batch: every row has its own tokens, and its own structure or a shared one.
 
@@ -90,6 +93,8 @@ class DraftTree:
         if self._plan is None:
             if self._device_parents is None:
                 self._plan = TreePlan.from_parents(self._host_parents)
+            elif not self.is_on_device and self._device_parents.numel() <= _FEW:
+                self._plan = TreePlan.from_parents(self.host.parents[: len(self._device_parents)])
             else:
                 self._plan = TreePlan.from_tensor(self._device_parents, self.max_depth)
         return self._plan

@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .drawing import exponential
+
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -68,7 +70,7 @@ class Noise:
         while len(self._rows) <= step - self._first_step:
             self._states_before.append(self._generator.get_state())
             row = torch.empty(self._batch_size, self.width, device=self._device)
-            self._rows.append(row.exponential_(generator=self._generator))
+            self._rows.append(exponential(row, self._generator))
         return self._rows[step - self._first_step]
 
     def rows(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> Float[Tensor, "R V"]:

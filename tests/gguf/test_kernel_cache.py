@@ -38,6 +38,8 @@ bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}
 long long hfs_runs() {{ return 0; }}
 bool hfs_layers() {{ return true; }}
+void hfs_move() {{}}
+void hfs_exponential() {{}}
 int hfs_step() {{ return 0; }}
 int hfs_rank() {{ return 1; }}
 void hfs_grow() {{}}

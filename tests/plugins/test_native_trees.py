@@ -10,7 +10,7 @@ from hf_speculate.drafting import DraftState
 from hf_speculate.gguf import NativeDraft, NativeRanking
 from hf_speculate.verification import Noise
 from hf_speculate_plugins.checkpoints import LoadReport
-from hf_speculate_plugins.eagle import LoadedHead
+from hf_speculate_plugins.eagle import EagleHead, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward
 from hf_speculate_plugins.eagle.native_steps import NativeSteps
 from hf_speculate_plugins.eagle.options import TreeSize
@@ -214,18 +214,33 @@ class TestOneCall:
 
     @pytest.mark.parametrize("batch_size", [1, 3])
     @pytest.mark.parametrize("count", [1, 4])
-    def test_what_is_pending_is_read_first(self, batch_size, count, calls):
-        one, other = self.benches(lambda: Bench(make_head(), batch_size))
+    @pytest.mark.parametrize("is_quick", [False, True], ids=["", "quick"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_what_is_pending_is_read_first(self, batch_size, count, is_quick, dtype, calls, monkeypatch):
+        """And the target's states are projected there, where that is done in 8 bits."""
+        fused, fuse = [], EagleHead.fuse
+
+        def make():
+            head = make_head(dtype, target_hidden_size=704)  # of so many, the projection is quickened
+            if is_quick:
+                head.quicken()
+            return Bench(head, batch_size)
+
+        one, other = self.benches(make)
         tokens = torch.arange(batch_size * count).view(batch_size, count) + 7
-        states = torch.randn(batch_size, count, 64, generator=torch.Generator().manual_seed(4))
+        generator = torch.Generator().manual_seed(4)
+        features = [torch.randn(batch_size, count, 704, generator=generator).to(dtype) for _ in range(3)]
         lengths = [count] * batch_size
+        monkeypatch.setattr(EagleHead, "fuse", lambda *a: fused.append(1) or fuse(*a))
         drawn = NativeSteps(one.loaded, one.reading, one.forward).tree_behind(
-            (tokens, states, lengths), one.state(), SIZE
+            (tokens, features, lengths), one.state(), SIZE
         )
+        assert bool(fused) is not is_quick
         assert drawn is not None
         assert calls == ["draft"]
         steps = NativeSteps(other.loaded, other.reading, other.forward)
-        hidden = steps.entries(tokens, states)[:, -1]
+        with torch.no_grad():
+            hidden = steps.entries(tokens, other.loaded.head.fuse(features))[:, -1]
         other.reading.keep(lengths)
         assert torch.equal(drawn[1], hidden)
         assert_same_bits(drawn[0], steps.tree(hidden, other.state(), SIZE))
@@ -233,7 +248,7 @@ class TestOneCall:
 
     def test_entries_with_holes_are_read_on_their_own(self):
         bench = Bench(make_head(), 3, padded=True)
-        pending = torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2, 64), [2, 1, 2]
+        pending = torch.zeros(3, 2, dtype=torch.long), [torch.zeros(3, 2, 64)] * 3, [2, 1, 2]
         steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
         assert steps.tree_behind(pending, bench.state(), SIZE) is None
 

@@ -19,7 +19,10 @@ struct Draft {
   // What was committed and is yet to be read: [batch row, entry], with the states of each. Every row sees all before.
   int64_t num_pending;
   const int64_t* pending_tokens;
-  const void* pending_states;
+  const void* pending_states;  // or the target's, which a matrix in 8 bits projects: parts of its rows, [batch row, entry] each
+  int64_t num_features;
+  const void* features[8];
+  Matrix fusing;
   void* root;  // states of the entry committed last [batch row, hidden]; found, where something is pending
   const int32_t *offsets, *runs;  // which entries each batch row sees, with those pending
   bool (*goes_on)(int64_t level);  // whether a level behind this one is wanted; sets its noise
@@ -37,7 +40,8 @@ template <class T> class DraftRun {
     const int64_t num_before = d.layers.num_keys + d.num_pending;
     if (d.num_pending) {
       if (!look_up(d.embeddings, d.pending_tokens, batch_size * d.num_pending, row, beside)) return 0;
-      if (!forward(d.num_pending, d.pending_states, 0, 1, num_before, nullptr, nullptr)) return -1;
+      if (d.num_features && !fuse()) return -1;
+      if (!forward(d.num_pending, d.num_features ? fused : d.pending_states, 0, 1, num_before, nullptr, nullptr)) return -1;
       for (int64_t b = 0; b < batch_size; b++)
         memcpy((T*)d.root + b * hidden, last() + ((b + 1) * d.num_pending - 1) * hidden, hidden * sizeof(T));
     }
@@ -64,17 +68,28 @@ template <class T> class DraftRun {
     const int64_t nodes = batch_size * width, rows = larger(nodes, batch_size * d.num_pending);
     const int64_t num_states = rows * hidden, num_angles = rows * head_dim;
     const int64_t num_runs = d.offsets[batch_size] * width + nodes * growth.depth, num_shares = nodes * width;
-    const int64_t values[] = {num_states, num_states, num_states, num_angles, num_angles, num_states * d.layers.num_layers};
+    const int64_t num_fused = d.num_features ? batch_size * d.num_pending : 0;
+    const int64_t values[] = {num_states, num_states, num_states, num_angles, num_angles, num_states * d.layers.num_layers,
+                              num_fused * d.fusing.in_features, num_fused * hidden};
     int64_t bytes = Scratch::rounded(hidden * sizeof(float)) + Scratch::rounded((nodes + 1) * sizeof(int32_t)) +
                     Scratch::rounded(2 * num_runs * sizeof(int32_t)) + Scratch::rounded(num_shares * sizeof(float)) +
                     Scratch::rounded(num_shares * sizeof(int64_t));
     for (int64_t each : values) bytes += Scratch::rounded(each * sizeof(T));
     if (!memory.reserve(bytes)) return false;
-    T** places[] = {&states, &beside, &normed, &cos, &sin, &y};
-    for (int i = 0; i < 6; i++) *places[i] = memory.take<T>(values[i]);
+    T** places[] = {&states, &beside, &normed, &cos, &sin, &y, &joined, &fused};
+    for (int i = 0; i < 8; i++) *places[i] = memory.take<T>(values[i]);
     row = memory.take<float>(hidden), offsets = memory.take<int32_t>(nodes + 1), runs = memory.take<int32_t>(2 * num_runs);
     shares = memory.take<float>(num_shares), columns = memory.take<int64_t>(num_shares);
     return true;
+  }
+
+  // The states of what is pending.
+  bool fuse() {
+    const int64_t count = batch_size * d.num_pending, columns = d.fusing.in_features, part = columns / d.num_features;
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t f = 0; f < d.num_features; f++)
+        memcpy(joined + i * columns + f * part, (const T*)d.features[f] + i * part, part * sizeof(T));
+    return multiply(d.fusing, joined, count, fused, true, d.layers.threads);
   }
 
   // Some entries of each batch row: `step` from one's position to the next one's, the first one's behind the next entry's.
@@ -109,7 +124,7 @@ template <class T> class DraftRun {
   Growth& growth;
   const int64_t batch_size, width, hidden, head_dim;
   Scratch memory;
-  T *states, *beside, *normed, *cos, *sin, *y;
+  T *states, *beside, *normed, *cos, *sin, *y, *joined, *fused;
   float *row, *shares;
   int32_t *offsets, *runs;
   int64_t* columns;

@@ -13,25 +13,10 @@
 #endif
 
 #include "draft.h"
+#include "noise.h"
 #include "step.h"
 
 namespace {
-
-template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
-  if (!count) return true;
-  const int64_t most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
-  if (!scratch.reserve(Arranged<T>::bytes(most, w.in_features, rounds))) return false;
-  Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
-  for (int64_t m = 0; m < count; m += CHUNK) {
-    const int64_t now = count - m < CHUNK ? count - m : CHUNK;
-    in.set_rows(filled_rows(now, sizeof(T) == 2 && !rounds));
-    Team::run(threads, [&](Team& team, int) {
-      multiply(team, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
-               Output<T>{y + m * w.out_features, now, w.out_features});
-    });
-  }
-  return true;
-}
 
 int shows(float value) { return value == 0 ? 1 : value <= -3.3e38f ? 0 : -1; }
 int shows_half(uint16_t value) { return value == 0 || value == 0x8000 ? 1 : value == 0xfbff || value == 0xfc00 ? 0 : -1; }
@@ -142,6 +127,22 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
 bool hfs_layers(const Call* call) {
   return call->is_bf16 ? run_layers<uint16_t>(*call) : run_layers<float>(*call);
 }
+
+// Entries of the caches of all layers to other places, ascending, none to the right; those of every batch row and head.
+void hfs_move(const Call* call, int64_t batch_size, const int64_t* sources, const int64_t* destinations, int64_t count) {
+  const Layer& layer = *call->layers[0];
+  const int64_t size = call->is_bf16 ? sizeof(uint16_t) : sizeof(float), bytes = layer.head_dim * size;
+  for (int64_t number = 0; number < call->num_layers; number++)
+    for (int64_t head = 0; head < batch_size * layer.kv_heads; head++) {
+      const int64_t at = head / layer.kv_heads * call->batch_strides[number] + head % layer.kv_heads * call->head_strides[number];
+      for (void* entries : {call->keys[number], call->values[number]})
+        for (int64_t i = 0; i < count; i++)
+          memmove((char*)entries + at * size + destinations[i] * bytes, (char*)entries + at * size + sources[i] * bytes, bytes);
+    }
+}
+
+// Of a generator in this state, which moves on.
+void hfs_exponential(Twister* state, float* values, int64_t count) { draw_exponential(*state, values, count); }
 
 // A forward, see `StepRun::work`.
 int hfs_step(Step* step) { return step->layers.is_bf16 ? StepRun<uint16_t>(*step).work() : StepRun<float>(*step).work(); }

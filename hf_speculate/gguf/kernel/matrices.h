@@ -251,4 +251,21 @@ template <class T, class Row> void multiply(Team& team, const Matrix& w, Arrange
              [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); });
 }
 
+// The same of any number of rows that lie one after the other. `rounds`: see `Arranged`. False: out of memory.
+template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
+  if (!count) return true;
+  const int64_t most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
+  if (!scratch.reserve(Arranged<T>::bytes(most, w.in_features, rounds))) return false;
+  Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
+  for (int64_t m = 0; m < count; m += CHUNK) {
+    const int64_t now = count - m < CHUNK ? count - m : CHUNK;
+    in.set_rows(filled_rows(now, sizeof(T) == 2 && !rounds));
+    Team::run(threads, [&](Team& team, int) {
+      multiply(team, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
+               Output<T>{y + m * w.out_features, now, w.out_features});
+    });
+  }
+  return true;
+}
+
 }  // namespace

@@ -22,6 +22,7 @@ from hf_speculate.gguf import (
     NativeDraft,
     NativeLayers,
     NativeRanking,
+    Unread,
     has_kernel,
     new_rows,
     served,
@@ -91,6 +92,15 @@ class NativeForward:
     def is_one_call(self) -> bool:
         """Whether the kernel computes what the first layer takes."""
         return self._head.spec.version == 3 and NativeDraft.looks_up(self.embeddings, self._head.dtype)
+
+    def unread(self, token_ids: Int[Tensor, "B J"], features: Sequence[Float[Tensor, "B J Ht"]]) -> Unread:
+        """Entries of an EAGLE-3 head as the one call reads them."""
+        head, tokens = self._head, token_ids.contiguous()
+        is_plain = not (head.spec.fc_norm or head.spec.norm_before_fc)
+        fusing = Unread.fusing_of(head.fc, len(features)) if is_plain else None
+        if fusing is None or any(states.dtype != head.dtype or not states.is_cpu for states in features):
+            return Unread(tokens, [head.fuse(features).contiguous()])
+        return Unread(tokens, [states.contiguous() for states in features], fusing)
 
     def inputs(
         self, token_ids: Int[Tensor, "B N"], states: Float[Tensor, "B N Hd"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import DraftState
-from hf_speculate.gguf import NativeDraft, NativeGrowth, NativeRanking, Sampling, TreeRows, tree_rows
+from hf_speculate.gguf import NativeDraft, NativeGrowth, NativeRanking, Sampling, TreeRows, Unread, tree_rows
 from hf_speculate.tree import DraftTree
 
 from ..heads import Reading
@@ -40,26 +40,25 @@ class NativeSteps(PlainSteps):
         return super().tree(root, state, size) if tree is None else tree
 
     def tree_behind(self, pending: Pending, state: DraftState, size: TreeSize) -> tuple[DraftTree, Tensor] | None:
-        token_ids, states, lengths = pending
+        token_ids, features, lengths = pending
         has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
         if has_holes or not self._forward.is_one_call:
             return None
-        root = torch.empty_like(states[:, 0])
-        tree = self._native_tree(root, (token_ids.contiguous(), states.contiguous()), state, size)
+        head = self._loaded.head
+        root = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)
+        tree = self._native_tree(root, self._forward.unread(token_ids, features), state, size)
         if tree is None:
             return None
         self._reading.keep(lengths)
         return tree, root
 
     @torch.no_grad()
-    def _native_tree(
-        self, root: Tensor, pending: tuple[Tensor, Tensor] | None, state: DraftState, size: TreeSize
-    ) -> DraftTree | None:
+    def _native_tree(self, root: Tensor, unread: Unread | None, state: DraftState, size: TreeSize) -> DraftTree | None:
         """None, and no committed entry changed, where the modules are to draw it.
 
         Args:
-            root: states of the entry committed last; found, where something is pending.
-            pending: tokens and states of entries that the one call reads first.
+            root: states of the entry committed last; found, where something is to be read.
+            unread: the one call reads it first.
         """
         forward, reading = self._forward, self._reading
         layers, ranking = forward.current_layers(), forward.current_ranking()
@@ -74,13 +73,13 @@ class NativeSteps(PlainSteps):
 
         first = noise(0)
         width = min(size.width, ranking.num_columns if first is None else first.shape[-1])
-        num_pending = 0 if pending is None else pending[0].shape[1]
+        num_pending = 0 if unread is None else unread.tokens.shape[1]
         rows = tree_rows(layers, root, reading.cache.cache, (width, size.depth), reading.visible(), num_pending)
         if rows is None:
             return None
         growth = NativeGrowth(len(root), width, size.depth, self._loaded.target_ids)
         grow = Growing(forward, reading, rows, ranking, sampling, noise, state)
-        if not (grow.at_once(growth, root, pending) if forward.is_one_call else grow.by_levels(growth, root)):
+        if not (grow.at_once(growth, root, unread) if forward.is_one_call else grow.by_levels(growth, root)):
             return None
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)
@@ -103,15 +102,15 @@ class Growing:
     noise: NoiseOf
     state: DraftState
 
-    def at_once(self, growth: NativeGrowth, root: Tensor, pending: tuple[Tensor, Tensor] | None) -> bool:
+    def at_once(self, growth: NativeGrowth, root: Tensor, unread: Unread | None) -> bool:
         """In one call."""
-        starts, num_pending = self.reading.next_positions(), 0 if pending is None else pending[0].shape[1]
+        starts, num_pending = self.reading.next_positions(), 0 if unread is None else unread.tokens.shape[1]
         angles = self.forward.angles(root, max(starts) + num_pending + growth.depth)
         draft = NativeDraft(self.rows, self.ranking, self.forward.embeddings, angles)
         return draft.grow(
             growth,
             root,
-            pending,
+            unread,
             torch.tensor(starts),
             self.sampling,
             self.noise,

@@ -69,8 +69,7 @@ class EagleSession(DraftSession):
         self._root_hidden: Tensor | None = None
 
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
-        head = self._loaded.head
-        states = head.fuse([features[layer] for layer in self._layers])
+        head, states = self._loaded.head, [features[layer] for layer in self._layers]
         if self._text is not None:
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
             self._text += tokens[0, -1:].tolist() if self._reading is None else tokens[0, : int(lengths[0])].tolist()
@@ -80,7 +79,7 @@ class EagleSession(DraftSession):
                 head, self._request, (num_rows, count), lambda first: self._resumed(first, count)
             )
             self._steps = self._steps_behind(self._reading)
-            self._root_hidden = read_prompt(head, self._reading, tokens, states)
+            self._root_hidden = read_prompt(head, self._reading, tokens, head.fuse(states))
             return
         self._read_pending()
         self._pending = (tokens, states, lengths.tolist())
@@ -124,18 +123,27 @@ class EagleSession(DraftSession):
             return None
         num_alike, (reading, pending) = carried
         if pending is not None:
-            _read(self._steps_behind(reading), reading, pending)
+            self._read(self._steps_behind(reading), reading, pending)
         return reading.resumed(first, count) if num_alike > first else None
 
     def _read_pending(self) -> None:
         if self._reading is None or self._steps is None or self._pending is None:
             return
         pending, self._pending = self._pending, None
-        hidden, lengths = _read(self._steps, self._reading, pending), pending[2]
+        hidden, lengths = self._read(self._steps, self._reading, pending), pending[2]
         if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
             is_new = to_device(lengths, hidden.device)[:, None] > 0
             hidden = torch.where(is_new, hidden, self._root_hidden)
         self._root_hidden = hidden
+
+    @torch.no_grad()
+    def _read(self, steps: Steps, reading: Reading, pending: Pending) -> Tensor:
+        """Commits what is pending; the states of the last entry of every row [B, Hd]."""
+        token_ids, features, lengths = pending
+        hidden = steps.entries(token_ids, self._loaded.head.fuse(features))
+        reading.keep(lengths)
+        last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
+        return hidden[torch.arange(len(lengths), device=hidden.device), last]
 
     def _root(self) -> Tensor:
         """States of the entry committed last, after everything pending was read."""
@@ -217,13 +225,3 @@ class EagleSession(DraftSession):
         )
         tokens[:, children] = self._to_target(columns[:, parents, ranks])
         own_values[:, children] = shares[:, parents, ranks]
-
-
-@torch.no_grad()
-def _read(steps: Steps, reading: Reading, pending: Pending) -> Tensor:
-    """Commits what is pending; the states of the last entry of every row [B, Hd]."""
-    token_ids, states, lengths = pending
-    hidden = steps.entries(token_ids, states)
-    reading.keep(lengths)
-    last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
-    return hidden[torch.arange(len(lengths), device=hidden.device), last]

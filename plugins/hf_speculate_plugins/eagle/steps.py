@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .native import NativeForward
 
 
-Pending = tuple[Tensor, Tensor, list[int]]
-"""What was committed and is yet to be read: tokens [B, J], states [B, J, Hd], lengths."""
+Pending = tuple[Tensor, Sequence[Tensor], list[int]]
+"""What was committed and is yet to be read: tokens [B, J], the target's features [B, J, Ht], lengths."""
 
 RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]
 """See `Steps.level`."""

@@ -1,0 +1,135 @@
+"""Draft trees on packed models: what nodes see is read off the tree itself, and entries are moved in one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_speculate.cache import TreeCache, as_cache
+from hf_speculate.gguf import load_model, native
+from hf_speculate.gguf.native_layers import find_sight
+from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
+from hf_speculate.target import Scorer
+from hf_speculate.tree import DraftTree, TreeMask, TreePlan, additive
+
+from ..support.gguf import ids
+
+
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
+
+BINARY = [-1, 0, 0, 1, 1, 2, 2, 5]
+LATE = [-1, 0, 0, 2, 2, 1, 4, 6]
+PADDED = [-1, 0, 1, 2, -2, -2, -2, -2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trees") / "model.gguf"
+    write_random_file(path, FileShape("llama", 97, 256, 512, 3, 4, 2, 512, True, 1.0), one_type("Q4_0"))
+    return load_model(path, dtype=torch.bfloat16, backend="native")
+
+
+def tree_of(*parents):
+    count = len(parents[0])
+    tokens = torch.arange(len(parents) * count).view(len(parents), count) + 2
+    return DraftTree(tokens, [list(row) for row in parents])
+
+
+def scorer_of(model, batch_size, length=11):
+    cache = TreeCache(DynamicCache(config=model.config), batch_size)
+    with torch.no_grad():
+        model(ids(batch_size, length), **as_cache(cache.cache), use_cache=True)
+    cache.commit_appended()
+    return Scorer(model, cache)
+
+
+def score(scorer, tree):
+    with torch.no_grad():
+        return scorer(tree, [scorer.cache.append_index] * tree.batch_size).logits
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """What the model is given as a mask."""
+    found, original = [], Scorer._arranged_mask
+    monkeypatch.setattr(Scorer, "_arranged_mask", lambda *a: found.append(original(*a)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("parents", [(BINARY,), (BINARY, LATE), (PADDED, LATE, BINARY), ([-1, 0],)], ids=str)
+def test_runs_are_those_of_the_mask(parents):
+    visible = TreePlan.from_parents(parents).ancestors
+    for num_before in (0, 1, 40):
+        mask = torch.cat([torch.ones(*visible.shape[:2], num_before, dtype=torch.bool), visible], dim=2)
+        expected = find_sight(additive(mask, torch.float32)[:, None], *visible.shape[:2], mask.shape[2])
+        offsets, runs = TreeMask(parents, num_before, lambda: None).runs()
+        if num_before:
+            assert torch.equal(offsets, expected[0])
+            assert torch.equal(runs, expected[1][: len(runs)])
+        else:  # an empty run of nothing before
+            assert (runs[:, 1] >= runs[:, 0]).all()
+
+
+@pytest.mark.parametrize("parents", [(BINARY,), (BINARY, LATE), (PADDED, LATE)], ids=str)
+def test_logits_are_those_behind_a_mask(parents, model, masks, monkeypatch):
+    tree = tree_of(*parents)
+    found = score(scorer_of(model, len(parents)), tree)
+    monkeypatch.setattr("hf_speculate.target.scoring.takes_tree_masks", lambda _: False)
+    expected = score(scorer_of(model, len(parents)), tree)
+    assert [type(mask) for mask in masks] == [TreeMask, torch.Tensor]
+    assert torch.equal(found, expected)
+
+
+def test_modules_get_a_mask(model, masks, monkeypatch):
+    """Where the kernel does not compute, as for whoever looks into a layer."""
+    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: None)
+    try:
+        found = score(scorer_of(model, 1), tree_of(BINARY))
+        monkeypatch.setattr("hf_speculate.target.scoring.takes_tree_masks", lambda _: False)
+        expected = score(scorer_of(model, 1), tree_of(BINARY))
+    finally:
+        hook.remove()
+    assert [type(mask) for mask in masks] == [TreeMask, torch.Tensor]
+    assert torch.equal(found, expected)
+
+
+def test_who_sees_the_arguments_gets_a_mask(model, masks):
+    seen = []
+    hook = model.register_forward_pre_hook(
+        lambda _m, _a, named: seen.append(named.get("attention_mask")), with_kwargs=True
+    )
+    try:
+        scorer = scorer_of(model, 1)
+        score(scorer, tree_of(BINARY))
+    finally:
+        hook.remove()
+    assert isinstance(seen[-1], torch.Tensor)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("path", [[0, 2, 5], [0, 1, 4], [0, 2, 5, 7], [1, 2, 3]], ids=str)
+def test_entries_are_moved_as_layers_move_them(path, batch_size, model, monkeypatch):
+    moved, move = [], native.library().move
+    monkeypatch.setattr(native.library(), "move", lambda *a: moved.append(1) or move(*a))
+    states = []
+    for is_native in (True, False):
+        scorer = scorer_of(model, batch_size)
+        score(scorer, tree_of(*[BINARY] * batch_size))
+        if not is_native:
+            scorer.cache.mover = None
+        scorer.cache.keep([path] * batch_size)
+        states.append([state.clone() for layer in scorer.cache.cache.layers for state in (layer.keys, layer.values)])
+    assert moved == [1]
+    assert all(map(torch.equal, *states))
+
+
+def test_entries_of_a_cache_that_was_exchanged_are_moved_by_its_layers(model, monkeypatch):
+    monkeypatch.setattr(native.library(), "move", lambda *_: pytest.fail("these are other buffers"))
+    scorer = scorer_of(model, 1)
+    score(scorer, tree_of(BINARY))
+    layer = scorer.cache.cache.layers[1]
+    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    before = layer.keys.clone()
+    scorer.cache.keep([[0, 2, 5]])
+    assert torch.equal(layer.keys[:, :, -2:], before[:, :, [11 + 2, 11 + 5]])
