@@ -223,7 +223,7 @@ class Decoding:
         with self.stats.timed("target_seconds"):
             verdict = Verdict.empty(self.sequences.batch_size)
             self._broken_off = tree, verdict, output
-            has_masked_entries = tree.num_nodes > 1 or self.cache.is_ragged
+            has_masked_entries = self.scorer.sums_masked and (tree.num_nodes > 1 or self.cache.is_ragged)
             try:
                 self._verify(output.logits, tree, verdict, has_masked_entries and not self._is_text_broken)
             except TaintedScores:

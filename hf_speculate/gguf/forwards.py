@@ -366,7 +366,7 @@ def _selected(scored: Scored, wanted: Any, config: Any) -> tuple[Tensor | None, 
     Args:
         wanted: True for all, or which; None stands for the others.
     """
-    count, is_tied = len(scored.states), getattr(config, "tie_last_hidden_states", None)
+    count, is_tied = len(scored.states), vars(config).get("tie_last_hidden_states")
     last = scored.states[-1] if is_tied is False else scored.normed
     indices = range(-count, count) if wanted is True else [wanted] if isinstance(wanted, int) else wanted
     chosen = {index % count for index in indices if -count <= index < count}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import SpeculateError
 from ..messages import get_logger
-from ..verification import draw_by
+from ..verification import stand_in
 from .formats import FORMATS
 from .kernel_cache import KernelCache, load, temporary_folder
 
@@ -88,6 +88,7 @@ class Library:
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
             ("hfs_exponential", None, (pointer, pointer, size)),
+            ("hfs_argmax", size, (pointer, size, flag)),
             ("hfs_layers", flag, (pointer,)),
             ("hfs_move", None, (pointer, size, pointer, pointer, size)),
             ("hfs_step", integer, (pointer,)),
@@ -123,8 +124,12 @@ class Library:
         return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
 
     def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
-        """See `verification.draw_by`."""
+        """See `verification.stand_in`."""
         self._functions.hfs_exponential(state.data_ptr(), values.data_ptr(), values.numel())
+
+    def argmax(self, row: Float[Tensor, " V"]) -> int:
+        """See `verification.stand_in`."""
+        return self._functions.hfs_argmax(row.data_ptr(), len(row), row.dtype is torch.bfloat16)
 
     def multiply(
         self,
@@ -191,8 +196,8 @@ def library() -> Library:
         raise NativeError(f"the kernel cannot be made: {error}") from error
     if not found.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
-    if not draw_by(found.draw_exponential):
-        logger.info("torch draws noise in another way here: it goes on doing so")
+    if not all(stand_in(found)):
+        logger.info("torch draws noise or chooses in another way here: it goes on doing so")
     return found
 
 

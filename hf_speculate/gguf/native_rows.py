@@ -133,17 +133,16 @@ def tree_rows(
         num_pending: entries of each row that are to be read before, all of them real.
     """
     batch_size, (width, num_levels) = len(root), size
-    level = root[:, None].expand(-1, width, -1)
     is_large = batch_size * max(width, num_pending) > MOST_ROWS or max(size) > MOST_WIDTH
-    if root.dtype is not layers.dtype or not served(level) or is_large:
+    if root.dtype is not layers.dtype or not served(root[:, None]) or is_large:
         return None
     cache_layers = appendable_layers(cache, 0, len(layers))
     if not cache_layers:
         return None
     num_before = cache_layers[0].get_seq_length() + num_pending
     if visible is None:
-        everything = torch.tensor([[0, num_before]], dtype=torch.int32).expand(batch_size, -1).contiguous()
-        sight = torch.arange(batch_size + 1, dtype=torch.int32), everything
+        everything = torch.tensor([[0, num_before]] * batch_size, dtype=torch.int32)
+        sight = torch.tensor(range(batch_size + 1), dtype=torch.int32), everything
     else:
         sight = find_sight(visible[:, None, None], batch_size, 1, num_before)
     new = root[:, None].expand(-1, num_pending + width * num_levels, -1)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..cache import PreallocatedLayer, TreeCache, as_cache
 from ..transfers import to_device
-from ..tree import DraftTree, TreeMask
+from ..tree import DraftTree, TreeMask, node_depths
 from .attention import Mask, TreeAttention, takes_tree_masks
 from .devices import input_device
 from .hooks import may_hold_rows
@@ -48,6 +48,9 @@ class Scorer:
 
     num_rerun = 0
     """Committed tokens that the last forward ran again in front of the nodes."""
+
+    sums_masked = True
+    """Whether the last forward may have summed entries that a mask hides."""
 
     takes_root_only = False
     """Whether the next forward can be a plain decoding step only."""
@@ -106,15 +109,18 @@ class Scorer:
             inputs["position_ids"] = self._positions(tree, root_positions, num_cached)
         if self._token_kwargs:
             inputs |= self._for_tokens(num_nodes - num_cached)
-        return self.model(
+        mask = self._arranged_mask(tree, num_cached)
+        output = self.model(
             input_ids=to_device(tokens, self.device),
-            attention_mask=self._arranged_mask(tree, num_cached),
+            attention_mask=mask,
             **as_cache(self.cache.cache),
             use_cache=True,
             logits_to_keep=num_nodes - num_cached,
             return_dict=True,
             **inputs,
         )
+        self.sums_masked = not isinstance(mask, TreeMask) or mask.is_made
+        return output
 
     def _arranged_mask(self, tree: DraftTree, num_cached: int) -> Mask | TreeMask:
         """`mask` as the model is given it; the tree alone, where that is enough for it."""
@@ -123,7 +129,7 @@ class Scorer:
         def build() -> Mask:
             return self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix)
 
-        if not is_whole or not self._sees_prefix or tree.is_on_device or not takes_tree_masks(self.model):
+        if not is_whole or not self._sees_prefix or not tree.is_small or not takes_tree_masks(self.model):
             return build()
         return TreeMask(tree.host.parents, self.cache.append_index, build)
 
@@ -132,6 +138,10 @@ class Scorer:
         roots = [[root_positions[row]] for row in self.cache.rows]
         if tree.num_nodes == 1:
             return to_device(roots, self.device)
+        if tree.is_small:
+            of_rows = zip(roots, tree.host.parents, strict=True)
+            found = [[root + depth for depth in node_depths(parents)[num_cached:]] for (root,), parents in of_rows]
+            return to_device(found, self.device)
         depths = tree.plan.depths[:, num_cached:]
         return to_device(to_device(roots, depths.device) + depths, self.device)
 

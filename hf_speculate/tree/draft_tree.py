@@ -16,7 +16,7 @@ from .host_tree import HostTree, TreeRow
 from .plan import PADDING_PARENT, ROOT_PARENT, TreePlan
 
 
-_FEW = 64  # nodes of a batch on the host, whose plan is sooner looked up than computed
+_FEW = 128  # nodes of a batch: what is asked of so few is computed faster in Python than by tensors
 
 
 class DraftTree:
@@ -93,7 +93,7 @@ class DraftTree:
         if self._plan is None:
             if self._device_parents is None:
                 self._plan = TreePlan.from_parents(self._host_parents)
-            elif not self.is_on_device and self._device_parents.numel() <= _FEW:
+            elif self.is_small:
                 self._plan = TreePlan.from_parents(self.host.parents[: len(self._device_parents)])
             else:
                 self._plan = TreePlan.from_tensor(self._device_parents, self.max_depth)
@@ -187,6 +187,11 @@ class DraftTree:
     def is_on_device(self) -> bool:
         """Whether looking at it means to wait for a device."""
         return any(tensor.device.type != "cpu" for tensor in self._tensors)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is on the host, and soon looked at."""
+        return self.token_ids.numel() <= _FEW and not self.is_on_device
 
     def best(self, count: int) -> DraftTree:
         """The tree of the root and, of each row, the `count` draft nodes of the highest values; reads it."""

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class TreeMask:
     """Stands for the mask of a forward over whole trees behind entries that every node sees.
 
@@ -21,12 +21,19 @@ class TreeMask:
     Attributes:
         parents: of the nodes, one sequence a row.
         num_before: entries before the trees.
-        build: makes the mask, for a forward that needs one.
+        make: makes the mask.
+        is_made: whether it was needed.
     """
 
     parents: Sequence[Sequence[int]]
     num_before: int
-    build: Callable[[], Any]
+    make: Callable[[], Any]
+    is_made: bool = False
+
+    def build(self) -> Any:
+        """The mask, for a forward that needs one."""
+        self.is_made = True
+        return self.make()
 
     @property
     def num_nodes(self) -> int:

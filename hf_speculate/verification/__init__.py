@@ -4,7 +4,7 @@ The sampler chooses a token at every node that the walk comes to, with the noise
 that the text is stock's by construction. The text so far, its records and its end are kept here as well.
 """
 
-from .drawing import draw_by as draw_by
+from .natively import stand_in as stand_in
 from .noise import Noise as Noise
 from .noise import RngState as RngState
 from .processors import Tier as Tier

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .drawing import exponential
+from .natively import exponential
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from ..transfers import to_device
 from ..tree import DraftTree
+from .natively import argmax
 from .noise import Noise
 from .processors import Tier, processors_of_row, required_tier, score_only, see_rows_alone, without_inspection
 from .records import Records
@@ -131,7 +132,7 @@ class Sampler:
         slots = [tree.slot(row) for row in rows]
         selected = logits[slots[0], nodes[0], None] if len(rows) == 1 else logits[slots, list(nodes)]
         if not self.processors and self.noise is None and not self.records.of_sampler:
-            return selected.float().argmax(-1).tolist()  # the operation of stock, and four times faster than in bf16
+            return argmax(selected)
         selected = selected.to(copy=True, dtype=torch.float32, device=sequences.prompt.device)
         step = len(sequences.new_tokens[rows[0]])
         scores = self._processed(selected, rows, step, sequences)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -79,15 +78,13 @@ class TestFindsFaults:
 
     @pytest.mark.parametrize("by", [-1, 1])
     def test_positions_of_nodes_that_are_off_by_one(self, monkeypatch, by):
-        original = Scorer.__call__
+        original = Scorer._positions
 
-        def call(scorer, nodes, *args, **kwargs):
-            nodes = copy.copy(nodes)
-            depths = nodes.plan.depths
-            nodes._plan = dataclasses.replace(nodes.plan, depths=depths + by * (depths > 0))
-            return original(scorer, nodes, *args, **kwargs)
+        def positions(scorer, nodes, roots, num_cached):
+            found, depths = original(scorer, nodes, roots, num_cached), nodes.plan.depths[:, num_cached:]
+            return found + by * (depths > 0)
 
-        monkeypatch.setattr(Scorer, "__call__", call)
+        monkeypatch.setattr(Scorer, "_positions", positions)
         assert run_trial(build_tiny_model(), "tree")[0] == "single"
 
     def test_positions_of_roots_that_are_off_by_one(self, monkeypatch):

@@ -40,6 +40,7 @@ long long hfs_runs() {{ return 0; }}
 bool hfs_layers() {{ return true; }}
 void hfs_move() {{}}
 void hfs_exponential() {{}}
+long long hfs_argmax() {{ return 0; }}
 int hfs_step() {{ return 0; }}
 int hfs_rank() {{ return 1; }}
 void hfs_grow() {{}}

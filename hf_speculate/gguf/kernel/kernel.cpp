@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "choice.h"
 #include "draft.h"
 #include "noise.h"
 #include "step.h"
@@ -143,6 +144,11 @@ void hfs_move(const Call* call, int64_t batch_size, const int64_t* sources, cons
 
 // Of a generator in this state, which moves on.
 void hfs_exponential(Twister* state, float* values, int64_t count) { draw_exponential(*state, values, count); }
+
+// The column of the largest score.
+int64_t hfs_argmax(const void* scores, int64_t count, bool is_bf16) {
+  return is_bf16 ? argmax((const uint16_t*)scores, count) : argmax((const float*)scores, count);
+}
 
 // A forward, see `StepRun::work`.
 int hfs_step(Step* step) { return step->layers.is_bf16 ? StepRun<uint16_t>(*step).work() : StepRun<float>(*step).work(); }

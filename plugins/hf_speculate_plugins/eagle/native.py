@@ -43,10 +43,12 @@ class NativeForward:
         self._layers: NativeLayers | None = None
         self._ranking: NativeRanking | None = None
         self._angles = AngleTable()
+        self._looked_up: tuple[nn.Module, bool] | None = None
 
     def __getstate__(self):
         """A copy finds its own weights."""
-        return {"_head": self._head, "_layers": None, "_ranking": None, "_angles": AngleTable()}
+        found = {"_layers": None, "_ranking": None, "_angles": AngleTable(), "_looked_up": None}
+        return {"_head": self._head, **found}
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
@@ -90,8 +92,10 @@ class NativeForward:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether the kernel computes what the first layer takes."""
-        return self._head.spec.version == 3 and NativeDraft.looks_up(self.embeddings, self._head.dtype)
+        """Whether the kernel computes what the first layer takes. (The call looks again.)"""
+        if self._looked_up is None or self._looked_up[0] is not self.embeddings:
+            self._looked_up = self.embeddings, NativeDraft.looks_up(self.embeddings, self._head.dtype)
+        return self._head.spec.version == 3 and self._looked_up[1]
 
     def unread(self, token_ids: Int[Tensor, "B J"], features: Sequence[Float[Tensor, "B J Ht"]]) -> Unread:
         """Entries of an EAGLE-3 head as the one call reads them."""

@@ -1,0 +1,131 @@
+"""What stands in for torch when noise is drawn and tokens are chosen: the same, or not used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_speculate.gguf import native
+from hf_speculate.verification import natively
+
+
+class ByTorch:
+    """Does it as torch does."""
+
+    def draw_exponential(self, state, values):
+        generator = torch.Generator()
+        generator.set_state(state)
+        values.exponential_(generator=generator)
+        state.copy_(generator.get_state())
+
+    def argmax(self, row):
+        return int(row.float().argmax())
+
+
+class AnotherValue(ByTorch):
+    def draw_exponential(self, state, values):
+        super().draw_exponential(state, values)
+        values[-1] += 1e-6
+
+
+class AnotherState(ByTorch):
+    def draw_exponential(self, state, values):
+        before = state.clone()
+        super().draw_exponential(state, values)
+        state.copy_(before)
+
+
+class LastOfTies(ByTorch):
+    def argmax(self, row):
+        return len(row) - 1 - int(row.float().flip(0).argmax())
+
+
+class NoNaN(ByTorch):
+    def argmax(self, row):
+        return int(row.float().nan_to_num(-9.0).argmax())
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch):
+    """Nobody stands in."""
+    for name in ("_draw", "_argmax"):
+        monkeypatch.setattr(natively, name, [])
+
+
+@pytest.fixture
+def kernel(needs_kernel):
+    return native.library()
+
+
+def test_what_does_the_same_is_used():
+    kernel = ByTorch()
+    assert natively.stand_in(kernel) == (True, True)
+    assert natively._draw == [kernel.draw_exponential]
+    assert natively._argmax == [kernel.argmax]
+    one, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for shape in ((2, 7), (1, 1000)):
+        wanted = torch.empty(shape).exponential_(generator=other)
+        assert torch.equal(natively.exponential(torch.empty(shape), one), wanted)
+    assert torch.equal(one.get_state(), other.get_state())
+
+
+@pytest.mark.parametrize(
+    "kernel", [AnotherValue(), AnotherState(), LastOfTies(), NoNaN()], ids=lambda k: type(k).__name__
+)
+def test_what_does_otherwise_is_not(kernel):
+    draws, chooses = natively.stand_in(kernel)
+    assert (draws, chooses) == (not isinstance(kernel, AnotherValue | AnotherState), draws is False)
+    assert bool(natively._draw) is draws
+    assert bool(natively._argmax) is chooses
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 5, 623, 624])
+@pytest.mark.parametrize("count", [1, 7, 8, 511, 513, 40_000])
+def test_the_kernel_draws_what_torch_does(num_before, count, kernel):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        torch.empty(num_before, dtype=torch.long).random_(100, generator=generator)
+        state, found = generator.get_state(), torch.empty(count)
+        kernel.draw_exponential(state, found)
+        assert torch.equal(found, torch.empty(count).exponential_(generator=generator))
+        assert torch.equal(state, generator.get_state())
+
+
+def test_values_that_round_either_way_are_the_library_s(kernel):
+    """A value in two million lies so near the middle of two floats that the fast logarithm does not decide."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        state, found = generator.get_state(), torch.empty(1 << 20)
+        kernel.draw_exponential(state, found)
+        assert torch.equal(found, torch.empty(1 << 20).exponential_(generator=generator))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 5, 16, 511, 512, 513, 4099])
+def test_the_kernel_chooses_what_torch_does(count, dtype, kernel):
+    generator = torch.Generator().manual_seed(count)
+    for case in range(60):
+        row = torch.randint(-9, 9, (count,), generator=generator).to(dtype)  # with ties
+        if case % 3 == 1:
+            row = -row.abs() * 0.0  # both zeros
+            row[count // 2 :] = 0.0
+        if case % 5 == 1:
+            row[count // 3 :: 2] = torch.nan
+        if case % 7 == 1:
+            row[torch.randint(count, (1,), generator=generator)] = torch.inf
+        if case % 11 == 1:
+            row[:] = -torch.inf
+        assert kernel.argmax(row) == int(row.float().argmax()), row
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (2, 9), (1, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_whatever_the_scores_are(shape, dtype, kernel):
+    assert natively.stand_in(kernel) == (True, True), "not used here"
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for each in (scores, scores.expand(2, -1)[::2], scores.repeat_interleave(2, dim=1)[:, ::2]):
+        if shape[1]:
+            assert natively.argmax(each) == each.float().argmax(-1).tolist()
+        else:
+            with pytest.raises(IndexError):
+                natively.argmax(each)
