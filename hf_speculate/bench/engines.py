@@ -1,6 +1,7 @@
 """Other engines beside us, on the same GGUF file: each a process of another interpreter that has its package.
 
-llama.cpp is xllamacpp, a wheel of it and its server; OpenVINO is openvino-genai.
+llama.cpp is llama-cpp-python, which compiles it for the machine, or xllamacpp, a wheel of it and its server; OpenVINO
+is openvino-genai.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from .methods import Method
 
 LlamaCppPython = Annotated[
     str | None,
-    typer.Option("--llama-cpp", metavar="PYTHON", help="An interpreter with xllamacpp, beside a GGUF target."),
+    typer.Option(
+        "--llama-cpp", metavar="PYTHON", help="An interpreter with llama-cpp-python or xllamacpp, beside a GGUF target."
+    ),
 ]
 OpenVinoPython = Annotated[
     str | None,
@@ -72,7 +75,8 @@ class Engine:
         context: the most tokens of prompt and text together.
         speculation: "none", or a kind that the engine has.
     Attributes:
-        version: of its package.
+        version: of its package, and which.
+        drafts: whether that package drafts as it was asked to; if not, it answers nothing.
     """
 
     device = torch.device("cpu")
@@ -90,7 +94,9 @@ class Engine:
         except OSError as error:
             self._messages.close()
             raise SpeculateError(f"{kind.option} {python}: {error}") from error
-        self.version: str = self._answer()["version"]
+        ready = self._answer()
+        self.version: str = ready["version"]
+        self.drafts: bool = ready.get("drafts", True)
 
     def __enter__(self) -> Engine:
         return self
@@ -151,5 +157,7 @@ def engine_methods(llama_cpp: str | None, openvino: str | None, path: str, conte
         for kind, python in asked:
             for name, speculation in kind.methods.items():
                 engine = Engine(kind, python, path, torch.get_num_threads(), context, speculation)
-                methods.append(Method(name=name, kind="engine", model=stack.enter_context(engine)))
+                stack.enter_context(engine)
+                if engine.drafts:
+                    methods.append(Method(name=name, kind="engine", model=engine))
         yield methods

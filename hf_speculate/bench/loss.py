@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import typer
 
-from ..commands import Grid, Limit, NewTokens, Repeats, check_counts, make_spec, progress, spread
+from ..commands import (
+    HARD_PROMPTS,
+    Grid,
+    Limit,
+    NewTokens,
+    Repeats,
+    check_counts,
+    check_temperatures,
+    make_spec,
+    progress,
+    spread,
+)
 from ..drafting import Drafter
 from ..errors import SpeculateError
 from ..specs import SpeculatorSpec
@@ -48,7 +60,11 @@ class LossSettings(WorkloadSettings):
         list[str],
         typer.Option("--drafter", help=f"Repeatable. {'; '.join(f'{k}: {v}' for k, v in BAD_DRAFTERS.items())}."),
     ] = field(default_factory=lambda: list(BAD_DRAFTERS))
-    limit: Limit = 1
+    hard: Annotated[
+        bool, typer.Option("--hard", help="Built-in questions that drafts suit least: other languages, random letters.")
+    ] = False
+    temperature: Annotated[float, typer.Option(help="Above 0: sampled.")] = 0.0
+    limit: Limit = None
     max_new_tokens: NewTokens = 256
     adaptive: Annotated[bool, typer.Option("--adaptive/--always", help="With the automatic switch.")] = True
     fresh: Annotated[
@@ -56,12 +72,21 @@ class LossSettings(WorkloadSettings):
     ] = False
     repeats: Repeats = 7
 
+    def with_prompts(self) -> LossSettings:
+        """These with the prompts that are asked for: all hard ones, or one of another kind."""
+        if self.hard:
+            return replace(self, prompts=[HARD_PROMPTS])
+        return replace(self, limit=self.limit or 1)
+
     def specs(self) -> list[SpeculatorSpec]:
         return super().specs() if self.speculators else []
 
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
         check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, limit=self.limit)
+        check_temperatures(self.temperature)
+        if self.hard and self.prompts:
+            raise SpeculateError("--hard are prompts of its own; --prompts names others. Take one of the two.")
         if unknown := [name for name in self.drafters if name not in BAD_DRAFTERS]:
             raise SpeculateError(f"no bad drafter {', '.join(unknown)}; there are {', '.join(BAD_DRAFTERS)}.")
 
@@ -70,16 +95,16 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
     """What speculation costs on text that drafts badly: drafters that are never right beside plain generate.
 
     Returns:
-        JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %),
-        `speedup_without_drafter_prefill`, where what the drafter did with the prompt is left out, and `drafted_share`
+        JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %), `worst`, the median
+        of the prompt that loses most, `speedup_without_drafter_prefill`, where what the drafter did with the prompt is left out, and `drafted_share`
         of the rounds that drafted at all.
     """
     settings.check()
     specs = settings.specs()
-    workload = load_workload(settings)
+    workload = load_workload(settings.with_prompts())
     model = workload.model
     requests = batches(workload.prompts, 1, model.device)
-    arguments = fixed_length(settings.max_new_tokens)
+    arguments = fixed_length(settings.max_new_tokens, settings.temperature)
     texts = plain_texts(model, requests, arguments)
     drafters = {name: _drafter(name, texts, workload.vocab_size) for name in settings.drafters}
     drafters |= {spec.label: make_spec(spec, model).drafter for spec in specs}
@@ -90,6 +115,7 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
         "bench": "loss",
         **workload.describe(),
         "max_new_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
         "repeats": settings.repeats,
         "adaptive": settings.adaptive,
         "fresh": settings.fresh,
@@ -106,6 +132,7 @@ def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
     return {
         "drafter": name,
         **beside_plain(runs, name),
+        "worst": _worst(runs, name),
         "speedup_without_drafter_prefill": spread([p / s for p, s in zip(plain, without, strict=True)]),
         "drafter_prefill_ms": 1e3 * stats.drafter_prefill_seconds / max(stats.calls, 1),
         "drafted_share": stats.rounds / rounds if rounds else 0.0,
@@ -114,22 +141,35 @@ def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
     }
 
 
+def _worst(runs: Sequence[Run], name: str) -> float:
+    """Of the prompt that loses most: its plain seconds over its seconds, the median of its repeats."""
+    seconds = {(run.method, run.request, run.repeat): run.seconds for run in runs}
+    ratios: dict[int, list[float]] = {}
+    for method, request, repeat in seconds:
+        if method == name:
+            ratio = seconds["eager", request, repeat] / seconds[name, request, repeat]
+            ratios.setdefault(request, []).append(ratio)
+    return min(map(statistics.median, ratios.values()))
+
+
 def tables(result: dict[str, Any]) -> list[Grid | str]:
     """One line a drafter."""
     how = "automatic switch" if result["adaptive"] else "always drafting"
     if result["fresh"]:
         how += ", nothing learnt from earlier calls"
+    sampled = f"T={result['temperature']:g}" if result["temperature"] else "greedy"
     columns = {
         "drafter": "{drafter}",
         "x plain": "{speedup[median]:.3f}x",
         "(range)": "{speedup[min]:.2f}-{speedup[max]:.2f}",
+        "worst\nprompt": "{worst:.3f}x",
         "x plain, drafter's\nprefill apart": "{speedup_without_drafter_prefill[median]:.3f}x",
         "rounds\nthat drafted": "{drafted_share:.1%}",
         "accepted tokens\na call": "{accepted_tokens:.0f} of {drafted_tokens:.0f}",
     }
     return [
         Grid.of(
-            f"Text that drafts badly, {how}, {describe_target(result)}, greedy, median of {result['repeats']}",
+            f"Text that drafts badly, {how}, {describe_target(result)}, {sampled}, median of {result['repeats']}",
             result["rows"],
             columns,
             caption=f"plain: {result['plain_tokens_per_second']:.1f} tokens/s",

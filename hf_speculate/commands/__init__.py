@@ -34,6 +34,7 @@ from .options import Target as Target
 from .options import TargetDtype as TargetDtype
 from .options import Temperatures as Temperatures
 from .options import Threads as Threads
+from .prompts import HARD_PROMPTS as HARD_PROMPTS
 from .prompts import Prompt as Prompt
 from .prompts import builtin_prompts as builtin_prompts
 from .prompts import chat_ids as chat_ids

@@ -21,8 +21,10 @@ FIELDS = ("prompt", "text", "question", "turns", "messages")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 # Written for this purpose, published nowhere else: beginnings of Python files, for the bundled target (a model of
-# Python source), and questions, for models with a chat template.
-_PYTHON, _CHAT = (Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat"))
+# Python source); questions, for models with a chat template; and what drafts suit least.
+_PYTHON, _CHAT, HARD_PROMPTS = (
+    Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat", "hard")
+)
 
 
 @dataclass(frozen=True)

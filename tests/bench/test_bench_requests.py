@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import pytest
@@ -27,6 +27,7 @@ from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.generate_tables import tables as generate_tables
 from hf_speculate.bench.loss import figures as loss_figures
+from hf_speculate.bench.loss import tables as loss_tables
 from hf_speculate.bench.methods import Method, eager_method, speculator_method
 from hf_speculate.bench.runs import Run, batches, fitting, measure_in_turn, rotated, seconds_by_repeat
 from hf_speculate.commands import Grid, add_command
@@ -312,3 +313,26 @@ def test_prompts_that_do_not_fit(tiny_model, prompt):
     assert len(fitting([("a", prompt(5)[0]), ("a", prompt(250)[0])], tiny_model(), 16)) == 1
     with pytest.raises(SpeculateError, match="the shortest has 250"):
         fitting([("a", prompt(250)[0])], tiny_model(), 16)
+
+
+def test_loss_names_the_worst_prompt():
+    seconds = {"eager": {0: (2.0, 2.0, 2.0), 1: (3.0, 3.0, 3.0)}, "bad": {0: (2.0, 4.0, 9.0), 1: (3.0, 2.0, 3.0)}}
+    runs = [
+        run_of(method, request=request, repeat=i, seconds=s, stats=SpeculationStats(calls=1))
+        for method, requests in seconds.items()
+        for request, repeats in requests.items()
+        for i, s in enumerate(repeats)
+    ]
+    assert loss_figures(runs, "bad")["worst"] == pytest.approx(0.5)
+
+
+def test_loss_on_hard_prompts(target, tmp_path, monkeypatch):
+    settings = LossSettings(target=target, hard=True, drafters=["never"], max_new_tokens=3, repeats=1, temperature=0.7)
+    found = bench_loss(settings)
+    assert found["num_prompts"] == 8
+    assert found["temperature"] == 0.7
+    assert "T=0.7" in str(loss_tables(found)[0].title)
+    with pytest.raises(SpeculateError, match="Take one of the two"):
+        bench_loss(replace(settings, prompts=[tmp_path / "own.jsonl"]))
+    with pytest.raises(SpeculateError, match="temperature"):
+        bench_loss(replace(settings, temperature=-1.0))
