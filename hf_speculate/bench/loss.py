@@ -96,8 +96,8 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
 
     Returns:
         JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %), `worst`, the median
-        of the prompt that loses most, `speedup_without_drafter_prefill`, where what the drafter did with the prompt is left out, and `drafted_share`
-        of the rounds that drafted at all.
+        of the prompt that loses most, `speedup_without_drafter_prefill`, where what the drafter did with the prompt is
+        left out, and `drafted_share` of the rounds that drafted at all.
     """
     settings.check()
     specs = settings.specs()
