@@ -176,6 +176,41 @@ def test_exchanged_weights_are_seen(calls):
     assert not torch.equal(bench.check(calls).token_ids, before.token_ids)
 
 
+class TestPrompts:
+    @staticmethod
+    def read(head, count, native, padded=False):
+        """States of the last entry, and how many entries there are; whether the kernel was asked and answered."""
+        generator, answers = torch.Generator().manual_seed(2), []
+        mask = torch.arange(count) >= torch.arange(2)[:, None] if padded else None
+        reading = Reading(head, mask, torch.arange(count).expand(2, -1))
+        tokens = torch.randint(0, 96, (2, count), generator=generator)
+        states = torch.randn(2, count, 64, generator=generator).to(head.dtype)
+
+        def asked(*arguments):
+            answers.append(native(*arguments))
+            return answers[-1]
+
+        hidden = read_prompt(head, reading, tokens, states, asked if native else None)
+        return hidden, reading.cache.append_index, [answer is not None for answer in answers]
+
+    @pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS)
+    @pytest.mark.parametrize("count", [1, 2, 64])
+    def test_short_ones_are_read_by_the_kernel(self, changes, count):
+        head = make_head(**changes)
+        found, length, answers = self.read(head, count, NativeForward.of(head))
+        expected = self.read(head, count, None)
+        assert answers == [True]
+        assert length == expected[1] == count
+        torch.testing.assert_close(found, expected[0], rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.parametrize(("count", "padded", "answers"), [(9, True, []), (200, False, [False])])
+    def test_others_by_the_modules(self, count, padded, answers):
+        head = make_head()
+        found, _, given = self.read(head, count, NativeForward.of(head), padded)
+        assert given == answers
+        assert torch.equal(found, self.read(head, count, None, padded)[0])
+
+
 class TestOneCall:
     """A whole draft in one call has the bits of the calls level by level."""
 

@@ -79,7 +79,7 @@ class EagleSession(DraftSession):
                 head, self._request, (num_rows, count), lambda first: self._resumed(first, count)
             )
             self._steps = self._steps_behind(self._reading)
-            self._root_hidden = read_prompt(head, self._reading, tokens, head.fuse(states))
+            self._root_hidden = read_prompt(head, self._reading, tokens, head.fuse(states), self._native)
             return
         self._read_pending()
         self._pending = (tokens, states, lengths.tolist())

@@ -110,17 +110,30 @@ class PlainSteps:
 
 @torch.no_grad()
 def read_prompt(
-    head: EagleHead, reading: Reading, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"]
+    head: EagleHead,
+    reading: Reading,
+    token_ids: Int[Tensor, "B J"],
+    states: Float[Tensor, "B J Hd"],
+    native: NativeForward | None = None,
 ) -> Float[Tensor, "B Hd"]:
     """Commits the prompt's entries, padding included; returns the states of the last one. Prompts have many lengths:
-    this is never compiled."""
+    this is never compiled.
+
+    Args:
+        native: computes short prompts, where it can.
+    """
     hidden = states
     for start in range(0, token_ids.shape[1], _CHUNK):
         part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
         positions, masks = reading.prompt_place(part)
-        is_causal = masks is None and part.stop - start > 1
-        attend = CachedAttention(reading.cache.cache, masks, is_causal=is_causal)
-        hidden = head(token_ids[:, part], states[:, part], positions, attend)
+        entries = token_ids[:, part], states[:, part], positions
+        found = None
+        if native is not None and masks is None:
+            found = native(*entries, reading.cache.cache, [None] * len(head.layers))
+        if found is None:
+            is_causal = masks is None and part.stop - start > 1
+            found = head(*entries, CachedAttention(reading.cache.cache, masks, is_causal=is_causal))
+        hidden = found
         reading.keep_all()
     return hidden[:, -1]
 
