@@ -6,7 +6,6 @@ metadata   its values by type, and what they say of the vocabulary
 tokenizer  the tokenizer in the file; pre_types: where each kind of vocabulary splits text
 model      which model the file holds: configuration, names, shapes
 native     compiles and calls `kernel/`, C++ for CPUs (kept and checked by kernel_cache)
-int4       packs for torch's int4 kernel
 backends   where products with packed matrices are computed
 modules    packed linear layers, fused projections, embeddings
 forwards   whole models in one native call (native_step), for few rows (native_rows), into transformers' caches

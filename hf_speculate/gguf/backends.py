@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import UnsupportedRequestError
-from . import int4, large_pages, native
+from . import large_pages, native
 from .formats import FORMATS
-from .matrices import Matrix
+from .matrices import Matrix, check_finite, not_finite
 
 
 # What is known by this name is not packed: transformers' own linear layers.
@@ -56,28 +56,6 @@ class Backend(ABC):
         """
 
 
-class Int4Backend(Backend):
-    """torch's int4 kernel for CPUs (AVX2, AVX-512; slow code elsewhere). See `int4` for what it holds exactly."""
-
-    name = "int4"
-
-    def problem(self, device, dtype):
-        if problem := _problem_on_cpus(device, dtype):
-            return problem
-        if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
-            return f"torch {torch.__version__} has no such kernel (2.6 has)"
-        return ""
-
-    def pack(self, matrix, dtype, device):
-        weight, scales_and_zeros = int4.pack(matrix, dtype)
-        return {"packed": weight, "scales_and_zeros": scales_and_zeros}
-
-    def multiply(self, inputs, layer):
-        _check_is_on_cpu(inputs, layer)
-        products = int4.multiply(inputs, layer.packed, layer.scales_and_zeros, int4.LAYOUTS[layer.block_type])
-        return products[:, : layer.out_features].to(inputs.dtype)
-
-
 class NativeBackend(Backend):
     """A kernel of our own, compiled at first use (`native`): the integers as they are, sums in float32.
 
@@ -96,7 +74,7 @@ class NativeBackend(Backend):
         tiles = large_pages.zeros(-(-matrix.num_rows // lanes), tile_bytes)
         for start, rows in matrix.chunks(BUFFER_WEIGHTS, lanes):
             if not library.pack(matrix.type, rows, matrix.num_columns, tiles[start // lanes :]):
-                raise int4.not_finite(matrix)
+                raise not_finite(matrix)
         return {"packed": tiles}
 
     def multiply(self, inputs, layer):
@@ -140,7 +118,7 @@ class DequantizeBackend(Backend):
         weight = torch.empty(matrix.num_rows, matrix.parts[0].entry.row_bytes, dtype=torch.uint8, device=device)
         for start, rows in matrix.chunks(BUFFER_WEIGHTS):
             _, scales, offsets = FORMATS[matrix.type].split(rows)
-            int4.check_finite(scales if offsets is None else scales + offsets, matrix)
+            check_finite(scales if offsets is None else scales + offsets, matrix)
             weight[start : start + len(rows)] = rows
         return {"packed": weight}
 
@@ -192,15 +170,13 @@ def _check_is_on_cpu(inputs: Tensor, layer: Any) -> None:
         )
 
 
-# In the order in which "auto" takes them. What rounds runs only where "native" does, and is taken in its place where it
-# is faster.
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (NativeBackend(), RoundingBackend(), Int4Backend(), DequantizeBackend())
+    backend.name: backend for backend in (NativeBackend(), RoundingBackend(), DequantizeBackend())
 }
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend | None:
-    """The backend called `name`, the fastest that runs there for "auto", None for "dense".
+    """The backend called `name`; for "auto" the fastest that runs there. None: weights are dequantised at load.
 
     Raises:
         UnsupportedRequestError: an unknown name, or a backend that cannot run there.
@@ -208,9 +184,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backe
     if name == DENSE:
         return None
     if name == "auto":
-        found = next(backend for backend in BACKENDS.values() if not backend.problem(device, dtype))
-        is_rounded = isinstance(found, NativeBackend) and RoundingBackend.is_faster(dtype)
-        return BACKENDS[RoundingBackend.name] if is_rounded else found
+        return _fastest(device, dtype)
     if name not in BACKENDS:
         raise UnsupportedRequestError(
             f"unknown GGUF backend {name!r}; possible: auto, {', '.join(BACKENDS)}, {DENSE} (nothing stays packed)."
@@ -218,3 +192,12 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backe
     if problem := BACKENDS[name].problem(device, dtype):
         raise UnsupportedRequestError(f"GGUF backend {name!r} cannot be used here: {problem}.")
     return BACKENDS[name]
+
+
+def _fastest(device: torch.device, dtype: torch.dtype) -> Backend | None:
+    """None for CPUs without a compiler: dequantising at every call takes many times longer there."""
+    if _problem_on_cpus(device, dtype):
+        return BACKENDS[DequantizeBackend.name]
+    if native.native_problem():
+        return None
+    return BACKENDS[RoundingBackend.name if RoundingBackend.is_faster(dtype) else NativeBackend.name]

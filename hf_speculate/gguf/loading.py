@@ -72,8 +72,8 @@ def load_gguf(
         tokenizer: instead of the one in the file.
         backend: "auto" takes, on a CPU, "native" (a kernel compiled at first use, for which it needs a C++ compiler),
             in bfloat16 without AMX "native-int8" (which rounds inputs of products to 8 bits, as llama.cpp does:
-            faster, nearly the same), without a compiler "int4" (torch's); elsewhere "dequantize" (at every call, small
-            and slow). "dense" dequantises at load.
+            faster, nearly the same), without a compiler "dense" (everything dequantised at load); elsewhere
+            "dequantize" (at every call, small and slow).
         attn_implementation: as in `from_pretrained`.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only` ...
     Returns:

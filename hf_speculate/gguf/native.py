@@ -170,7 +170,7 @@ def native_problem() -> str:
     try:
         library()
     except NativeError as error:
-        logger.warning(f"GGUF weights cannot be multiplied natively: {error}")
+        logger.warning(f"GGUF weights cannot be multiplied packed: {error}. `load_gguf` dequantises them")
         return str(error)
     return ""
 

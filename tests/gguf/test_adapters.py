@@ -64,7 +64,7 @@ def save_adapter(path: str, folder, seed: int = 0, **options) -> str:
 
 
 def backends() -> list[str]:
-    return [name for name in ("native", "int4", "dequantize") if name != "native" or not native_problem()]
+    return [name for name in ("native", "dequantize") if name != "native" or not native_problem()]
 
 
 @pytest.mark.parametrize("kind", LORAS)

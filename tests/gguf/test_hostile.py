@@ -223,7 +223,7 @@ CHANGES = (overwrite, replace, os.remove, cut)
 def test_a_loaded_model_does_not_depend_on_its_file(change, tied, write):
     path = write(FileShape("qwen2", 4000, 64, 64, 1, 4, 2, 128, is_tied=tied), "Q8_0")
     model = load_model(path, dtype=torch.float32, backend="dequantize")
-    kernel = load_model(path, dtype=torch.float32, backend="int4")
+    kernel = load_model(path, dtype=torch.float32, backend="auto")
     prompt = torch.tensor([[3900, 6, 2500]])
     before = [loaded(prompt).logits for loaded in (model, kernel)]
     change(path)
