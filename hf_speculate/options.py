@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from .compilation import find_backend
 from .errors import OptionError
-from .policy import Adaptive, Ahead, DraftPolicy, Fixed
+from .policy import Adaptive, DraftPolicy, Fixed
 from .verification import TypicalAcceptance
 
 
@@ -39,8 +39,8 @@ class EngineOptions:
             runs as always, and `stats.fallbacks` says why.
         ahead: True: while the target verifies a draft, the drafter makes the next one on a thread of its own, on the
             likeliest guess of what is accepted. The text does not depend on it. It pays where the drafter has a device
-            of its own, for requests of one row; on a CPU it shares the cores with the target, and loses. "auto" tries
-            both and takes what is faster. Of the built-in drafters `draft_model` does.
+            of its own, for requests of one row; on a CPU it shares the cores with the target, and loses. Of the
+            built-in drafters `draft_model` can do it.
         exact: in 16 bit, too, the very text, scores and cache entries of plain `generate`, bit for bit: attention is
             computed node by node, and products in numbers of rows that this machine was found to multiply as single
             ones (tried once a model: seconds). A request that cannot have that is refused with the reason; with an
@@ -55,7 +55,7 @@ class EngineOptions:
     policy: DraftPolicy | None = None
     adaptive: bool | None = None
     compile: bool | str = False
-    ahead: Ahead = False
+    ahead: bool = False
     exact: bool = False
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class EngineOptions:
             raise ValueError("policy= and adaptive= both say how much is drafted: give one of them.")
         if self.policy is not None and not isinstance(self.policy, DraftPolicy):
             raise TypeError(f"policy= takes a DraftPolicy (Adaptive(), Fixed(), …), got {type(self.policy).__name__}.")
-        if self.ahead not in (True, False, "auto"):
-            raise ValueError(f"ahead must be True, False or 'auto', got {self.ahead!r}.")
+        if self.ahead not in (True, False):
+            raise ValueError(f"ahead must be True or False, got {self.ahead!r}.")
         others = {"compile": self.compile, "acceptance": self.acceptance == "typical", "ahead": self.ahead}
         for name, is_given in others.items():
             if self.exact and is_given:  # drafting ahead takes threads from the target, which may round otherwise then

@@ -27,7 +27,6 @@ from .hub import (
 from .messages import get_logger
 from .models import unwrap
 from .options import EngineOptions
-from .policy import Lookahead
 from .registry import installed_drafters, load_drafter
 from .specs import SpeculatorSpec, joined_sources
 from .stats import SpeculationStats
@@ -48,7 +47,6 @@ class Speculator:
         typical: the rule of lossy acceptance; None: the request's sampler decides.
         policy: how much is drafted; it keeps what it has learnt.
         backend: of `torch.compile`; None if nothing is compiled.
-        lookahead: whether rounds are drafted ahead; it keeps what it has learnt.
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
         adapter_stats: the same by the target's PEFT adapters in effect ("" for none, see `active_adapters`).
         lossless: True: the text is the target's own (see the docs, "Testing and losslessness"). False with "typical".
@@ -65,12 +63,11 @@ class Speculator:
         self.typical = self.options.typical_acceptance()
         self.policy = self.options.draft_policy()
         self.backend = self.options.backend()
-        if self.options.ahead is True and not drafter.drafts_ahead:
+        if self.options.ahead and not drafter.drafts_ahead:
             raise OptionError(
                 f"ahead=True was asked for, and the drafter {drafter.name!r} drafts nothing ahead; of the built-in "
-                "ones draft_model does. ahead='auto' takes any."
+                "ones draft_model does."
             )
-        self.lookahead = Lookahead(self.options.ahead if drafter.drafts_ahead else False)
         self.stats = self.new_stats()
         self.adapter_stats: dict[str, SpeculationStats] = {}
         self._has_warned = False

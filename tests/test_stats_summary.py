@@ -204,16 +204,10 @@ def test_statistics_of_a_named_speculator_can_be_reached():
     assert hf_speculate.attached(target) is None
 
 
-def test_drafts_ahead_are_said_to_pay_or_not():
+def test_drafts_ahead_are_counted():
     stats = counted(accepted=2, drafted=4, with_draft=0.02, without=0.01)
     assert "drafts ahead" not in stats.summary()
     stats.count_ahead(0.3, 0.1, was_right=True)
     for _ in range(3):
         stats.count_ahead(0.5, 0.2, was_right=False)
     assert "25% of 4 were right: 0.20 s of drafting hidden, 1.50 s in vain" in stats.summary()
-    assert "not known (ahead='auto' compares)" in stats.summary()
-    for was_ahead, seconds in ((True, 0.5), (False, 0.4)):
-        stats.count_pace(was_ahead, seconds)
-    assert "it does not pay here, a round takes 1.25 times what it takes without" in stats.summary()
-    stats.seconds_ahead[:] = [0.2]
-    assert "it pays here, a round takes 0.50 times what it takes without" in stats.summary()

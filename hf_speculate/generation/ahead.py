@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..drafting import Drafting, DraftState, Pending
-from ..policy import Budget, Pace
-from ..round import Round
+from ..policy import Budget
 from ..stats import SpeculationStats
 from ..tree import DraftTree
 from ..verification import Noise
@@ -25,7 +24,6 @@ class Ahead:
 
     Args:
         drafting: the drafter at work.
-        pace: says whether it pays, and learns it.
         noise: of a request that samples.
         stats: count what became of it.
 
@@ -33,20 +31,12 @@ class Ahead:
         was_taken: whether the last draft that was asked for had been made ahead.
     """
 
-    def __init__(self, drafting: Drafting, pace: Pace, noise: Noise | None, stats: SpeculationStats):
-        self._drafting, self._pace, self._noise, self._stats = drafting, pace, noise, stats
+    def __init__(self, drafting: Drafting, noise: Noise | None, stats: SpeculationStats):
+        self._drafting, self._noise, self._stats = drafting, noise, stats
         self._pending: Pending | None = None
         self._state: DraftState | None = None
         self._ready: DraftTree | None = None
-        self._before: tuple[bool, float] | None = None  # of the last round: ahead or not, seconds since its draft
-        self._chosen = self._is_ahead = False
         self.was_taken = False
-
-    def choose(self) -> bool:
-        """Whether the coming round drafts ahead, if it drafts."""
-        self._is_ahead = False
-        self._chosen = self._pace.choose()
-        return self._chosen
 
     def begin(self, tree: DraftTree, budget: Budget, state: DraftState) -> None:
         """Starts on the round after that of `tree`.
@@ -55,8 +45,6 @@ class Ahead:
             budget: of the round; the next one's is not known yet.
             state: as before the round, but for `max_depth`: what may be emitted from its root on.
         """
-        if not self._chosen:
-            return
         row = tree.host.rows()[0]
         path = [row.token_ids[node] for node in row.best_path()]
         max_depth = state.max_depth - len(path) + 1
@@ -64,7 +52,6 @@ class Ahead:
             max_depth = min(max_depth, budget.max_depth + 1)
         if max_depth < 2:  # what hangs on the token behind the path
             return
-        self._is_ahead = True
         num_emitted = state.num_emitted[0] + len(path) - 1
         root = torch.tensor(path[-1:])
         self._state = replace(state, root_ids=root, num_emitted=(num_emitted,), max_depth=max_depth)
@@ -93,16 +80,6 @@ class Ahead:
         ready, self._ready = self._ready, None
         self.was_taken = ready is not None
         return ready
-
-    def learn(self, round: Round) -> None:
-        """Learns what rounds take, from one draft to the next."""
-        is_known = bool(round.depth) and not round.is_warm_up
-        if self._before is not None and is_known:
-            kind, seconds = self._before
-            seconds += round.seconds.drafting
-            self._pace.learn(kind, seconds, len(round.tokens[0]))
-            self._stats.count_pace(kind, seconds)
-        self._before = (self._is_ahead, round.seconds.total - round.seconds.drafting) if is_known else None
 
     def _below(self, tree: DraftTree, token: int) -> DraftTree | None:
         child = tree.host.child(0, 0, token)

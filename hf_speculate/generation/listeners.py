@@ -11,7 +11,6 @@ from ..round import Round
 from ..stats import SpeculationStats
 from ..target import Scorer, layer_windows
 from ..verification import Sampler, Sequences
-from .ahead import Ahead
 
 
 Listener = Callable[[Round, Any], None]
@@ -25,7 +24,6 @@ def listeners(
     scorer: Scorer,
     drafting: Drafting,
     policy: PolicySession,
-    ahead: Ahead | None,
 ) -> Sequence[Listener]:
     """Those of one request, in the order in which they are told."""
     records = sampler.records
@@ -45,7 +43,5 @@ def listeners(
     def learn(round: Round, _output: Any) -> None:
         if any(round.tokens):
             policy.learn(round)
-            if ahead is not None:
-                ahead.learn(round)
 
     return [count, record, observe, learn] if records.forward_kwargs else [count, observe, learn]

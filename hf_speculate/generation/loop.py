@@ -151,8 +151,7 @@ class Decoding:
         with self.stats.timed("drafter_seconds"):
             self.sampler.release_noise(self.sequences)
             rows = [row for row, takes_part in enumerate(self._active) if takes_part]
-            looks_ahead = self.ahead is not None and self.ahead.choose()
-            situation = Situation(rows, len(self.cache.rows), self.cache.append_index, looks_ahead)
+            situation = Situation(rows, len(self.cache.rows), self.cache.append_index)
             return self.policy.choose(situation) if rows else NOTHING
 
     def draft(self, budget: Budget) -> DraftTree:

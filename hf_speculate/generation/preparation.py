@@ -165,7 +165,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         compiler=compiler,
         delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
         ahead=ahead,
-        listeners=listeners(stats, sampler, sequences, scorer, drafting, policy, ahead),
+        listeners=listeners(stats, sampler, sequences, scorer, drafting, policy),
     )
 
 
@@ -203,21 +203,20 @@ def _policy(
     speculator: Speculator, request: DraftRequest, drafting: Drafting, sampler: Sampler, stats: SpeculationStats
 ) -> tuple[PolicySession, Ahead | None]:
     """How much is drafted, and what drafts ahead."""
-    size, lookahead = request.input_ids.shape[0], speculator.lookahead
+    size = request.input_ids.shape[0]
+    if speculator.options.ahead and size > 1:
+        stats.fallbacks["nothing is drafted ahead: the guess would have to be right in every row"] += 1
+    looks_ahead = speculator.options.ahead and size == 1
     of_request = PolicyRequest(
         target=request.target,
         batch_size=size,
         adapters=request.adapters,
         samples=request.do_sample,
         calibration=speculator.drafter.calibration,
-        looks_ahead=lookahead.ahead is True and size == 1,
+        looks_ahead=looks_ahead,
         drafter=speculator.drafter.name,
     )
-    pace = lookahead.start(of_request)
-    if pace is not None and size > 1:
-        stats.fallbacks["nothing is drafted ahead: the guess would have to be right in every row"] += 1
-        pace = None
-    ahead = None if pace is None else Ahead(drafting, pace, sampler.noise, stats)
+    ahead = Ahead(drafting, sampler.noise, stats) if looks_ahead else None
     return speculator.policy.start(of_request), ahead
 
 

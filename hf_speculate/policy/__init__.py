@@ -20,6 +20,3 @@ from .deepening import PathProbabilities as PathProbabilities
 from .deepening import WhilePaying as WhilePaying
 from .fixed import Fixed as Fixed
 from .fixed import Replay as Replay
-from .lookahead import Ahead as Ahead
-from .lookahead import Lookahead as Lookahead
-from .lookahead import Pace as Pace

@@ -80,7 +80,6 @@ class AdaptiveSession(PolicySession):
         known: what the request begins with; changed.
         batch_size: rows.
         keep: is given what is known in the end.
-        looks_ahead: the costs are those of rounds that do, see `Situation`.
     """
 
     def __init__(
@@ -89,20 +88,19 @@ class AdaptiveSession(PolicySession):
         known: Known,
         batch_size: int = 1,
         keep: Callable[[Known], None] | None = None,
-        looks_ahead: bool = False,
     ):
         self.known = known
         self._keep = keep
         self._costs = costs
-        self._kind = batch_size, looks_ahead
-        self._costs_by_kind = {self._kind: costs}
+        self._batch_size = batch_size
+        self._costs_by_size = {batch_size: costs}
         known.balance = min(max(known.balance, 0.0), LOSS_CARRIED)
         self._num_idle = 0
         self._situation = Situation((), 0, 0)
         self._deepening: WhilePaying | None = None
 
     def choose(self, situation: Situation) -> Budget:
-        self._run(situation.num_scored, situation.looks_ahead)
+        self._run(situation.num_scored)
         self._situation, self._deepening = situation, None
         # What plain decoding costs here has to be seen first.
         if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
@@ -188,13 +186,12 @@ class AdaptiveSession(PolicySession):
         for row, of_row in of_rows.items():
             acceptance.count(of_row, round.paths[row], round.tokens[row])
 
-    def _run(self, num_rows: int, looks_ahead: bool) -> None:
+    def _run(self, num_rows: int) -> None:
         """The target is going to run so many rows of the batch. What that costs is learnt for this request only, where
         it is not what the request began with: a batch of this size drafts for no other rows."""
-        kind = num_rows, looks_ahead
-        if kind not in self._costs_by_kind:
-            self._costs_by_kind[kind] = RoundCosts(self._costs_by_kind[self._kind])
-        self._costs = self._costs_by_kind[kind]
+        if num_rows not in self._costs_by_size:
+            self._costs_by_size[num_rows] = RoundCosts(self._costs_by_size[self._batch_size])
+        self._costs = self._costs_by_size[num_rows]
 
     @property
     def _plain(self) -> float:
@@ -301,7 +298,7 @@ class Adaptive(DraftPolicy):
             known[kind] = learnt
             of_size.keep()
 
-        return AdaptiveSession(of_size, known[kind].copy(), size, keep, ahead)
+        return AdaptiveSession(of_size, known[kind].copy(), size, keep)
 
     def __repr__(self) -> str:
         return "Adaptive()"

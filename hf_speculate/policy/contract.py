@@ -42,13 +42,11 @@ class Situation:
         rows: of the batch, that can emit tokens in this round.
         num_scored: rows that the target is going to run; finished ones may be among them.
         context: cache entries of the longest row.
-        looks_ahead: the next round, too, is drafted while the target verifies this one: that may take longer then.
     """
 
     rows: Sequence[int]
     num_scored: int
     context: int
-    looks_ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class PolicyRequest:
         adapters: of the target that are in effect, "" for none (`active_adapters`).
         samples: whether tokens are sampled.
         calibration: what is known of the drafter's values before it drafts.
-        looks_ahead: whether all rounds do, see `Situation`.
+        looks_ahead: whether the next round is drafted while the target verifies this one, which may take longer then.
         drafter: its name; "" keeps costs in this process.
     """
 

@@ -47,8 +47,6 @@ class Counters:
         drafts_ahead_taken: those of them that were right about it.
         ahead_seconds_saved: what the drafter took for these, while nobody waited.
         ahead_seconds_wasted: what it took for the others.
-        seconds_ahead, seconds_without_ahead: of the last rounds, from one draft to the next, of those in which the next
-            was begun ahead and of the others.
     """
 
     calls: int = 0
@@ -77,8 +75,6 @@ class Counters:
     drafts_ahead_taken: int = 0
     ahead_seconds_saved: float = 0.0
     ahead_seconds_wasted: float = 0.0
-    seconds_ahead: list[float] = field(default_factory=list)
-    seconds_without_ahead: list[float] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def timed(self, counter: str) -> _Stopwatch:
@@ -141,12 +137,6 @@ class Counters:
         else:
             self.ahead_seconds_wasted += seconds
 
-    def count_pace(self, was_ahead: bool, seconds: float) -> None:
-        """Notes what a round took, from its draft to the next."""
-        kept = self.seconds_ahead if was_ahead else self.seconds_without_ahead
-        kept.append(seconds)
-        del kept[:-_KEPT]
-
     def merge(self, other: Counters) -> None:
         """Adds the counters of `other` to these."""
         for name in _names():
@@ -207,12 +197,6 @@ class Counters:
         return self.plain_steps * plain / seconds if plain and seconds > 0 else None
 
     @property
-    def ahead_ratio(self) -> float | None:
-        """What a round that drafts ahead takes, to one that does not; None where there were not both."""
-        with_ahead, without = _mean(self.seconds_ahead), _mean(self.seconds_without_ahead)
-        return with_ahead / without if with_ahead and without else None
-
-    @property
     def rest_seconds(self) -> float:
         """Time of the calls outside prefill (target's and drafter's), target and drafter."""
         counted = self.prefill_seconds + self.drafter_prefill_seconds + self.target_seconds + self.drafter_seconds
@@ -247,10 +231,6 @@ def _names() -> tuple[str, ...]:
 
 def _typical(seconds: Sequence[float]) -> float | None:
     return median(seconds) if len(seconds) >= _FEW else None
-
-
-def _mean(seconds: Sequence[float]) -> float | None:
-    return sum(seconds) / len(seconds) if seconds else None
 
 
 def _plain(value: Any) -> Any:

@@ -89,15 +89,11 @@ def _speedup(counts: Counters) -> str:
 
 
 def _ahead(counts: Counters) -> str:
-    share, ratio = counts.drafts_ahead_taken / counts.drafts_ahead, counts.ahead_ratio
-    found = (
+    share = counts.drafts_ahead_taken / counts.drafts_ahead
+    return (
         f"{share:.0%} of {counts.drafts_ahead} were right: {counts.ahead_seconds_saved:.2f} s of drafting hidden, "
-        f"{counts.ahead_seconds_wasted:.2f} s in vain; "
+        f"{counts.ahead_seconds_wasted:.2f} s in vain"
     )
-    if ratio is None:
-        return found + "whether it pays is not known (ahead='auto' compares)"
-    pays = "it pays" if ratio < 1 else "it does not pay"
-    return found + f"{pays} here, a round takes {ratio:.2f} times what it takes without"
 
 
 def _bar_text(bar: tuple[int, float]) -> str:

@@ -163,7 +163,7 @@ class TestGenerate:
 
 class TestChat:
     def test_exact(self, folder):
-        result = run("chat", "-t", folder, "-s", "prompt_lookup:ahead=auto", "--exact", stdin="hello\n")
+        result = run("chat", "-t", folder, "-s", "prompt_lookup:ahead=true", "--exact", stdin="hello\n")
         assert "which ahead= cannot promise" in result.stderr
 
     def test_every_turn_is_answered_as_plain_generate_would(self, folder):

@@ -309,10 +309,9 @@ class TestWhatCannotBeAhead:
     def test_a_drafter_that_does_not_is_refused_by_name(self, tiny_model):
         with pytest.raises(OptionError, match="'prompt_lookup' drafts nothing ahead; of the built-in ones draft_model"):
             AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), ahead=True)
-        assert AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), ahead="auto").lookahead.ahead is False
 
     def test_an_option_without_a_meaning(self, tiny_model):
-        with pytest.raises(ValueError, match="ahead must be True, False or 'auto', got 'always'"):
+        with pytest.raises(ValueError, match="ahead must be True or False, got 'always'"):
             AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), ahead="always")
 
     def test_a_batch_says_so(self, tiny_model):
@@ -331,11 +330,10 @@ class TestWhatCannotBeAhead:
         assert speculator.stats.drafts_ahead == 0
 
 
-@pytest.mark.parametrize("ahead", [True, "auto"])
-def test_with_the_adaptive_policy_too(tiny_model, ahead):
+def test_with_the_adaptive_policy_too(tiny_model):
     model, ids = tiny_model(), random_prompt(9)
     drafter = DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3, top_k=2))
-    speculator = Speculator(drafter, adaptive=True, ahead=ahead)
+    speculator = Speculator(drafter, adaptive=True, ahead=True)
     for _ in range(2):
         assert torch.equal(run(model, ids, speculator)[0], run(model, ids, None)[0])
     assert speculator.stats.calls == 2

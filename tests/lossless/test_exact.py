@@ -333,7 +333,7 @@ class TestRefusals:
         assert not first_difference(model, product_sizes(model))
         self.refused(model, "layer 2, with 24 tokens at once, where Experts may multiply by other means than nn.Linear")
 
-    @pytest.mark.parametrize(("name", "value"), [("compile", True), ("acceptance", "typical"), ("ahead", "auto")])
+    @pytest.mark.parametrize(("name", "value"), [("compile", True), ("acceptance", "typical"), ("ahead", True)])
     def test_options_that_cannot_promise_it(self, name, value):
         with pytest.raises(ValueError, match=f"which {name}= cannot promise"):
             Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), exact=True, **{name: value})
