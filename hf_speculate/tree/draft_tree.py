@@ -16,7 +16,7 @@ from .host_tree import HostTree, TreeRow
 from .plan import PADDING_PARENT, ROOT_PARENT, TreePlan
 
 
-_FEW = 128  # nodes of a batch: what is asked of so few is computed faster in Python than by tensors
+_FEW = 128  # nodes of a batch, see `DraftTree.is_small`
 
 
 class DraftTree:
@@ -190,7 +190,7 @@ class DraftTree:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is on the host, and soon looked at."""
+        """Whether it is on the host, with so few nodes that Python is faster than tensor operations."""
         return self.token_ids.numel() <= _FEW and not self.is_on_device
 
     def best(self, count: int) -> DraftTree:

@@ -1,4 +1,4 @@
-"""Noise and greedy choices on CPUs: by torch, or several times faster where something else does the same.
+"""Noise and greedy choices on CPUs: by torch, or several times faster by a kernel that was seen to do the same.
 
 torch draws one value of noise after the other, 20 ns each: for a vocabulary of 150,000 that is 3 ms a token.
 """
@@ -32,7 +32,11 @@ _argmax: list[Callable[[Tensor], int]] = []
 
 
 def stand_in(kernel: Kernel) -> tuple[bool, bool]:
-    """From now on it draws noise, and chooses, if its answers are torch's to the last bit; whether each are."""
+    """Lets a kernel draw noise, and choose, from now on: each only if its answers are torch's to the last bit.
+
+    Returns:
+        Whether it draws, and whether it chooses.
+    """
     draws = all(_draws_alike(kernel, num_before, count) for num_before, count in ((0, 5), (1, 4099), (0, 1 << 14)))
     chooses = all(_chooses_alike(kernel, dtype) for dtype in (torch.float32, torch.bfloat16))
     if draws:
