@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -26,6 +28,7 @@ from ..commands import (
     make_spec,
     parse_specs,
     prepare,
+    progress,
     report,
     target_path,
     timed,
@@ -33,8 +36,8 @@ from ..commands import (
 )
 from ..errors import SpeculateError, UnsupportedRequestError
 from ..models import GenerativeModel
-from ..policy import Fixed
 from ..specs import SpeculatorSpec
+from ..speculator import Speculator
 from ..target import supported_shape
 from .session import ChatTarget, default_target
 
@@ -47,9 +50,9 @@ Examples:
   hf-speculate doctor -t smollm2
 """
 
-_NODES, _DEPTH = 8, 4  # of a round's tree: the nodes with the root
-_PROMPTS, _NEW_TOKENS, _REPEATS = 2, 40, 3
-_PLAIN_TOKENS = 16
+_NODES = 8  # of the larger forward
+_PROMPTS, _LEAST_PROMPTS, _NEW_TOKENS, _REPEATS = 8, 2, 48, 3
+_SECONDS = 20.0  # after these no further prompt is begun
 _MIN_ROUNDS = 10  # with a draft, before anything is said of a drafter
 _CLEAR = 1.05  # a speed-up below this is no reason to draft
 
@@ -59,12 +62,33 @@ _COLUMNS = {
     "plain,\nms a token": "{token_ms:.1f}",
     "forward\nof 1, ms": "{forward_ms[1]:.1f}",
     "forward\nof 8, ms": "{forward_ms[8]:.1f}",
-    "draft,\nms": "{draft_ms:.1f}",
+    "round with\na draft, ms": "{round_ms:.1f}",
     "tokens a round\nto break even": "{needed:.2f}",
     "it yields": "{yields:.2f}",
     "in training": "{recorded:.2f}",
-    "expected": "{speedup:.2f}x",
+    "measured": "{speedup:.2f}x",
 }
+
+
+@dataclass
+class Form:
+    """The target with one backend, and what is timed of it in turn.
+
+    Attributes:
+        backend: name of the GGUF backend; "" where the target is no GGUF file.
+        model: the target.
+        prompts: int64 [1, S] each, on the model's device.
+        speculators: speculator of each drafter, by its name.
+        seconds: time of the call for every prompt, by the drafter's name; "" is stock `generate`.
+        prompt_seconds: time of stock `generate` for the first token of every prompt.
+    """
+
+    backend: str
+    model: GenerativeModel
+    prompts: Sequence[Tensor]
+    speculators: dict[str, Speculator]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    prompt_seconds: list[float] = field(default_factory=list)
 
 
 def doctor(
@@ -74,47 +98,88 @@ def doctor(
         typer.Option("--speculator", "-s", help="Head or drafter to try (repeatable; default: what fits the target)."),
     ] = None,
     gguf_backend: Annotated[
-        str | None, typer.Option(help="Of a GGUF file (default: tries native and native-int8).")
+        str | None,
+        typer.Option(help="Backend of a GGUF file. The default loads native and native-int8, and compares them."),
     ] = None,
     dtype: TargetDtype = "auto",
     device: Device = None,
     threads: Threads = None,
     json_only: JsonOnly = False,
 ) -> None:
-    """Would drafts pay here? Times the model and its drafters for some seconds and says what to take."""
+    """Would drafts pay here? Generates with and without drafts, in turn, for about 20 s, and says what to take."""
     prepare(threads)
     name, on = target or default_target(), find_device(device)
     specs = parse_specs(speculator) if speculator else default_specs(name)
-    rows = []
-    for backend, model, tokenizer in _forms(name, dtype, on, gguf_backend):
-        uses_template = bool(tokenizer.chat_template)
-        chosen = builtin_prompts(_PROMPTS, chat=uses_template)
-        prompts = [ids[None].to(on) for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
-        rows += [{"backend": backend, **found} for found in examine(model, specs, prompts)]
+    forms = [_form(form, specs, on) for form in _loaded(name, dtype, on, gguf_backend)]
+    number = measure(forms)
+    rows = [row for form in forms for row in rows_of(form)]
     advice = advise(rows)
-    result = {"target": name, "rows": rows, "advice": advice, "environment": environment(on)}
-    title = f"{name}, {torch.get_num_threads()} threads: rounds of {_NODES} tokens, greedy, {_PROMPTS} built-in prompts"
+    result = {"target": name, "prompts": number, "rows": rows, "advice": advice, "environment": environment(on)}
+    title = f"{name}, {torch.get_num_threads()} threads: {number} built-in prompts, {_NEW_TOKENS} tokens each, greedy"
     report(result, [Grid.of(title, rows, _COLUMNS, groups=("backend",)), advice], json_only=json_only)
 
 
-def examine(model: GenerativeModel, specs: Sequence[SpeculatorSpec], prompts: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """What a round with each drafter costs and yields.
+def measure(forms: Sequence[Form]) -> int:
+    """Times stock `generate` and every drafter of every form, prompt by prompt in an order that rotates.
 
-    Args:
-        prompts: int64 [1, S] each, on the model's device.
     Returns:
-        JSON-serialisable rows. `token_ms`: a token of stock `generate`. `forward_ms`: a bare forward by its tokens.
-        `draft_ms`, `round_ms`: of a round with a draft. `needed`, `yields`: tokens a round to break even, and as
-        measured; `recorded`: as the head's folder has it. `speedup`: expected over stock; None after few drafts.
-    Raises:
-        SpeculateError: the target does not score trees, or a drafter cannot be had.
+        The number of prompts. Every speculator keeps what its policy has learnt, as in a process of the user's.
     """
-    shape, reason = supported_shape(model, DynamicCache(config=model.config))
-    if shape != "tree":
-        raise SpeculateError(f"doctor needs a target that scores trees: {reason}. `generate --compare` takes any.")
-    forwards = verify_ms(model, prefilled_cache(model, prompts[0]), [1, _NODES], repeats=_REPEATS)
-    common = {"token_ms": _token_ms(model, prompts[0]), "forward_ms": {n: ms for (n, _), ms in forwards.items()}}
-    return [{"drafter": spec.text, **common, **_drafts(model, spec, prompts, common["token_ms"])} for spec in specs]
+    steps = [(form, name) for form in forms for name in ("", *form.speculators)]
+    for form, name in steps:
+        _seconds(form, name, 0)  # warm-up
+        form.seconds[name] = []
+    for form in forms:
+        for speculator in form.speculators.values():
+            speculator.drafter.forget()
+            speculator.stats.reset()
+    end = time.monotonic() + _SECONDS
+    with progress("doctor", total=_PROMPTS * len(steps)) as advance:
+        for number in range(_PROMPTS):
+            if number >= _LEAST_PROMPTS and time.monotonic() > end:
+                return number
+            for form, name in steps[number % len(steps) :] + steps[: number % len(steps)]:
+                form.seconds[name].append(_seconds(form, name, number))
+                if not name:
+                    form.prompt_seconds.append(_seconds(form, name, number, count=1))
+                advance(name or "plain")
+    return _PROMPTS
+
+
+def rows_of(form: Form) -> list[dict[str, Any]]:
+    """The table's rows of one backend, JSON-serialisable.
+
+    `token_ms`: milliseconds of a token of stock `generate`. `forward_ms`: of a bare forward, by its tokens. `round_ms`:
+    of a round with a draft. `needed`, `yields`: tokens a round to break even, and as measured. `recorded`:
+    tokens a round in the head's folder. `speedup`: stock's seconds over the drafter's; None after few drafts.
+    """
+    with torch.inference_mode():
+        cache = prefilled_cache(form.model, form.prompts[0])
+        forwards = verify_ms(form.model, cache, [1, _NODES], repeats=_REPEATS)
+    decoding = sum(form.seconds[""]) - sum(form.prompt_seconds)
+    token_ms = 1e3 * decoding / (len(form.prompt_seconds) * (_NEW_TOKENS - 1))
+    common = {
+        "backend": form.backend,
+        "token_ms": token_ms,
+        "forward_ms": {nodes: ms for (nodes, _), ms in forwards.items()},
+    }
+    return [{"drafter": name, **common, **_drafts(form, name, token_ms)} for name in form.speculators]
+
+
+def _drafts(form: Form, name: str, token_ms: float) -> dict[str, Any]:
+    speculator = form.speculators[name]
+    stats, recorded = speculator.stats, speculator.drafter.record.length
+    if not stats.rounds:
+        return {"yields": None, "recorded": recorded, "speedup": None}
+    round_ms = 1e3 * statistics.median(stats.round_seconds_with_draft)
+    return {
+        "rounds": stats.rounds,
+        "round_ms": round_ms,
+        "needed": round_ms / token_ms,
+        "yields": stats.mean_acceptance_length,
+        "recorded": recorded,
+        "speedup": sum(form.seconds[""]) / sum(form.seconds[name]) if stats.rounds >= _MIN_ROUNDS else None,
+    }
 
 
 def advise(rows: Sequence[dict[str, Any]]) -> str:
@@ -129,7 +194,7 @@ def advise(rows: Sequence[dict[str, Any]]) -> str:
     return f"{told} Text that repeats its prompt may still gain by prompt_lookup."
 
 
-def _forms(
+def _loaded(
     name: str, dtype: str, device: torch.device, gguf_backend: str | None
 ) -> Iterator[tuple[str, GenerativeModel, Any]]:
     """The target by backend: for a GGUF file each of the fast ones that runs here, for others one form, ""."""
@@ -150,40 +215,21 @@ def _forms(
         yield "auto", *load_target(name, dtype, device)
 
 
-def _generate(model: GenerativeModel, ids: Tensor, count: int, speculator: Any = None) -> None:
-    options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    model.generate(ids, attention_mask=torch.ones_like(ids), **options, speculator=speculator)
+def _form(loaded: tuple[str, GenerativeModel, Any], specs: Sequence[SpeculatorSpec], device: torch.device) -> Form:
+    """Raises `SpeculateError` where the target does not score trees, or a drafter cannot be had."""
+    backend, model, tokenizer = loaded
+    shape, reason = supported_shape(model, DynamicCache(config=model.config))
+    if shape != "tree":
+        raise SpeculateError(f"doctor needs a target that scores trees: {reason}. `generate --compare` takes any.")
+    uses_template = bool(tokenizer.chat_template)
+    chosen = builtin_prompts(_PROMPTS, chat=uses_template)
+    prompts = [ids[None].to(device) for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
+    return Form(backend, model, prompts, {spec.text: make_spec(spec, model) for spec in specs})
 
 
-def _token_ms(model: GenerativeModel, ids: Tensor) -> float:
-    """Of stock's loop, the prompt left out."""
-    _generate(model, ids, 4)  # warm-up
-    times = []
-    for _ in range(_REPEATS):
-        first, whole = (timed(lambda n=n: _generate(model, ids, n), ids.device)[0] for n in (1, 1 + _PLAIN_TOKENS))
-        times.append(1e3 * (whole - first) / _PLAIN_TOKENS)
-    return statistics.median(times)
-
-
-def _drafts(model: GenerativeModel, spec: SpeculatorSpec, prompts: Sequence[Tensor], token_ms: float) -> dict[str, Any]:
-    """Rounds of one drafter."""
-    speculator = make_spec(spec, model, policy=Fixed(max_nodes=_NODES - 1, max_depth=_DEPTH))
-    _generate(model, prompts[0], 2 * _NODES, speculator)  # warm-up
-    speculator.drafter.forget()
-    speculator.stats.reset()
-    for ids in prompts:
-        _generate(model, ids, _NEW_TOKENS, speculator)
-    stats, recorded = speculator.stats, speculator.drafter.record.length
-    if not stats.rounds:
-        return {"yields": None, "recorded": recorded, "speedup": None}
-    round_ms = 1e3 * statistics.median(stats.round_seconds_with_draft)
-    plain_ms, ours_ms = stats.plain_steps * token_ms, stats.rounds * round_ms + stats.rounds_without_draft * token_ms
-    return {
-        "rounds": stats.rounds,
-        "draft_ms": 1e3 * stats.drafter_seconds / stats.rounds,
-        "round_ms": round_ms,
-        "needed": round_ms / token_ms,
-        "yields": stats.mean_acceptance_length,
-        "recorded": recorded,
-        "speedup": plain_ms / ours_ms if stats.rounds >= _MIN_ROUNDS else None,
-    }
+def _seconds(form: Form, name: str, number: int, count: int = _NEW_TOKENS) -> float:
+    ids = form.prompts[number]
+    # No text ends early: all are compared at the same length.
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"attention_mask": torch.ones_like(ids), "speculator": form.speculators.get(name)}
+    return timed(lambda: form.model.generate(ids, **options), ids.device)[0]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..tree import DraftTree, HostTree
+from ..verification import most_probable
 from .ranking import Warpers, warped
-
-
-_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class Choices:
     @classmethod
     def of(cls, tree: DraftTree, logits: Float[Tensor, "R N V"], warpers: Warpers, count: int) -> Choices:
         """The first `count` ones; waits for the device."""
-        values, token_ids = _largest(warped(logits, warpers), min(count, logits.shape[-1]))
-        probs = values.softmax(-1).nan_to_num()  # where logits are not finite, nothing is probable
+        scores = warped(logits, warpers) if warpers else logits
+        probs, token_ids = most_probable(scores, min(count, logits.shape[-1]))
         return cls(tree.rows, tree.host, token_ids.cpu(), probs.cpu())
 
     def first(self, count: int) -> Choices:
@@ -44,18 +41,3 @@ class Choices:
         probs = self.probs[..., :count]
         probs = (probs / probs.sum(-1, keepdim=True)).nan_to_num()
         return Choices(self.rows, self.tree, self.token_ids[..., :count], probs)
-
-
-def _largest(scores: Float[Tensor, "R N V"], count: int) -> tuple[Tensor, Tensor]:
-    """`scores.topk(count)`, three to five times as fast on a CPU: the largest are in the blocks of largest maxima."""
-    num_blocks = scores.shape[-1] // _BLOCK
-    if num_blocks <= count:
-        return scores.topk(count)
-    whole = num_blocks * _BLOCK
-    blocks = scores[..., :whole].unflatten(-1, (num_blocks, _BLOCK))
-    chosen = blocks.amax(-1).topk(count).indices
-    places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).flatten(-2)
-    rest = torch.arange(whole, scores.shape[-1], device=scores.device).expand(*scores.shape[:-1], -1)
-    places = torch.cat([places, rest], dim=-1)
-    values, found = scores.gather(-1, places).topk(count)
-    return values, places.gather(-1, found)

@@ -110,7 +110,7 @@ class Drafting:
         rounds that it had no part in nothing is told: that would cost them more than they may lose."""
         count, is_asked, self._is_asked = self._session.num_choices, self._is_asked, False
         if count and is_asked and any(round.tokens):
-            known = logits[..., : self._num_ids]  # what can be drafted
+            known = logits if logits.shape[-1] <= self._num_ids else logits[..., : self._num_ids]  # what can be drafted
             choices = Choices.of(round.tree, known, sampler.warpers, count)
             self._ask(lambda: self._session.observe_choices(choices))
 

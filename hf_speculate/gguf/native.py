@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from rich.console import Console  # noqa: TID251  (for words of our own)
 from torch import Tensor
 
@@ -89,6 +89,7 @@ class Library:
             ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
             ("hfs_exponential", None, (pointer, pointer, size)),
             ("hfs_argmax", size, (pointer, size, flag)),
+            ("hfs_most_probable", None, (pointer, size, size, size, flag, size, pointer, pointer, integer)),
             ("hfs_layers", flag, (pointer,)),
             ("hfs_move", None, (pointer, size, pointer, pointer, size)),
             ("hfs_step", integer, (pointer,)),
@@ -130,6 +131,18 @@ class Library:
     def argmax(self, row: Float[Tensor, " V"]) -> int:
         """See `verification.stand_in`."""
         return self._functions.hfs_argmax(row.data_ptr(), len(row), row.dtype is torch.bfloat16)
+
+    def most_probable(
+        self, scores: Float[Tensor, "R N V"], count: int
+    ) -> tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]:
+        """See `verification.stand_in`."""
+        num_rows, num_nodes, width = scores.shape
+        probs = torch.empty(num_rows, num_nodes, count)
+        columns = torch.empty(num_rows, num_nodes, count, dtype=torch.long)
+        place = scores.data_ptr(), num_rows * num_nodes, scores.stride(1), width, scores.dtype is torch.bfloat16
+        results = probs.data_ptr(), columns.data_ptr()
+        self._functions.hfs_most_probable(*place, count, *results, torch.get_num_threads())
+        return probs, columns
 
     def multiply(
         self,
@@ -197,7 +210,7 @@ def library() -> Library:
     if not found.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
     if not all(stand_in(found)):
-        logger.info("torch draws noise or chooses in another way here: it goes on doing so")
+        logger.info("torch draws noise, chooses or ranks in another way here: it goes on doing so")
     return found
 
 

@@ -4,6 +4,7 @@ The sampler chooses a token at every node that the walk comes to, with the noise
 that the text is stock's by construction. The text so far, its records and its end are kept here as well.
 """
 
+from .natively import most_probable as most_probable
 from .natively import stand_in as stand_in
 from .noise import Noise as Noise
 from .noise import RngState as RngState

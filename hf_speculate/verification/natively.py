@@ -1,4 +1,4 @@
-"""Noise and greedy choices on CPUs: by torch, or several times faster by a kernel that was seen to do the same.
+"""Noise, greedy choices and most probable tokens on CPUs: by torch, or faster by a kernel that was seen to do the same.
 
 torch draws one value of noise after the other, 20 ns each: for a vocabulary of 150,000 that is 3 ms a token.
 """
@@ -9,8 +9,11 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
+
+
+Probable = tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]
 
 
 @runtime_checkable
@@ -26,24 +29,35 @@ class Kernel(Protocol):
         """Of a contiguous row in float32 or bfloat16: the first of the largest, the first NaN where there is one."""
         ...
 
+    def most_probable(self, scores: Float[Tensor, "R N V"], count: int) -> Probable:
+        """See `most_probable`. Scores are float32 or bfloat16, and all rows lie equally far apart."""
+        ...
+
 
 _draw: list[Callable[[Tensor, Tensor], None]] = []
 _argmax: list[Callable[[Tensor], int]] = []
+_probable: list[Callable[[Tensor, int], Probable]] = []
+
+_BLOCK = 64
 
 
-def stand_in(kernel: Kernel) -> tuple[bool, bool]:
-    """Lets a kernel draw noise, and choose, from now on: each only if its answers are torch's to the last bit.
+def stand_in(kernel: Kernel) -> tuple[bool, bool, bool]:
+    """Lets a kernel draw noise, choose, and rank from now on: each only if its answers are torch's to the last bit
+    (probabilities, which only drafts depend on: up to rounding).
 
     Returns:
-        Whether it draws, and whether it chooses.
+        Whether it draws, whether it chooses, and whether it ranks.
     """
     draws = all(_draws_alike(kernel, num_before, count) for num_before, count in ((0, 5), (1, 4099), (0, 1 << 14)))
     chooses = all(_chooses_alike(kernel, dtype) for dtype in (torch.float32, torch.bfloat16))
+    ranks = all(_ranks_alike(kernel, dtype) for dtype in (torch.float32, torch.bfloat16))
     if draws:
         _draw[:] = [kernel.draw_exponential]
     if chooses:
         _argmax[:] = [kernel.argmax]
-    return draws, chooses
+    if ranks:
+        _probable[:] = [kernel.most_probable]
+    return draws, chooses, ranks
 
 
 def exponential(values: Tensor, generator: torch.Generator) -> Tensor:
@@ -64,6 +78,32 @@ def argmax(scores: Float[Tensor, "R V"]) -> list[int]:
     return [_argmax[0](scores[0])]
 
 
+def most_probable(scores: Float[Tensor, "R N V"], count: int) -> Probable:
+    """The `count` tokens of the largest scores (of equals, any), with their probabilities among these, largest first;
+    all are 0 where scores are not finite."""
+    is_known = _probable and scores.is_cpu and scores.dtype in (torch.bfloat16, torch.float32)
+    num_nodes, (between_rows, between_nodes, step) = scores.shape[1], scores.stride()
+    if is_known and step == 1 and (len(scores) == 1 or between_rows == num_nodes * between_nodes):
+        return _probable[0](scores, count)
+    values, token_ids = _largest(scores.float(), count)
+    return values.softmax(-1).nan_to_num(), token_ids
+
+
+def _largest(scores: Float[Tensor, "R N V"], count: int) -> tuple[Tensor, Tensor]:
+    """`scores.topk(count)`, three to five times as fast on a CPU: the largest are in the blocks of largest maxima."""
+    num_blocks = scores.shape[-1] // _BLOCK
+    if num_blocks <= count:
+        return scores.topk(count)
+    whole = num_blocks * _BLOCK
+    blocks = scores[..., :whole].unflatten(-1, (num_blocks, _BLOCK))
+    chosen = blocks.amax(-1).topk(count).indices
+    places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).flatten(-2)
+    rest = torch.arange(whole, scores.shape[-1], device=scores.device).expand(*scores.shape[:-1], -1)
+    places = torch.cat([places, rest], dim=-1)
+    values, found = scores.gather(-1, places).topk(count)
+    return values, places.gather(-1, found)
+
+
 def _draws_alike(kernel: Kernel, num_before: int, count: int) -> bool:
     generator = torch.Generator().manual_seed(num_before + count)
     torch.empty(num_before, dtype=torch.long).random_(100, generator=generator)
@@ -78,3 +118,15 @@ def _chooses_alike(kernel: Kernel, dtype: torch.dtype) -> bool:
     rows[1, [70, 90]] = torch.nan
     rows[2] = -torch.inf
     return [kernel.argmax(row) for row in rows] == rows.float().argmax(-1).tolist()
+
+
+def _ranks_alike(kernel: Kernel, dtype: torch.dtype) -> bool:
+    scores = torch.randint(-99, 99, (1, 4, 133), generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 1, 90], scores[0, 2], scores[0, 3, :9] = torch.nan, -torch.inf, -torch.inf
+    probs, token_ids = kernel.most_probable(scores, 9)
+    if not ((token_ids >= 0) & (token_ids < 133)).all():
+        return False
+    values = scores.float().topk(9).values
+    chosen, is_finite = scores.float().gather(-1, token_ids), values[..., :1].isfinite()
+    alike = torch.equal(chosen.where(is_finite, 0), values.where(is_finite, 0))
+    return alike and torch.allclose(probs, values.softmax(-1).nan_to_num(), atol=1e-6)

@@ -41,6 +41,7 @@ bool hfs_layers() {{ return true; }}
 void hfs_move() {{}}
 void hfs_exponential() {{}}
 long long hfs_argmax() {{ return 0; }}
+void hfs_most_probable() {{}}
 int hfs_step() {{ return 0; }}
 int hfs_rank() {{ return 1; }}
 void hfs_grow() {{}}

@@ -1,4 +1,4 @@
-"""What stands in for torch when noise is drawn and tokens are chosen: the same, or not used."""
+"""A kernel that stands in for torch where noise is drawn, and tokens are chosen and ranked: the same, or not used."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class ByTorch:
 
     def argmax(self, row):
         return int(row.float().argmax())
+
+    def most_probable(self, scores, count):
+        values, token_ids = scores.float().topk(count)
+        return values.softmax(-1).nan_to_num(), token_ids
 
 
 class AnotherValue(ByTorch):
@@ -45,10 +49,15 @@ class NoNaN(ByTorch):
         return int(row.float().nan_to_num(-9.0).argmax())
 
 
+class SmallerOnesToo(ByTorch):
+    def most_probable(self, scores, count):
+        return tuple(values[..., 1:] for values in super().most_probable(scores, count + 1))
+
+
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch):
     """Nobody stands in."""
-    for name in ("_draw", "_argmax"):
+    for name in ("_draw", "_argmax", "_probable"):
         monkeypatch.setattr(natively, name, [])
 
 
@@ -59,9 +68,10 @@ def kernel(needs_kernel):
 
 def test_what_does_the_same_is_used():
     kernel = ByTorch()
-    assert natively.stand_in(kernel) == (True, True)
+    assert natively.stand_in(kernel) == (True, True, True)
     assert natively._draw == [kernel.draw_exponential]
     assert natively._argmax == [kernel.argmax]
+    assert natively._probable == [kernel.most_probable]
     one, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     for shape in ((2, 7), (1, 1000)):
         wanted = torch.empty(shape).exponential_(generator=other)
@@ -70,13 +80,14 @@ def test_what_does_the_same_is_used():
 
 
 @pytest.mark.parametrize(
-    "kernel", [AnotherValue(), AnotherState(), LastOfTies(), NoNaN()], ids=lambda k: type(k).__name__
+    ("kernel", "wrong"),
+    [(AnotherValue(), 0), (AnotherState(), 0), (LastOfTies(), 1), (NoNaN(), 1), (SmallerOnesToo(), 2)],
+    ids=lambda value: type(value).__name__,
 )
-def test_what_does_otherwise_is_not(kernel):
-    draws, chooses = natively.stand_in(kernel)
-    assert (draws, chooses) == (not isinstance(kernel, AnotherValue | AnotherState), draws is False)
-    assert bool(natively._draw) is draws
-    assert bool(natively._argmax) is chooses
+def test_what_does_otherwise_is_not(kernel, wrong):
+    wanted = tuple(place != wrong for place in range(3))
+    assert natively.stand_in(kernel) == wanted
+    assert tuple(map(bool, (natively._draw, natively._argmax, natively._probable))) == wanted
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 5, 623, 624])
@@ -121,7 +132,7 @@ def test_the_kernel_chooses_what_torch_does(count, dtype, kernel):
 @pytest.mark.parametrize("shape", [(1, 9), (2, 9), (1, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_whatever_the_scores_are(shape, dtype, kernel):
-    assert natively.stand_in(kernel) == (True, True), "not used here"
+    assert natively.stand_in(kernel) == (True, True, True), "not used here"
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     for each in (scores, scores.expand(2, -1)[::2], scores.repeat_interleave(2, dim=1)[:, ::2]):
         if shape[1]:
@@ -129,3 +140,35 @@ def test_whatever_the_scores_are(shape, dtype, kernel):
         else:
             with pytest.raises(IndexError):
                 natively.argmax(each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [1, 33, 64, 4099])
+@pytest.mark.parametrize("with_kernel", [False, True], ids=["torch", "kernel"])
+def test_the_most_probable_tokens(with_kernel, width, dtype, kernel):
+    if with_kernel:
+        natively.stand_in(kernel)
+    generator = torch.Generator().manual_seed(width)
+    whole = torch.randint(-99, 99, (2, 3, width + 7), generator=generator).to(dtype)  # with ties
+    whole[0, 1, width // 2] = -torch.inf
+    for scores in (whole, whole[..., :width], whole[:, :, 7:], whole.transpose(0, 1)[..., :width], whole[:1, 1:]):
+        for count in {1, min(32, width), width}:
+            probs, token_ids = natively.most_probable(scores, count)
+            values = scores.float().topk(count).values
+            assert torch.equal(scores.float().gather(-1, token_ids), values)
+            assert torch.allclose(probs, values.softmax(-1).nan_to_num(), atol=1e-6)
+            assert all(len(set(row)) == count for row in token_ids.flatten(0, 1).tolist())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("with_kernel", [False, True], ids=["torch", "kernel"])
+def test_nothing_is_probable_where_scores_are_not_finite(with_kernel, value, kernel):
+    if with_kernel:
+        natively.stand_in(kernel)
+    scores = torch.zeros(1, 2, 200)
+    scores[0, 0, 3:] = value
+    if value == -torch.inf:
+        scores[0, 0] = value
+    probs, token_ids = natively.most_probable(scores, 5)
+    assert probs[0].sum(-1).tolist() == pytest.approx([0.0, 1.0])
+    assert ((token_ids >= 0) & (token_ids < 200)).all()

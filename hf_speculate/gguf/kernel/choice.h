@@ -1,6 +1,7 @@
-// The column of the largest score, as torch's argmax finds it.
+// The column of the largest score, as torch's argmax finds it, and the most probable columns.
 #pragma once
 
+#include <cmath>
 #include <type_traits>
 
 #include "vectors.h"
@@ -38,6 +39,53 @@ template <class T> int64_t argmax(const T* scores, int64_t count) {
     if (any_nan ? rank > INFINITE || rank < -INFINITE : rank == best) return i;
   }
   return 0;
+}
+
+// The largest of what is offered, largest first; of equals, what came first.
+struct Best {
+  float* values;
+  int64_t* indices;
+  const int64_t most;
+  int64_t count = 0;
+
+  void offer(float value, int64_t index) {
+    if (count == most && !(value > values[most - 1])) return;
+    int64_t at = count < most ? count++ : most - 1;
+    for (; at && value > values[at - 1]; at--) values[at] = values[at - 1], indices[at] = indices[at - 1];
+    values[at] = value, indices[at] = index;
+  }
+};
+
+// Columns of the `most` largest scores of `count`, at least as many, and their probabilities among these, largest first; all 0
+// where a score that counts is not finite.
+template <class T> void most_probable(const T* scores, int64_t count, int64_t most, float* probs, int64_t* columns) {
+  using I = typename std::conditional<sizeof(T) == 2, int16_t, int32_t>::type;
+  constexpr I INFINITE = sizeof(T) == 2 ? 0x7f80 : 0x7f800000;
+  constexpr int64_t BLOCK = 64;
+  const I* bits = (const I*)scores;
+  Best best{probs, columns, most};
+  I bound = -INFINITE;  // rank of the least of the best, once there are enough
+  bool any_nan = false;
+  for (int64_t block = 0; block < count && !any_nan; block += BLOCK) {
+    const int64_t end = block + BLOCK < count ? block + BLOCK : count;
+    I highest = -INFINITE, lowest = INFINITE;
+    for (int64_t i = block; i < end; i++) {
+      const I rank = rank_of(bits[i]);
+      highest = rank > highest ? rank : highest, lowest = rank < lowest ? rank : lowest;
+    }
+    any_nan = highest > INFINITE || lowest < -INFINITE;
+    if (any_nan || (best.count == most && highest <= bound)) continue;
+    for (int64_t i = block; i < end; i++) best.offer(to_float(scores[i]), i);
+    if (best.count == most) bound = rank_of(bits[columns[most - 1]]);
+  }
+  const float first = any_nan ? INFINITY : probs[0];
+  float sum = 0;
+  for (int64_t i = 0; i < most; i++) {
+    if (any_nan) columns[i] = i;
+    probs[i] = std::isfinite(first) ? std::exp(probs[i] - first) : 0.0f;
+    sum += probs[i];
+  }
+  for (int64_t i = 0; i < most && sum > 0; i++) probs[i] /= sum;
 }
 
 }  // namespace

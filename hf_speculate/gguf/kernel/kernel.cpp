@@ -12,7 +12,6 @@
 #include <sys/mman.h>
 #endif
 
-#include "choice.h"
 #include "draft.h"
 #include "noise.h"
 #include "step.h"
@@ -148,6 +147,17 @@ void hfs_exponential(Twister* state, float* values, int64_t count) { draw_expone
 // The column of the largest score.
 int64_t hfs_argmax(const void* scores, int64_t count, bool is_bf16) {
   return is_bf16 ? argmax((const uint16_t*)scores, count) : argmax((const float*)scores, count);
+}
+
+// See `most_probable`, of every row; rows lie `stride` scores apart.
+void hfs_most_probable(const void* scores, int64_t rows, int64_t stride, int64_t count, bool is_bf16, int64_t most,
+                       float* probs, int64_t* columns, int threads) {
+  parallel(threads, rows, [&](int64_t row) {
+    float* to = probs + row * most;
+    int64_t* places = columns + row * most;
+    if (is_bf16) most_probable((const uint16_t*)scores + row * stride, count, most, to, places);
+    else most_probable((const float*)scores + row * stride, count, most, to, places);
+  });
 }
 
 // A forward, see `StepRun::work`.

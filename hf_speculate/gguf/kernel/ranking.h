@@ -2,25 +2,11 @@
 // softmax, without logits that anybody sees.
 #pragma once
 
+#include "choice.h"
 #include "norm.h"
 #include "threads.h"
 
 namespace {
-
-// The largest of what is offered, largest first; of equals, what came first.
-struct Best {
-  float* values;
-  int64_t* indices;
-  const int64_t most;
-  int64_t count = 0;
-
-  void offer(float value, int64_t index) {
-    if (count == most && !(value > values[most - 1])) return;
-    int64_t at = count < most ? count++ : most - 1;
-    for (; at && value > values[at - 1]; at--) values[at] = values[at - 1], indices[at] = indices[at - 1];
-    values[at] = value, indices[at] = index;
-  }
-};
 
 INLINE bool any(const Ints& lanes) {
   typedef int64_t Pairs __attribute__((vector_size(64)));
