@@ -18,7 +18,7 @@ from hf_speculate.drafting import CalibrationTable
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import check_origin, describe_identity, recorded_card
 from hf_speculate_plugins.suffix import SuffixStore
-from hf_speculate_plugins.suffix.index import IndexKind
+from hf_speculate_plugins.suffix.store import IndexKind
 from hf_speculate_training.data import RowDataset
 from hf_speculate_training.run import read_recipe, training_arguments
 from hf_speculate_training.states import FeatureCache, TargetReader, cache_key, write_features

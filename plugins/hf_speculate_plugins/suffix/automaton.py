@@ -3,14 +3,96 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 
-from .contexts import ContextCounts, Followers
-from .drafts import Draft
-from .mixture import MAX_TOTAL, PRIOR_WEIGHT, Component, Mixture
+from torch import Tensor
+
+from hf_speculate.drafting import DraftState
+
+from .contexts import ContextCounts, Followers, RecycledRow, RecycledRows
+from .windows import Draft
 from .options import SuffixOptions
-from .recycled import RecycledRow, RecycledRows
+
+
+
+
+
+
+
+
+
+
+# Trials that the first weight counts as, and those at which the past is halved, so that weights follow the text.
+_PRIOR_TRIALS = 4
+_MAX_TRIALS = 600
+PRIOR_WEIGHT = 0.5
+# More observations of a context than these say no more about how far it can be trusted.
+MAX_TOTAL = 3
+
+
+# Whose weight one is: a source, the order of its contexts, and how often these were seen (3: or more).
+Component = tuple[str, int, int]
+
+
+@dataclass
+class Mixture:
+    """The weights, learnt from every token that came: running means of how probable it is that a component, rather than
+    those of shorter contexts, explains the token."""
+
+    weights: dict[Component, float] = field(default_factory=dict)
+    trials: dict[Component, int] = field(default_factory=dict)
+
+    def weight(self, component: Component) -> float:
+        return self.weights.get(component, PRIOR_WEIGHT)
+
+    def learn(self, component: Component, posterior: float) -> None:
+        """Args: posterior: that the component explains the token that came."""
+        trials = self.trials.get(component, _PRIOR_TRIALS) + 1
+        weight = self.weight(component)
+        self.weights[component] = weight + (posterior - weight) / trials
+        self.trials[component] = trials if trials < _MAX_TRIALS else trials // 2
+
+    def copy(self) -> Mixture:
+        return Mixture(dict(self.weights), dict(self.trials))
+
+
+class Race:
+    """The target samples `argmax(probs / noise)` (see `Noise`): of tokens that are likely, those with little noise.
+
+    Args:
+        state: of a request that samples.
+        row: whose noise.
+    """
+
+    def __init__(self, state: DraftState, row: int):
+        self._state, self._row = state, row
+        self._log_noise: dict[int, Tensor] = {}  # by depth, on the CPU
+
+    def __call__(self, probabilities: Mapping[int, float], depth: int) -> dict[int, float]:
+        """Probabilities to be chosen after a node at `depth`, from those without the noise.
+
+        What is left for tokens that are not named wins with a probability of its own: the smallest of `noise / prob`
+        over many tokens is distributed as that of one with all their probability.
+        """
+        noise = self._noise(depth)
+        num_tokens = len(noise)
+        tokens = [token for token in probabilities if token < num_tokens]
+        rest = max(1.0 - sum(probabilities.values()), 0.0)
+        logs = noise[tokens].tolist()
+        worth = {token: probabilities[token] * math.exp(-log) for token, log in zip(tokens, logs, strict=True)}
+        total = sum(worth.values())
+        return {token: value / total * math.exp(-rest / value) for token, value in worth.items() if value > 0}
+
+    def _noise(self, depth: int) -> Tensor:
+        if depth not in self._log_noise:
+            noise = self._state.log_noise((depth,))
+            assert noise is not None
+            self._log_noise[depth] = noise[self._row, 0].cpu()
+        return self._log_noise[depth]
 
 
 # What a token has before any source is asked: about one over a vocabulary. It only keeps posteriors finite.

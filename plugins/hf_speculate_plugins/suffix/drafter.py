@@ -12,14 +12,11 @@ from hf_speculate.models import num_embeddings
 from hf_speculate.options import read_options
 from hf_speculate.stats import Advice
 
-from .corpus import read_corpus
-from .index import Index
-from .mixture import Mixture
-from .options import SuffixOptions
-from .recycled import RecycledRows
-from .rows import index_kind
-from .session import SuffixSession
-from .store import SuffixStore
+from .automaton import Mixture
+from .contexts import RecycledRows
+from .options import SuffixOptions, read_corpus
+from .session import SuffixSession, index_kind
+from .store import Index, SuffixStore
 
 
 if TYPE_CHECKING:

@@ -7,17 +7,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import Writer, check_kinds, json_writer, read_json, replace_files
 
-from .index import Index, IndexKind
-from .recycled import RecycledRows
+from .contexts import ContextCounts, RecycledRows
+from .windows import WindowCounts
 
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+Index = ContextCounts | WindowCounts
+
+
+class IndexKind(NamedTuple):
+    """What is counted of every text.
+
+    Attributes:
+        orders: of contexts, with smoothing; None without.
+        depth: of windows, without smoothing; None with it.
+    """
+
+    orders: tuple[int, ...] | None
+    depth: int | None
+
+    def make(self) -> Index:
+        if self.orders is not None:
+            return ContextCounts(self.orders)
+        assert self.depth is not None
+        return WindowCounts(self.depth)
 
 
 _FORMAT = "hf_speculate.suffix_store.1"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import DraftChecks
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
-from hf_speculate_plugins.prompt_lookup.index import SuffixIndex
+from hf_speculate_plugins.prompt_lookup.drafter import SuffixIndex
 
 from ...support import text_drafters
 

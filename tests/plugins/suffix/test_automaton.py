@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_speculate_plugins.suffix import SuffixOptions
-from hf_speculate_plugins.suffix.automaton import Automaton, draft_tree
+from hf_speculate_plugins.suffix.automaton import Automaton, Mixture, draft_tree
 from hf_speculate_plugins.suffix.contexts import ContextCounts, Followers
-from hf_speculate_plugins.suffix.mixture import Mixture
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=60, database=None)

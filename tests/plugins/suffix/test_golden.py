@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from hf_speculate_plugins.suffix.counts import WindowCounts
-from hf_speculate_plugins.suffix.drafts import best_of
-from hf_speculate_plugins.suffix.matching import MatchRule, best_draft
+from hf_speculate_plugins.suffix.windows import best_of
+from hf_speculate_plugins.suffix.windows import MatchRule, WindowCounts, best_draft
 
 from ...support.paths import SHARED
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.suffix import SuffixStore
 from hf_speculate_plugins.suffix import store as store_module
-from hf_speculate_plugins.suffix.index import IndexKind
+from hf_speculate_plugins.suffix.store import IndexKind
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=60, database=None)

@@ -14,7 +14,7 @@ from hf_speculate.testing import check_lossless
 from hf_speculate.tree import HostTree
 from hf_speculate.verification import Noise
 from hf_speculate_plugins.suffix import SuffixDrafter, SuffixOptions, SuffixStore
-from hf_speculate_plugins.suffix.race import Race
+from hf_speculate_plugins.suffix.automaton import Race
 
 from ...support.inputs import padded_batch
 from ...support.text_drafters import start, state

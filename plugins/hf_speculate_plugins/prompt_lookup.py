@@ -1,0 +1,182 @@
+"""Prompt lookup: what followed the same n-gram earlier in prompt or output is drafted again.
+
+Method: Saxena, "Prompt Lookup Decoding" (2023). Unlike stock `prompt_lookup_num_tokens`, the longest suffix wins, the
+index grows with the text (no rescan a round), and several continuations become branches of one tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.options import read_options
+from hf_speculate.stats import Advice
+from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLookupOptions:
+    """Options of prompt lookup.
+
+    Attributes:
+        max_ngram: longest suffix that is looked up.
+        min_ngram: shortest one; after one token the copy is often wrong, which its value says.
+        depth: tokens of a continuation that are drafted.
+        branches: different continuations that are drafted side by side, the latest occurrence first.
+        max_nodes: draft nodes altogether.
+    """
+
+    max_ngram: int = 5
+    min_ngram: int = 1
+    depth: int = 8
+    branches: int = 2
+    max_nodes: int = 12
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"prompt_lookup: {name} must be at least 1, got {getattr(self, name)}.")
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"prompt_lookup: min_ngram ({self.min_ngram}) is above max_ngram ({self.max_ngram}).")
+
+
+_MAX_OCCURRENCES = 32
+
+
+class SuffixIndex:
+    """Where every n-gram of a growing text ended, for n from `min_ngram` to `max_ngram`.
+
+    An appended token costs one dictionary entry per n; nothing is rescanned.
+
+    Attributes:
+        match_size: n of the longest match that the last `continuations` found; 0 for none.
+    """
+
+    def __init__(self, min_ngram: int, max_ngram: int):
+        self.tokens: list[int] = []
+        self.match_size = 0
+        self._sizes = range(min_ngram, max_ngram + 1)
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Appends tokens to the text."""
+        for token in tokens:
+            self.tokens.append(token)
+            end = len(self.tokens)
+            for size in self._sizes:
+                if size <= end:
+                    self._ends[tuple(self.tokens[end - size : end])].append(end)
+
+    def continuations(self, count: int) -> list[tuple[int, int]]:
+        """Size of the match and start of up to `count` continuations of the text's end that begin differently.
+
+        Those after the longest matching suffix come first, later occurrences before earlier ones.
+        """
+        found: list[tuple[int, int]] = []
+        first_tokens: set[int] = set()
+        length = len(self.tokens)
+        self.match_size = 0
+        for size in reversed(self._sizes):
+            if size > length or len(found) >= count:
+                continue
+            # Only the latest occurrences: on repetitive text a common n-gram would be a scan of the whole text.
+            latest = self._ends.get(tuple(self.tokens[-size:]), [])[-_MAX_OCCURRENCES:]
+            for end in reversed(latest):
+                if end < length and self.tokens[end] not in first_tokens:
+                    found.append((size, end))
+                    self.match_size = max(self.match_size, size)
+                    first_tokens.add(self.tokens[end])
+                    if len(found) >= count:
+                        break
+        return found
+
+
+class PromptLookupSession(DraftSession):
+    """One index a row."""
+
+    def __init__(self, options: PromptLookupOptions, request: DraftRequest):
+        self.options = options
+        self._indices = []
+        for text in request.row_texts:
+            index = SuffixIndex(options.min_ngram, options.max_ngram)
+            index.extend(text)
+            self._indices.append(index)
+        self._has_seen_prompt = False
+
+    def observe(self, tokens, features, lengths) -> None:
+        for index, row, length in zip(self._indices, tokens.tolist(), lengths.tolist(), strict=True):
+            # The prompt is in the index already; what is new is the token after its last position.
+            index.extend(row[:length] if self._has_seen_prompt else row[length - 1 : length])
+        self._has_seen_prompt = True
+
+    def draft(self, state: DraftState) -> DraftTree:
+        rows = []
+        for index, root, is_active in zip(self._indices, state.root_ids.tolist(), state.active, strict=True):
+            rows.append(self._draft_row(index, root, state) if is_active else TreeRow([root], [ROOT_PARENT], [0.0]))
+        return DraftTree.from_rows(rows)
+
+    def _draft_row(self, index: SuffixIndex, root: int, state: DraftState) -> TreeRow:
+        options = self.options
+        depth = min(options.depth, state.max_depth)
+        tokens, parents, shares = [root], [ROOT_PARENT], [1.0]
+        branches, rest = 1 if state.chains_only else options.branches, 1.0
+        for match_size, start in index.continuations(branches):
+            node = 0
+            for copied, token in enumerate(index.tokens[start : start + depth]):
+                child = _find_child(tokens, parents, node, token)
+                if child is None:
+                    if len(tokens) > options.max_nodes:
+                        break
+                    child = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                    shares.append((shares[node] if node else rest) * _share_right(match_size + copied))
+                node = child
+            rest *= 1 - _share_right(match_size)  # of the root's children one at most is right
+        return TreeRow(tokens, parents, [math.log(share) for share in shares])
+
+
+def _share_right(match_size: int) -> float:
+    """How often what followed so many equal tokens follows again: a guess, of which the order matters."""
+    return match_size / (match_size + 1)
+
+
+def _find_child(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
+    return next((i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token), None)
+
+
+class PromptLookupDrafter(Drafter):
+    """Drafts from the text itself; fits every target."""
+
+    name = "prompt_lookup"
+    is_free = True
+    options_classes = (PromptLookupOptions,)
+
+    def __init__(self, options: PromptLookupOptions | None = None):
+        self.options = options or PromptLookupOptions()
+
+    @property
+    def advice(self) -> Advice:
+        return Advice(
+            good="the text repeats itself or its prompt often enough",
+            poor="The text repeats little of itself or of its prompt; a head or a draft model would draft more.",
+        )
+
+    def __repr__(self) -> str:
+        return f"PromptLookupDrafter({self.options})"
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        return cls(read_options(PromptLookupOptions, options, cls.name))
+
+    def start(self, request: DraftRequest) -> PromptLookupSession:
+        return PromptLookupSession(self.options, request)
