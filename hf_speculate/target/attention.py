@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compatibility import incompatible
 from ..errors import SpeculateError
-from .walk import Attention, current_walk, is_walked, walked
+from .walk import current_walk, is_walked
 
 
 Form = Literal["stock", "folded"]
@@ -40,8 +40,7 @@ _MEASURED: dict[str, Form] = {"cpu": "folded"}
 
 
 def install_attention() -> None:
-    """Puts `grouped_sdpa` in front of stock's "sdpa", and what walks a tree in front of every model's own "eager".
-    Idempotent; leaves an "sdpa" that is not stock's alone.
+    """Puts `grouped_sdpa` in front of stock's "sdpa". Idempotent; leaves an "sdpa" that is not stock's alone.
 
     Raises:
         IncompatibleTransformersError: there is no such table of attentions any more.
@@ -50,25 +49,12 @@ def install_attention() -> None:
         raise incompatible("AttentionInterface has no table with 'sdpa'")
     if AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward:
         AttentionInterface.register("sdpa", grouped_sdpa)
-    if AttentionInterface.get_interface is _stock_interface:
-        AttentionInterface.get_interface = _interface
 
 
 def uninstall_attention() -> None:
     """Undoes `install_attention`."""
     if AttentionInterface._global_mapping["sdpa"] is grouped_sdpa:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
-    if AttentionInterface.get_interface is _interface:
-        AttentionInterface.get_interface = _stock_interface
-
-
-_stock_interface = AttentionInterface.get_interface
-
-
-def _interface(self: AttentionInterface, attn_implementation: str, default: Attention) -> Attention:
-    """Stock's. What "eager" is every modeling file says itself, as the default: it is in no table."""
-    found = _stock_interface(self, attn_implementation, default)
-    return walked(found) if attn_implementation == "eager" else found
 
 
 def takes_tree_masks(model: PreTrainedModel) -> bool:

@@ -10,15 +10,17 @@ the prefix only those are written anew that are another node's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
 
 
 Attention: TypeAlias = Callable[..., tuple[Tensor, Any]]
@@ -194,13 +196,49 @@ def walking(walk: Walk, sizes: Sizes) -> Iterator[None]:
     """Around a forward over a tree: exact attention and products."""
     token = _walk.set(walk)
     try:
-        with RowwiseProducts(sizes) if sizes else nullcontext():
+        with ExitStack() as around:
+            if sizes:
+                around.enter_context(RowwiseProducts(sizes))
+            if walk.mask_dtype is not None:
+                around.enter_context(_eager.walked())
             yield
     finally:
         _walk.reset(token)
 
 
-def walked(stock: Attention) -> Attention:
+class _Eager:
+    """Replaces `AttentionInterface.get_interface` while exact forwards run, on whatever threads. Every modeling file
+    hands its own "eager" over as the default, so it stands in no table that could be changed instead."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_running = Lock(), 0
+        self._stock: Any = None
+
+    @contextmanager
+    def walked(self) -> Iterator[None]:
+        with self._lock:
+            self._num_running += 1
+            if self._num_running == 1:
+                stock = self._stock = AttentionInterface.get_interface
+
+                def interface(self: AttentionInterface, attn_implementation: str, default: Attention) -> Attention:
+                    found = stock(self, attn_implementation, default)
+                    return _walked(found) if attn_implementation == "eager" else found
+
+                AttentionInterface.get_interface = interface
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    AttentionInterface.get_interface = self._stock
+
+
+_eager = _Eager()
+
+
+def _walked(stock: Attention) -> Attention:
     """An attention that goes node by node in exact forwards, and is stock's in all others."""
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:

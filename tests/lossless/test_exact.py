@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     DynamicCache,
     MistralConfig,
@@ -29,7 +30,7 @@ from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_ra
 from hf_speculate.target import MAX_NATIVE_ROWS, ExactScorer, LayerType, exact_sizes, structure_key
 from hf_speculate.target import walk as walks
 from hf_speculate.target.probing import first_difference, product_sizes
-from hf_speculate.target.walk import RowwiseProducts, depth_first
+from hf_speculate.target.walk import RowwiseProducts, Walk, depth_first
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
@@ -472,3 +473,21 @@ class TestWhatItIsMadeOf:
         monkeypatch.setattr("hf_speculate.target.probing._tried", lambda *_: "tried again")
         CHANGES[change](model)
         assert exact_sizes(model, cache, 1, False) == "tried again" != first
+
+
+def test_others_find_transformers_as_it_was(tiny_model, monkeypatch):
+    """The table of attentions is changed only while an exact forward of an eager model runs."""
+    stock, seen, drafter = AttentionInterface.get_interface, set(), RandomDrafter(vocab_size=VOCAB_SIZE)
+    own = Walk.attend
+
+    def attend(walk, *args, **kwargs):
+        seen.add(AttentionInterface.get_interface is stock)
+        return own(walk, *args, **kwargs)
+
+    monkeypatch.setattr(Walk, "attend", attend)
+    for attention, is_left_alone in (("eager", False), ("sdpa", True)):
+        model = tiny_model("llama", dtype=torch.bfloat16, attention=attention)
+        assert_equal_bits(model, {"input_ids": torch.tensor([[3, 4, 5, 3, 4]])}, drafter, max_new_tokens=8)
+        assert seen == {is_left_alone}
+        assert AttentionInterface.get_interface is stock
+        seen.clear()

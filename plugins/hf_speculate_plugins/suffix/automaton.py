@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -14,16 +13,8 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState
 
 from .contexts import ContextCounts, Followers, RecycledRow, RecycledRows
-from .windows import Draft
 from .options import SuffixOptions
-
-
-
-
-
-
-
-
+from .windows import Draft
 
 
 # Trials that the first weight counts as, and those at which the past is halved, so that weights follow the text.

@@ -11,11 +11,10 @@ from hf_speculate.drafting import Choices, DraftRequest, DraftSession, DraftStat
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .automaton import Automaton, Mixture, Race, draft_tree
-from .windows import Draft, best_of
 from .contexts import ContextCounts, RecycledRows
 from .options import SuffixOptions
 from .store import Index, IndexKind, SuffixStore
-from .windows import MatchRule, WindowCounts, best_draft
+from .windows import Draft, MatchRule, WindowCounts, best_draft, best_of
 
 
 def index_kind(options: SuffixOptions) -> IndexKind:

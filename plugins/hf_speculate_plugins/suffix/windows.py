@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-from dataclasses import field
-from collections.abc import Iterable
 import heapq
+import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 _SINGLE = struct.Struct("f")
@@ -48,8 +46,6 @@ def best_of(drafts: Iterable[Draft]) -> Draft:
 def single(value: float) -> float:
     """Rounded to single precision."""
     return _SINGLE.unpack(_SINGLE.pack(value))[0]
-
-
 
 
 class Node:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import DraftChecks
-from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
-from hf_speculate_plugins.prompt_lookup.drafter import SuffixIndex
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions, SuffixIndex
 
 from ...support import text_drafters
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from hf_speculate_plugins.suffix.windows import best_of
-from hf_speculate_plugins.suffix.windows import MatchRule, WindowCounts, best_draft
+from hf_speculate_plugins.suffix.windows import MatchRule, WindowCounts, best_draft, best_of
 
 from ...support.paths import SHARED
 
