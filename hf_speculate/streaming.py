@@ -150,7 +150,7 @@ def _prepared(
 
 def _rounds(call: PreparedCall) -> Generator[Round]:
     """The rounds; between two of them the RNG is where stock has it after their tokens."""
-    noise, sequences = call.run.sampler.noise, call.run.sequences
+    noise, sequences = call.run.choosing.sampler.noise, call.run.rows.sequences
     with closing(call.rounds()) as rounds:
         for round in rounds:
             if noise is None:

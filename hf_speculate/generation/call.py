@@ -64,18 +64,18 @@ class PreparedCall:
         finally:
             with self._timed():
                 loop.close()
-            text = self.run.drafting.request.text
+            text = self.run.drafts.driver.request.text
             if text is not None:
-                remember_text(self.run.cache.cache, text + self.run.sequences.new_tokens[0])
+                remember_text(self.run.cache.cache, text + self.run.rows.sequences.new_tokens[0])
             stats.calls += 1
-            self.speculator.count(stats, self.run.drafting.request.adapters)
+            self.speculator.count(stats, self.run.drafts.driver.request.adapters)
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """What stock `generate` returns, with `speculation` (this call's statistics) in the dict form."""
-        sequences = self.run.sequences.result()
+        sequences = self.run.rows.sequences.result()
         if not self.config.return_dict_in_generate:
             return sequences
-        parts: Any = self.run.sampler.records.complete(*self.run.sequences.new_shape)
+        parts: Any = self.run.choosing.sampler.records.complete(*self.run.rows.sequences.new_shape)
         output: Any = GenerateDecoderOnlyOutput(sequences=sequences, **as_cache(self.run.cache.cache), **parts)  # type: ignore
         output.speculation = self.run.stats
         return output

@@ -8,28 +8,19 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from ..cache import TreeCache
-from ..compilation import Compiler
-from ..drafting import Deepening, Drafting, DraftState
-from ..models import GenerativeModel
-from ..policy import NOTHING, Budget, PolicySession, Situation
+from ..policy import Budget
 from ..round import Round
 from ..stats import SpeculationStats
-from ..target import Scorer
 from ..tree import DraftTree
-from ..verification import Sampler, Sequences, Stopping, TaintedScores, Verdict, are_tainted, verify
-from .ahead import Ahead
-from .clock import RoundClock
-from .delivery import Delivery
-from .ended_rows import EndedRows
-from .limits import DepthLimits
-from .listeners import Listener
-from .prompt import Prompt
+from ..verification import TaintedScores, Verdict, are_tainted
+from .choosing import Choosing
+from .drafts import Drafts
+from .listeners import Listener, RoundClock
+from .rows import Rows
+from .target import Target
 
 
 def decode(run: Decoding) -> Generator[Round]:
@@ -40,7 +31,7 @@ def decode(run: Decoding) -> Generator[Round]:
     """
     try:
         yield run.prefill()
-        with run.target._optimize_model_for_decode():
+        with run.target.model._optimize_model_for_decode():
             while run.is_unfinished:
                 budget = run.choose()
                 tree = run.draft(budget)
@@ -60,106 +51,71 @@ class Decoding:
     """One request on its way: what `decode` needs, and the verbs of its loop.
 
     Attributes:
-        target: the model.
-        prompt: what has to run first.
-        drafting: what drafts for it.
-        scorer: the target's forward over trees (owns the cache).
-        policy: chooses how much every round drafts.
-        sampler, stopping, sequences, stats: see there.
-        ended: what rows that have ended owe.
-        limits: how deep a round may draft.
-        lockstep_reason: why all rows must emit the same number of tokens a round; "" if each goes on alone.
-        compiler: of the target's and the drafter's forwards; None: nothing is compiled.
-        delivery: hands the tokens [B] of every step to a streamer; all rows advance together for it.
-        ahead: drafts the next round while this one is verified; None: nobody does.
-        listeners: told of every round.
+        rows: texts, criteria that end them, and what ended ones owe.
+        target: the model, its prompt and its forwards over trees.
+        drafts: drafter, policy and limits of drafts.
+        choosing: sampler, and streamer.
+        stats: counters of this call.
+        listeners: functions that are told of every round.
     """
 
-    target: GenerativeModel
-    prompt: Prompt
-    drafting: Drafting
-    scorer: Scorer
-    policy: PolicySession
-    sampler: Sampler
-    stopping: Stopping
-    sequences: Sequences
+    rows: Rows
+    target: Target
+    drafts: Drafts
+    choosing: Choosing
     stats: SpeculationStats
-    ended: EndedRows
-    limits: DepthLimits
-    lockstep_reason: str = ""
-    compiler: Compiler | None = None
-    delivery: Delivery | None = None
-    ahead: Ahead | None = None
     listeners: Sequence[Listener] = ()
 
     _clock: RoundClock = field(default_factory=RoundClock, init=False)
-    _num_compiled_before: int = field(default=0, init=False)
-    _drafted_depth: int = field(default=0, init=False)
-    _is_text_broken: bool = field(default=False, init=False)
     _broken_off: tuple[DraftTree, Verdict, Any] | None = field(default=None, init=False)
 
     @property
     def cache(self) -> TreeCache:
-        return self.scorer.cache
-
-    @cached_property
-    def _forward_kwargs(self) -> dict[str, Any]:
-        return {**self.drafting.forward_kwargs, **self.sampler.records.forward_kwargs}
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all rows advance together."""
-        return self.sequences.batch_size == 1 or bool(self.lockstep_reason)
+        return self.target.cache
 
     @property
     def is_unfinished(self) -> bool:
-        return not all(self.sequences.finished) or self.ended.is_any_behind(self.cache)
+        return self.rows.are_unfinished(self.cache)
 
     def prefill(self) -> Round:
         """Runs the prompt and chooses the first token of every row."""
-        if self.lockstep_reason:
-            self.stats.fallbacks[f"rows in lock-step: {self.lockstep_reason}"] += 1
+        driver, sequences = self.drafts.driver, self.rows.sequences
+        if self.rows.lockstep_reason:
+            self.stats.fallbacks[f"rows in lock-step: {self.rows.lockstep_reason}"] += 1
         self._clock.start()
         with self.stats.timed("prefill_seconds"):
-            self.drafting.start()
-            with self.drafting.listening():
-                output = self.prompt.run(self.scorer, self._forward_kwargs)
-            self.sampler.records.add_prompt(output)
-            self.ended.prompt_lengths = self.cache.lengths
-            text = self.sequences.prompt
+            driver.start()
+            with driver.listening():
+                output = self.target.run_prompt()
+            self.choosing.sampler.records.add_prompt(output)
+            self.rows.prompt_lengths = self.cache.lengths
+            text = sequences.prompt
             roots = text[:, -1] if text.shape[1] else text.new_zeros(text.shape[0])
             tree = DraftTree.root_only(roots.cpu())
-            verdict = Verdict.empty(self.sequences.batch_size)
-            self._verify(output.logits[:, -1:], tree, verdict)
+            verdict = Verdict.empty(sequences.batch_size)
+            self.choosing.verify(output.logits[:, -1:], tree, self.rows, verdict)
         self._leave_to_streamer("prefill_seconds")
         round = self._round(tree, verdict, self.cache.lengths, self.cache.append_index, is_prefill=True)
         self.stats.add(round)
         with self.stats.timed("drafter_prefill_seconds"):
-            self.drafting.observe_prompt(self.prompt.known_tokens(self.sequences), output.hidden_states)
+            driver.observe_prompt(self.target.prompt.known_tokens(sequences), output.hidden_states)
         return round
 
     def choose(self) -> Budget:
-        """What the round may draft; from here on, as far as it pays, the target runs only rows that are not finished.
-
-        In lock-step it runs all: what is called with the whole batch must see what stock shows it.
-        """
-        finished = self.sequences.finished
-        if not self.lockstep and any(finished) and not all(finished):
-            self.scorer.leave_out(self.ended.done(self.cache))
-        self._num_compiled_before = self._num_compiled
+        """What the round may draft."""
+        self.target.begin_round(self.rows)
         self._clock.start()
         with self.stats.timed("drafter_seconds"):
-            self.sampler.release_noise(self.sequences)
-            rows = [row for row, takes_part in enumerate(self._active) if takes_part]
-            situation = Situation(rows, len(self.cache.rows), self.cache.append_index)
-            return self.policy.choose(situation) if rows else NOTHING
+            self.choosing.sampler.release_noise(self.rows.sequences)
+            return self.drafts.choose(self.rows, self.cache)
 
     def draft(self, budget: Budget) -> DraftTree:
         """A tree for every row that the target is going to run."""
-        if not budget.is_nothing and self.drafting.has_unread_prompt:
+        if not budget.is_nothing and self.drafts.driver.has_unread_prompt:
             self._read_prompt()
         with self.stats.timed("drafter_seconds"):
-            tree = self.ended.with_padding(self._drafted(budget)).select(self.cache.rows)
+            tree = self.drafts.tree(budget, self.rows, self.target, self.choosing.sampler)
+            tree = self.rows.with_padding(tree).select(self.cache.rows)
         self._clock.drafted()
         return tree
 
@@ -167,42 +123,15 @@ class Decoding:
         """The drafter reads the prompt when a draft is wanted. It is no round's work."""
         before = self.stats.drafter_prefill_seconds
         with self.stats.timed("drafter_prefill_seconds"):
-            self.drafting.read_prompt()
+            self.drafts.driver.read_prompt()
         self._clock.leave_out(self.stats.drafter_prefill_seconds - before)
-
-    def _drafted(self, budget: Budget) -> DraftTree:
-        """What the drafter gives within the budget, as far as it can be emitted."""
-        active, limits = self._active, self.limits(self.scorer, self.prompt.root_positions(self.sequences))
-        tree = None if self.ahead is None else self.ahead.take()
-        taking_part = [limit for limit, takes_part in zip(limits, active, strict=True) if takes_part]
-        max_depth = max(taking_part, default=0)
-        if budget.max_depth is not None:
-            max_depth = min(max_depth, budget.max_depth)
-        self._drafted_depth = 0
-        if budget.max_nodes == 0 or max_depth <= 0:
-            return DraftTree.root_only(self.sequences.last_tokens)
-        if tree is None:
-            tree = self.drafting.draft(self._state(active, max_depth, self.policy.deepening()))
-        if tree.num_nodes == 1:
-            return tree
-        self._drafted_depth = tree.max_depth
-        if budget.max_nodes is not None:
-            tree = tree.best(budget.max_nodes)
-        tree = self.policy.cut(tree)
-        return tree.pruned(limits) if tree.max_depth > min(taking_part) else tree
 
     def look_ahead(self, tree: DraftTree, budget: Budget) -> None:
         """Lets the drafter begin with the next round, where it may."""
-        if self.ahead is not None and not budget.is_nothing:
+        if self.drafts.ahead is not None and not budget.is_nothing:
             with self.stats.timed("drafter_seconds"):
-                (limit,) = self.limits(self.scorer, self.prompt.root_positions(self.sequences))
-                self.ahead.begin(tree, budget, self._state(self._active, limit, self.policy.deepening_ahead()))
+                self.drafts.begin_ahead(tree, budget, self.rows, self.target, self.choosing.sampler)
             self._clock.drafted()
-
-    def _state(self, active: tuple[bool, ...], max_depth: int, deepening: Deepening | None) -> DraftState:
-        is_chain = self.scorer.shape == "chain"
-        place = self.sampler, self.sequences, active, max_depth
-        return self.drafting.state(*place, chains_only=is_chain, deepening=deepening)
 
     def score(self, tree: DraftTree) -> Any:
         """The output of the target's forward over a tree."""
@@ -211,46 +140,49 @@ class Decoding:
 
     def _score(self, tree: DraftTree) -> Any:
         self.stats.target_forwards += 1
-        with self.drafting.listening():
-            output = self.scorer(tree, self.prompt.root_positions(self.sequences), forward_kwargs=self._forward_kwargs)
-        self.drafting.skip(self.scorer.num_rerun)
+        driver = self.drafts.driver
+        with driver.listening():
+            output = self.target.score(tree, self.rows.sequences)
+        driver.skip(self.target.scorer.num_rerun)
         return output
 
     def verify(self, tree: DraftTree, output: Any) -> tuple[DraftTree, Verdict]:
         """Walks the tree, emitting what the request's sampler chooses; the tree is its root alone where scores of its
         nodes cannot be trusted."""
         with self.stats.timed("target_seconds"):
-            verdict = Verdict.empty(self.sequences.batch_size)
+            verdict = Verdict.empty(self.rows.sequences.batch_size)
             self._broken_off = tree, verdict, output
-            has_masked_entries = self.scorer.sums_masked and (tree.num_nodes > 1 or self.cache.is_ragged)
+            may_be_tainted = self.target.may_be_tainted(tree)
             try:
-                self._verify(output.logits, tree, verdict, has_masked_entries and not self._is_text_broken)
+                self.choosing.verify(output.logits, tree, self.rows, verdict, may_be_tainted=may_be_tainted)
             except TaintedScores:
                 tree = tree.root_alone()
                 self._score_again(tree, output)
                 self._broken_off = tree, verdict, output
-                self._verify(output.logits, tree, verdict)
+                self.choosing.verify(output.logits, tree, self.rows, verdict)
         self._leave_to_streamer("target_seconds")
-        if self.ahead is not None:
+        if self.drafts.ahead is not None:
             with self.stats.timed("drafter_seconds"):
-                self._clock.put_off(self.ahead.settle(verdict.tokens[0], is_over=not self.is_unfinished))
+                waited = self.drafts.ahead.settle(verdict.tokens[0], is_over=not self.is_unfinished)
+                self._clock.put_off(waited)
         return tree, verdict
 
     def _score_again(self, roots: DraftTree, output: Any) -> None:
         """Puts the output of plain steps in place of one over drafts with states that are not finite."""
         self.stats.fallbacks["scored again without the draft: it led to states that are not finite"] += 1
-        self._drafted_depth = 0
+        self.drafts.depth = 0
         self.cache.clear_uncommitted()
         for name, value in self._score(roots).items():
             output[name] = value
         # Where single steps give NaN in every row, the text itself is what is not finite. (A window may leave it.)
-        self._is_text_broken = bool(are_tainted(output.logits).all()) and not self.scorer.has_windows
+        is_broken = bool(are_tainted(output.logits).all()) and not self.target.scorer.has_windows
+        self.choosing.is_text_broken = is_broken
 
     def keep(self, tree: DraftTree, verdict: Verdict) -> Round:
         """Keeps the entries of the accepted paths; the round that this makes."""
         self._broken_off = None
         place = self.cache.lengths, self.cache.append_index
-        self.cache.keep(self.ended.paths(verdict, self.cache), ended=self.ended.done(self.cache))
+        self.cache.keep(self.rows.paths(verdict, self.cache), ended=self.rows.done(self.cache))
         return self._round(tree, verdict, *place)
 
     def publish(self, round: Round, output: Any) -> None:
@@ -262,26 +194,24 @@ class Decoding:
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
         with ExitStack() as ends:
-            for end in (self.policy.close, self.drafting.close, self._settle):  # the last first
+            for end in (self.drafts.policy.close, self.drafts.driver.close, self._settle):  # the last first
                 ends.callback(end)
 
     def _settle(self) -> None:
         if self._broken_off is not None:  # what was emitted of a round that was broken off
             tree, verdict, output = self._broken_off
-            self.drafting.observe(self.keep(tree, verdict), output.hidden_states)
+            self.drafts.driver.observe(self.keep(tree, verdict), output.hidden_states)
         self.cache.bring_back()
-        delivered = self.sequences.num_emitted
-        if self.delivery is not None:
-            delivered = [min(self.delivery.num_steps, n) for n in delivered]
-        if self.ended.prompt_lengths is not None:
-            wanted = zip(self.ended.settled_lengths(delivered), self.cache.lengths, strict=True)
+        delivered = self.choosing.num_delivered(self.rows)
+        if self.rows.prompt_lengths is not None:
+            wanted = zip(self.rows.settled_lengths(delivered), self.cache.lengths, strict=True)
             self.cache.truncate(list(map(min, wanted)))
-            self.scorer.settle()
+            self.target.scorer.settle()
         if self.cache.is_ragged:  # what the next turn masks must be finite
             self.cache.clear_uncommitted()
         self.cache.release()
-        if self.sampler.noise is not None:
-            self.sampler.noise.finish(max(delivered))
+        if self.choosing.sampler.noise is not None:
+            self.choosing.sampler.noise.finish(max(delivered))
 
     def _round(
         self, tree: DraftTree, verdict: Verdict, lengths: Sequence[int], context: int, is_prefill: bool = False
@@ -293,43 +223,15 @@ class Decoding:
             num_accepted=tuple(verdict.num_accepted),
             lengths=lengths,
             context=context,
-            depth=self._drafted_depth,
+            depth=self.drafts.depth,
             seconds=self._clock.stop(),
             is_prefill=is_prefill,
-            is_warm_up=self._num_compiled != self._num_compiled_before,
-            is_ahead=self.ahead is not None and self.ahead.was_taken,
-        )
-
-    def _verify(self, logits: Tensor, tree: DraftTree, verdict: Verdict, may_be_tainted: bool = False) -> None:
-        verify(
-            logits,
-            tree,
-            self.sampler,
-            self.stopping,
-            self.sequences,
-            lockstep=self.lockstep,
-            pads_ended=self.ended.are_padded,
-            may_be_tainted=may_be_tainted,
-            after_step=self.delivery,
-            verdict=verdict,
+            is_warm_up=self.target.has_compiled,
+            is_ahead=self.drafts.was_made_ahead,
         )
 
     def _leave_to_streamer(self, counter: str) -> None:
         """Takes the streamer's time out of ours."""
-        if self.delivery is not None:
-            seconds = self.delivery.take_seconds()
+        if seconds := self.choosing.take_seconds():
             self.stats.take_out(seconds, counter)
             self._clock.leave_out(seconds)
-
-    @property
-    def _active(self) -> tuple[bool, ...]:
-        """Whether the next round can emit tokens in a row."""
-        sequences = self.sequences
-        if not self.lockstep:
-            return tuple(not finished for finished in sequences.finished)
-        return tuple(self.stopping.is_running(sequences, row) for row in range(sequences.batch_size))
-
-    @property
-    def _num_compiled(self) -> int:
-        """Forwards so far that compiled before they ran."""
-        return 0 if self.compiler is None else self.compiler.num_slow

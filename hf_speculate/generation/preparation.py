@@ -35,16 +35,15 @@ from ..target import (
 )
 from ..verification import LayerRecord, Noise, Records, Sampler, Sequences, StepRecord, Stopping, TypicalSampler
 from .ahead import Ahead
-from .delivery import Delivery
-from .ended_rows import EndedRows
-from .limits import DepthLimits
+from .choosing import Choosing, Delivery
+from .drafts import DepthLimits, Drafts
 from .listeners import listeners
-from .lockstep import lockstep_reason
 from .loop import Decoding
-from .prompt import Prompt
 from .recomputing import recomputing
 from .requests import total_length
+from .rows import Rows, lockstep_reason
 from .stock_step import TOKEN_KWARGS, StockStep
+from .target import Prompt, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,27 +143,26 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, sampler, stats)
     return Decoding(
-        target=model,
-        prompt=Prompt(
-            forward=lambda **taps: model._prefill(call.input_ids, call.config, {**call.model_kwargs, **taps}),
-            positions=call.positions,
-            num_expected=call.num_expected,
-            step=step,
-            known_from=request.known_from,
+        rows=Rows(sequences, stopping, lockstep_reason=lockstep, are_padded=are_padded, show_cache=call.shows_cache),
+        target=Target(
+            model=model,
+            prompt=Prompt(
+                forward=lambda **taps: model._prefill(call.input_ids, call.config, {**call.model_kwargs, **taps}),
+                positions=call.positions,
+                num_expected=call.num_expected,
+                step=step,
+                known_from=request.known_from,
+            ),
+            scorer=scorer,
+            forward_kwargs={**drafting.forward_kwargs, **sampler.records.forward_kwargs},
+            compiler=compiler,
         ),
-        drafting=drafting,
-        scorer=scorer,
-        policy=policy,
-        sampler=sampler,
-        stopping=stopping,
-        sequences=sequences,
+        drafts=Drafts(driver=drafting, policy=policy, limits=DepthLimits(model, stopping, sequences), ahead=ahead),
+        choosing=Choosing(
+            sampler=sampler,
+            delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
+        ),
         stats=stats,
-        ended=EndedRows(sequences, stopping, are_padded=are_padded, show_cache=call.shows_cache),
-        limits=DepthLimits(model, stopping, sequences),
-        lockstep_reason=lockstep,
-        compiler=compiler,
-        delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
-        ahead=ahead,
         listeners=listeners(stats, sampler, sequences, scorer, drafting, policy),
     )
 

@@ -135,9 +135,9 @@ def next_turn(model, inputs, output, ends):
 
 def assert_settled(run):
     """The last token of a row has no entry, but the EOS of one that was run with it, while others went on."""
-    emitted = run.sequences.num_emitted
+    emitted = run.rows.sequences.num_emitted
     for row, (length, n) in enumerate(zip(run.cache.lengths, emitted, strict=True)):
-        has_eos = run.sequences.finished[row] and n < max(emitted)
+        has_eos = run.rows.sequences.finished[row] and n < max(emitted)
         assert length in (WIDTH + n - 1, WIDTH + n) if has_eos else length == WIDTH + n - 1
 
 

@@ -1,18 +1,22 @@
-"""The prompt of a request: its one forward, and what has to be true of it before anything is built on it."""
+"""The target in one request: its prompt's forward, and its forwards over trees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache import TreeCache, cache_of
+from ..compilation import Compiler
 from ..errors import PromptError
+from ..models import GenerativeModel
 from ..target import Scorer
+from ..tree import DraftTree
 from ..verification import Sequences
+from .rows import Rows
 from .stock_step import StockStep
 
 
@@ -62,3 +66,57 @@ class Prompt:
         """int64 [B, J]: what came after each position that the drafter is told of, the prompt's next token."""
         first = torch.tensor([tokens[:1] for tokens in sequences.new_tokens])
         return torch.cat([sequences.prompt[:, self.known_from + 1 :].cpu(), first], dim=1)
+
+
+@dataclass(kw_only=True)
+class Target:
+    """The target in one request.
+
+    Attributes:
+        model: the model.
+        prompt: its prompt, which has to run first.
+        scorer: its forward over trees; owns the cache.
+        forward_kwargs: further arguments of every forward: what drafter and records have to see of it.
+        compiler: compiler of its forwards, and of the drafter's; None: nothing is compiled.
+    """
+
+    model: GenerativeModel
+    prompt: Prompt
+    scorer: Scorer
+    forward_kwargs: dict[str, Any] = field(default_factory=dict)
+    compiler: Compiler | None = None
+    _num_compiled: int = field(default=0, init=False)
+
+    @property
+    def cache(self) -> TreeCache:
+        return self.scorer.cache
+
+    def begin_round(self, rows: Rows) -> None:
+        """From here on the target runs only rows that are not finished, as far as that is allowed."""
+        if rows.can_leave:
+            self.scorer.leave_out(rows.done(self.cache))
+        self._num_compiled = self._count_compiled()
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether something was compiled since the round began."""
+        return self._count_compiled() != self._num_compiled
+
+    def run_prompt(self) -> Any:
+        """The output of the prompt's forward."""
+        return self.prompt.run(self.scorer, self.forward_kwargs)
+
+    def score(self, tree: DraftTree, sequences: Sequences) -> Any:
+        """The output of a forward over a tree."""
+        return self.scorer(tree, self.root_positions(sequences), forward_kwargs=self.forward_kwargs)
+
+    def root_positions(self, sequences: Sequences) -> list[int]:
+        """Position ids of the last emitted tokens."""
+        return self.prompt.root_positions(sequences)
+
+    def may_be_tainted(self, tree: DraftTree) -> bool:
+        """Whether entries that a node must not see are part of its sums, times zero: NaN there would show."""
+        return self.scorer.sums_masked and (tree.num_nodes > 1 or self.cache.is_ragged)
+
+    def _count_compiled(self) -> int:
+        return 0 if self.compiler is None else self.compiler.num_slow

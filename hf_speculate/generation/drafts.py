@@ -1,0 +1,121 @@
+"""The drafts of one request: how much a round may draft, and what the drafter gives within that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..cache import TreeCache
+from ..drafting import Deepening, Drafting, DraftState
+from ..models import GenerativeModel
+from ..policy import NOTHING, Budget, PolicySession, Situation
+from ..target import DepthLimit, Scorer, has_length_dependent_rope, takes_position_ids
+from ..tree import DraftTree
+from ..verification import Sampler, Sequences, Stopping
+from .ahead import Ahead
+from .rows import Rows
+from .target import Target
+
+
+_UNBOUNDED = 10**9
+
+
+class DepthLimits:
+    """How deep each row may draft: to where tokens can still be emitted, and where the target's forward does not depend
+    on its longest position.
+
+    Args:
+        target: the model.
+        stopping, sequences: of the request.
+    """
+
+    def __init__(self, target: GenerativeModel, stopping: Stopping, sequences: Sequences):
+        self._stopping = stopping
+        self._sequences = sequences
+        self._of_positions = DepthLimit(target.config)
+        self._takes_position_ids = takes_position_ids(target)
+        self._counts_padding = has_length_dependent_rope(target.config)
+
+    def __call__(self, scorer: Scorer, root_positions: Sequence[int]) -> list[int]:
+        """For every row of the batch; a node at depth d can be emitted only if d tokens and the bonus still fit."""
+        limit = 0 if scorer.takes_root_only else self._limit(scorer.cache.append_index, root_positions)
+        rows, max_length = range(self._sequences.batch_size), self._stopping.max_length
+        if max_length is None:
+            return [limit for _ in rows]
+        return [max(min(limit, max_length - self._sequences.length(row) - 1), 0) for row in rows]
+
+    def _limit(self, append_index: int, root_positions: Sequence[int]) -> int:
+        limit = None
+        if self._of_positions.is_any:
+            limit = self._of_positions(self._counts(append_index, root_positions))
+        return _UNBOUNDED if limit is None else limit
+
+    def _counts(self, append_index: int, root_positions: Sequence[int]) -> set[int]:
+        """The places that the model may take its roots to be at. Padding has no positions, but some models count it."""
+        if not self._takes_position_ids:
+            return {append_index}
+        return {max(root_positions), *((append_index,) if self._counts_padding else ())}
+
+
+@dataclass(kw_only=True)
+class Drafts:
+    """The drafting side of one request.
+
+    Attributes:
+        driver: the drafter at work.
+        policy: chooses how much every round drafts.
+        limits: how deep a round may draft.
+        ahead: drafts the next round while this one is verified; None: nobody does.
+        depth: depth of the last draft before it was cut; 0 where there was none.
+    """
+
+    driver: Drafting
+    policy: PolicySession
+    limits: DepthLimits
+    ahead: Ahead | None = None
+    depth: int = field(default=0, init=False)
+
+    def choose(self, rows: Rows, cache: TreeCache) -> Budget:
+        """What the round may draft."""
+        taking_part = [row for row, takes_part in enumerate(rows.active) if takes_part]
+        situation = Situation(taking_part, len(cache.rows), cache.append_index)
+        return self.policy.choose(situation) if taking_part else NOTHING
+
+    def tree(self, budget: Budget, rows: Rows, target: Target, sampler: Sampler) -> DraftTree:
+        """What the drafter gives within the budget, as far as it can be emitted."""
+        active, limits = rows.active, self.limits(target.scorer, target.root_positions(rows.sequences))
+        tree = None if self.ahead is None else self.ahead.take()
+        taking_part = [limit for limit, takes_part in zip(limits, active, strict=True) if takes_part]
+        max_depth = max(taking_part, default=0)
+        if budget.max_depth is not None:
+            max_depth = min(max_depth, budget.max_depth)
+        self.depth = 0
+        if budget.max_nodes == 0 or max_depth <= 0:
+            return DraftTree.root_only(rows.sequences.last_tokens)
+        if tree is None:
+            tree = self.driver.draft(self._state(rows, target, sampler, max_depth, self.policy.deepening()))
+        if tree.num_nodes == 1:
+            return tree
+        self.depth = tree.max_depth
+        if budget.max_nodes is not None:
+            tree = tree.best(budget.max_nodes)
+        tree = self.policy.cut(tree)
+        return tree.pruned(limits) if tree.max_depth > min(taking_part) else tree
+
+    def begin_ahead(self, tree: DraftTree, budget: Budget, rows: Rows, target: Target, sampler: Sampler) -> None:
+        """Lets the drafter begin with the round after that of `tree`."""
+        assert self.ahead is not None
+        (limit,) = self.limits(target.scorer, target.root_positions(rows.sequences))
+        self.ahead.begin(tree, budget, self._state(rows, target, sampler, limit, self.policy.deepening_ahead()))
+
+    @property
+    def was_made_ahead(self) -> bool:
+        """Whether the last draft was."""
+        return self.ahead is not None and self.ahead.was_taken
+
+    def _state(
+        self, rows: Rows, target: Target, sampler: Sampler, max_depth: int, deepening: Deepening | None
+    ) -> DraftState:
+        is_chain = target.scorer.shape == "chain"
+        place = sampler, rows.sequences, rows.active, max_depth
+        return self.driver.state(*place, chains_only=is_chain, deepening=deepening)

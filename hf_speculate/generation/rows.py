@@ -1,0 +1,135 @@
+"""The rows of a request: what each has emitted, which have ended, and what the target still has to run of those.
+
+Stock goes on with every row until the last one ends, feeding padding to those that have ended. Of that, others get to
+see the entry of a row's EOS in the returned cache, which the next turn attends to. Where something looks at the whole
+batch, or at every step of every row, they also see what rows show for their padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..cache import TreeCache
+from ..models import GenerativeModel
+from ..target import Scorer, has_length_dependent_rope
+from ..tree import DraftTree
+from ..verification import Sampler, Sequences, Stopping, Verdict
+
+
+# Steps of padding that a row catches up with in one round at most.
+_MAX_PADDING = 32
+
+
+def lockstep_reason(
+    target: GenerativeModel, scorer: Scorer, sampler: Sampler, stopping: Stopping, has_streamer: bool
+) -> str:
+    """Why all rows must emit the same number of tokens a round; "" if each may go on alone."""
+    if not sampler.row_wise:
+        return "a logits processor that is not known to be row-wise"
+    if not stopping.row_wise:
+        return "a stopping criterion that is not known to be row-wise"
+    if has_length_dependent_rope(target.config):
+        return "RoPE that depends on the longest position"
+    if scorer.needs_equal_rows:
+        return "attention that takes no mask or counts along the cache"
+    return "a streamer" if has_streamer else ""
+
+
+class Rows:
+    """The rows of one request.
+
+    Args:
+        sequences: text of every row.
+        stopping: criteria that end rows.
+        lockstep_reason: why all rows must emit the same number of tokens a round; "" if each goes on alone.
+        are_padded: whether ended rows go on with padding, as stock's do; else with their EOS alone.
+        show_cache: whether somebody gets to see the cache.
+
+    Attributes:
+        prompt_lengths: cache entries of each row's prompt; None until it has run.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        stopping: Stopping,
+        *,
+        lockstep_reason: str = "",
+        are_padded: bool = False,
+        show_cache: bool = False,
+    ):
+        self.sequences = sequences
+        self.stopping = stopping
+        self.lockstep_reason = lockstep_reason
+        self.are_padded = are_padded
+        # Without EOS rows go on with tokens of their own, and all end together.
+        self._owe_eos = show_cache and stopping.has_eos and not are_padded
+        self.prompt_lengths: Sequence[int] | None = None
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all rows advance together."""
+        return self.sequences.batch_size == 1 or bool(self.lockstep_reason)
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Whether the next round can emit tokens in a row."""
+        if not self.lockstep:
+            return tuple(not finished for finished in self.sequences.finished)
+        return tuple(self.stopping.is_running(self.sequences, row) for row in range(self.sequences.batch_size))
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether ended rows need not be run any more. In lock-step all are: what is called with the whole batch must
+        see what stock shows it."""
+        finished = self.sequences.finished
+        return not self.lockstep and any(finished) and not all(finished)
+
+    def are_unfinished(self, cache: TreeCache) -> bool:
+        """Whether another round is needed."""
+        return not all(self.sequences.finished) or self._is_any_behind(cache)
+
+    def _is_any_behind(self, cache: TreeCache) -> bool:
+        """Whether, all rows having ended, one has not been run as far as stock's."""
+        emitted = self.sequences.num_emitted
+        if self.are_padded:
+            return len(set(emitted)) > 1
+        pairs = zip(cache.lengths, self.settled_lengths(emitted), strict=True)
+        return self._owe_eos and any(found < settled for found, settled in pairs)
+
+    def done(self, cache: TreeCache) -> list[int]:
+        """Rows that need not be run any more, whatever the others do. Rows that go on with padding are none of them."""
+        if self.are_padded:
+            return []
+        return [row for row in self.sequences.finished_rows if not self._owes_eos(row, cache)]
+
+    def paths(self, verdict: Verdict, cache: TreeCache) -> list[list[int]]:
+        """What is kept of a round: the accepted paths, and the root of a row that has ended with it."""
+        if not self._owe_eos or not any(self.sequences.finished):
+            return verdict.paths
+        owing = [row for row in cache.rows if self._owes_eos(row, cache)]
+        return [path or ([0] if row in owing else path) for row, path in enumerate(verdict.paths)]
+
+    def settled_lengths(self, num_new: Sequence[int]) -> list[int]:
+        """Entries of real tokens in stock's cache where rows have so many new tokens: the last step's have none."""
+        assert self.prompt_lengths is not None
+        last = max(max(num_new) - 1, 0)
+        return [length + min(n, last) for length, n in zip(self.prompt_lengths, num_new, strict=True)]
+
+    def with_padding(self, tree: DraftTree) -> DraftTree:
+        """The tree with a chain of padding for every row that has ended, as deep as the longest may get."""
+        sequences, chains = self.sequences, {}
+        if not self.are_padded or not any(sequences.finished):
+            return tree
+        longest = max(sequences.num_emitted) + tree.max_depth
+        for row, tokens in enumerate(sequences.new_tokens):
+            if not self.stopping.is_running(sequences, row):
+                length = min(longest - len(tokens), _MAX_PADDING)
+                chains[row] = [tokens[-1], *[sequences.pad_token_id] * length]
+        return tree.with_chains(chains) if chains else tree
+
+    def _owes_eos(self, row: int, cache: TreeCache) -> bool:
+        """Whether the last token of a row is its EOS, and not in the cache."""
+        assert self.prompt_lengths is not None
+        is_behind = cache.lengths[row] < self.prompt_lengths[row] + len(self.sequences.new_tokens[row])
+        return self._owe_eos and self.sequences.finished[row] and is_behind
