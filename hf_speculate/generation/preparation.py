@@ -23,12 +23,12 @@ from ..speculator import Speculator
 from ..stats import SpeculationStats
 from ..target import (
     MAX_NATIVE_ROWS,
-    ExactScorer,
     Scorer,
     Shape,
     Sizes,
     active_adapters,
     compiled,
+    exact_scorer,
     has_native_layers,
     prompt_learning,
     target_scorer,
@@ -56,7 +56,7 @@ class SampleCall:
         streamer: as `generate` takes it.
         has_callers_cache: the cache was an argument of `generate`.
         shape, reason: what the model takes, and why nothing wider, see `request_shape`.
-        sizes: for `ExactScorer`; None: nothing has to be exact.
+        sizes: for `exact_scorer`; None: nothing has to be exact.
     """
 
     model: GenerativeModel
@@ -224,7 +224,7 @@ def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler:
     arguments = call.cache, call.batch_size, call.attention_mask, call.shape
     if call.sizes is not None and not has_native_layers(model):
         cache = TreeCache(call.cache, call.batch_size)
-        return ExactScorer(model, cache, call.attention_mask, token_kwargs, sizes=call.sizes)
+        return exact_scorer(model, cache, call.sizes, call.attention_mask, token_kwargs)
     scorer = recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
     if compiler is None:
         return scorer

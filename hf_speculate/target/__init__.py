@@ -23,7 +23,6 @@ from .devices import last_device as last_device
 from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense
 from .embeddings import output_rows as output_rows
-from .exact import ExactScorer as ExactScorer
 from .filler import filler_cache as filler_cache
 from .hooks import has_foreign_hooks as has_foreign_hooks
 from .hooks import unhooked as unhooked
@@ -48,6 +47,8 @@ from .recorders import keep_saveable as keep_saveable
 from .recurrent import has_recurrent_layers as has_recurrent_layers
 from .recurrent import target_scorer as target_scorer
 from .recurrent import target_shape as target_shape
+from .scoring import Forward as Forward
+from .scoring import Nodes as Nodes
 from .scoring import Scorer as Scorer
 from .static import NODE_BUCKETS as NODE_BUCKETS
 from .static import compiled as compiled

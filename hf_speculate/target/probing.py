@@ -8,7 +8,7 @@ the whole model, with many rows. Nothing is taken for granted of a kernel, a dev
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from ..models import GenerativeModel, num_embeddings
 from ..tree import DraftTree
 from .adapters import prompt_learning
 from .devices import input_device
-from .exact import ExactScorer
+from .exact import ExactForward
 from .filler import filler_cache
 from .hooks import without_foreign_hooks
 from .masks import layer_types, layer_windows
@@ -61,7 +61,7 @@ _found: WeakKeyDictionary[GenerativeModel, dict[tuple[Any, ...], Sizes | str]] =
 
 
 def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded: bool) -> Sizes | str:
-    """What `ExactScorer` needs to know of a model (nothing, where a kernel of ours computes its layers); or why it
+    """What `ExactForward` needs to know of a model (nothing, where a kernel of ours computes its layers); or why it
     cannot be exact.
 
     Args:
@@ -205,11 +205,18 @@ def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:
     return [length for length in (*_LENGTHS, *sorted(ends)) if most is None or length + depth <= most]
 
 
-def exact_scorer(model: GenerativeModel, cache: TreeCache, sizes: Sizes, prompt_mask: Tensor | None = None) -> Scorer:
-    """What scores trees with the bits of single steps: where a kernel of ours computes the layers, any `Scorer`."""
+def exact_scorer(
+    model: GenerativeModel,
+    cache: TreeCache,
+    sizes: Sizes,
+    prompt_mask: Tensor | None = None,
+    token_kwargs: Mapping[str, Tensor] | None = None,
+) -> Scorer:
+    """A scorer with the bits of single steps: where a kernel of ours computes the layers, any."""
     if has_native_layers(model):
-        return Scorer(model, cache, prompt_mask)
-    return ExactScorer(model, cache, prompt_mask, sizes=sizes)
+        return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs)
+    forward = ExactForward(model, prompt_mask, sizes)
+    return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs, forward=forward)
 
 
 class _Steps:

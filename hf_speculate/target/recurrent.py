@@ -27,8 +27,7 @@ from transformers.cache_utils import (
 from ..cache import INDEXABLE, TreeCache, as_cache
 from ..errors import CacheStateError
 from ..transfers import to_device
-from ..tree import DraftTree
-from .scoring import Scorer
+from .scoring import Forward, Nodes, Scorer
 from .support import Shape, supported_shape
 
 
@@ -183,71 +182,69 @@ class RecurrentCache(TreeCache):
             layer.pinned_from = layer.window_start(self.state_length)
 
 
-class RecurrentScorer(Scorer):
-    """Scores chains on a `RecurrentCache`, running what its states lack in front of them."""
+class RecurrentForward(Forward):
+    """A forward over chains on a `RecurrentCache`, which runs what its states lack in front of them."""
 
-    cache: RecurrentCache
-    _shifts: Sequence[int] | None = None
-    """Position less index of the entries of each row; rows that have ended keep theirs."""
+    needs_equal_rows = True
 
-    @property
-    def needs_equal_rows(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        self._shifts: Sequence[int] | None = None  # position less index of each row's entries; ended rows keep theirs
 
-    def __call__(
-        self,
-        tree: DraftTree,
-        root_positions: Sequence[int],
-        *,
-        num_cached: int = 0,
-        forward_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """As `Scorer`; `num_cached` must be 0. States and attentions of the output are those of the nodes only."""
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any:
+        """`num_cached` must be 0. States and attentions of the output are those of the nodes only."""
+        tree, cache = nodes.tree, _cache(scorer)
         if self._shifts is None:
-            self._shifts = [position - self.cache.append_index for position in root_positions]
-        if not self.cache.is_current and self.cache.rerun.shape[1] > MAX_RERUN:
-            self.settle()
-        rerun = self.cache.begin(tree.token_ids)
-        self.num_rerun = rerun.shape[1]
-        output = self._run(torch.cat([rerun, tree.token_ids.to(rerun.device)], dim=1), forward_kwargs)
+            self._shifts = [position - cache.append_index for position in nodes.root_positions]
+        if not cache.is_current and cache.rerun.shape[1] > MAX_RERUN:
+            self.settle(scorer)
+        rerun = cache.begin(tree.token_ids)
+        scorer.num_rerun = rerun.shape[1]
+        token_ids = torch.cat([rerun, tree.token_ids.to(rerun.device)], dim=1)
+        output = self._run(scorer, token_ids, nodes.forward_kwargs)
         output.logits = output.logits[:, -tree.num_nodes :]
         for name in ("hidden_states", "attentions"):
             if (states := getattr(output, name, None)) is not None:
-                output[name] = tuple(None if state is None else state[..., self.num_rerun :, :] for state in states)
+                output[name] = tuple(None if state is None else state[..., scorer.num_rerun :, :] for state in states)
         return output
 
-    def settle(self) -> None:
+    def settle(self, scorer: Scorer) -> None:
         """Brings the states up to everything committed."""
-        if not self.cache.is_current:
-            rerun = self.cache.begin(self.cache.rerun[:, :0])
+        cache = _cache(scorer)
+        if not cache.is_current:
+            rerun = cache.begin(cache.rerun[:, :0])
             if rerun.shape[1]:
                 with torch.no_grad():
-                    self._run(rerun, None)
-            self.cache.advance()
+                    self._run(scorer, rerun, {})
+            cache.advance()
 
-    def _run(self, token_ids: Tensor, forward_kwargs: Mapping[str, Any] | None) -> Any:
+    def _run(self, scorer: Scorer, token_ids: Tensor, forward_kwargs: Mapping[str, Any]) -> Any:
         """One forward over tokens [B, n], the first of them behind the states."""
-        count, device, start = token_ids.shape[1], self.device, self.cache.state_length
+        count, device, start = token_ids.shape[1], scorer.device, _cache(scorer).state_length
         assert self._shifts is not None
         shifts = to_device(self._shifts, device)
         positions = shifts[:, None] + torch.arange(start, start + count, device=device)
         mask = None
-        if self._prompt_mask is not None:
+        if scorer.prompt_mask is not None:
             mask = torch.ones(len(token_ids), start + count, dtype=torch.long, device=device)
-            width = min(self._prompt_mask.shape[1], start)
-            mask[:, :width] = self._prompt_mask[:, :width]
-        return self.model(
+            width = min(scorer.prompt_mask.shape[1], start)
+            mask[:, :width] = scorer.prompt_mask[:, :width]
+        return scorer.model(
             input_ids=to_device(token_ids, device),
             attention_mask=mask,
-            **as_cache(self.cache.cache),
+            **as_cache(scorer.cache.cache),
             use_cache=True,
             logits_to_keep=count,
             return_dict=True,
-            **({"position_ids": positions} if self._takes_position_ids else {}),
-            **self._for_tokens(count),
-            **self._forward_kwargs,
-            **(forward_kwargs or {}),
+            **({"position_ids": positions} if scorer.takes_position_ids else {}),
+            **scorer.for_tokens(count),
+            **scorer.forward_kwargs,
+            **forward_kwargs,
         )
+
+
+def _cache(scorer: Scorer) -> RecurrentCache:
+    assert isinstance(scorer.cache, RecurrentCache)
+    return scorer.cache
 
 
 def target_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
@@ -266,5 +263,7 @@ def target_scorer(
     token_kwargs: Mapping[str, Tensor] | None = None,
 ) -> Scorer:
     """The scorer that fits the layers of `cache`, with the cache that it needs."""
-    kind, kind_of_cache = (RecurrentScorer, RecurrentCache) if has_recurrent_layers(cache) else (Scorer, TreeCache)
-    return kind(model, kind_of_cache(cache, batch_size), prompt_mask, shape, token_kwargs=token_kwargs)
+    if has_recurrent_layers(cache):
+        own = RecurrentCache(cache, batch_size)
+        return Scorer(model, own, prompt_mask, shape, token_kwargs=token_kwargs, forward=RecurrentForward())
+    return Scorer(model, TreeCache(cache, batch_size), prompt_mask, shape, token_kwargs=token_kwargs)

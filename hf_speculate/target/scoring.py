@@ -7,6 +7,7 @@ architecture: any decoder-only model whose forward takes a 4-D mask, position id
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,8 +31,57 @@ from .support import Shape, counts_along_cache, ignores_masks
 _COPY_CONTEXT = 4096
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a tree that a forward runs.
+
+    Attributes:
+        tree: its rows are those that the cache holds (`TreeCache.rows`); a chain if the scorer's shape is "chain".
+        root_positions: position id of the root of each row of the batch.
+        num_cached: the first nodes, already appended by calls since the last commit; only the others are run (how a
+            drafter grows a tree level by level).
+        forward_kwargs: further keyword arguments of this forward.
+    """
+
+    tree: DraftTree
+    root_positions: Sequence[int]
+    num_cached: int
+    forward_kwargs: Mapping[str, Any]
+
+
+class Forward:
+    """A forward of the model over nodes, with the mask of their tree: the plain reference of `ExactForward`,
+    `StaticForward`, `RecurrentForward` and `RecomputingForward`.
+
+    Class attributes:
+        can_leave_rows_out: whether it runs any number of rows.
+        needs_equal_rows: whether all rows must have the same length.
+    """
+
+    can_leave_rows_out = True
+    needs_equal_rows = False
+
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any:
+        """The model's output, see `Scorer.__call__`; the cache of the scorer then holds the nodes."""
+        mask = scorer.arranged_mask(nodes)
+        output = scorer.run_model(nodes, mask)
+        scorer.sums_masked = not isinstance(mask, TreeMask) or mask.is_made
+        return output
+
+    def takes_root_only(self, scorer: Scorer) -> bool:
+        """Whether the next forward can be a plain decoding step only."""
+        return False
+
+    def settle(self, scorer: Scorer) -> None:
+        """Brings the cache up to everything committed, where it lags behind."""
+
+
+_PLAIN = Forward()
+
+
 class Scorer:
-    """Runs a causal LM over draft trees on top of one cache, rows of a batch having their own lengths.
+    """Scores draft trees by a causal LM on top of one cache, rows of a batch having their own lengths. It builds the
+    inputs of a forward; a `Forward` runs them.
 
     Args:
         model: the causal LM.
@@ -41,22 +91,14 @@ class Scorer:
         shape: "tree", or "chain" for attentions that take no tree mask.
         forward_kwargs: further keyword arguments of every forward.
         token_kwargs: those of them that have a value for each token: [B, 1], what new tokens of a row get.
+        forward: runs the model.
 
     Attributes:
         has_windows: whether some layers do not see all of the text.
+        sums_masked: whether the last forward may have summed entries that a mask hides.
+        num_rerun: committed tokens that the last forward ran again in front of the nodes.
+        whole_output: states and attentions of the last forward, where that ran the whole text; else None.
     """
-
-    num_rerun = 0
-    """Committed tokens that the last forward ran again in front of the nodes."""
-
-    sums_masked = True
-    """Whether the last forward may have summed entries that a mask hides."""
-
-    takes_root_only = False
-    """Whether the next forward can be a plain decoding step only."""
-
-    whole_output: Any = None
-    """States and attentions of the last forward, where that ran the whole text."""
 
     def __init__(
         self,
@@ -66,19 +108,22 @@ class Scorer:
         shape: Shape = "tree",
         forward_kwargs: Mapping[str, Any] | None = None,
         token_kwargs: Mapping[str, Tensor] | None = None,
+        forward: Forward = _PLAIN,
     ):
         self.model = model
+        self.forward = forward
+        self.sums_masked, self.num_rerun, self.whole_output = True, 0, None
         self.cache = cache
         self.cache.mover = getattr(vars(model).get("forward"), "move_entries", None)
         self.shape = shape
         self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
         self._num_idle = 0
-        self._forward_kwargs = dict(forward_kwargs or {})
-        self._token_kwargs = dict(token_kwargs or {})
-        self._layer_types = layer_types_of(model)
-        self.has_windows = any(layer_type.window is not None for layer_type in self._layer_types)
-        self._takes_position_ids = takes_position_ids(model)
+        self.forward_kwargs = dict(forward_kwargs or {})
+        self.token_kwargs = dict(token_kwargs or {})
+        self.layer_types = layer_types_of(model)
+        self.has_windows = any(layer_type.window is not None for layer_type in self.layer_types)
+        self.takes_position_ids = takes_position_ids(model)
         self.device = input_device(model)
         self.attention = TreeAttention(model, self.device)
 
@@ -90,40 +135,36 @@ class Scorer:
         num_cached: int = 0,
         forward_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Scores nodes of `tree`; the cache then holds N appended, uncommitted entries a row.
+        """Scores nodes of `tree`; the cache then holds N appended, uncommitted entries a row. Arguments: see `Nodes`.
 
-        Args:
-            tree: the rows that the cache holds (`TreeCache.rows`); must be a chain if `shape` is "chain".
-            root_positions: position id of the root of each row of the batch.
-            num_cached: the first nodes, already appended by calls since the last commit; only the others are run
-                (how a drafter grows a tree level by level).
-            forward_kwargs: further keyword arguments of this forward.
         Returns:
             The model's output, of these rows; `logits` is [R, N - num_cached, V], `logits[r, i]` scores the token after
             node `num_cached + i`.
         """
-        num_nodes = tree.num_nodes
-        tokens = tree.token_ids[:, num_cached:] if num_cached else tree.token_ids
-        inputs = {**self._forward_kwargs, **(forward_kwargs or {})}
-        if self._takes_position_ids:
-            inputs["position_ids"] = self._positions(tree, root_positions, num_cached)
-        if self._token_kwargs:
-            inputs |= self._for_tokens(num_nodes - num_cached)
-        mask = self._arranged_mask(tree, num_cached)
-        output = self.model(
-            input_ids=to_device(tokens, self.device),
+        return self.forward.run(self, Nodes(tree, root_positions, num_cached, forward_kwargs or {}))
+
+    def run_model(self, nodes: Nodes, mask: Mask | TreeMask) -> Any:
+        """The model's output for nodes under a mask."""
+        tokens, num_cached = nodes.tree.token_ids, nodes.num_cached
+        count = nodes.tree.num_nodes - num_cached
+        inputs = {**self.forward_kwargs, **nodes.forward_kwargs}
+        if self.takes_position_ids:
+            inputs["position_ids"] = self._positions(nodes)
+        if self.token_kwargs:
+            inputs |= self.for_tokens(count)
+        return self.model(
+            input_ids=to_device(tokens[:, num_cached:] if num_cached else tokens, self.device),
             attention_mask=mask,
             **as_cache(self.cache.cache),
             use_cache=True,
-            logits_to_keep=num_nodes - num_cached,
+            logits_to_keep=count,
             return_dict=True,
             **inputs,
         )
-        self.sums_masked = not isinstance(mask, TreeMask) or mask.is_made
-        return output
 
-    def _arranged_mask(self, tree: DraftTree, num_cached: int) -> Mask | TreeMask:
+    def arranged_mask(self, nodes: Nodes) -> Mask | TreeMask:
         """`mask` as the model is given it; the tree alone, where that is enough for it."""
+        tree, num_cached = nodes.tree, nodes.num_cached
         is_whole = self.shape == "tree" and not num_cached and tree.num_nodes > 1
 
         def build() -> Mask:
@@ -133,9 +174,10 @@ class Scorer:
             return build()
         return TreeMask(tree.host.parents, self.cache.append_index, build)
 
-    def _positions(self, tree: DraftTree, root_positions: Sequence[int], num_cached: int) -> Tensor:
+    def _positions(self, nodes: Nodes) -> Tensor:
         """int64 [R, N - num_cached]."""
-        roots = [[root_positions[row]] for row in self.cache.rows]
+        tree, num_cached = nodes.tree, nodes.num_cached
+        roots = [[nodes.root_positions[row]] for row in self.cache.rows]
         if tree.num_nodes == 1:
             return to_device(roots, self.device)
         if tree.is_small:
@@ -147,18 +189,23 @@ class Scorer:
 
     def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
         """Further keyword arguments of every forward from here on."""
-        self._forward_kwargs = dict(forward_kwargs)
+        self.forward_kwargs = dict(forward_kwargs)
 
-    def _for_tokens(self, count: int) -> dict[str, Tensor]:
+    def for_tokens(self, count: int) -> dict[str, Tensor]:
         """The `token_kwargs` of a forward over `count` tokens of the rows that are there."""
         rows = list(self.cache.rows)
-        return {name: values[rows].expand(-1, count) for name, values in self._token_kwargs.items()}
+        return {name: values[rows].expand(-1, count) for name, values in self.token_kwargs.items()}
 
     @property
     def needs_equal_rows(self) -> bool:
         """Whether rows must have the same length: no mask reaches what looks at the cache, or counts along it."""
         reaches_no_mask = self.has_windows or ignores_masks(self.model) or bool(counts_along_cache(self.model))
-        return self.shape == "chain" and reaches_no_mask
+        return self.forward.needs_equal_rows or (self.shape == "chain" and reaches_no_mask)
+
+    @property
+    def takes_root_only(self) -> bool:
+        """Whether the next forward can be a plain decoding step only."""
+        return self.forward.takes_root_only(self)
 
     def leave_out(self, finished: Sequence[int]) -> bool:
         """Before a round: takes rows that have finished out of the cache, and so out of the forwards.
@@ -183,10 +230,11 @@ class Scorer:
 
     @cached_property
     def _can_leave_out(self) -> bool:
-        return not may_hold_rows(self.model, self._forward_kwargs)
+        return self.forward.can_leave_rows_out and not may_hold_rows(self.model, self.forward_kwargs)
 
     def settle(self) -> None:
         """Brings the cache up to everything committed, where it lags behind."""
+        self.forward.settle(self)
 
     def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | dict[str, Tensor] | None:
         """The attention mask of a forward over the nodes of `tree` behind the first `num_cached`.
@@ -202,12 +250,12 @@ class Scorer:
             return None
         if self.shape == "chain" and visible is not None:
             return torch.cat([visible, visible.new_ones(visible.shape[0], num_nodes)], dim=1).long()
-        masks = {kind.name: self._tree_mask(tree, num_cached, visible, kind) for kind in self._layer_types}
+        masks = {kind.name: self._tree_mask(tree, num_cached, visible, kind) for kind in self.layer_types}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _tree_mask(self, tree: DraftTree, num_cached: int, visible: Tensor | None, layer_type: LayerType) -> Tensor:
         """Additive [B, 1, N - num_cached, M + N] for the layers of one type."""
-        dtype, device = self._attention_dtype, self.device
+        dtype, device = self.attention_dtype, self.device
         first, end = self.cache.visible_from(layer_type.layer_index), self.cache.append_index
         num_prefix = end - first
         mask = torch.zeros(
@@ -221,12 +269,12 @@ class Scorer:
             nodes = lengths + to_device(tree.plan.depths, device)
             prefix = torch.arange(first, end, device=device).expand(tree.batch_size, -1)
             seen = torch.cat([prefix, nodes], dim=1)
-            too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self._prompt_mask, device))
+            too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self.prompt_mask, device))
             mask.masked_fill_(too_far[:, None], torch.finfo(dtype).min)
         return mask
 
     @property
-    def _prompt_mask(self) -> Tensor | None:
+    def prompt_mask(self) -> Tensor | None:
         """bool [R, M0], of the rows that the cache holds; None when all entries are real."""
         if self._masked_rows is not self.cache.rows and self._whole_prompt_mask is not None:
             mask = self._whole_prompt_mask[list(self.cache.rows)]
@@ -236,16 +284,16 @@ class Scorer:
     @property
     def _sees_prefix(self) -> bool:
         """Whether every node attends to all committed entries."""
-        return self._prompt_mask is None and not self.cache.is_ragged and not self.has_windows
+        return self.prompt_mask is None and not self.cache.is_ragged and not self.has_windows
 
     @property
-    def _attention_dtype(self) -> torch.dtype:
+    def attention_dtype(self) -> torch.dtype:
         """dtype of queries and keys, which `sdpa` wants of its mask; under autocast it is not the model's."""
         first = next((layer for layer in self.cache.cache.layers if isinstance(layer, PreallocatedLayer)), None)
         return first.dtype if first is not None and first.is_initialized else self.model.dtype
 
     def _visible_prefix(self, num_prefix: int) -> Tensor | None:
         """bool [B, num_prefix]: entries that are real; None if all are."""
-        if self._prompt_mask is None and not self.cache.is_ragged:
+        if self.prompt_mask is None and not self.cache.is_ragged:
             return None
-        return visible_prefix(self.cache.present_lengths, self._prompt_mask, num_prefix, self.device)
+        return visible_prefix(self.cache.present_lengths, self.prompt_mask, num_prefix, self.device)

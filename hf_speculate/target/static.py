@@ -9,7 +9,7 @@ which also serves what has no graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..transfers import to_device
 from ..tree import DraftTree
 from .attention import fold
 from .positions import has_length_dependent_rope
-from .scoring import Scorer
+from .scoring import Forward, Nodes, Scorer
 
 
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
@@ -45,7 +45,7 @@ def _forward(model: Any, cache: Cache, inputs: dict[str, Tensor], options: dict[
 
 
 def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: bool) -> Scorer:
-    """A scorer that does what `scorer` does with compiled forwards; `scorer` itself where that cannot or need not be.
+    """The scorer, with compiled forwards where that can be and is needed.
 
     Args:
         compiler: of the request.
@@ -60,7 +60,8 @@ def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: 
     if problem:
         compiler.refuse(problem)
         return scorer
-    return StaticScorer(scorer, compiler, is_private)
+    scorer.forward = StaticForward(scorer, compiler, is_private)
+    return scorer
 
 
 def has_native_layers(model: Any) -> bool:
@@ -72,7 +73,7 @@ def has_native_layers(model: Any) -> bool:
 def problem_with_static(scorer: Scorer) -> str:
     """Why forwards of `scorer` cannot be captured, "" if they can."""
     model, name = scorer.model, type(scorer.model).__name__
-    if type(scorer) is not Scorer or scorer.shape != "tree" or scorer.has_windows:
+    if type(scorer.forward) is not Forward or scorer.shape != "tree" or scorer.has_windows:
         return f"not every layer of {name} keeps all of the text"
     if not model._can_compile_fullgraph:
         return f"transformers does not compile {name} as one graph"
@@ -83,103 +84,93 @@ def problem_with_static(scorer: Scorer) -> str:
     return ""
 
 
-class StaticScorer(Scorer):
-    """A `Scorer` whose forwards are compiled.
+class StaticForward(Forward):
+    """A compiled forward.
 
     Args:
-        scorer: whose work it does; one that has no `problem_with_static`.
+        scorer: whose inputs it runs; one that has no `problem_with_static`.
         compiler: of the request.
         is_private: see `compiled`.
     """
 
+    can_leave_rows_out = False  # another number of rows is another graph
+
     def __init__(self, scorer: Scorer, compiler: Compiler, is_private: bool):
-        self.__dict__.update(vars(scorer))
         self._compiler = compiler
         self._pool = pool_of(scorer.model) if is_private else None
-        lease_of(self.cache.cache, self._pool)
+        lease_of(scorer.cache.cache, self._pool)
 
-    def leave_out(self, finished: Sequence[int]) -> bool:
-        """Nobody: another number of rows is another graph."""
-        return False
-
-    def __call__(
-        self,
-        tree: DraftTree,
-        root_positions: Sequence[int],
-        *,
-        num_cached: int = 0,
-        forward_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        def plain() -> Any:
-            return Scorer.__call__(self, tree, root_positions, num_cached=num_cached, forward_kwargs=forward_kwargs)
-
-        options = {**self._forward_kwargs, **(forward_kwargs or {})}
-        if problem := self._problem(tree, num_cached, options):
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any:
+        tree, cache = nodes.tree, scorer.cache
+        options = {**scorer.forward_kwargs, **nodes.forward_kwargs}
+        if problem := self._problem(scorer, nodes, options):
             self._compiler.refuse(problem)
-            return plain()
-        num_nodes, num_prefix = tree.num_nodes, self.cache.append_index
-        form = self._attention_dtype, self.attention.form, repr(options)
+            return super().run(scorer, nodes)
+        num_nodes, num_prefix = tree.num_nodes, cache.append_index
+        form = scorer.attention_dtype, scorer.attention.form, repr(options)
         keys = [(tree.batch_size, width, capacity_for(num_prefix + width), *form) for width in _widths(num_nodes)]
-        key: Any = self._compiler.choose(self.model, self.device, _forward, keys)
+        key: Any = self._compiler.choose(scorer.model, scorer.device, _forward, keys)
         _, width, capacity = key[:3]
 
         def inputs() -> tuple[Any, ...]:
-            return self.model, *self._inputs(tree, root_positions, width, capacity), options
+            return scorer.model, *self._inputs(scorer, nodes, width, capacity), options
 
-        output = self._compiler.run(self.model, self.device, key, _forward, inputs, plain)
+        def plain() -> Any:
+            return Forward.run(self, scorer, nodes)
+
+        output = self._compiler.run(scorer.model, scorer.device, key, _forward, inputs, plain)
         if not isinstance(output, tuple):
             return output
         logits, states = output
-        for layer in self._layers:
+        for layer in _layers(scorer):
             layer.length = num_prefix + num_nodes
         if states is not None:
             states: Any = tuple(None if state is None else state[:, :num_nodes] for state in states)
-        return CausalLMOutputWithPast(logits=logits[:, :num_nodes], **as_cache(self.cache.cache), hidden_states=states)
+        return CausalLMOutputWithPast(logits=logits[:, :num_nodes], **as_cache(cache.cache), hidden_states=states)
 
-    def settle(self) -> None:
+    def settle(self, scorer: Scorer) -> None:
         """Lets go of the buffers: plain `generate` makes its own when the cache grows."""
-        super().settle()
-        for layer in self._layers:
+        for layer in _layers(scorer):
             layer.allocate = None
 
-    def _problem(self, tree: DraftTree, num_cached: int, options: Mapping[str, Any]) -> str:
-        if self._token_kwargs:
-            return f"arguments {sorted(self._token_kwargs)}"
-        if num_cached or tree.num_nodes > NODE_BUCKETS[-1]:
+    def _problem(self, scorer: Scorer, nodes: Nodes, options: Mapping[str, Any]) -> str:
+        if scorer.token_kwargs:
+            return f"arguments {sorted(scorer.token_kwargs)}"
+        if nodes.num_cached or nodes.tree.num_nodes > NODE_BUCKETS[-1]:
             return f"a tree of more than {NODE_BUCKETS[-1]} nodes, or a part of one"
         if any(name != "output_hidden_states" or value is True for name, value in options.items()):
             return f"arguments {sorted(options)}"
-        layers = self._layers
+        layers = _layers(scorer)
         if not all(type(layer) is PreallocatedLayer and layer.is_initialized for layer in layers):
             return "layers that hold nothing"
-        return "" if all(layer.device == self.device for layer in layers) else "a cache on several devices"
+        return "" if all(layer.device == scorer.device for layer in layers) else "a cache on several devices"
 
-    @property
-    def _layers(self) -> list[Any]:
-        return self.cache.cache.layers
-
-    def _inputs(
-        self, tree: DraftTree, root_positions: Sequence[int], width: int, capacity: int
-    ) -> tuple[Cache, dict[str, Tensor]]:
+    def _inputs(self, scorer: Scorer, nodes: Nodes, width: int, capacity: int) -> tuple[Cache, dict[str, Tensor]]:
         """Tensors of static shape. Padding nodes are copies of the root: what they write is as finite as its entry."""
-        mask = self._static_mask(tree, width, capacity)
-        lease = lease_of(self.cache.cache, self._pool)
-        layers = lease.place(self._layers, capacity)
+        tree, device, attention = nodes.tree, scorer.device, scorer.attention
+        mask = _static_mask(scorer, tree, width, capacity)
+        lease = lease_of(scorer.cache.cache, self._pool)
+        layers = lease.place(_layers(scorer), capacity)
         buffers = lease.buffers(tree.batch_size, capacity)
-        first = self.cache.append_index
-        slots = buffers.filled(("slots", width), torch.arange(first, first + width, device=self.device))
-        depths = padded(to_device(tree.plan.depths, self.device), width)
+        first = scorer.cache.append_index
+        slots = buffers.filled(("slots", width), torch.arange(first, first + width, device=device))
+        depths = padded(to_device(tree.plan.depths, device), width)
         inputs = {
-            "input_ids": padded(to_device(tree.token_ids, self.device), width),
-            "position_ids": to_device(root_positions, self.device)[:, None] + depths,
-            "attention_mask": mask if self.attention.form == "stock" else fold(mask, self.attention.groups),
+            "input_ids": padded(to_device(tree.token_ids, device), width),
+            "position_ids": to_device(nodes.root_positions, device)[:, None] + depths,
+            "attention_mask": mask if attention.form == "stock" else fold(mask, attention.groups),
         }
         inputs = {name: buffers.filled((name, width), values) for name, values in inputs.items()}
         return buffers.cache(layers, slots), inputs
 
-    def _static_mask(self, tree: DraftTree, width: int, capacity: int) -> Tensor:
-        """Additive [B, 1, width, capacity]."""
-        found, num_seen = self.mask(tree), self.cache.append_index + tree.num_nodes
-        assert not isinstance(found, dict)
-        like = torch.empty(tree.batch_size, tree.num_nodes, dtype=self._attention_dtype, device=self.device)
-        return padded_mask(found, like, num_seen, width, capacity)
+
+def _layers(scorer: Scorer) -> list[Any]:
+    return scorer.cache.cache.layers
+
+
+def _static_mask(scorer: Scorer, tree: DraftTree, width: int, capacity: int) -> Tensor:
+    """Additive [B, 1, width, capacity]."""
+    found, num_seen = scorer.mask(tree), scorer.cache.append_index + tree.num_nodes
+    assert not isinstance(found, dict)
+    like = torch.empty(tree.batch_size, tree.num_nodes, dtype=scorer.attention_dtype, device=scorer.device)
+    return padded_mask(found, like, num_seen, width, capacity)

@@ -97,7 +97,7 @@ class TestFindsFaults:
         assert run_trial(build_tiny_model(), "tree")[0] == "single"
 
     def test_left_padding_that_is_not_masked(self, monkeypatch):
-        monkeypatch.setattr(Scorer, "_prompt_mask", None)
+        monkeypatch.setattr(Scorer, "prompt_mask", None)
         assert run_trial(build_tiny_model(), "tree")[0] == "single"
 
     def test_holes_behind_short_rows_that_are_not_masked(self, monkeypatch):
@@ -105,7 +105,7 @@ class TestFindsFaults:
 
         def visible(scorer, num_prefix):
             found = original(scorer, num_prefix)
-            return found if found is None else found | (torch.arange(num_prefix) >= scorer._prompt_mask.shape[1])
+            return found if found is None else found | (torch.arange(num_prefix) >= scorer.prompt_mask.shape[1])
 
         monkeypatch.setattr(Scorer, "_visible_prefix", visible)
         assert run_trial(build_tiny_model(), "tree")[0] == "single"

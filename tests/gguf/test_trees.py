@@ -52,8 +52,8 @@ def score(scorer, tree):
 @pytest.fixture
 def masks(monkeypatch):
     """What the model is given as a mask."""
-    found, original = [], Scorer._arranged_mask
-    monkeypatch.setattr(Scorer, "_arranged_mask", lambda *a: found.append(original(*a)) or found[-1])
+    found, original = [], Scorer.arranged_mask
+    monkeypatch.setattr(Scorer, "arranged_mask", lambda *a: found.append(original(*a)) or found[-1])
     return found
 
 

@@ -27,7 +27,7 @@ from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.native_layers import MOST_ROWS
 from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
-from hf_speculate.target import MAX_NATIVE_ROWS, ExactScorer, LayerType, exact_sizes, structure_key
+from hf_speculate.target import MAX_NATIVE_ROWS, LayerType, exact_scorer, exact_sizes, structure_key
 from hf_speculate.target import walk as walks
 from hf_speculate.target.probing import first_difference, product_sizes
 from hf_speculate.target.walk import RowwiseProducts, Walk, depth_first
@@ -419,7 +419,7 @@ class TestWhatItIsMadeOf:
 
         monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
         tree = DraftTree(tokens, [-1, 0, 1, 2])
-        scorer = ExactScorer(model, TreeCache(caches[0], len(lengths)), mask, sizes={})
+        scorer = exact_scorer(model, TreeCache(caches[0], len(lengths)), {}, mask)
         scorer(tree, mask.sum(1).tolist())
         ours = list(seen)
         seen.clear()

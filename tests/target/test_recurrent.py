@@ -11,8 +11,8 @@ from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.drafting.features import RAW_LAST
 from hf_speculate.errors import CacheStateError
 from hf_speculate.generation.trial import run_trial
-from hf_speculate.target import recurrent
-from hf_speculate.target.recurrent import MAX_RERUN, RecurrentCache, RecurrentScorer
+from hf_speculate.target import Scorer, recurrent
+from hf_speculate.target.recurrent import MAX_RERUN, RecurrentCache, RecurrentForward
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import DraftTree
 
@@ -143,7 +143,7 @@ def prefilled(model, ids):
     cache = RecurrentCache(DynamicCache(config=model.config), 1)
     model(ids, **as_cache(cache.cache), use_cache=True)
     cache.commit_appended()
-    return RecurrentScorer(model, cache, shape="chain")
+    return Scorer(model, cache, shape="chain", forward=RecurrentForward())
 
 
 class TestStates:
