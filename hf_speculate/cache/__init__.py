@@ -5,10 +5,10 @@ commits by one integer a row. Rows that have ended can be set aside, and come ba
 """
 
 from .layers import PreallocatedLayer as PreallocatedLayer
-from .naming import CACHE_NAME as CACHE_NAME
-from .naming import OLD_CACHE_NAME as OLD_CACHE_NAME
-from .naming import as_cache as as_cache
-from .naming import cache_of as cache_of
+from .tree_cache import CACHE_NAME as CACHE_NAME
 from .tree_cache import INDEXABLE as INDEXABLE
+from .tree_cache import OLD_CACHE_NAME as OLD_CACHE_NAME
 from .tree_cache import TreeCache as TreeCache
+from .tree_cache import as_cache as as_cache
+from .tree_cache import cache_of as cache_of
 from .tree_cache import is_indexable as is_indexable

@@ -8,10 +8,13 @@ each row's own end, and one assignment of `lengths` commits; until then the old 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..errors import CacheStateError
 from ..transfers import to_device
@@ -238,3 +241,20 @@ class TreeCache:
         for layer in self.cache.layers:
             if isinstance(layer, PreallocatedLayer) and layer.is_initialized:
                 yield layer
+
+
+OLD_CACHE_NAME = "past_key_values"
+"""Up to 5.23; newer ones take it too, with a warning."""
+
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnlyOutput)} else OLD_CACHE_NAME
+"""Of the transformers that is installed."""
+
+
+def cache_of(output: Any) -> Any:
+    """What a forward or `generate` returned as its cache."""
+    return getattr(output, CACHE_NAME)
+
+
+def as_cache(cache: Cache | None) -> dict[str, Any]:
+    """The keyword argument that hands a cache to a forward."""
+    return {CACHE_NAME: cache}

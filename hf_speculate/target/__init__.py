@@ -1,7 +1,7 @@
 """The model that verifies: what its class can score, and the forward that scores it.
 
-A `Scorer` lays a draft tree over the model's inputs (positions, masks, cache); variants of it do so for recurrent
-layers and for compiled forwards. What transformers and PEFT hang on a model (hooks, adapters, device maps) is told
+A `Scorer` lays a draft tree over the model's inputs (positions, masks, cache), a `Forward` runs them: plainly, compiled,
+bit for bit as single steps, or behind the states of recurrent layers. What transformers and PEFT hang on a model (hooks, adapters, device maps) is told
 apart here, and nothing names an architecture.
 """
 
@@ -23,8 +23,12 @@ from .devices import last_device as last_device
 from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense
 from .embeddings import output_rows as output_rows
+from .exact import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
+from .exact import exact_scorer as exact_scorer
+from .exact import exact_sizes as exact_sizes
 from .filler import filler_cache as filler_cache
 from .hooks import has_foreign_hooks as has_foreign_hooks
+from .hooks import keep_saveable as keep_saveable
 from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
 from .identity import Likeness as Likeness
@@ -32,6 +36,7 @@ from .identity import WeightSample as WeightSample
 from .identity import compare_weights as compare_weights
 from .identity import quantization_label as quantization_label
 from .identity import sample_weights as sample_weights
+from .identity import structure_key as structure_key
 from .masks import LayerType as LayerType
 from .masks import layer_windows as layer_windows
 from .masks import visible_prefix as visible_prefix
@@ -40,10 +45,6 @@ from .positions import has_length_dependent_rope as has_length_dependent_rope
 from .positions import longrope_switch as longrope_switch
 from .positions import num_positions as num_positions
 from .positions import takes_position_ids as takes_position_ids
-from .probing import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
-from .probing import exact_scorer as exact_scorer
-from .probing import exact_sizes as exact_sizes
-from .recorders import keep_saveable as keep_saveable
 from .recurrent import has_recurrent_layers as has_recurrent_layers
 from .recurrent import target_scorer as target_scorer
 from .recurrent import target_shape as target_shape
@@ -54,7 +55,6 @@ from .static import NODE_BUCKETS as NODE_BUCKETS
 from .static import compiled as compiled
 from .static import has_native_layers as has_native_layers
 from .static import width_for as width_for
-from .structure import structure_key as structure_key
 from .support import Shape as Shape
 from .support import has_foreign_attention as has_foreign_attention
 from .support import supported_shape as supported_shape

@@ -1,14 +1,32 @@
-"""The forward over a draft tree, bit for bit as stock's single steps: see `walk`; `probing` finds where it can be."""
+"""The forward over a draft tree, bit for bit as stock's single steps (`walk`), and the search for what makes it so."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from .masks import layer_windows
+from ..cache import TreeCache, as_cache, is_indexable
+from ..models import GenerativeModel, num_embeddings
+from ..tree import DraftTree
+from .adapters import prompt_learning
+from .devices import input_device
+from .filler import filler_cache
+from .hooks import without_foreign_hooks
+from .identity import structure_key, unvouched_modules
+from .masks import layer_types, layer_windows
+from .positions import has_length_dependent_rope, num_positions
 from .scoring import Forward, Nodes, Scorer
+from .static import has_native_layers
+from .support import counts_along_cache
 from .walk import Sizes, Walk, depth_first, no_mask, walking
 
 
@@ -48,3 +66,210 @@ class ExactForward(Forward):
         kinds = scorer.layer_types
         with walking(walk, sizes if rows > 1 else {}):
             return scorer.run_model(nodes, {kind.name: mask for kind in kinds} if len(kinds) > 1 else mask)
+
+
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Of rows that are multiplied at once; others are put together of these."""
+
+MAX_NATIVE_ROWS = 128
+"""Of a text that the kernel for packed weights takes in one forward; more go through modules, which round otherwise."""
+
+# Values that are compared for each number of rows, as far as the weights are not large. Where a kernel adds up 4864
+# products otherwise, 3 in 10,000 differ (torch 2.13, AMX), 1 in 100,000 of 32: that none of a million shows has a
+# probability of 5e-5 there, and of 64 rows of a large weight one below 1e-9.
+_NUM_VALUES, _MOST_ROWS = 2_000_000, 20_000
+_MIN_ROWS, _NUM_PRODUCTS = 64, 2_000_000_000
+
+_PARENTS = (-1, 0, 1, 2, 0, 1, 5, 4)
+_PATHS = (0, 1, 2, 3), (0, 1, 5, 6), (0, 4, 7)
+_LENGTHS = 9, 200, 1100
+_MOST_WINDOW = 4096
+
+# Entries before the chains in which products of other kinds are tried.
+_CHAIN_PREFIX = 200
+
+_Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, torch.device, int]
+_sizes_of_kinds: dict[_Kind, Sequence[int]] = {}
+_found: WeakKeyDictionary[GenerativeModel, dict[tuple[Any, ...], Sizes | str]] = WeakKeyDictionary()
+
+
+def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded: bool) -> Sizes | str:
+    """What `ExactForward` needs to know of a model (nothing, where a kernel of ours computes its layers); or why it
+    cannot be exact.
+
+    Args:
+        cache: of the request.
+        is_padded: whether rows of the batch have padding.
+    """
+    if problem := _problem(model, cache):
+        return problem
+    known = _found.setdefault(model, {})
+    key = batch_size, is_padded, structure_key(model)
+    if key not in known:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(without_foreign_hooks(model))
+            torch.manual_seed(0)
+            known[key] = _tried(model, batch_size, is_padded)
+    return known[key]
+
+
+def _problem(model: GenerativeModel, cache: Cache) -> str:
+    """What is known without trying; "" if nothing."""
+    name, attention = type(model).__name__, model.config._attn_implementation
+    if not is_indexable(cache) or any(kind.is_chunked for kind in layer_types(model.config)):
+        return f"not every layer of {name} keeps all of the text, or a window of it"
+    if reason := counts_along_cache(model):
+        return reason
+    if has_length_dependent_rope(model.config):
+        return "RoPE depends on the longest position"
+    if prompt_learning(model):
+        return "a prompt-learning adapter is in effect"
+    if torch.is_autocast_enabled(input_device(model).type):
+        return "autocast is on"
+    if attention not in ("sdpa", "eager") and not has_native_layers(model):
+        return f"exact attention is that of attn_implementation='sdpa' or 'eager', {name} has {attention!r}"
+    return ""
+
+
+def _tried(model: GenerativeModel, batch_size: int, is_padded: bool) -> Sizes | str:
+    sizes = {} if has_native_layers(model) else product_sizes(model)
+    if batch_size > 1:
+        for shape, of_shape in sizes.items():
+            if batch_size not in of_shape:
+                return f"a product of {list(shape)} rounds {batch_size} rows otherwise than each alone"
+    try:
+        difference = first_difference(model, sizes, batch_size, is_padded)
+        others = [] if difference or has_native_layers(model) else unvouched_modules(model)
+        if others and (found := chain_difference(model, sizes, batch_size)):
+            difference = f"{found}, where {', '.join(others)} may multiply by other means than nn.Linear"
+    except Exception as error:
+        return f"{type(model).__name__} could not be tried ({type(error).__name__}: {error})"
+    return f"a tree differs from single steps in {difference}" if difference else sizes
+
+
+def product_sizes(model: nn.Module) -> Sizes:
+    """For the shape of every linear layer's weight [out, in] the numbers of rows, falling, with the bits of single
+    ones. Tried once a shape: which kernel multiplies does not depend on the weights."""
+    sizes: dict[tuple[int, ...], Sequence[int]] = {}
+    for module in model.modules():
+        if type(module) is not nn.Linear or module.weight.is_meta:
+            continue
+        weight, has_bias, threads = module.weight, module.bias is not None, torch.get_num_threads()
+        kind = tuple(weight.shape), weight.stride(), weight.dtype, has_bias, weight.device, threads
+        if kind not in _sizes_of_kinds:
+            _sizes_of_kinds[kind] = _equal_counts(module)
+        known = sizes.get(kind[0], COUNTS)
+        sizes[kind[0]] = [count for count in _sizes_of_kinds[kind] if count in known]
+    return sizes
+
+
+def _equal_counts(layer: nn.Linear) -> Sequence[int]:
+    """The counts up to the first one with other bits, falling."""
+    weight = layer.weight
+    num_rows = min(_NUM_VALUES // len(weight), _MOST_ROWS, _NUM_PRODUCTS // weight.numel())
+    rows = torch.randn(max(num_rows, _MIN_ROWS), weight.shape[1]).to(weight.device, weight.dtype)
+
+    def multiplied(count: int) -> Tensor:
+        return torch.cat([functional.linear(part, weight, layer.bias) for part in rows.split(count)])
+
+    found, alone = [], multiplied(1)
+    for count in COUNTS:
+        whole = len(rows) - len(rows) % count  # the last piece is smaller
+        if not torch.equal(multiplied(count)[:whole], alone[:whole]):
+            break
+        found.insert(0, count)
+    return found
+
+
+def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, is_padded: bool = False) -> str:
+    """Where a tree's states or logits are not those of single steps, behind prefixes of several lengths; "" if
+    nowhere."""
+    tokens = torch.randperm(num_embeddings(model))[: len(_PARENTS)].expand(batch_size, -1).contiguous()
+    tree = DraftTree(tokens, _PARENTS)
+    for length in _prefix_lengths(model):
+        mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
+        if is_padded:
+            for row in range(1, batch_size):
+                mask[row, : row % (length - 1) + 1] = 0
+        prefix = filler_cache(model, batch_size, length)
+        scorer = exact_scorer(model, TreeCache(copy.deepcopy(prefix), batch_size), sizes, mask)
+        output = scorer(tree, mask.sum(1).tolist(), forward_kwargs={"output_hidden_states": True})
+        for path in _PATHS if length == _LENGTHS[0] else _PATHS[:1]:
+            steps = _Steps(model, mask, prefix)
+            for node in path:
+                if place := _different_place(steps.run(tokens[:, node : node + 1]), output, node):
+                    return f"{place}, behind {length} tokens"
+    return ""
+
+
+def chain_difference(model: GenerativeModel, sizes: Sizes, batch_size: int) -> str:
+    """The same for chains of all the numbers of rows in `COUNTS`, node by node."""
+    most = num_positions(model.config)
+    length = _CHAIN_PREFIX if most is None else max(min(_CHAIN_PREFIX, most - COUNTS[-1]), 1)
+    mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
+    prefix = filler_cache(model, batch_size, length)
+    for count in COUNTS if most is None else [count for count in COUNTS if length + count <= most]:
+        tokens = torch.randint(num_embeddings(model), (batch_size, count))
+        scorer = exact_scorer(model, TreeCache(copy.deepcopy(prefix), batch_size), sizes, mask)
+        kwargs = {"output_hidden_states": True}
+        output = scorer(DraftTree.chain(tokens), mask.sum(1).tolist(), forward_kwargs=kwargs)
+        steps = _Steps(model, mask, prefix)
+        for node in range(count):
+            if place := _different_place(steps.run(tokens[:, node : node + 1]), output, node):
+                return f"{place}, with {count} tokens at once"
+    return ""
+
+
+def _different_place(step: Any, output: Any, node: int) -> str:
+    """Where the states or logits of a node are not those of a single step; "" if nowhere."""
+    for layer, (stocks, ours) in enumerate(zip(step.hidden_states, output.hidden_states, strict=True)):
+        if not torch.equal(stocks[:, -1], ours[:, node]):
+            return f"layer {layer}"
+    return "" if torch.equal(step.logits[:, -1], output.logits[:, node]) else "the logits"
+
+
+def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:
+    """As many as fit, with a path behind them, where a model has a table of positions; and up to where windows begin
+    to move, as far as that takes no great cache."""
+    depth, most = len(_PATHS[0]), num_positions(model.config)
+    ends = {window - 2 for window in layer_windows(model.config) if window is not None and 2 < window <= _MOST_WINDOW}
+    return [length for length in (*_LENGTHS, *sorted(ends)) if most is None or length + depth <= most]
+
+
+def exact_scorer(
+    model: GenerativeModel,
+    cache: TreeCache,
+    sizes: Sizes,
+    prompt_mask: Tensor | None = None,
+    token_kwargs: Mapping[str, Tensor] | None = None,
+) -> Scorer:
+    """A scorer with the bits of single steps: where a kernel of ours computes the layers, any."""
+    if has_native_layers(model):
+        return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs)
+    forward = ExactForward(model, prompt_mask, sizes)
+    return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs, forward=forward)
+
+
+class _Steps:
+    """Stock's forwards of a batch, one after the other.
+
+    Args:
+        cache: what stands before; it is left as it is.
+    """
+
+    def __init__(self, model: GenerativeModel, mask: Tensor, cache: Cache):
+        self._model, self._mask, self._cache = model, mask, copy.deepcopy(cache)
+
+    def run(self, tokens: Tensor) -> Any:
+        first = self._cache.get_seq_length()
+        mask = functional.pad(self._mask, (0, first + tokens.shape[1] - self._mask.shape[1]), value=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, first:]
+        return self._model(
+            input_ids=tokens.to(self._mask.device),
+            attention_mask=mask,
+            position_ids=positions,
+            **as_cache(self._cache),
+            output_hidden_states=True,
+        )

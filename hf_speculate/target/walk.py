@@ -1,6 +1,6 @@
 """Attention and products of a tree bit for bit as those of one token after another.
 
-Norms, rotary embeddings and activations go row by row; so do products of 16 bit, up to a number of rows that `probing`
+Norms, rotary embeddings and activations go row by row; so do products of 16 bit, up to a number of rows that `exact`
 finds. What is left is attention: many queries under a mask take another path through the kernels than one query over
 all its keys. Here every node is attended for as stock does it for a single token: one call with one query, over keys
 that lie one behind the other: the prefix, its ancestors, itself. The tree is walked depth first; of the entries behind

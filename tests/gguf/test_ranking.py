@@ -13,7 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from hf_speculate.drafting.ranking import rank_children
+from hf_speculate.drafting.choices import rank_children
 from hf_speculate.gguf import NativeRanking, Sampling, native
 from hf_speculate.gguf.backends import BACKENDS
 from hf_speculate.gguf.modules import PackedLinear

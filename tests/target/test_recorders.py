@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 
-from hf_speculate.target.recorders import Recorder, keep_saveable
+from hf_speculate.target.hooks import Recorder, keep_saveable
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
