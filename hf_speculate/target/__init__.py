@@ -1,8 +1,8 @@
 """The model that verifies: what its class can score, and the forward that scores it.
 
 A `Scorer` lays a draft tree over the model's inputs (positions, masks, cache). A `Forward` runs them: plainly,
-compiled, bit for bit as single steps, or behind the states of recurrent layers. What transformers and PEFT hang on a model
-(hooks, adapters, device maps) is told apart here. Nothing names an architecture.
+compiled, bit for bit as single steps, or behind the states of recurrent layers. What transformers and PEFT hang on a
+model (hooks, adapters, device maps) is told apart here. Nothing names an architecture.
 """
 
 from .adapters import activated_lora as activated_lora
