@@ -29,7 +29,7 @@ class _Left(NamedTuple):
 
 
 class RowsAside:
-    """What the layers of one cache hold of rows that were taken out of them.
+    """The entries of rows that were taken out of the layers of one cache.
 
     An interruption may fall between any two layers, or into one. So what leaves a layer is noted before the layer is
     changed, a layer is changed by one assignment, and which rows a layer holds is seen by how many these are.

@@ -92,12 +92,12 @@ class TreeCache:
 
     @property
     def present_lengths(self) -> Sequence[int]:
-        """Of the rows that the layers hold."""
+        """The lengths of the rows that the layers hold."""
         return self.lengths if self._aside is None else [self.lengths[row] for row in self.rows]
 
     @property
     def append_index(self) -> int:
-        """Where the next forward writes: the length of the longest row that is there."""
+        """The place where the next forward writes: the length of the longest row that is there."""
         return max(self.present_lengths)
 
     @property
@@ -251,7 +251,7 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(GenerateDecod
 
 
 def cache_of(output: Any) -> Any:
-    """What a forward or `generate` returned as its cache."""
+    """The cache in the output of a forward, or of `generate`."""
     return getattr(output, CACHE_NAME)
 
 

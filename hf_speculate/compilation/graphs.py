@@ -1,4 +1,4 @@
-"""What is compiled: functions of static shapes, a bounded number of them for each module, kept as long as the module.
+"""Compiled functions of static shapes: a bounded number for each module, kept as long as the module.
 
 Dynamo counts the graphs of a code object and fails at the ninth where a function must be one graph. So each function
 here is compiled for one set of shapes under a code object of its own, and what would need more than `MAX_GRAPHS` for
@@ -99,7 +99,7 @@ _graphs: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], Graphs]] = WeakKeyD
 
 
 def graphs_of(module: nn.Module, backend: str, captures: bool = False) -> Graphs:
-    """What is compiled of `module`."""
+    """The compiled functions of `module`."""
     return _graphs.setdefault(module, {}).setdefault((backend, captures), Graphs(backend, captures))
 
 
@@ -140,7 +140,7 @@ class Compiler:
     def choose(
         self, module: nn.Module, device: torch.device, function: Callable[..., Any], keys: Sequence[Hashable]
     ) -> Hashable:
-        """Which of several graphs of a function is to do some work that all of them can do; arguments as of `run`.
+        """Chooses one of several graphs of a function that can all do some work; arguments: see `run`.
 
         Args:
             keys: the cheapest to run first. Another one serves, if it is there, unless the first is needed often: what
@@ -158,7 +158,7 @@ class Compiler:
         inputs: Callable[[], tuple[Any, ...]],
         plain: Callable[[], Result],
     ) -> Any | Result:
-        """What `function(*inputs())`, compiled, or else `plain()` returns.
+        """The result of `function(*inputs())`, compiled, or else of `plain()`.
 
         Args:
             module: whose graphs these are.

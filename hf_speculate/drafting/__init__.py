@@ -1,4 +1,4 @@
-"""What drafts for the loop: the contract of a drafting method, and the driver that asks it and tells it.
+"""The drafting side of the loop: the contract of a drafting method, and the driver that asks it and tells it.
 
 A `Drafter` is weights and options, a `DraftSession` its state for one request; the driver feeds it hidden states and
 committed tokens, and takes nothing from it unchecked. This face, with `hf_speculate.tree`, is what a drafter of a third

@@ -64,7 +64,7 @@ class Worker:
 
 
 def _modes(device: torch.device) -> Sequence[Callable[[], Any]]:
-    """What PyTorch keeps for every thread, as it is on this one."""
+    """The modes that PyTorch keeps for every thread, as they are on this one."""
     inference = torch.is_inference_mode_enabled()
     modes: list[Callable[[], Any]] = [lambda: torch.inference_mode(inference), torch.no_grad]
     for kind in {"cpu", device.type}:

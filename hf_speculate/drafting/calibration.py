@@ -1,4 +1,4 @@
-"""From what a drafter says of a node to how often such nodes are right."""
+"""The calibration of a drafter: how often nodes of a given value are right."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Calibration:
         self._shares: list[float] | None = None
 
     def share(self, value: float) -> float:
-        """How often a node of such a value is right where its parent is; NaN is worth nothing."""
+        """The share of nodes of such a value that are right where their parent is; NaN is worth nothing."""
         return self.shares[bisect_left(_EDGES, value)] if value == value else 0.0
 
     @property
@@ -86,7 +86,7 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """What is known of a drafter before it drafts, as it lies beside a head (`calibration.json`).
+    """The calibration that lies beside a head (`calibration.json`): what is known of a drafter before it drafts.
 
     Attributes:
         greedy, sampled: shares to begin with, for requests of each kind.

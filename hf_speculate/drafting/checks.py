@@ -1,4 +1,4 @@
-"""What the loop takes from a drafter: every tree is checked, so that a drafter can be wrong only in speed.
+"""Checks of every tree that a drafter gives, so that it can be wrong only in speed.
 
 The loop sets node 0 itself and makes the plan of a tree from its parents. Trees that are on the host are checked before
 they are scored. Reading one back from a device before would have the target wait for the host: there, out-of-range

@@ -24,7 +24,7 @@ _UNLIKELY = 1e4
 def rank_children(
     draft_logits: Float[Tensor, "B N W"], log_noise: Float[Tensor, "B C"] | None, warpers: Warpers
 ) -> Float[Tensor, "B N C"]:
-    """What `DraftState.child_scores` returns.
+    """The scores that `DraftState.child_scores` returns.
 
     Args:
         log_noise: log of the noise that the target will use at these children, for the first C <= W columns; None for a
@@ -37,7 +37,7 @@ def rank_children(
 
 
 def warped(logits: Float[Tensor, "B N V"], warpers: Warpers) -> Float[Tensor, "B N V"]:
-    """What the warpers make of logits, float32. Some raise for NaN, which a token that nobody trained may lead to."""
+    """Logits after the warpers, float32. Some raise for NaN, which a token that nobody trained may lead to."""
     scores: Any = logits.float().flatten(0, 1)
     if warpers:
         scores = scores.nan_to_num(nan=-_UNLIKELY, posinf=_UNLIKELY, neginf=-torch.inf)

@@ -100,7 +100,7 @@ class DraftSession(ABC):
 
 @dataclass(frozen=True)
 class SavedHead:
-    """What `Drafter.save_pretrained` wrote, for the model card.
+    """The result of `Drafter.save_pretrained`, for the model card.
 
     Attributes:
         algorithm: tag of the method on the Hub, e.g. "eagle3".
@@ -140,8 +140,8 @@ class Drafter(ABC):
 
     @property
     def advice(self) -> Advice:
-        """What statistics say of the drafter's acceptance; by default what concerns heads, for drafters that read the
-        target's states."""
+        """The advice that statistics give on the drafter's acceptance; by default the one for heads, for drafters that
+        read the target's states."""
         return of_heads(self.record) if self.feature_layers else Advice()
 
     @classmethod
@@ -177,7 +177,7 @@ class Drafter(ABC):
 
     @classmethod
     def describe(cls, folder: str) -> SavedHead:
-        """What a folder that `recognizes` accepted holds, for its model card."""
+        """A description of a folder that `recognizes` accepted, for its model card."""
         return SavedHead(cls.name, cls.name)
 
     @classmethod

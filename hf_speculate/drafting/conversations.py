@@ -1,4 +1,4 @@
-"""What one turn of a conversation leaves for the next, while the caller keeps the KV cache.
+"""The text that one turn of a conversation leaves for the next, while the caller keeps the KV cache.
 
 Everything here is keyed weakly by the cache object that `generate` returned: it lives as long as the conversation, and
 nobody has to close it. Conversations are one row without padding; batches start anew.

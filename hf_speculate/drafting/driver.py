@@ -65,7 +65,7 @@ class Drafting:
 
     @property
     def forward_kwargs(self) -> dict[str, Any]:
-        """What the target's forwards have to be asked for."""
+        """Arguments that the target's forwards need for this drafter."""
         return self._taps.forward_kwargs
 
     def listening(self) -> AbstractContextManager[None]:
@@ -156,7 +156,7 @@ class Drafting:
         return self.as_scored(tree, state)
 
     def as_scored(self, tree: DraftTree, state: DraftState) -> DraftTree:
-        """What of a tree the target can score."""
+        """The part of a tree that the target can score."""
         return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> Pending:

@@ -73,7 +73,7 @@ class FeatureTaps:
 
     @property
     def forward_kwargs(self) -> dict[str, list[int]]:
-        """What to hand the target's forward."""
+        """Arguments that the target's forward needs."""
         indices = [layer for layer in self.layers if layer != RAW_LAST]
         return {"output_hidden_states": indices} if indices else {}
 

@@ -1,4 +1,4 @@
-"""What was committed and the drafter has not been told yet."""
+"""Rounds that were committed and that the drafter has not been told of yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Observation(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]], features: Mapping[int, Tensor]) -> Observation:
-        """From the tokens of every row, and features as wide as the longest of them."""
+        """An observation made of the tokens of every row, and of features as wide as the longest of them."""
         width = max(map(len, rows))
         tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
         return cls(tokens, features, torch.tensor([len(row) for row in rows]))

@@ -1,4 +1,4 @@
-"""What a drafter is told: of the `generate` call (`DraftRequest`), and before each round (`DraftState`)."""
+"""The facts that a drafter is told: of the `generate` call (`DraftRequest`), and before each round (`DraftState`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRequest:
-    """What a session knows of a `generate` call.
+    """The `generate` call as a session knows it.
 
     Attributes:
         target: the model that verifies.
@@ -74,7 +74,7 @@ class DraftRequest:
 
     @property
     def row_texts(self) -> list[list[int]]:
-        """What is known of the text so far of every row, without padding."""
+        """The text of every row so far, without padding, as far as it is known."""
         mask, texts = self.attention_mask, []
         for row, tokens in enumerate(self.input_ids.tolist()):
             if mask is not None and tokens:
@@ -88,7 +88,7 @@ class Deepening(Protocol):
     """Whether another level of a draft pays."""
 
     def __call__(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
-        """Of one draft, in the order of its levels.
+        """Decides on the next level; called in the order of the levels of one draft.
 
         Args:
             values: of the nodes that the next level would expand (`DraftTree.values`), on the CPU.
@@ -131,7 +131,7 @@ class DraftState:
         return replace(self, root_ids=self.root_ids[list(rows)], active=active, num_emitted=num_emitted, _rows=rows)
 
     def whole_tree(self, tree: DraftTree, rows: Sequence[int]) -> DraftTree:
-        """From a tree of `rows` what `draft` returns: the other rows get a draft that nobody looks at."""
+        """The result of `draft`, made of a tree of `rows`: the other rows get a draft that nobody looks at."""
         if len(rows) == len(self.active):
             return tree
         slots = {row: slot for slot, row in enumerate(rows)}

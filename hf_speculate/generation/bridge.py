@@ -49,7 +49,8 @@ _NOT_GIVEN: Any = object()
 
 @dataclass(frozen=True)
 class _Note:
-    """What `generate` tells `_sample`: the speculator for exactly this model, and how it was asked for.
+    """The note that `generate` leaves for `_sample`: the speculator for exactly this model, and the way it was asked
+    for.
 
     Attributes:
         has_callers_cache: the cache was an argument, so that the caller has it.
@@ -175,7 +176,7 @@ def _wrap_sample(original: Callable) -> Callable:
 def _speculate(
     note: _Note, arguments: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape, reason: str, sizes: Sizes | None
 ) -> Any:
-    """What `_sample` returns, or the prepared call of a stream."""
+    """The result of `_sample`, or the prepared call of a stream."""
     model, input_ids, processors, criteria, config = arguments
     kwargs.pop("synced_gpus", None)
     streamer = kwargs.pop("streamer", None)
@@ -206,7 +207,8 @@ def _speculate(
 
 @contextmanager
 def _stepping_aside(note: _Note, *errors: type[SpeculateError]) -> Iterator[None]:
-    """Where a request cannot run: an error for an explicit speculator; an attached one steps aside with one warning."""
+    """The way out where a request cannot run: an error for an explicit speculator; an attached one steps aside with one
+    warning."""
     try:
         yield
     except errors as error:

@@ -71,7 +71,7 @@ class PreparedCall:
             self.speculator.count(stats, self.run.drafts.driver.request.adapters)
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
-        """What stock `generate` returns, with `speculation` (this call's statistics) in the dict form."""
+        """The result of stock `generate`, with `speculation` (this call's statistics) in the dict form."""
         sequences = self.run.rows.sequences.result()
         if not self.config.return_dict_in_generate:
             return sequences

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen, and handed to a streamer in stock's order."""
+"""The choice of a request's tokens, and their delivery to a streamer in stock's order."""
 
 from __future__ import annotations
 

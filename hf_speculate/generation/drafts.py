@@ -21,8 +21,8 @@ _UNBOUNDED = 10**9
 
 
 class DepthLimits:
-    """How deep each row may draft: to where tokens can still be emitted, and where the target's forward does not depend
-    on its longest position.
+    """The depth that each row may draft to: where tokens can still be emitted, and where the target's forward does not
+    depend on its longest position.
 
     Args:
         target: the model.
@@ -76,13 +76,13 @@ class Drafts:
     depth: int = field(default=0, init=False)
 
     def choose(self, rows: Rows, cache: TreeCache) -> Budget:
-        """What the round may draft."""
+        """The budget of the round."""
         taking_part = [row for row, takes_part in enumerate(rows.active) if takes_part]
         situation = Situation(taking_part, len(cache.rows), cache.append_index)
         return self.policy.choose(situation) if taking_part else NOTHING
 
     def tree(self, budget: Budget, rows: Rows, target: Target, sampler: Sampler) -> DraftTree:
-        """What the drafter gives within the budget, as far as it can be emitted."""
+        """The drafter's tree within the budget, cut to the tokens that can be emitted."""
         active, limits = rows.active, self.limits(target.scorer, target.root_positions(rows.sequences))
         tree = None if self.ahead is None else self.ahead.take()
         taking_part = [limit for limit, takes_part in zip(limits, active, strict=True) if takes_part]

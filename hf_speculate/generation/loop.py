@@ -102,7 +102,7 @@ class Decoding:
         return round
 
     def choose(self) -> Budget:
-        """What the round may draft."""
+        """The budget of the round."""
         self.target.begin_round(self.rows)
         self._clock.start()
         with self.stats.timed("drafter_seconds"):

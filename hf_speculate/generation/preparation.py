@@ -1,4 +1,4 @@
-"""From what `generate` has prepared to the state of our loop."""
+"""The state of our loop, made of what `generate` has prepared."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
 def _policy(
     speculator: Speculator, request: DraftRequest, drafting: Drafting, sampler: Sampler, stats: SpeculationStats
 ) -> tuple[PolicySession, Ahead | None]:
-    """How much is drafted, and what drafts ahead."""
+    """The policy of the request, and drafting ahead where it is wanted."""
     size = request.input_ids.shape[0]
     if speculator.options.ahead and size > 1:
         stats.fallbacks["nothing is drafted ahead: the guess would have to be right in every row"] += 1
@@ -233,8 +233,8 @@ def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler:
 
 
 def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """What new tokens get of the arguments with a value for each token, as stock goes on with them: the last one's,
-    and 0 (text) where images are told from text."""
+    """Arguments with a value for each token, for new tokens, as stock goes on with them: the last one's, and 0 (text)
+    where images are told from text."""
     given = {name: model_kwargs[name][:, -1:] for name in TOKEN_KWARGS if model_kwargs.get(name) is not None}
     return {name: torch.zeros_like(v) if name == "mm_token_type_ids" else v for name, v in given.items()}
 

@@ -1,4 +1,4 @@
-"""What `generate` can be asked for with a speculator: every clear error before any work, and facts of a request.
+"""The requests that `generate` takes with a speculator: every clear error before any work, and facts of a request.
 
 Each check raises `UnsupportedRequestError` for what it finds; the bridge decides what becomes of it.
 """
@@ -117,7 +117,7 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
 
 
 def _own_methods(cache: Cache) -> list[str]:
-    """What a subclass of stock's caches does its own way: one that evicts entries overrides some of it."""
+    """Methods of stock's caches that a subclass overrides: one that evicts entries overrides some."""
     stock = next(kind for kind in type(cache).__mro__ if kind in (DynamicCache, Cache))
     subclasses = type(cache).__mro__[: type(cache).__mro__.index(stock)]
     names = {name for kind in subclasses for name in vars(kind) if not name.startswith("__")}
@@ -137,7 +137,7 @@ def check_acceptance(speculator: Speculator, config: GenerationConfig, processor
 def exact_sizes_of(
     speculator: Speculator, model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> Sizes | None:
-    """What exact forwards need to know; None where nobody asked for them."""
+    """The row counts that exact forwards can trust; None where nobody asked for exact text."""
     if not speculator.options.exact:
         return None
     if config.output_attentions:
@@ -157,7 +157,7 @@ def exact_sizes_of(
 
 
 def check_stream(streamed: str | None, batch_size: int) -> None:
-    """What `hf_speculate.stream` cannot do though `generate` can."""
+    """Refuses what `generate` can do and `hf_speculate.stream` cannot."""
     if streamed == "text" and batch_size > 1:
         raise UnsupportedRequestError(
             f"stream(tokenizer=...) yields the text of one sequence, the request has {batch_size}; without tokenizer= "

@@ -104,7 +104,7 @@ class Rows:
         return [row for row in self.sequences.finished_rows if not self._owes_eos(row, cache)]
 
     def paths(self, verdict: Verdict, cache: TreeCache) -> list[list[int]]:
-        """What is kept of a round: the accepted paths, and the root of a row that has ended with it."""
+        """The nodes that are kept of a round: the accepted paths, and the root of a row that has ended with it."""
         if not self._owe_eos or not any(self.sequences.finished):
             return verdict.paths
         owing = [row for row in cache.rows if self._owes_eos(row, cache)]

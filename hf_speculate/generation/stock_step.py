@@ -1,4 +1,4 @@
-"""What stock's loop would hand the model for its next step, by the model's own methods."""
+"""The next step of stock's loop: what it would hand the model, by the model's own methods."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .stock_step import StockStep
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What has run when the loop begins.
+    """The prompt of a request, which runs before the loop begins.
 
     Attributes:
         forward: runs it, `hidden_states` layers given, and returns the model's output.
@@ -59,7 +59,7 @@ class Prompt:
         return output
 
     def root_positions(self, sequences: Sequences) -> list[int]:
-        """Of the last emitted tokens: for the first of them one behind the prompt's last."""
+        """Position ids of the last emitted tokens: for the first of them one behind the prompt's last."""
         return [position + count for position, count in zip(self.positions, sequences.num_emitted, strict=True)]
 
     def known_tokens(self, sequences: Sequences) -> Tensor:
@@ -92,7 +92,7 @@ class Target:
         return self.scorer.cache
 
     def begin_round(self, rows: Rows) -> None:
-        """From here on the target runs only rows that are not finished, as far as that is allowed."""
+        """Takes finished rows out of the target's forwards from here on, as far as that is allowed."""
         if rows.can_leave:
             self.scorer.leave_out(rows.done(self.cache))
         self._num_compiled = self._count_compiled()

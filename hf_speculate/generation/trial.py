@@ -83,7 +83,7 @@ def request_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
 
 
 def checked_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
-    """As `request_shape`; raises `UnsupportedRequestError` where the model takes no drafts at all."""
+    """The shape of `request_shape`; raises `UnsupportedRequestError` where the model takes no drafts at all."""
     shape, reason = request_shape(model, cache)
     if shape == "single":
         raise UnsupportedRequestError(f"{reason}.")
@@ -109,13 +109,13 @@ def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
 
 
 def minor_version() -> str:
-    """Of transformers: what classes do may change with it."""
+    """The minor version of transformers: what classes do may change with it."""
     return ".".join(transformers.__version__.split(".")[:2])
 
 
 @cache
 def tried_classes(version: str) -> frozenset[str]:
-    """Which classes take trees by the test of architectures, run with this minor version of transformers."""
+    """The classes that take trees by the test of architectures, run with this minor version of transformers."""
     text = files("hf_speculate.generation").joinpath("tried_classes.json").read_text(encoding="utf-8")
     return frozenset(json.loads(text).get(version, ()))
 
@@ -159,7 +159,7 @@ def _plain(model: GenerativeModel) -> tuple[_Request, Tensor]:
 
 
 def _difference(request: _Request, shape: Shape, expected: Tensor) -> str:
-    """What is different if drafts of `shape` are scored; "" if nothing is."""
+    """The difference that drafts of `shape` would make; "" if there is none."""
     token = _shape_on_trial.set(shape)
     try:
         found = request.logits(Speculator(_TrialDrafter(request), adaptive=False))
@@ -200,11 +200,11 @@ class _Request:
         self._wrong = {token: self.ring[(i + 3) % len(self.ring)] for i, token in enumerate(self.ring)}
 
     def next(self, token: int) -> int:
-        """What follows a token."""
+        """The token that follows another."""
         return self._next.get(token, self.ring[0])
 
     def wrong(self, token: int) -> int:
-        """What does not."""
+        """A token that does not follow."""
         return self._wrong.get(token, self.ring[2])
 
     def logits(self, speculator: Speculator | None) -> Tensor:

@@ -1,4 +1,5 @@
-"""What the bridge wraps and the loop calls in transformers, checked by signature before anything is wrapped."""
+"""The methods of transformers that the bridge wraps and the loop calls, checked by signature before anything is
+wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much every round drafts: a budget of nodes and depth, or nothing.
+"""The policy: how much every round drafts, a budget of nodes and depth, or nothing.
 
 The adaptive policy learns what rounds cost and what a drafter's values mean; it drafts another level and scores another
 node only while that pays. Others always draft alike, or repeat what was written down. A policy changes the speed of a

@@ -1,4 +1,4 @@
-"""What the drafts of one drafter are worth: how likely each node of a tree is right, and what another level brings."""
+"""The worth of one drafter's drafts: how likely each node of a tree is right, and what another level brings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANKED = tuple(math.log(_PRIOR_RATIO / rank**2) for rank in range(1, 17))
 
 @dataclass
 class Average:
-    """Of what was seen in the last rounds."""
+    """An average over the last rounds."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -52,7 +52,7 @@ class Acceptance:
         self._nodes: list[Average] = []  # probability of the nodes, by their index
 
     def probabilities(self, row: TreeRow) -> list[float]:
-        """That a node is right, for every node of a row; 0 for padding."""
+        """The probability that a node is right, for every node of a row; 0 for padding."""
         found = [1.0]
         for node, value in enumerate(_own_values(row)[1:], start=1):
             parent = row.parents[node]
@@ -138,7 +138,7 @@ class Acceptance:
 
 
 def _own_values(row: TreeRow) -> list[float]:
-    """Of every node below its parent."""
+    """The value of every node below its parent."""
     values, parents = row.values, row.parents
     if values is not None:
         return [values[node] - values[parent] if parent >= 0 else 0.0 for node, parent in enumerate(parents)]

@@ -48,7 +48,7 @@ _FEW_IDLE = 4  # rounds without a draft, after which the next one takes longer: 
 
 @dataclass
 class Known:
-    """What is known of requests that are alike.
+    """The knowledge about requests that are alike.
 
     Attributes:
         acceptance: of the drafter.
@@ -200,7 +200,7 @@ class AdaptiveSession(PolicySession):
 
     @property
     def _seconds_of_token(self) -> float:
-        """What a token is worth: what one took lately, and never more than plain decoding takes for it."""
+        """The value of one token in seconds: the recent time per token, capped by the time plain decoding takes."""
         known = self.known
         return self._plain * min((known.seconds.total + 1) / (known.tokens.total + 1), 1.0)
 
@@ -215,8 +215,8 @@ class AdaptiveSession(PolicySession):
         return self._costs.level(self._situation.context) / self._seconds_of_token
 
     def _best_count(self, probabilities: Sequence[float], depth: int) -> int:
-        """How many nodes to score of a draft of so many levels: for the most tokens beyond what that takes, as far as
-        the balance can pay."""
+        """The number of nodes to score of a draft of so many levels: for the most tokens beyond what that takes, as far
+        as the balance can pay."""
         seconds, context = self._costs.rounds.at, self._situation.context
         per_second, plain = 1 / self._seconds_of_token, self._plain
         worth, best, best_worth = 0.0, 0, 0.0

@@ -15,7 +15,7 @@ from ..tree import DraftTree
 
 @dataclass(frozen=True)
 class Budget:
-    """What a round may draft.
+    """The most that a round may draft.
 
     Attributes:
         max_nodes: draft nodes a row, the root not counted; None for what the drafter gives.
@@ -36,7 +36,7 @@ NOTHING = Budget(0, 0)
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known before a draft.
+    """The situation before a draft.
 
     Attributes:
         rows: of the batch, that can emit tokens in this round.
@@ -51,7 +51,7 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRequest:
-    """What a policy knows of a `generate` call.
+    """The `generate` call as a policy knows it.
 
     Attributes:
         target: the model that verifies.
@@ -77,10 +77,11 @@ class PolicySession(ABC):
 
     @abstractmethod
     def choose(self, situation: Situation) -> Budget:
-        """What the next round may draft; `NOTHING` makes it a plain decoding step."""
+        """The budget of the next round; `NOTHING` makes it a plain decoding step."""
 
     def deepening(self) -> Deepening | None:
-        """What the drafter asks before every level of the draft that follows; None: it drafts to the budget's depth."""
+        """The decision that the drafter asks for before every level of the draft that follows; None: it drafts to the
+        budget's depth."""
         return None
 
     def deepening_ahead(self) -> Deepening | None:
@@ -89,7 +90,7 @@ class PolicySession(ABC):
         return None
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """What of a draft is worth scoring."""
+        """The part of a draft that is worth scoring."""
         return tree
 
     def learn(self, round: Round) -> None:
@@ -100,8 +101,8 @@ class PolicySession(ABC):
 
 
 class DraftPolicy(ABC):
-    """How much a speculator drafts; shared by its requests, and by threads. A policy never changes a text, in 16 bit up
-    to near ties.
+    """A rule for how much a speculator drafts; shared by its requests, and by threads. A policy never changes a text,
+    in 16 bit up to near ties.
 
     Class attributes:
         is_adaptive: whether what is drafted may differ from run to run, so that drafters may choose by the clock too.

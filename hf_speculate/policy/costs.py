@@ -1,4 +1,4 @@
-"""What rounds cost, as a function of their size and of the context, learnt as they run."""
+"""The cost of rounds, as a function of their size and of the context, learnt as they run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def interpolate(points: Sequence[float], values: Sequence[float], point: float) 
 
 @dataclass(frozen=True)
 class _Observed:
-    """Of sizes of one class.
+    """The seconds that sizes of one class took.
 
     Attributes:
         size: their mean.
@@ -61,15 +61,15 @@ class _Observed:
         return _Observed(self.size, min(self.ratio, ratio), self.count + _WARM_UP)
 
     def beside(self, expected: float) -> _Observed:
-        """What may be believed where others say `expected`. Warm-ups may take any time, which says nothing."""
+        """The seconds to believe where others say `expected`. Warm-ups may take any time, which says nothing."""
         if self.is_established or self.ratio <= expected:
             return self
         ratio = self.ratio if self.is_timed else min(self.ratio, 2 * expected)
         return replace(self, ratio=expected + (ratio - expected) * self.count / _FIRST)
 
     def with_another(self, size: int, ratio: float) -> tuple[_Observed, float]:
-        """What is then observed, and by which factor that moves what is expected of all sizes, as what slows one slows
-        all; what is remembered of these relative to the others moves less."""
+        """The observation with another one, and the factor by which that moves what is expected of all sizes, as what
+        slows one slows all; what is remembered of these relative to the others moves less."""
         step = max(min(ratio / max(self.ratio, 1e-9) - 1, _STEP), -_STEP)
         mean = self.size + (size - self.size) / min(self.count + 1, 2 * _FIRST)
         if not self.is_established:
@@ -78,10 +78,10 @@ class _Observed:
 
 
 class _Table:
-    """How far observed seconds are from a shape: robust averages over sizes up to 1, 2, 4, 8, 16 …, linear in between,
-    never less for more. (A table of every size keeps what a size took in a slow minute until it is tried again, and it
-    is not tried again.) A class that was seen once or twice counts little, unless it is faster than the others let
-    expect: what is slow at first would not be tried again either."""
+    """The distance of observed seconds from a shape: robust averages over sizes up to 1, 2, 4, 8, 16 …, linear in
+    between, never less for more. (A table of every size keeps what a size took in a slow minute until it is tried
+    again, and it is not tried again.) A class that was seen once or twice counts little, unless it is faster than the
+    others let expect: what is slow at first would not be tried again either."""
 
     def __init__(self, shape: Shape, largest: int = 0):
         self.shape = shape
@@ -225,7 +225,7 @@ def _octave(context: int) -> int:
 
 
 class RoundCosts:
-    """What a round costs on one target at one batch size: drafting by depth, asking a drafter that finds nothing, and
+    """The cost of a round on one target at one batch size: drafting by depth, asking a drafter that finds nothing, and
     everything else by nodes (root included).
 
     Shared by all calls of a speculator.

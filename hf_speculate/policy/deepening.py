@@ -11,7 +11,7 @@ from .acceptance import Acceptance
 
 
 class PathProbabilities:
-    """How likely the nodes of a draft are right, while it is drafted; asked level by level.
+    """The probability that the nodes of a draft are right, while it is drafted; asked level by level.
 
     Args:
         calibration: of the drafter.
@@ -22,7 +22,7 @@ class PathProbabilities:
         self._nodes: list[list[tuple[float, float]]] = []  # of the last level: values, and probabilities to be right
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> list[list[float]]:
-        """That of the nodes of the next level and all above them. Arguments as of `Deepening`."""
+        """The probability of the nodes of the next level and all above them. Arguments: see `Deepening`."""
         above, share = self._nodes, self._calibration.share
         parents = None if previous is None else previous.tolist()
         self._nodes = []
@@ -57,7 +57,7 @@ class WhilePaying:
 
     @property
     def levels(self) -> int:
-        """That were drafted."""
+        """The number of levels that were drafted."""
         return self._num_yes + 1
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:

@@ -87,7 +87,7 @@ def _path(request: PolicyRequest) -> Path | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """What computes it: its class, and of packed weights the backend."""
+    """The kind of computation: the target's class, and of packed weights the backend."""
     return f"{type(module).__qualname__} {getattr(getattr(module, 'backend', None), 'name', '')}"
 
 

@@ -1,4 +1,4 @@
-"""Which PEFT adapters a target computes with: what was learnt of its text holds for these only.
+"""The PEFT adapters that a target computes with: what was learnt of its text holds for these only.
 
 PEFT is not imported: its layers are known by what they have. Text never depends on what is found here.
 """
@@ -44,7 +44,7 @@ def prompt_learning(model: GenerativeModel) -> Any:
 
 
 def outdated_peft() -> str:
-    """What is wrong with the PEFT that is installed, "" if nothing: transformers says which it works with. The
+    """The problem with the PEFT that is installed, "" if there is none: transformers says which it works with. The
     prompt-learning adapters of an older one may not know the names of its arguments."""
     try:
         found = version("peft")
@@ -109,7 +109,8 @@ def _names_in_effect(model: nn.Module) -> set[str]:
 
 
 def _hook_arguments(model: nn.Module, argument: str) -> list[Any]:
-    """What PEFT hands its layers in every forward of this `generate`, which it calls within such hooks; [] if not."""
+    """The arguments that PEFT hands its layers in every forward of this `generate`, which it calls within such hooks;
+    [] if it does not."""
     for layer in _adapter_layers(model):
         for hook in reversed(layer._forward_pre_hooks.values()):  # the last one wins; an error leaves older ones behind
             if given := getattr(hook, "keywords", {}).get(argument):

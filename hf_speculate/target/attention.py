@@ -64,7 +64,7 @@ def takes_tree_masks(model: PreTrainedModel) -> bool:
 
 
 class TreeAttention:
-    """How the tree masks of one model are handed to it.
+    """The form in which one model is handed its tree masks.
 
     The environment variable HF_SPECULATE_ATTENTION names another form than the one that was measured to be best; it
     cannot make a model take one that it cannot take ("sdpa" only, and KV heads that would be repeated).
@@ -105,7 +105,7 @@ class TreeAttention:
 
     @staticmethod
     def without_mask(groups: int, device: torch.device) -> Tensor:
-        """What stands for "folded" where every key is seen."""
+        """The mask that stands for "folded" where every key is seen."""
         return torch.empty(1, 1, groups, 0, device=device)
 
     def _arranged(self, mask: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def fold(mask: Tensor, groups: int) -> Tensor:
 
 
 def _unfold(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """What `fold` was given, [B, 1, N, S]."""
+    """The mask [B, 1, N, S] that `fold` was given."""
     return functional.pad(mask[:, :, :num_queries], (num_keys - mask.shape[-1], 0))
 
 

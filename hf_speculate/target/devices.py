@@ -1,4 +1,4 @@
-"""Where the modules of a target compute, also under a `device_map` with offloading, and on what."""
+"""The devices where the modules of a target compute, also under a `device_map` with offloading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
-    """Where a module's weights are; of an offloaded one, where accelerate's hook fetches them to. None: not known."""
+    """The device of a module's weights; of an offloaded one, the device to which accelerate's hook fetches them. None:
+    not known."""
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.device.type != "meta":
         return parameter.device
@@ -25,23 +26,23 @@ def execution_device(module: nn.Module) -> torch.device | None:
 
 
 def device_beside(module: nn.Module | None, model: PreTrainedModel) -> torch.device:
-    """Where `module` of a model computes, or else where the model is."""
+    """The device where `module` of a model computes, or else where the model is."""
     return (execution_device(module) if isinstance(module, nn.Module) else None) or model.device
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its tokens. (Of offloaded embeddings `model.device` is "meta".)"""
+    """The device where a model takes its tokens. (Of offloaded embeddings `model.device` is "meta".)"""
     return device_beside(model.get_input_embeddings(), model)
 
 
 def last_device(model: PreTrainedModel) -> torch.device:
-    """Where a model's last layer is: under a `device_map` the states that a head reads arrive last there."""
+    """The device of a model's last layer: under a `device_map` the states that a head reads arrive last there."""
     layers = getattr(model.get_decoder(), "layers", None)
     return device_beside(layers[-1] if layers else None, model)
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called by its maker: of a CPU the processor's name."""
+    """The name that its maker gave a device; of a CPU the processor's name."""
     if device.type == "cpu":
         return _processor_name()
     if device.type == "cuda":

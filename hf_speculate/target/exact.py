@@ -94,8 +94,8 @@ _found: WeakKeyDictionary[GenerativeModel, dict[tuple[Any, ...], Sizes | str]] =
 
 
 def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded: bool) -> Sizes | str:
-    """What `ExactForward` needs to know of a model (nothing, where a kernel of ours computes its layers); or why it
-    cannot be exact.
+    """The row counts that `ExactForward` can trust (none are needed where a kernel of ours computes the layers); or why
+    a model cannot be exact.
 
     Args:
         cache: of the request.
@@ -116,7 +116,7 @@ def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded
 
 
 def _problem(model: GenerativeModel, cache: Cache) -> str:
-    """What is known without trying; "" if nothing."""
+    """The reason why it cannot be, as far as it is known without trying; "" if there is none."""
     name, attention = type(model).__name__, model.config._attn_implementation
     if not is_indexable(cache) or any(kind.is_chunked for kind in layer_types(model.config)):
         return f"not every layer of {name} keeps all of the text, or a window of it"
@@ -184,8 +184,8 @@ def _equal_counts(layer: nn.Linear) -> Sequence[int]:
 
 
 def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, is_padded: bool = False) -> str:
-    """Where a tree's states or logits are not those of single steps, behind prefixes of several lengths; "" if
-    nowhere."""
+    """The first place where a tree's states or logits are not those of single steps, behind prefixes of several
+    lengths; "" if nowhere."""
     tokens = torch.randperm(num_embeddings(model))[: len(_PARENTS)].expand(batch_size, -1).contiguous()
     tree = DraftTree(tokens, _PARENTS)
     for length in _prefix_lengths(model):
@@ -223,7 +223,7 @@ def chain_difference(model: GenerativeModel, sizes: Sizes, batch_size: int) -> s
 
 
 def _different_place(step: Any, output: Any, node: int) -> str:
-    """Where the states or logits of a node are not those of a single step; "" if nowhere."""
+    """The place where the states or logits of a node are not those of a single step; "" if nowhere."""
     for layer, (stocks, ours) in enumerate(zip(step.hidden_states, output.hidden_states, strict=True)):
         if not torch.equal(stocks[:, -1], ours[:, node]):
             return f"layer {layer}"
@@ -231,8 +231,8 @@ def _different_place(step: Any, output: Any, node: int) -> str:
 
 
 def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:
-    """As many as fit, with a path behind them, where a model has a table of positions; and up to where windows begin
-    to move, as far as that takes no great cache."""
+    """Lengths of prefixes to try: as many as fit, with a path behind them, where a model has a table of positions; and
+    up to where windows begin to move, as far as that takes no great cache."""
     depth, most = len(_PATHS[0]), num_positions(model.config)
     ends = {window - 2 for window in layer_windows(model.config) if window is not None and 2 < window <= _MOST_WINDOW}
     return [length for length in (*_LENGTHS, *sorted(ends)) if most is None or length + depth <= most]

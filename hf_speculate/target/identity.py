@@ -83,14 +83,14 @@ class WeightSample:
 
     @property
     def text(self) -> str:
-        """How they are held, the shape and the values, each of them in eight hexadecimal digits."""
+        """The sample as text: how it is held, the shape and the values, each of them in eight hexadecimal digits."""
         bits = self.values.view(torch.int32).flatten().tolist()
         shape = "x".join(map(str, self.values.shape))
         return " ".join([self.held, shape, *(f"{value & 0xFFFFFFFF:08x}" for value in bits)])
 
     @classmethod
     def parse(cls, text: str) -> WeightSample:
-        """From `text`; raises `ValueError` for anything else."""
+        """Reads `text`; raises `ValueError` for anything else."""
         try:
             held, shape, *words = text.split(" ")
             values = torch.tensor([int(word, 16) for word in words], dtype=torch.int64)
@@ -102,7 +102,7 @@ class WeightSample:
 
 @dataclass(frozen=True)
 class Likeness:
-    """What the samples of two models have in common.
+    """The likeness of two models by their samples.
 
     Attributes:
         compared: names of tensors that both have.
@@ -129,7 +129,7 @@ def sample_weights(model: GenerativeModel) -> dict[str, WeightSample]:
 
 
 def quantization_label(model: GenerativeModel) -> str:
-    """How the weights of a model are quantised, in words: "GGUF (Q4_1, Q8_0)", "bitsandbytes (nf4)"; "" if not."""
+    """Quantisation of a model's weights in words: "GGUF (Q4_1, Q8_0)", "bitsandbytes (nf4)"; "" if there is none."""
     if types := sorted({str(module.block_type) for module in model.modules() if hasattr(module, "block_type")}):
         return f"GGUF ({', '.join(types)})"
     config: Any = getattr(model.config, "quantization_config", None)
@@ -145,7 +145,7 @@ def quantization_label(model: GenerativeModel) -> str:
 
 
 def compare_weights(ours: Mapping[str, WeightSample], theirs: Mapping[str, WeightSample]) -> Likeness:
-    """What two models have in common; the shapes of tensors must be those of the same architecture."""
+    """Compares the weights of two models; the shapes of tensors must be those of the same architecture."""
     pairs = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
     pairs = {name: pair for name, pair in pairs.items() if pair[0].values.shape == pair[1].values.shape}
     changed = [name for name, pair in pairs.items() if _is_changed(*pair)]
@@ -176,7 +176,7 @@ def _chosen(decoder: nn.Module, embeddings: nn.Module) -> Iterator[tuple[str, nn
 
 
 def _within(module: Any) -> Any:
-    """What an adapter has been put around."""
+    """The module that an adapter has been put around."""
     return getattr(module, "base_layer", getattr(module, "original_module", None))
 
 
@@ -213,7 +213,7 @@ def _places(size: int, count: int) -> Tensor:
 
 
 def _is_changed(ours: WeightSample, theirs: WeightSample) -> bool:
-    """Of tensors that are held alike: dense ones in any dtype, quantised ones in the same way."""
+    """Whether tensors that are held alike differ: dense ones in any dtype, quantised ones in the same way."""
     a, b, dense = ours.values, theirs.values, [str(dtype).removeprefix("torch.") for dtype in _DENSE]
     if ours.held in dense and theirs.held in dense:
         allowed = 0 if ours.held == theirs.held else _CAST_STEP * a.abs() + 1e-7

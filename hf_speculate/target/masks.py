@@ -1,4 +1,5 @@
-"""What the layers of a model see of the text, by layer type, as its config tells: everything, a window, or a chunk."""
+"""The part of the text that the layers of a model see, by layer type, as its config tells: everything, a window, or a
+chunk."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class LayerType:
         return self.window is not None and length > self.window
 
     def too_far(self, seen: Tensor, seeing: Tensor, num_padding: Tensor) -> Tensor:
-        """Which entries a token does not see any more.
+        """A mask of the entries that a token does not see any more.
 
         Args:
             seen: int64 [R, M], index of entries in the row's text, left padding counted (as stock counts).
@@ -95,7 +96,7 @@ def layer_types_of(model: PreTrainedModel) -> tuple[LayerType, ...]:
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Of every layer of a decoder the entries that a token sees, itself included; None: all."""
+    """The number of entries that a token sees in every layer of a decoder, itself included; None: all."""
     decoder = config.get_text_config(decoder=True)
     names, options = get_layer_types_and_kwargs(decoder)
     mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
@@ -116,7 +117,7 @@ def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor
 def visible_prefix(
     lengths: Sequence[int], prompt_mask: Tensor | None, num_entries: int, device: torch.device
 ) -> Tensor:
-    """Which of the first entries of a cache are real.
+    """A mask of the first entries of a cache: those that are real.
 
     Args:
         lengths: committed entries of each row.

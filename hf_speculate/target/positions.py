@@ -1,4 +1,5 @@
-"""What a model makes of positions: how deep a draft may go before a forward would differ from one-token forwards."""
+"""The use that a model makes of positions: how deep a draft may go before a forward would differ from one-token
+forwards."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def has_length_dependent_rope(config: PreTrainedConfig) -> bool:
 
 
 class DepthLimit:
-    """How deep a tree may go so that every position is one that the model knows, and its longest leaves RoPE as a
-    one-token forward would have it.
+    """The depth to which a tree may go so that the model knows every position, and its longest leaves RoPE as a one-
+    token forward would have it.
 
     Args:
         config: of the model; read once, as asking it takes longer than a round may.

@@ -51,7 +51,7 @@ def has_recurrent_layers(cache: Cache) -> bool:
 
 @dataclass
 class _LayerStates:
-    """What a recurrent layer held: copies of what forwards overwrite, references to what they replace."""
+    """The states of a recurrent layer: copies of what forwards overwrite, references to what they replace."""
 
     states: dict[tuple[str, int], Tensor | None]
     has_previous: dict[int, bool]

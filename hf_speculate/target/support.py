@@ -1,4 +1,4 @@
-"""What shapes of drafts a model can score with a cache: trees, chains, or nothing."""
+"""The shapes of drafts that a model can score with a cache: trees, chains, or nothing."""
 
 from __future__ import annotations
 

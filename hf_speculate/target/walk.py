@@ -37,7 +37,7 @@ Visit = tuple[int, int]
 
 @dataclass(frozen=True)
 class Walk:
-    """How the attentions of one forward over a tree go from node to node.
+    """The order in which the attentions of one forward over a tree go from node to node.
 
     Attributes:
         base: entries before the first node's.
@@ -85,7 +85,7 @@ class Walk:
         return torch.cat(outputs) if rows > 1 else outputs[0], None
 
     def _mask(self, *place: Any) -> Tensor | None:
-        """As `_made_mask`; once for all layers."""
+        """The mask of `_made_mask`, made once for all layers."""
         if place not in self._masks:
             self._masks[place] = self._made_mask(*place)
         return self._masks[place]
@@ -175,7 +175,7 @@ _walk: ContextVar[Walk | None] = ContextVar("hf_speculate_exact_walk", default=N
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """What an exact forward has for a mask: nothing to look at, and not what other forwards have."""
+    """The mask of an exact forward: nothing to look at, and not what other forwards have."""
     return torch.empty(1, 1, 1, 0, device=device)
 
 
@@ -185,7 +185,7 @@ def is_walked(mask: Tensor | None) -> bool:
 
 
 def current_walk() -> Walk:
-    """Of the exact forward that is running on this thread."""
+    """The walk of the exact forward that is running on this thread."""
     walk = _walk.get()
     assert walk is not None
     return walk

@@ -173,7 +173,7 @@ class DraftTree:
 
     @property
     def _tensors(self) -> list[Tensor]:
-        """What `host` is read from."""
+        """The tensors that `host` is read from."""
         return [t for t in (self.token_ids, self._device_parents, self.values) if t is not None]
 
     def _as_host(self, read: Sequence[list[list[Any]]]) -> HostTree:
@@ -256,11 +256,11 @@ class DraftTree:
 
     @property
     def rows(self) -> Sequence[int]:
-        """Which rows of the batch these are."""
+        """The rows of the batch that the tree has."""
         return range(self.batch_size) if self._slots is None else tuple(self._slots)
 
     def slot(self, row: int) -> int:
-        """Where `token_ids`, and whatever is computed from them, have a row of the batch."""
+        """The index of a row of the batch in `token_ids`, and in whatever is computed from them."""
         return row if self._slots is None else self._slots[row]
 
 

@@ -1,4 +1,4 @@
-"""What the nodes of a tree see, for forwards that can take it without a mask."""
+"""The sight of the nodes of a tree, for forwards that can take it without a mask."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class TreeMask:
 
     @property
     def num_nodes(self) -> int:
-        """Of each row."""
+        """The number of nodes of each row."""
         return len(self.parents[0])
 
     def runs(self) -> tuple[Int[Tensor, " F"], Int[Tensor, "S 2"]]:
-        """What each node sees, as runs of entries: its ancestors, itself and everything before the trees.
+        """The entries that each node sees, as runs: its ancestors, itself and everything before the trees.
 
         Returns:
             int32, where the runs of each node begin (F is the number of all nodes and 1), and the runs, each from its

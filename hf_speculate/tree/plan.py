@@ -1,5 +1,4 @@
-"""What a forward over a draft tree needs to know of its structure, compiled once and shared by trees of equal
-structure."""
+"""The structure of a draft tree as a forward needs it, compiled once and shared by trees of equal structure."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PADDING_PARENT = -2
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """What a forward over a tree needs to know of its structure.
+    """The structure of a tree as a forward needs it.
 
     Attributes:
         depths: int64 [R, N], distance from the root (padding nodes: 0). R is 1 (all rows share it) or B.

@@ -1,4 +1,4 @@
-"""Which tokens a round emits: the request's own processors, sampler and criteria, run along the draft tree.
+"""The choice of a round's tokens: the request's own processors, sampler and criteria, run along the draft tree.
 
 The sampler chooses a token at every node that the walk comes to, with the noise that stock would draw at that step, so
 that the text is stock's by construction. The text so far, its records and its end are kept here as well.

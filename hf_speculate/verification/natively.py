@@ -18,7 +18,7 @@ Probable = tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]
 
 @runtime_checkable
 class Kernel(Protocol):
-    """What may stand in for torch on CPUs."""
+    """A stand-in for torch on CPUs."""
 
     def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
         """Fills contiguous float32 values as `exponential_` does with a generator in this state (from
@@ -26,7 +26,7 @@ class Kernel(Protocol):
         ...
 
     def argmax(self, row: Float[Tensor, " V"]) -> int:
-        """Of a contiguous row in float32 or bfloat16: the first of the largest, the first NaN where there is one."""
+        """The first of the largest of a contiguous row in float32 or bfloat16; the first NaN where there is one."""
         ...
 
     def most_probable(self, scores: Float[Tensor, "R N V"], count: int) -> Probable:

@@ -103,8 +103,8 @@ class Noise:
 
     @_one_at_a_time
     def fit(self, width: int, step: int) -> None:
-        """From `step` on the scores have `width` columns: a processor or an output matrix may have its own idea of V.
-        Rows that were drawn for another width are drawn anew."""
+        """Sets the number of columns from `step` on: a processor or an output matrix may have its own idea of V. Rows
+        that were drawn for another width are drawn anew."""
         if width != self.width:
             self._drop_from(step)
             self.width = width
@@ -148,7 +148,7 @@ class Noise:
         self._logs.clear()
 
     def _state_after(self, num_steps: int) -> Tensor:
-        """Of the generator, after the rows of so many steps."""
+        """The state of the generator after the rows of so many steps."""
         index = max(num_steps - self._first_step, 0)
         return self._states_before[index] if index < len(self._rows) else self._generator.get_state()
 
@@ -162,7 +162,7 @@ class Noise:
 
 
 class RngState:
-    """Where the global generators of the CPU and of a device are."""
+    """The states of the global generators of the CPU and of a device."""
 
     def __init__(self, device: torch.device):
         self._device = device

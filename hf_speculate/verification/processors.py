@@ -1,4 +1,4 @@
-"""What is known of logits processors: how widely the request's sampler can be batched, and what a row alone needs.
+"""The properties of logits processors: how widely the request's sampler can be batched, and what a row alone needs.
 
 Three tiers with one result:
 

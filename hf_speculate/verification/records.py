@@ -1,4 +1,4 @@
-"""What `output_scores`, `output_logits`, `output_hidden_states` and `output_attentions` ask for, step by step.
+"""Records for `output_scores`, `output_logits`, `output_hidden_states` and `output_attentions`, step by step.
 
 A round emits several steps and rows are at different ones, so values are filed by (step, row) and assembled at the end.
 """
@@ -91,7 +91,7 @@ class Records:
 
     @property
     def forward_kwargs(self) -> dict[str, bool]:
-        """What every forward of the target has to be asked for."""
+        """Arguments that every forward of the target needs for the records."""
         wanted = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
         return {name: True for name, record in wanted.items() if record is not None}
 
@@ -171,7 +171,7 @@ class Records:
             self.attentions.add(step, row, [layer[row] for layer in output.attentions or ()])
 
     def complete(self, batch_size: int, num_steps: int) -> dict[str, Any]:
-        """What was asked for, by the names and in the shapes of `GenerateDecoderOnlyOutput`."""
+        """The records by the names and in the shapes of `GenerateDecoderOnlyOutput`."""
         by_step = {"scores": self.scores, "logits": self.logits}
         by_layer = {"hidden_states": self.hidden_states, "attentions": self.attentions}
         return {

@@ -144,7 +144,7 @@ class Automaton:
             self.mixture.learn(component, own / probability)
 
     def _components(self, tail: Tail) -> list[tuple[Component, Followers | RecycledRow]]:
-        """From the shortest context to the longest. A source that misses a context has no longer one either."""
+        """Contexts from the shortest to the longest. A source that misses a context has no longer one either."""
         components: list[tuple[Component, Followers | RecycledRow]] = []
         sources = self._lookups
         for order in self.orders:

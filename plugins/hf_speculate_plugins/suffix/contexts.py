@@ -72,7 +72,7 @@ class ContextCounts:
         self.followers: dict[tuple[int, ...], Followers] = {}
 
     def after(self, context: tuple[int, ...]) -> Followers | None:
-        """What followed a context; None if that never came."""
+        """The tokens that followed a context; None if that never came."""
         return self.followers.get(context)
 
     def extend(self, cursor: list[int], tokens: Iterable[int]) -> None:
@@ -113,7 +113,7 @@ _SMALLEST, _MAX_PROBABLE = 0.01, 8
 
 
 class RecycledRow:
-    """What followed a token: as `Followers`, with probabilities for counts.
+    """The tokens that followed a token: as `Followers`, with probabilities for counts.
 
     Args:
         tokens: most probable first.
@@ -152,7 +152,7 @@ class RecycledRows:
         self._rows: dict[int, RecycledRow] = {}
 
     def learn(self, choices: Choices) -> None:
-        """Of a token at several nodes, the last one counts."""
+        """Remembers the choices at every node; of a token at several nodes, the last one counts."""
         rows = self._rows
         nodes = zip(choices.tree.rows(), choices.token_ids.tolist(), choices.probs.tolist(), strict=True)
         for (tokens, parents, _), chosen, probs in nodes:
@@ -164,7 +164,7 @@ class RecycledRows:
             del rows[next(iter(rows))]
 
     def after(self, context: Sequence[int]) -> RecycledRow | None:
-        """What followed the context, which must be one token."""
+        """The tokens that followed the context, which must be one token."""
         if len(context) > 1:
             return None
         return self._rows.get(context[0])

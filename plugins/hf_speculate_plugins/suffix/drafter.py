@@ -99,7 +99,7 @@ class SuffixDrafter(Drafter):
             self.store.clear()
 
     def _rows(self, request: DraftRequest) -> RecycledRows | None:
-        """Where the choices of a request go: with a store, where those of others are."""
+        """The memory for the choices of a request: with a store, the one that others share."""
         count, options = self.options.recycled, self.options
         if not (count and options.smoothing and 1 in options.orders):  # they follow one token
             return None

@@ -1,4 +1,4 @@
-"""What the `suffix` drafter counts, and how much of it is drafted."""
+"""The options of the `suffix` drafter: what it counts, and how much of it is drafted."""
 
 from __future__ import annotations
 

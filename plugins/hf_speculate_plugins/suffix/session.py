@@ -18,7 +18,7 @@ from .windows import Draft, MatchRule, WindowCounts, best_draft, best_of
 
 
 def index_kind(options: SuffixOptions) -> IndexKind:
-    """What is counted of every text."""
+    """The kind of counts that are kept of every text."""
     return IndexKind(tuple(options.orders), None) if options.smoothing else IndexKind(None, options.depth)
 
 
@@ -40,7 +40,7 @@ class SmoothedRow:
         self._counts.extend(self._tail, tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """What the target has written."""
+        """Adds tokens that the target has written."""
         for token in tokens:
             self._automaton.learn(tuple(self._tail), token)
             self._counts.extend(self._tail, [token])

@@ -1,4 +1,4 @@
-"""What earlier requests wrote, shared by the requests of a speculator."""
+"""The outputs of earlier requests, shared by the requests of a speculator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Index = ContextCounts | WindowCounts
 
 
 class IndexKind(NamedTuple):
-    """What is counted of every text.
+    """The kind of counts that are kept of every text.
 
     Attributes:
         orders: of contexts, with smoothing; None without.

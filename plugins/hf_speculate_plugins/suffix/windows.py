@@ -1,4 +1,4 @@
-"""How often every window of a text occurs, in a trie."""
+"""Counts of every window of a text, in a trie."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class MatchRule:
-    """How much is drafted after a match.
+    """The amount that is drafted after a match.
 
     Attributes:
         max_tokens: draft nodes at most.
@@ -136,7 +136,7 @@ class MatchRule:
 
 
 def best_draft(counts: WindowCounts, context: Sequence[int], rule: MatchRule) -> Draft:
-    """Of the drafts after every match of the context's end, the one of the highest score; of equal ones, the longest
+    """The draft of the highest score among those after every match of the context's end; of equal ones, the longest
     match's.
 
     Args:
