@@ -21,7 +21,7 @@ class AngleTable:
         self._table: tuple[Tensor, Tensor] | None = None
 
     def upto(self, rotary: Any, needed: int, dtype: torch.dtype) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
-        """Of so many positions at least, contiguous; made anew where the frequencies have changed.
+        """Angles of so many positions at least, contiguous; made anew where the frequencies have changed.
 
         Args:
             rotary: of a kind in `FIXED_ROPE`.

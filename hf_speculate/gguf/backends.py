@@ -1,4 +1,4 @@
-"""Where products with packed matrices are computed: one interface, chosen at load for a device and a dtype.
+"""Backends that compute products with packed matrices: one interface, chosen at load for a device and a dtype.
 
 A backend serves decoding and verification alike: the bits of a row never depend on how many rows there are.
 """
@@ -41,7 +41,7 @@ class Backend(ABC):
 
     @abstractmethod
     def pack(self, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """What `multiply` needs: `packed`, uint8, and other tensors by name.
+        """Packs a matrix: `packed`, uint8, and other tensors that `multiply` needs, by name.
 
         Raises:
             CheckpointError: scales that are not finite.

@@ -1,4 +1,4 @@
-"""Which layers of transformers' Llama, Qwen2 and Qwen3 the native kernel computes."""
+"""The layers of transformers' Llama, Qwen2 and Qwen3 that the native kernel computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .modules import PackedMatrix
 
 
 def parts_of(layer: Any) -> LayerParts | None:
-    """What the kernel needs of a layer; None where it computes something else."""
+    """The parts of a layer that the kernel needs; None where it computes something else."""
     attention, config = layer.self_attn, layer.self_attn.config
     if config.hidden_act != "silu" or getattr(attention, "sliding_window", None) is not None:
         return None

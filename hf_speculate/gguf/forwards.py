@@ -51,7 +51,7 @@ def fuse(model: Any) -> int:
 
 
 class _Forward:
-    """What the forwards of a decoder and of its causal LM have in common.
+    """The common part of the forwards of a decoder and of its causal LM.
 
     Args:
         module: whose.
@@ -65,7 +65,7 @@ class _Forward:
         self.module, self._whole = module, whole
 
     def __getstate__(self):
-        """Of a copy, whose modules compute."""
+        """The state of a copy, whose modules compute."""
         return {"module": self.module, "_whole": None}
 
     @cached_property
@@ -82,7 +82,7 @@ class DecoderForward(_Forward):
     """The `forward` of a decoder."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """As `LlamaModel.forward`."""
+        """See `LlamaModel.forward`."""
         found = self._computed(arguments, named, 0)
         if found is None:
             return type(self.module).forward(self.module, *arguments, **named)
@@ -110,7 +110,7 @@ class CausalForward(_Forward):
         return self._whole is not None and self._whole.move_entries(cache, sources, destinations)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """As `LlamaForCausalLM.forward`."""
+        """See `LlamaForCausalLM.forward`."""
         found = None
         to_keep = named.get("logits_to_keep", 0)
         if type(to_keep) is int and named.get("labels") is None:
@@ -265,14 +265,14 @@ class _Whole:
 
 
 class _Look:
-    """What a forward has looked at."""
+    """The result of a look at the model before a forward."""
 
     def __init__(self) -> None:
         self.step: NativeStep | None = None
         self._num_hooks = -1
 
     def note(self, step: NativeStep) -> None:
-        """That nobody has changed the model, whose weights are these."""
+        """Notes that nobody has changed the model, whose weights are these."""
         self.step, self._num_hooks = step, RemovableHandle.next_id
 
     def holds(self) -> bool:
@@ -282,7 +282,7 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a decoder is called with, as far as the kernel knows it."""
+    """The inputs of a decoder, as far as the kernel knows them."""
 
     ids: Tensor
     cache: Cache | None
@@ -325,7 +325,7 @@ class _Inputs:
     def _sight(
         self, config: Any, cache: Cache, positions: Tensor, past: int
     ) -> tuple[bool, tuple[Tensor, Tensor] | None]:
-        """As `sight_of`."""
+        """See `sight_of`."""
         size, given = self.ids.shape, self.mask
         if isinstance(given, TreeMask):
             fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
@@ -335,7 +335,7 @@ class _Inputs:
         return (True, None) if mask is None else sight_of(mask, size, past + size[1])
 
     def _mask(self, config: Any, cache: Cache, positions: Tensor, num_keys: int) -> Any:
-        """As layers are given it."""
+        """The mask as layers are given it."""
         mask = self.mask
         if type(mask) is not Tensor or mask.dim() != 2:
             return mask

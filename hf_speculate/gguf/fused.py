@@ -39,7 +39,7 @@ def fuse_layers(decoder: Any) -> list[FusedForward]:
 
 @dataclass
 class _Arguments:
-    """What a layer is called with; names are those of `LlamaDecoderLayer.forward`."""
+    """The inputs of a layer; names are those of `LlamaDecoderLayer.forward`."""
 
     hidden_states: Tensor
     attention_mask: Tensor | None
@@ -65,11 +65,12 @@ class FusedForward:
         self._loaded: _LoadedLayer | None = _LoadedLayer(layer)
 
     def __getstate__(self):
-        """Of a copy, which finds its own weights: the modules compute where it is one of a layer that was changed."""
+        """The state of a copy, which finds its own weights: the modules compute where it is one of a layer that was
+        changed."""
         return {"layer": self.layer, "_loaded": None}
 
     def __call__(self, hidden_states: Tensor, *positional: Any, **named: Any) -> Tensor:
-        """As `LlamaDecoderLayer.forward`."""
+        """See `LlamaDecoderLayer.forward`."""
         if not positional and not torch.compiler.is_compiling():
             output = self._computed(_Arguments.of(hidden_states, **named))
             if output is not None:
@@ -122,7 +123,7 @@ class _LoadedLayer:
 
 
 class Snapshot:
-    """How modules were when they were loaded: who changes or watches them changes this.
+    """The state of modules when they were loaded: who changes or watches them changes this.
 
     Args:
         modules: that nobody may watch.

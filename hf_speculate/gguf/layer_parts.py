@@ -1,4 +1,4 @@
-"""What the native kernel needs of a decoder layer, and whether it computes such a one."""
+"""The parts of a decoder layer that the native kernel needs, and whether it computes such a one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_HEAD_DIM, _MOST_GROUPS = 512, 128
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """What a decoder layer is made of, whosever its modules are.
+    """The parts of a decoder layer, whosever its modules are.
 
     Attributes:
         sizes: hidden, heads, kv_heads, head_dim, inner.
@@ -41,7 +41,7 @@ class LayerParts:
 
     @classmethod
     def of(cls, attention: Any, mlp: Any, norms: dict[str, Any], **others: Any) -> LayerParts:
-        """Of modules that are called as transformers calls them.
+        """Parts of modules that are called as transformers calls them.
 
         Args:
             norms: of the layer; those of queries and keys are found.
@@ -74,7 +74,7 @@ class LayerParts:
         return replace(self, projections={name: rounded(each) or each for name, each in self.projections.items()})
 
     def dtype(self) -> torch.dtype | None:
-        """Of what is not packed; None where that are several."""
+        """The dtype of what is not packed; None where there are several."""
         found = {weight.dtype for weight in unpacked(parameters_of(self.modules))}
         return found.pop() if len(found) == 1 else None
 

@@ -57,7 +57,7 @@ class PackedBytes(Tensor):
 
 
 class PackedModule(nn.Module):
-    """What packed layers have in common.
+    """The common part of packed layers.
 
     Attributes:
         packed: uint8, the packed bytes; a parameter, so that whoever looks for the device of the layer finds it.
@@ -71,7 +71,7 @@ class PackedModule(nn.Module):
         return self.packed.as_subclass(PackedBytes)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        """As "weight", by which PEFT asks a file for what it copied (`modules_to_save`)."""
+        """Saves the packed rows as "weight", by which PEFT asks a file for what it copied (`modules_to_save`)."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix + "packed" in destination:
             destination[prefix + "weight"] = destination.pop(prefix + "packed")
@@ -100,7 +100,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """What is packed answers unit vectors with its columns."""
+        """The gradient of the inputs: a packed matrix answers unit vectors with its columns."""
         layer = ctx.layer
         units = torch.eye(layer.in_features, dtype=gradient.dtype, device=gradient.device)
         parts = [gradient @ layer.backend.multiply(block, layer).T for block in units.split(_UNITS)]

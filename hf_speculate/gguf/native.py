@@ -231,7 +231,7 @@ def build() -> Library:
 
 
 def _by_compiler(cache: KernelCache, kind: str) -> Library:
-    """What this compiler has made before, or makes now."""
+    """The library that this compiler has made before, or makes now."""
     compiler = find_compiler()
     name = f"{kind}{_digest(*compiler, _run([*compiler, '--version']).stdout)}.so"
     found = _first_usable(cache, [name])
@@ -299,7 +299,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _kind() -> str:
-    """How the names of all libraries begin that serve here, whatever compiler made them."""
+    """The beginning of the names of all libraries that serve here, whatever compiler made them."""
     sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
     return f"native-{_digest(*sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
 
@@ -313,7 +313,7 @@ def _tune() -> str:
 
 
 def _processor() -> str:
-    """What -march=native may depend on."""
+    """The facts about the processor that -march=native may depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

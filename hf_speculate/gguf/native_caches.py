@@ -71,7 +71,7 @@ def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bo
 
 @dataclass(frozen=True)
 class Room:
-    """Where the entries of all layers go in one cache.
+    """The places of new entries of all layers in one cache.
 
     Attributes:
         native: whose entries.

@@ -68,12 +68,12 @@ class NativeGrowth:
 
     @property
     def address(self) -> int:
-        """Of the structure."""
+        """The address of the structure."""
         return ctypes.addressof(self._structure)
 
     @property
     def num_levels(self) -> int:
-        """That were proposed, the last one being the frontier."""
+        """The number of levels that were proposed, the last one being the frontier."""
         return self._structure.num_levels
 
     def extend(self, shares: Float[Tensor, "B F K"], columns: Int[Tensor, "B F K"]) -> None:
@@ -85,7 +85,7 @@ class NativeGrowth:
         self._library.grow(self.address, shares.data_ptr(), columns.data_ptr())
 
     def sight(self, before: tuple[Tensor, Tensor], num_before: int) -> tuple[Tensor, Tensor]:
-        """What the frontier sees, as `NativeLayers.run` takes it.
+        """The entries that the frontier sees, as `NativeLayers.run` takes them.
 
         Args:
             before: from `find_sight`, of the entries before the tree, one query a row.

@@ -222,7 +222,7 @@ def part_of(
 
 
 def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
-    """What each query of a mask sees, as runs of entries.
+    """The entries that each query of a mask sees, as runs.
 
     Args:
         mask: [B or 1, 1, at least N, S], 0 or True where an entry is seen, the lowest value or False where it is not;

@@ -1,4 +1,5 @@
-"""How the states of a head rank tokens, in one native call: norm, output matrix, noise, and the best of a softmax.
+"""The ranking of tokens by the states of a head in one native call: norm, output matrix, noise, and the best of a
+softmax.
 
 Structure: that of `kernel/ranking.h`.
 """
@@ -49,7 +50,7 @@ class RankingStructure(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the warpers of a sampled request do to logits, as far as the kernel does it; the defaults do nothing."""
+    """The warpers of a sampled request, as far as the kernel does what they do; the defaults do nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -70,7 +71,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Ranked:
-    """What a head proposes.
+    """The proposals of a head.
 
     Attributes:
         shares: float32, logarithms of the best columns' shares of a softmax over all, the best first.
@@ -84,7 +85,7 @@ class Ranked:
 
 
 class NativeRanking:
-    """What follows the last layer of a head.
+    """The computation that follows the last layer of a head.
 
     Args:
         matrix: the output matrix; one that fits, see `of`.

@@ -76,7 +76,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a forward gives.
+    """The result of a forward.
 
     Attributes:
         states: embeddings, then the outputs of each layer; may be empty, see `NativeStep.run`.
@@ -90,7 +90,7 @@ class Scored:
 
     @classmethod
     def joined(cls, parts: Sequence[Scored]) -> Scored:
-        """Of the parts of a batch."""
+        """The result of a batch, from those of its parts."""
         if len(parts) == 1:
             return parts[0]
         normed, logits = (torch.cat([getattr(part, name) for part in parts]) for name in ("normed", "logits"))

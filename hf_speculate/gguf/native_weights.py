@@ -16,7 +16,7 @@ from .rounded import RoundedMatrix
 
 
 def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
-    """Of a structure, alike."""
+    """Fields of a structure that have one type."""
     return [(name, kind) for name in names]
 
 
@@ -30,7 +30,7 @@ class MatrixStructure(ctypes.Structure):
 
 
 def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> None:
-    """From what `matrix_of` found."""
+    """Fills the structure of a matrix that `matrix_of` found."""
     is_packed = isinstance(matrix, PackedMatrix)
     weight: Any = matrix.packed if is_packed else matrix.weight
     place.kind = native.library().kinds[matrix.block_type if is_packed else native.DENSE_KINDS[weight.dtype]]
@@ -41,7 +41,7 @@ def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> Non
 
 
 def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype) -> bool:
-    """From a module that looks rows up in this type; False where the kernel does not do what it does."""
+    """Fills the structure of a module that looks rows up in this type; False where the kernel does not do what it does."""
     is_packed = type(module) is PackedEmbedding
     if not (is_packed or type(module) is nn.Embedding) or "forward" in vars(module) or module.max_norm is not None:
         return False
@@ -59,7 +59,7 @@ Place = tuple[dict[str, Any], str]
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where each parameter of these modules is found, of a rounded matrix those of its source."""
+    """The owner and name of each parameter of these modules, of a rounded matrix those of its source."""
     sources = [module.source if isinstance(module, RoundedMatrix) else module for module in modules]
     return [(module._parameters, name) for module in sources for name in module._parameters]
 
@@ -105,7 +105,7 @@ class WeightsInPlace:
         return any(tensor is not None and tensor.requires_grad for tensor in self._tensors)
 
     def _read(self) -> list[int]:
-        """Where they lie, and if that counts how often each was written to."""
+        """The addresses of the weights, and how often each was written to where that counts."""
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         pointers = [tensor.data_ptr() for tensor in tensors]
         if not self._counts_writes:

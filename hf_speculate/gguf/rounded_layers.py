@@ -61,7 +61,8 @@ class RoundedForward:
         return {"layer": self.layer, "_matrix": None, "_weights": None}
 
     def matrix(self) -> RoundedMatrix | None:
-        """What multiplies, made anew where the weights have changed; None where the kernel does not."""
+        """The matrix that multiplies, made anew where the weights have changed; None where the kernel does not multiply
+        it."""
         if self._weights is None or not self._weights.are_current():
             self._matrix = RoundedMatrix.of(self.layer)
             self._weights = WeightsInPlace([self.layer], are_copied=True)
@@ -93,7 +94,7 @@ class RoundedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """That of the layer."""
+        """The weight of the layer."""
         return self.layer.weight
 
 
