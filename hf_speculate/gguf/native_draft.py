@@ -59,7 +59,7 @@ class Unread:
 
     @staticmethod
     def fusing_of(projection: nn.Module, num_features: int) -> RoundedMatrix | None:
-        """The matrix that projects so many features; None where that is to be done before, as by what is not in 8 bits."""
+        """The matrix that projects so many features; None where that is to be done before (no matrix in 8 bits)."""
         forward = vars(projection).get("forward")
         if not isinstance(forward, RoundedForward) or num_features > _MOST_FEATURES:
             return None
