@@ -41,7 +41,7 @@ def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> Non
 
 
 def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Fills the structure of a module that looks rows up in this type; False where the kernel does not do what it does."""
+    """Fills the structure of a module that looks rows up in this type; False where the kernel does something else."""
     is_packed = type(module) is PackedEmbedding
     if not (is_packed or type(module) is nn.Embedding) or "forward" in vars(module) or module.max_norm is not None:
         return False
