@@ -19,7 +19,7 @@ from hf_speculate import AutoSpeculator, Speculator, cli
 from hf_speculate.drafting import RAW_LAST, CalibrationTable
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate.stats import HeadRecord
-from hf_speculate_plugins.calibration import AcceptanceRates, HeadCheck, Trial, write_texts
+from hf_speculate_plugins.check import AcceptanceRates, HeadCheck, Trial, write_texts
 from hf_speculate_plugins.commands.check import as_json, check_checkpoint, write_calibration
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
 from hf_speculate_plugins.eagle.calibration import EagleReader, chain_logits
