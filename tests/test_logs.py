@@ -7,7 +7,7 @@ import logging
 import pytest
 import transformers
 
-from hf_speculate.logs import ROOTS, PrefixHandler, install_handler
+from hf_speculate.messages import _ROOTS, PrefixHandler, install_handler
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def warned(monkeypatch, capsys, name, handlers):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ROOTS)
+@pytest.mark.parametrize("name", _ROOTS)
 def test_messages_say_whose_they_are(verbosity, monkeypatch, capsys, name):
     assert warned(monkeypatch, capsys, f"{name}.part", []) == "[hf_speculate] drafts do not pay here.\n"
 
@@ -44,5 +44,5 @@ def test_a_program_that_has_set_up_logging_gets_them_once(verbosity, monkeypatch
 
 def test_installing_twice_writes_once():
     install_handler()
-    for name in ROOTS:
+    for name in _ROOTS:
         assert sum(isinstance(handler, PrefixHandler) for handler in logging.getLogger(name).handlers) == 1

@@ -34,7 +34,7 @@ from ..commands import (
 from ..errors import SpeculateError, UnsupportedRequestError
 from ..models import GenerativeModel
 from ..policy import Fixed
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from ..target import supported_shape
 from .session import ChatTarget, default_target
 

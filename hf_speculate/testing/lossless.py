@@ -1,9 +1,9 @@
-"""Is speculative text the target's own text? Equal token for token, or a proven numerical tie.
+"""`check_lossless`: speculative text is the target's own, token for token or up to a proven numerical tie.
 
-A speculative forward scores several tokens at once, so its logits differ from a one-token forward's in the last bits;
-where two tokens are as good as equal, the choice may flip. `check_lossless` accepts a difference only if a fresh plain
-forward on the common prefix proves both: the logits that were used are right (a wrong mask, position or cache entry is
-not), and the decision was closer than their rounding.
+A speculative forward scores several tokens at once, so its logits differ from a one-token forward's in the last bits.
+If two tokens are almost equally good, the choice may flip. `check_lossless` accepts a difference only if a fresh plain
+forward on the common prefix proves two things: the logits that were used are right (with a wrong mask, position or
+cache entry they are not), and the decision was closer than their rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..speculator import Speculator, unwrap
 from ..verification import Noise
 
 
-# Relative to the largest logit. Measured: fp32 5e-6 (24 x 896 body, tree of 24 nodes), bf16 2.5e-2.
+# Logit errors that count as rounding, relative to the largest logit. Measured: fp32 5e-6 (24 x 896 body, tree of 24
+# nodes), bf16 2.5e-2.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-2}
 
 
@@ -31,12 +32,12 @@ class Tie:
     """A difference that was proven to be a tie.
 
     Attributes:
-        case: which prompt (and seed).
+        case: prompt (and seed) of the difference.
         step: index of the first differing new token.
         plain_token, speculative_token: the two choices.
-        margin: how far apart the two best candidates of the sampler's own decision are.
-        logit_error: largest difference between the logits used and a fresh plain forward's.
-        max_logit: largest absolute logit there.
+        margin: distance between the two best candidates in the sampler's own decision.
+        logit_error: largest difference between the logits used and those of a fresh plain forward.
+        max_logit: largest absolute logit in that forward.
     """
 
     case: str
@@ -54,7 +55,7 @@ class Tie:
 
 @dataclass
 class LosslessReport:
-    """Outcome of `check_lossless`."""
+    """The outcome of `check_lossless`."""
 
     num_cases: int = 0
     num_identical: int = 0
@@ -80,17 +81,18 @@ def check_lossless(
     """Compares `generate` with and without `speculator` on every prompt (and seed), one prompt at a time.
 
     Args:
-        model: the target (PEFT-wrapped and compiled ones too).
-        prompts: token ids, int64 [S] or [1, S] each; or texts.
+        model: the target; it may be wrapped by PEFT or compiled.
+        speculator: the speculator to compare with plain `generate`.
+        prompts: token ids, int64 [S] or [1, S] each, or texts.
         tokenizer: makes token ids of texts.
-        seeds: for sampled requests (`do_sample=True`) the seeds to try; the RNG state afterwards is compared too.
-        tolerance: logit error that counts as rounding, relative to the largest logit; by default by dtype,
-            see `TOLERANCE`.
+        max_new_tokens: length of the texts.
+        seeds: seeds to try for sampled requests (`do_sample=True`); the RNG state afterwards is compared too.
+        tolerance: logit error that counts as rounding, relative to the largest logit; None: `TOLERANCE` of the dtype.
         generate_kwargs: the rest of the request.
     Returns:
-        The report; every difference in it is a proven tie.
+        A report; every difference in it is a proven tie.
     Raises:
-        LosslessnessError: a difference that is not a tie, or another RNG state after equal text.
+        LosslessnessError: a difference is no tie, or the RNG state differs after equal text.
         TypeError: texts without a tokenizer, no list of prompts, or no speculator.
     """
     if not isinstance(speculator, Speculator):
@@ -107,7 +109,7 @@ def check_lossless(
 
 
 def prompt_ids(prompts: Sequence[Tensor | str], tokenizer: PreTrainedTokenizerBase | None) -> list[Tensor]:
-    """Token ids of prompts, int64 [S] each; raises `TypeError` for texts without a tokenizer and for no list."""
+    """Token ids of prompts, int64 [S] each; raises `TypeError` for texts without a tokenizer, or without a list."""
     if isinstance(prompts, str | Tensor):
         raise TypeError(f"prompts must be a list of texts or token ids, got one {type(prompts).__name__}: [prompt].")
     if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):

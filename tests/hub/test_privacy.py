@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import clean_folder
-from hf_speculate.hub.privacy import publishable
-from hf_speculate.masking import find_secret, is_secret_name, masked, masked_arguments
+from hf_speculate.hub import clean_folder, publishable
+from hf_speculate.messages import find_secret, is_secret_name, masked, masked_arguments
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.
