@@ -183,9 +183,9 @@ of {types} types. It runs them twice: without `hf_speculate`, and with a specula
 generates. Every test that passes without it also passes with it. `HF_SPECULATE_WRITE_DOCS=1 make stock-tests` writes
 this page, and a stale page fails. No code of transformers is in this repository.
 
-The distribution of {version} holds only the files at the top of transformers' `tests` folder, not `tests/models` and not
-the generation tests proper, `tests/generation`. (`tests/generation/GENERATION_TESTS.md` says where their behaviours are
-tested here.) These tests call `generate`:
+The distribution of {version} holds only the files at the top of transformers' `tests` folder. It has neither
+`tests/models` nor `tests/generation`, the generation tests proper. (`tests/generation/GENERATION_TESTS.md` says where
+their behaviours are tested here.) These tests call `generate`:
 
 - `test_training_overfit` trains a model on a text until it writes it. It generates without a cache, where an attached
   speculator steps aside. So it also runs with `use_cache=True`, once with prompt lookup, and once with drafts that are
