@@ -60,8 +60,6 @@ def write_card(
     notes: str = "",
     repo_id: str | None = None,
     measured_on: str | None = None,
-    datasets: Sequence[str] = (),
-    license: str | None = None,
 ) -> bool:
     """Writes the card of a head to `folder`, which is made if it is absent.
 
@@ -75,8 +73,6 @@ def write_card(
         notes: Markdown: data, hyper-parameters, anything that a reader should know.
         repo_id: repository of the head on the Hub, for the snippet (default: the folder's name).
         measured_on: name of the data that `metrics` were measured on; with it they become a `model-index`, too.
-        datasets: Hub ids of the data that the head was trained on.
-        license: license identifier of the Hub, e.g. "apache-2.0".
     Returns:
         False if the folder has a card that a person wrote, which was kept.
     """
@@ -88,9 +84,7 @@ def write_card(
     hub_id = base_model if base_model and _is_hub_id(base_model) else None
     data = ModelCardData(
         base_model=hub_id,
-        datasets=list(datasets) or None,
         library_name=LIBRARY,
-        license=license,
         pipeline_tag="text-generation",
         tags=["speculative-decoding", algorithm, *(["custom_generate"] if has_custom_generate(folder) else [])],
         **_model_index(name, metrics, measured_on),
