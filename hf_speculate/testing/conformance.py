@@ -76,29 +76,28 @@ def check_drafter(
     watched = _Watched(drafter, target.config.get_text_config(decoder=True).vocab_size)
     speculator = Speculator(watched, adaptive=False)
     prompts = [prompt.to(target.device) for prompt in prompts]
-    budget = {"eos_token_id": None, "pad_token_id": 0}
-    check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, **budget)
-    check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, do_sample=True, seeds=(0, 1), **budget)
-    check_lossless(target, speculator, [prompts[0][:1]], max_new_tokens=max_new_tokens, **budget)
-    check_lossless(target, speculator, prompts[:1], max_new_tokens=1, **budget)
-    check_lossless(target, speculator, prompts[:1], max_new_tokens=2, **budget)
+    request: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
+    sampled: dict[str, Any] = {"do_sample": True, "seeds": (0, 1)}
+    check_lossless(target, speculator, prompts, **request)
+    check_lossless(target, speculator, prompts, **request, **sampled)
+    check_lossless(target, speculator, [prompts[0][:1]], **request)
+    for few in (1, 2):
+        check_lossless(target, speculator, prompts[:1], **request | {"max_new_tokens": few})
     watched.chains_only = True
-    check_lossless(target, speculator, prompts[:1], max_new_tokens=max_new_tokens, **budget)
+    check_lossless(target, speculator, prompts[:1], **request)
     watched.chains_only = False
     if drafter.drafts_ahead:
         looking_ahead = Speculator(watched, adaptive=False, ahead=True)
         watched.compares = True
-        check_lossless(target, looking_ahead, prompts, max_new_tokens=max_new_tokens, **budget)
-        sampled = {"do_sample": True, "seeds": (0, 1)}
-        check_lossless(target, looking_ahead, prompts[:1], max_new_tokens=max_new_tokens, **sampled, **budget)
+        check_lossless(target, looking_ahead, prompts, **request)
+        check_lossless(target, looking_ahead, prompts[:1], **request, **sampled)
         watched.compares = False
     batch = _left_padded(prompts)
-    plain = target.generate(**batch, speculator=None, max_new_tokens=max_new_tokens, **budget)
+    plain = target.generate(**batch, speculator=None, **request)
     ends_first_row = plain[0, batch["input_ids"].shape[1] + max_new_tokens // 2].item()
-    for sampled in ({}, {"do_sample": True}):
+    for sampling in ({}, {"do_sample": True}):
         for eos in (None, ends_first_row):
-            request = {**budget, "max_new_tokens": max_new_tokens, "eos_token_id": eos, **sampled}
-            target.generate(**batch, speculator=speculator, **request)
+            target.generate(**batch, speculator=speculator, **request | {"eos_token_id": eos} | sampling)
     watched.expect_all_closed()
     report = DrafterReport(watched.num_asked, watched.num_drafted, speculator.stats.mean_acceptance_length)
     if not report.num_drafts:
