@@ -147,28 +147,8 @@ def test_paths_of_this_machine_are_cut(path, shown):
 
 
 def test_command_lines():
-    given = [
-        "/usr/bin/train.py",
-        "--hub-token",
-        "abc",
-        "--token=abc",
-        "--password",
-        "a b",
-        "--dry-run",
-        "--config",
-        "x",
-    ]
-    shown = [
-        "/usr/bin/train.py",
-        "--hub-token",
-        "***",
-        "--token=***",
-        "--password",
-        "***",
-        "--dry-run",
-        "--config",
-        "x",
-    ]
+    given = ["train.py", "--hub-token", "abc", "--token=abc", "--password", "a b", "--dry-run", "--config", "x"]
+    shown = ["train.py", "--hub-token", "***", "--token=***", "--password", "***", "--dry-run", "--config", "x"]
     assert masked_arguments(given) == shown
     assert masked_arguments(["--set", "a.password=two words", HUB]) == ["--set", "a.password=***", "***"]
 

@@ -27,11 +27,9 @@ from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaReader
 from hf_speculate_plugins.medusa.checkpoint import write_heads
 
 from ...support.models import build_tiny_model
-from ...support.paths import SHARED
 
 
 HIDDEN, VOCAB, LAYERS, CHAIN = 32, 96, 7, 3
-GOLDEN = SHARED / "golden"
 
 
 def target() -> LlamaForCausalLM:
