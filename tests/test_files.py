@@ -187,13 +187,13 @@ LINES = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Of all values inside."""
+    """The paths of all values inside."""
     keys = list(value) if isinstance(value, dict) else range(min(len(value), 4)) if isinstance(value, list) else ()
     return [place for key in keys for place in [(*path, key), *places(value[key], (*path, key))]]
 
 
 def changed(content: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """With one to three values replaced, removed, or under another name."""
+    """A copy with one to three values replaced, removed, or under another name."""
     content = copy.deepcopy(content)
     for _ in range(chance.randint(1, 3)):
         *path, last = chance.choice(places(content) or [("x",)])
@@ -210,7 +210,7 @@ def changed(content: dict[str, Any], chance: random.Random) -> dict[str, Any]:
 
 
 def torn(data: bytes, chance: random.Random) -> bytes:
-    """Cut, or with something else in between."""
+    """The bytes cut off, or with something else in between."""
     place = chance.randrange(len(data))
     kind = chance.random()
     if kind < 0.3:

@@ -210,7 +210,7 @@ class TestFolder:
 
 @pytest.fixture
 def verbosity():
-    """As a program finds it."""
+    """transformers' default verbosity, as a program finds it."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_warning()
     yield
@@ -218,7 +218,7 @@ def verbosity():
 
 
 def warned(monkeypatch, capsys, name, handlers):
-    """What a warning writes to stderr where the root logger has these handlers (pytest puts its own there)."""
+    """The text on stderr of a warning if the root logger has these handlers (pytest adds its own)."""
     with monkeypatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", handlers)
         logging.getLogger(name).warning("drafts do not pay here.")

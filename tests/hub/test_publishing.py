@@ -1,4 +1,4 @@
-"""What leaves a machine: the files that a head's layout names, without secrets. The rest of a folder stays."""
+"""Only the files that a head's layout names leave a machine, without secrets. The rest of a folder stays."""
 
 from __future__ import annotations
 

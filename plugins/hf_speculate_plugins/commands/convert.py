@@ -38,8 +38,8 @@ def convert_checkpoint(
     Args:
         source: folder or Hub id of a head in any layout that loads.
         destination: an absent or empty folder; all of it is written, or nothing.
-        layout: for EAGLE "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"), "compact"; for Medusa
-            "fasterdecoding", "vllm"; for one-pass heads "zlab", "deepspec", "speculators".
+        layout: name of the layout. EAGLE: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"),
+            "compact"; Medusa: "fasterdecoding", "vllm"; one-pass heads: "zlab", "deepspec", "speculators".
         target: folder or Hub id, of which only the config and single tensors are read; or a GGUF file or "smollm2",
             which is loaded. Many conversions need none.
     Returns:

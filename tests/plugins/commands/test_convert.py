@@ -336,7 +336,7 @@ class TestCommand:
 
 
 class TestOrigins:
-    """What a head says of itself goes with it into another layout."""
+    """A head takes its origin along into another layout."""
 
     def test_figures_provenance_recipe_and_curves(self, tmp_path):
         source = REPOSITORY / "examples" / "pycoder-eagle3"

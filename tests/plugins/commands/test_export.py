@@ -65,7 +65,7 @@ def exported(head, folder, engine, target, prompts, **options):
     ],
 )
 def test_heads(target, prompts, tmp_path, head, engine, layout, options, drafting):
-    """What was exported drafts, loaded again, as often right as what was measured."""
+    """An exported head, loaded again, is accepted as often as the one that was measured."""
     found = exported(head, tmp_path / "out", engine, target, prompts, **options)
     assert (found.layout, found.drafting) == (layout, drafting)
     assert max(found.acceptance_rate_by_depth) <= drafting.depth
