@@ -131,15 +131,15 @@ def _public_content(name: str, path: Path) -> bytes | None:
     file = name.rpartition("/")[2]
     if file == CALIBRATION_FILE:
         return _calibration(path)
-    if file == PROVENANCE_FILE:
+    elif file == PROVENANCE_FILE:
         content = read_json(path)
         return _json(public_provenance(content), content)
-    if file.endswith(_READ_BY_MODELS):
+    elif file.endswith(_READ_BY_MODELS):
         _refuse(name, has_token(path.read_bytes().decode("utf-8", "replace")))
-    if file.endswith(".json"):
+    elif file.endswith(".json"):
         content = read_json(path)
         return _json(publishable(content), content)
-    if file == CARD_FILE:
+    elif file == CARD_FILE:
         return _card(name, path)
     elif file.endswith(".safetensors"):
         _refuse(name, find_secret(_metadata(path)) is not None)
