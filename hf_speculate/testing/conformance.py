@@ -82,7 +82,8 @@ def check_drafter(
     check_lossless(target, speculator, prompts, **request, **sampled)
     check_lossless(target, speculator, [prompts[0][:1]], **request)
     for few in (1, 2):
-        check_lossless(target, speculator, prompts[:1], **request | {"max_new_tokens": few})
+        short: dict[str, Any] = {**request, "max_new_tokens": few}
+        check_lossless(target, speculator, prompts[:1], **short)
     watched.chains_only = True
     check_lossless(target, speculator, prompts[:1], **request)
     watched.chains_only = False
