@@ -33,7 +33,7 @@ import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.commands import prepare, say_json, side_by_side
 from hf_speculate.gguf import read_model_file, read_tokenizer
-from hf_speculate.named_targets import SMOLLM2_INSTALL, find_smollm2
+from hf_speculate.models import SMOLLM2_INSTALL, find_smollm2
 from hf_speculate.testing import check_lossless
 
 

@@ -19,7 +19,7 @@ try:
     from .errors import SpeculateError as SpeculateError
     from .generation import install as install
     from .generation import uninstall as uninstall
-    from .logs import install_handler
+    from .messages import install_handler
     from .registry import installed_drafters as installed_drafters
     from .round import Round as Round
     from .speculator import AutoSpeculator as AutoSpeculator

@@ -14,8 +14,7 @@ from .drafting import Drafter
 from .errors import SpeculateError
 from .files import folder_state
 from .models import GenerativeModel, held_model
-from .registry import installed_drafters
-from .specs import SpeculatorSpec, joined_sources
+from .registry import SpeculatorSpec, installed_drafters, joined_sources
 from .speculator import Speculator, make_speculator
 
 

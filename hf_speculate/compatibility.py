@@ -1,5 +1,7 @@
-"""Which transformers this package works with. Imported before anything that a transformers of other versions may lack:
-it imports none of it."""
+"""The versions of transformers that this package works with.
+
+This is imported first, and imports nothing that another version of transformers may lack.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from packaging.version import Version
 from .errors import IncompatibleTransformersError
 
 
-# As in pyproject.toml. Newer versions are not refused by their number, but by what is missing or changed in them.
+# The same as in pyproject.toml. Newer versions are not refused by number, but where something is missing or changed.
 OLDEST, WORKING = "5.23", ">=5.23,<6"
 
 
 def check_version() -> None:
-    """Raises `IncompatibleTransformersError` for a transformers that is older than any that works, or absent."""
+    """Raises `IncompatibleTransformersError` if transformers is absent or too old."""
     found = installed_version()
     if found is None or Version(found) < Version(OLDEST):
         raise incompatible()
 
 
 def installed_version() -> str | None:
-    """The version of transformers, which is not imported for it; None if it is absent."""
+    """The installed version of transformers, without importing it; None if it is absent."""
     try:
         return version("transformers")
     except PackageNotFoundError:
@@ -33,7 +35,7 @@ def incompatible(problem: str = "") -> IncompatibleTransformersError:
     """The error for the transformers that is installed.
 
     Args:
-        problem: what is wrong with it, where its version alone does not say that.
+        problem: reason, if the version alone does not tell it.
     """
     found = installed_version()
     return IncompatibleTransformersError(
@@ -43,7 +45,7 @@ def incompatible(problem: str = "") -> IncompatibleTransformersError:
 
 
 def explained(error: ImportError | AttributeError) -> Exception:
-    """What to raise for an error of our own imports: where it is transformers that lacks something, one sentence."""
+    """The error to raise for a failed import: one sentence if transformers lacks something, else the error itself."""
     module = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", None)
     is_transformers = isinstance(module, str) and module.partition(".")[0] == "transformers"
     return incompatible(str(error)) if is_transformers else error

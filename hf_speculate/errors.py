@@ -1,4 +1,4 @@
-"""Errors of hf_speculate: each message says what was asked, what was found and what is possible."""
+"""Errors of hf_speculate. Each message says what was asked, what was found and what is possible."""
 
 from .messages import message
 
@@ -6,10 +6,10 @@ from .messages import message
 class SpeculateError(Exception):
     """Base class of every error that hf_speculate raises on its own account.
 
-    Its text quotes files and servers, without their secrets and with control characters shown as such.
+    Its text quotes files and servers, without their secrets and with visible control characters.
 
     Class attributes:
-        exit_code: status of a command that ends with it.
+        exit_code: exit status of a command that ends with this error.
     """
 
     exit_code = 1
@@ -19,7 +19,7 @@ class SpeculateError(Exception):
 
 
 class IncompatibleTransformersError(SpeculateError, ImportError):
-    """A transformers that is too old, or in which what we wrap or call is gone or has changed."""
+    """A transformers that is too old, or that lacks or changed something we wrap or call."""
 
 
 class UnsupportedRequestError(SpeculateError, ValueError):
@@ -27,11 +27,11 @@ class UnsupportedRequestError(SpeculateError, ValueError):
 
 
 class PromptError(UnsupportedRequestError):
-    """A prompt behind which stock goes on in a way that trees cannot follow; it has run, nothing was emitted."""
+    """A prompt that trees cannot continue as stock does; it has run, and nothing was emitted."""
 
 
 class TargetMismatchError(SpeculateError, ValueError):
-    """A drafter that does not fit the target: vocabulary, hidden size, layer count."""
+    """A drafter that does not fit the target: its vocabulary, hidden size or number of layers."""
 
 
 class DrafterNotFoundError(SpeculateError, LookupError):
@@ -63,6 +63,6 @@ class LosslessnessError(SpeculateError, AssertionError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, for errors of one line; its type where it says nothing."""
+    """The first line of an error's message; its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,6 +1,6 @@
-"""Files that come from anywhere, read within bounds, and files that others read, written whole or not at all.
+"""Files of unknown origin, read within bounds, and files that others read, written whole or not at all.
 
-Whatever is wrong with a file or a disk is a `CheckpointError` here: callers catch nothing else.
+Any problem of a file or a disk is a `CheckpointError`, so callers catch nothing else.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, BinaryIO
 from .errors import CheckpointError
 
 
-# The largest file of JSON that a head or a target has is an index, of a few megabytes.
+# The largest JSON file of a head or a target is an index, of a few megabytes.
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
-# As wide as an integer of a config may be before anybody asks whether it fits what it is for.
+# Digits of an integer that may be parsed; its value is checked where it is used.
 _MAX_DIGITS = 40
 
-# A character of JSON that stands for half of one.
+# Escape of half a character in JSON.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _KINDS = {dict: "an object", str: "a text", int: "an integer", list: "a list"}
 
-# How a file begins that Git holds in the place of a large one.
+# Beginning of the file that Git-LFS leaves in the place of a large one.
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
-# Writes one file at the path that it is given, which nobody else knows.
+# Function that writes one file at a path, which nobody else knows yet.
 Writer = Callable[[str], Any]
 
 
@@ -41,11 +41,11 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a file for reading.
 
     Raises:
-        CheckpointError: it is absent, not readable, no regular file (a pipe would wait for its writer for ever), or the
-            pointer that Git-LFS leaves where a file was not fetched.
+        CheckpointError: the file is absent or unreadable, no regular file (a pipe would wait for its writer for ever),
+            or the pointer that Git-LFS leaves in the place of a file that was not fetched.
     """
     try:
-        # Without O_NONBLOCK the very opening of a pipe waits.
+        # Without O_NONBLOCK even the opening of a pipe waits.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise CheckpointError(f"cannot read {_shown(path)}: {error}") from error
@@ -63,21 +63,21 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raises as `open_regular`; for files that others open by name."""
+    """Raises the errors of `open_regular`, for a file that other code opens by name."""
     open_regular(path).close()
 
 
 def own_file(folder: str | os.PathLike[str], name: str) -> Path | None:
-    """A regular file that lies in `folder` itself, by its real path; None where there is no such name.
+    """The real path of a regular file that lies in `folder` itself; None if there is no such file.
 
-    Links lead elsewhere: what is behind one is not the folder's to give away. Those of a snapshot in the Hub's cache
-    are followed, into the blobs of the same repository.
+    Links are not followed, because the file behind one is not the folder's to give away. The exception is a snapshot in
+    the Hub's cache: its links lead to blobs of the same repository.
 
     Args:
-        folder: any; it may be reached by a link.
-        name: below the folder, with "/" between its parts.
+        folder: a folder, which may itself be reached by a link.
+        name: path below the folder, with "/" between its parts.
     Raises:
-        CheckpointError: a link, a folder, a pipe or a device; a name that leaves the folder.
+        CheckpointError: the name leaves the folder, or is that of a link, a folder, a pipe or a device.
     """
     root = Path(os.path.realpath(folder))
     path = root
@@ -98,13 +98,13 @@ def own_file(folder: str | os.PathLike[str], name: str) -> Path | None:
 
 
 def _is_cached(root: Path, link: Path) -> bool:
-    """Tells whether a link in a snapshot of the Hub's cache leads to a blob of the same repository."""
+    """Whether a link in a snapshot of the Hub's cache leads to a blob of the same repository."""
     blobs = Path(os.path.realpath(link)).parent
     return blobs.name == "blobs" and root.is_relative_to(blobs.parent / "snapshots")
 
 
 def file_names(folder: str | os.PathLike[str]) -> list[str]:
-    """Sorted names in a folder, none where there is no such folder; raises `CheckpointError` if it cannot be read."""
+    """Sorted names in a folder, empty without one; raises `CheckpointError` if the folder cannot be read."""
     try:
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     except OSError as error:
@@ -112,8 +112,10 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def folder_state(folder: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Name, inode, size and time of change of every file in a folder, links followed; empty where there is none. Two
-    states differ if a file was written, replaced, added or removed between them."""
+    """Name, inode, size and time of change of every file in a folder, links followed; empty without a folder.
+
+    Two states differ if a file was written, replaced, added or removed between them.
+    """
     try:
         with os.scandir(folder) as entries:
             found = [(entry.name, entry.stat()) for entry in entries]
@@ -126,7 +128,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
     """The content of a regular file.
 
     Raises:
-        CheckpointError: `open_regular`'s reasons, or the file has more than `limit` bytes: then nothing of it is read.
+        CheckpointError: see `open_regular`; or the file has more than `limit` bytes, of which none is read then.
     """
     with open_regular(path) as file:
         try:
@@ -140,20 +142,20 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object in a file. Every JSON file that belongs to a head, a store or a cache is read here.
+    """The object in a JSON file. All JSON files of heads, stores and caches are read here.
 
     Args:
         limit: largest size in bytes.
     Raises:
-        CheckpointError: no regular file, larger than `limit`, no JSON, nested deeper than 64 levels, an integer of more
-            than 40 digits, text that is no Unicode, or something else than an object.
+        CheckpointError: the file is no regular one, is larger than `limit` or no JSON; it is nested deeper than 64
+            levels, holds an integer of more than 40 digits or text that is no Unicode, or is no object.
     """
     data = read_bytes(path, limit)
     try:
         content = json.loads(data.decode("utf-8"), parse_int=_integer)
         if _SURROGATE.search(data):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError, MemoryError) as error:  # of bytes, of text, of digits; of depth; of size
+    except (ValueError, RecursionError, MemoryError) as error:  # ValueError: bytes, text or digits
         why = {RecursionError: "it is nested too deeply", MemoryError: "it does not fit into memory"}
         raise CheckpointError(f"cannot read {_shown(path)}: {why.get(type(error), error)}") from error
     if not isinstance(content, dict):
@@ -163,14 +165,14 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict
 
 
 def check_kinds(path: str | os.PathLike[str], content: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Checks the types of the values that a program will use.
+    """Checks the types of the values that will be used.
 
     Args:
-        path: file that they come from, for the message.
-        content: the object in it.
+        path: file of the values, for the message.
+        content: the object in the file.
         kinds: `section.key` -> type, or a union of types. Absent and null values pass.
     Raises:
-        CheckpointError: a value of another type, or a number that is not finite.
+        CheckpointError: a value has another type, or a number is not finite.
     """
     for place, kind in kinds.items():
         value: Any = content
@@ -185,7 +187,7 @@ def check_kinds(path: str | os.PathLike[str], content: Mapping[str, Any], kinds:
 
 
 def section(content: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """A nested object; empty where there is none."""
+    """A nested object; empty if there is none."""
     for name in names:
         found = content.get(name)
         content = found if isinstance(found, Mapping) else {}
@@ -193,25 +195,25 @@ def section(content: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def json_writer(value: Mapping[str, Any], indent: int | None = 2) -> Writer:
-    """Writes an object as JSON, for `replace_files`; without `indent` in one line."""
+    """A writer of an object as JSON, for `replace_files`; without `indent` it writes one line."""
     return text_writer(json.dumps(value, indent=indent) + "\n")
 
 
 def text_writer(text: str) -> Writer:
-    """Writes text in UTF-8, for `replace_files`."""
+    """A writer of text in UTF-8, for `replace_files`."""
     return lambda path: Path(path).write_bytes(text.encode("utf-8"))
 
 
 def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -> None:
-    """Writes files into `folder`, which is made: all of them are on the disk before the first takes its name.
+    """Writes files into `folder`, which is made. All of them are on the disk before the first takes its name.
 
-    The last one says what the others mean. Where it changes, the old one is put aside before any other is replaced: a
-    process that is killed in between leaves files without it, never those of one save with that of another.
+    The last file describes the others. If it changes, the old one is put aside before any other file is replaced. So a
+    process that is killed in between leaves no description, and never one of another save.
 
     Args:
-        files: by name, in the order in which they take their names.
+        files: writers by name, in the order in which the files take their names.
     Raises:
-        CheckpointError: they could not be written (a full disk, no rights); the message says what is there now.
+        CheckpointError: the files could not be written (a full disk, no rights); the message says what is there now.
     """
     where = Path(folder)
     suffix = f".{os.getpid()}.{secrets.token_hex(4)}.tmp"
@@ -221,7 +223,7 @@ def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -
         for name, write in files.items():
             write(str(written[name]))
             _flush(written[name])
-    # What torch and safetensors raise for a full disk is no OSError, and differs between their versions.
+    # For a full disk torch and safetensors raise other errors than OSError, which differ between versions.
     except Exception as error:
         raise CheckpointError(
             f"cannot write {', '.join(files)} to {_shown(folder)}: {error}. Nothing that was there before is lost."
@@ -233,7 +235,7 @@ def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -
 
 
 def _publish(folder: Path, written: Mapping[str, Path]) -> None:
-    """Gives files their names. Nothing is written any more: what fails here are rights, or the disk itself."""
+    """Gives files their names. Nothing is written any more, so only rights or the disk itself can fail."""
     last, replaced = list(written)[-1], []
     aside = written[last].with_suffix(".old")
     try:
@@ -257,7 +259,7 @@ def _is_same(old: Path, new: Path) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """A renamed file is whole after a crash only if its content was on the disk before."""
+    """Brings a file to the disk: only then a renamed file is whole after a crash."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -266,7 +268,7 @@ def _flush(path: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    with suppress(OSError):  # some systems and file systems have no such thing
+    with suppress(OSError):  # not every system can flush a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -276,7 +278,7 @@ def _flush_folder(folder: Path) -> None:
 
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
-        with suppress(OSError):  # the folder is gone, or not ours: nothing was written there either
+        with suppress(OSError):  # the folder is gone, or not ours: nothing was written there
             path.unlink(missing_ok=True)
 
 
@@ -291,7 +293,7 @@ def _is_number(value: int | float) -> bool:
 
 
 def _check_depth(path: str | os.PathLike[str], content: Any) -> None:
-    """The parser stops at the interpreter's limit, which is too deep for what copies, compares or writes values."""
+    """Raises for deep nesting: the parser's own limit is too deep for code that copies, compares or writes values."""
     level = [content]
     for _ in range(MAX_JSON_DEPTH):
         inner = [value.values() if isinstance(value, dict) else value for value in level]

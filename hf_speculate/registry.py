@@ -1,18 +1,21 @@
-"""Installed drafters, found through the entry-point group `hf_speculate.drafters`.
+"""Drafters by name: those that are installed, and speculators in one line of text.
 
-Built-in methods enter by the same door as third parties. Listing imports nothing; a drafter is imported when it is
-first asked for, so a broken optional dependency of one does not hide the others. What else is found by entry point
-(training methods) is found by the same functions.
+Drafters are found through the entry-point group `hf_speculate.drafters`, built-in ones like those of third parties.
+Listing them imports nothing. A drafter is imported when it is first asked for, so a broken optional dependency of one
+does not hide the others. Training methods are found by the same functions.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .drafting import Drafter
 from .errors import DrafterNotFoundError, SpeculateError
@@ -38,7 +41,7 @@ def load_drafter(name: str) -> type[Drafter]:
 
 
 def unknown_drafter_message(name: str) -> str:
-    """The message for a name that is no drafter's: the nearest one, and where trained heads are."""
+    """The message for a name that is no drafter's: the nearest one, and the trained heads nearby."""
     told = unknown_name_message(name, installed_drafters(), "drafter")
     heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
     near = [head for head in heads if name in head] or heads
@@ -46,10 +49,11 @@ def unknown_drafter_message(name: str) -> str:
 
 
 def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
-    """Name -> entry point of everything in an entry-point group.
+    """Name -> entry point of all members of an entry-point group.
 
     Args:
-        what: a member of the group is called in messages.
+        group: name of the group.
+        what: noun for a member, in messages.
     Raises:
         SpeculateError: two distributions claim a name.
     """
@@ -66,7 +70,7 @@ def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
 
 
 def load_installed(point: EntryPoint, kind: type[Kind]) -> type[Kind]:
-    """The class behind an entry point; raises `SpeculateError` for what is no subclass of `kind`."""
+    """The class behind an entry point; raises `SpeculateError` if it is no subclass of `kind`."""
     found = point.load()
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise SpeculateError(
@@ -76,11 +80,13 @@ def load_installed(point: EntryPoint, kind: type[Kind]) -> type[Kind]:
 
 
 def unknown_name_message(name: str, installed: Iterable[str], what: str, where: str = "") -> str:
-    """What to say of a name that is not installed, with a suggestion.
+    """The message for a name that is not installed, with a suggestion.
 
     Args:
-        what: as of `find_installed`.
-        where: the name was read, " in method.name" for one.
+        name: the unknown name.
+        installed: the names that there are.
+        what: noun for a member of the group, see `find_installed`.
+        where: place of the name in what was read, such as " in method.name".
     """
     names = list(installed)
     if not names:
@@ -96,3 +102,69 @@ def unknown_name_message(name: str, installed: Iterable[str], what: str, where: 
 
 def _origin(point: EntryPoint) -> str:
     return f"{point.value} of {point.dist.name if point.dist else 'an unknown distribution'}"
+
+
+@dataclass(frozen=True)
+class SpeculatorSpec:
+    """`NAME_OR_PATH[:option=value,...]`, e.g. `draft_model:model=PATH,depth=4,top_k=2`.
+
+    Attributes:
+        text: the whole line.
+        source: name, folder or Hub id; several are joined by "+".
+        options: options by name; numbers and booleans are parsed, other values are text.
+    """
+
+    text: str
+    source: str
+    options: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculatorSpec:
+        """Reads a line; raises `SpeculateError` if it cannot be read. An existing path is a path, whatever its name."""
+        if os.path.exists(text):
+            return cls(text, text, {})
+        source, separator, rest = text.partition(":")
+        if separator and "=" not in rest:
+            raise SpeculateError(
+                f"cannot read speculator {text!r}: options are NAME:key=value,key=value, "
+                "e.g. draft_model:model=PATH,depth=4."
+            )
+        options = {}
+        for pair in filter(None, rest.split(",")):
+            key, equals, value = pair.partition("=")
+            if not equals or not key:
+                raise SpeculateError(f"cannot read option {pair!r} of speculator {text!r}: it must be key=value.")
+            options[key.strip()] = _value(value.strip())
+        return cls(text, source, options)
+
+    def with_option(self, name: str, value: Any) -> SpeculatorSpec:
+        """The same with one option added, or with another value of it."""
+        options = self.options | {name: value}
+        pairs = (f"{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in options.items())
+        return SpeculatorSpec(f"{self.source}:{','.join(pairs)}", self.source, options)
+
+    def check_source(self) -> None:
+        """Raises `DrafterNotFoundError` for a source that is neither installed, nor a folder, nor a Hub id."""
+        for source in joined_sources(self.source):
+            if source not in installed_drafters() and not os.path.isdir(source) and "/" not in source:
+                raise DrafterNotFoundError(unknown_drafter_message(source))
+
+    @property
+    def label(self) -> str:
+        """The text with paths cut to their last part."""
+        options = ",".join(f"{k}={Path(v).name if isinstance(v, str) else v}" for k, v in self.options.items())
+        source = self.source if self.source in installed_drafters() else Path(self.source).name
+        return f"{source}:{options}" if options else source
+
+
+def joined_sources(source: str) -> list[str]:
+    """The drafters and heads that "a+b" or "a + b" joins; a folder of that name is one. Hub ids have no "+"."""
+    return [source] if os.path.exists(source) else [part.strip() for part in source.split("+")]
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return value if isinstance(value, int | float | bool) else text

@@ -27,8 +27,7 @@ from .hub import (
 from .messages import get_logger
 from .models import unwrap
 from .options import EngineOptions
-from .registry import installed_drafters, load_drafter
-from .specs import SpeculatorSpec, joined_sources
+from .registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
 from .stats import SpeculationStats
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Pieces(TextStreamer):
-    """Text as `TextStreamer` finds it, collected instead of printed."""
+    """Text of a `TextStreamer`, collected instead of printed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, decode_kwargs: Mapping[str, Any]):
         super().__init__(tokenizer, **decode_kwargs)
@@ -58,32 +58,31 @@ def stream(
     **generate_kwargs: Any,
 ) -> Generator[str, None, Any]: ...
 def stream(model, inputs=None, *, speculator=None, tokenizer=None, decode_kwargs=None, **generate_kwargs):
-    """Generates and yields what every round emits: several tokens at once, as soon as they are known.
+    """Generates, and yields the tokens of every round as soon as they are known.
 
         for text in hf_speculate.stream(model, **inputs, speculator=speculator, tokenizer=tokenizer):
             print(text, end="", flush=True)
 
     Nothing runs between two items: leaving the loop, `close()` or an exception ends the generation there. A cache that
-    was passed in then holds the prompt and what was yielded but the last token, and the RNG is where `generate` would
-    have left it after these tokens. (Between items as well, so that the consumer may draw random numbers.)
+    was passed in then holds the prompt and the yielded tokens but the last. The RNG is where `generate` would have left
+    it after these tokens; between items too, so that the consumer may draw random numbers.
 
     Args:
-        model: the target; PEFT-wrapped and compiled ones too.
-        inputs: prompt, as for `generate`; or `input_ids=...` in `generate_kwargs`.
-        speculator: as for `generate`; None: the attached one.
-        tokenizer: to get text. It is handed on to `generate`, for `stop_strings`.
-        decode_kwargs: of `tokenizer.decode`, as `TextStreamer` takes them; special tokens are left out unless it says
-            `{"skip_special_tokens": False}`.
+        model: the target; it may be wrapped by PEFT or compiled.
+        inputs: the prompt, see `generate`; or `input_ids=...` in `generate_kwargs`.
+        speculator: see `generate`; None: the attached one.
+        tokenizer: decodes the tokens to text; `generate` gets it too, for `stop_strings`.
+        decode_kwargs: options of `tokenizer.decode`, see `TextStreamer`; special tokens are left out by default.
         generate_kwargs: the rest of the request.
     Returns:
-        A generator. Without a tokenizer it yields a list of new token ids for each row (rows that emitted nothing in
-        this round: an empty one; nothing is padded); with one, pieces of text of a single sequence, cut where
-        `TextStreamer` cuts them. Its return value (`output = yield from stream(...)`) is what `generate` returns.
-        The prompt runs at once, before the first item is asked for.
+        A generator. Without a tokenizer it yields a list of new token ids for each row, empty for a row that emitted
+        nothing in this round; nothing is padded. With a tokenizer it yields pieces of text of a single sequence, cut
+        where `TextStreamer` cuts them. Its return value (`output = yield from stream(...)`) is the result of
+        `generate`. The prompt runs at once, before the first item is asked for.
     Raises:
-        UnsupportedRequestError: no speculator; a request that cannot be streamed (`streamer=`, per-row adapters, text
-            of several rows) or cannot run with a speculator at all.
-        TypeError: `decode_kwargs` without a tokenizer.
+        UnsupportedRequestError: there is no speculator, or the request cannot be streamed (`streamer=`, per-row
+            adapters, text of several rows) or cannot run with a speculator at all.
+        TypeError: `decode_kwargs` were given without a tokenizer.
     """
     if tokenizer is None and decode_kwargs is not None:
         raise TypeError("decode_kwargs= says how the tokenizer decodes: give tokenizer= too.")
@@ -101,19 +100,19 @@ def rounds(
     speculator: Speculator | str | None = None,
     **generate_kwargs: Any,
 ) -> Generator[Round, None, Any]:
-    """Generates and yields every round that emitted something: its draft tree, what was accepted, what it took.
+    """Generates, and yields every round that emitted something: its draft tree, accepted tokens and seconds.
 
         for round in hf_speculate.rounds(model, **inputs, speculator=speculator, max_new_tokens=64):
             print(round.draw(tokenizer))
 
-    The first one is the prompt's, whose tree is the root alone. Otherwise as `stream`.
+    The first round is the prompt's; its tree is the root alone. Everything else is as in `stream`.
 
     Args:
-        model, inputs, speculator, generate_kwargs: as for `stream`.
+        model, inputs, speculator, generate_kwargs: see `stream`.
     Returns:
-        A generator of `Round`s; its return value is what `generate` returns.
+        A generator of `Round`s; its return value is the result of `generate`.
     Raises:
-        UnsupportedRequestError: as `stream`.
+        UnsupportedRequestError: see `stream`.
     """
     return _rounds_and_output(_prepared("rounds", "rounds", model, inputs, speculator, generate_kwargs))
 
@@ -126,11 +125,11 @@ def _prepared(
     speculator: Speculator | str | None,
     generate_kwargs: dict[str, Any],
 ) -> PreparedCall:
-    """The call of `generate`, its prompt run.
+    """The prepared call of `generate`, whose prompt has run.
 
     Args:
-        caller: the function that users called, for errors.
-        what: will be yielded.
+        caller: name of the function that the user called, for errors.
+        what: kind of the items to yield.
     """
     chosen = speculator if speculator is not None else attached_to(unwrap(model))
     if chosen is None:
@@ -149,7 +148,7 @@ def _prepared(
 
 
 def _rounds(call: PreparedCall) -> Generator[Round]:
-    """The rounds; between two of them the RNG is where stock has it after their tokens."""
+    """The rounds of a call; between two of them the RNG is where stock leaves it after their tokens."""
     noise, sequences = call.run.choosing.sampler.noise, call.run.rows.sequences
     with closing(call.rounds()) as rounds:
         for round in rounds:

@@ -1,4 +1,4 @@
-"""Copies from the host to a device that do not have the host wait for what runs there."""
+"""Copies from the host to a device, without waiting for the work that runs there."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 STAGED = frozenset({"cuda"})
-"""Types of devices that copy pageable memory aside before a non-blocking copy returns, so that it may go at once.
-Others may read it later (MPS does): there, a copy waits."""
+"""Types of devices that stage pageable memory before a non-blocking copy returns, so that it may be freed at once.
+Others may read it later (MPS does); there, a copy waits."""
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """`values` on a device; a tensor that is there already is returned as it is.
 
-    A plain `.to(device)` of a tensor of the host, and `torch.tensor(..., device=device)`, wait for everything that was
-    launched on a GPU before: the next launch then comes late.
+    A plain `.to(device)` of a host tensor, and `torch.tensor(..., device=device)`, wait for everything that was
+    launched on a GPU before, so the next launch comes late.
 
     Args:
         values: a tensor on any device, or numbers.
-        dtype: of the result; None: that of the values.
+        dtype: dtype of the result; None: that of the values.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if tensor.device == device and dtype in (None, tensor.dtype):

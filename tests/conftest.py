@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import flash_attention_mask
 
 from hf_speculate.gguf import native
-from hf_speculate.hub import permissions, repositories
+from hf_speculate.hub import repositories
 
 from .support.hub import FakeHub
 from .support.inputs import random_prompt
@@ -104,8 +104,7 @@ def _random_tree():
 def hub(tmp_path, monkeypatch):
     """A Hub that is a folder, in the place of the real one."""
     fake = FakeHub(tmp_path / "hub")
-    for module in (permissions, repositories):
-        monkeypatch.setattr(module, "HfApi", fake)
+    monkeypatch.setattr(repositories, "HfApi", fake)
     return fake
 
 

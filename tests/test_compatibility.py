@@ -16,7 +16,7 @@ from .support.paths import REPOSITORY
 
 
 def last_line_of_a_failing_import(*before: str, **environment: str) -> str:
-    """What a fresh interpreter says last."""
+    """The last line on stderr of a fresh interpreter."""
     code = "\n".join((*before, "import hf_speculate"))
     run = subprocess.run(
         [sys.executable, "-c", code],

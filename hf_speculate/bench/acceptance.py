@@ -19,7 +19,7 @@ from ..commands import (
     default_specs,
     progress,
 )
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from ..stats import SpeculationStats
 from .methods import speculator_methods
 from .runs import batches, fixed_length, generate_once, merged

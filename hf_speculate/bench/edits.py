@@ -35,7 +35,7 @@ from ..commands import (
     progress,
 )
 from ..errors import SpeculateError
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from .acceptance import figures
 from .methods import speculator_methods
 from .runs import batches, fixed_length, generate_once

@@ -24,7 +24,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from .engines import LlamaCppPython, OpenVinoPython, engine_methods
 from .identity import compare_texts
 from .methods import (

@@ -23,7 +23,7 @@ from ..commands import (
 )
 from ..drafting import Drafter
 from ..errors import SpeculateError
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
 from .methods import Method, eager_method, speculator_method

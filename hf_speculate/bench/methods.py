@@ -10,7 +10,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..commands import make_spec, neutralize
 from ..models import GenerativeModel
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from ..speculator import Speculator
 from .profiles import AcceptanceProfile, Texts
 

@@ -37,7 +37,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from .runs import fitting
 
 

@@ -36,7 +36,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError, UnsupportedRequestError
 from ..models import GenerativeModel
-from ..specs import SpeculatorSpec
+from ..registry import SpeculatorSpec
 from ..speculator import Speculator
 from ..target import supported_shape
 from .session import ChatTarget, default_target

@@ -25,8 +25,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..messages import printable
-from ..models import GenerativeModel
-from ..named_targets import SMOLLM2, SMOLLM2_INSTALL, find_smollm2
+from ..models import SMOLLM2, SMOLLM2_INSTALL, GenerativeModel, find_smollm2
 from ..speculator import Speculator
 
 

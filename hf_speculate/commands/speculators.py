@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import SpeculateError, first_line
-from ..models import GenerativeModel
-from ..named_targets import SMOLLM2
-from ..specs import SpeculatorSpec
+from ..models import SMOLLM2, GenerativeModel
+from ..registry import SpeculatorSpec
 from ..speculator import Speculator, make_speculator
 from .targets import BUNDLED, bundled
 

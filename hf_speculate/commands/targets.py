@@ -20,8 +20,7 @@ from transformers import (
 
 from ..errors import SpeculateError, first_line
 from ..files import check_regular, file_names
-from ..models import GenerativeModel
-from ..named_targets import SMOLLM2, named_file
+from ..models import SMOLLM2, GenerativeModel, named_file
 from .machine import find_dtype
 
 

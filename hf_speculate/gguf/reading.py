@@ -1,8 +1,8 @@
 """The header of a GGUF file, read with every length checked against the size of the file.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian. The `gguf` package
-names the types and knows their sizes; its reader is not used, for it makes an array object of every string of a
-vocabulary and takes a cut-off file for a short one.
+gives names and sizes of types. Its reader is not used: it makes an array object of every string of a vocabulary, and
+takes a cut-off file for a short one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..files import open_regular
 # Device, inode, size and time of the last write.
 Identity = tuple[int, int, int, int]
 
-# Value types of the metadata by number: struct format of the fixed-size ones.
+# Struct formats of the metadata's fixed-size value types, by number.
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -38,10 +38,11 @@ class TensorEntry:
     """One tensor of a file.
 
     Attributes:
-        shape: in torch's order, rows first.
-        type: name of its ggml type, such as "Q4_K".
-        offset: of its first byte in the file.
-        row_bytes: bytes of one row (of the last dimension).
+        name: name in the file.
+        shape: shape in torch's order, rows first.
+        type: name of the ggml type, such as "Q4_K".
+        offset: position of the first byte in the file.
+        row_bytes: bytes of one row (the last dimension).
     """
 
     name: str
@@ -61,14 +62,15 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
+        path: path of the file.
         metadata: values by key; arrays are lists.
-        tensors: entries by name, in the file's order; all of them lie within the file, or one of the others.
+        tensors: entries by name, in the file's order; all of them lie within this file or one of `others`.
         num_bytes: size of the file.
-        identity: which file it is, and when it was last written.
-        others: further files, in which some of the tensors are.
+        identity: inode and time of the last write, to notice a change.
+        others: further files of the same model, with some of the tensors.
     """
 
     path: str
@@ -79,10 +81,12 @@ class GgufFile:
     others: tuple[GgufFile, ...] = ()
 
     def read(self, entry: TensorEntry, start: int = 0, stop: int | None = None) -> UInt8[Tensor, "R row_bytes"]:
-        """Some rows, in memory of their own. (A mapping would be what others make of the file, or a crash.)
+        """Reads some rows. (A mapping would follow later writes to the file, or crash.)
 
+        Args:
+            start, stop: range of rows; None: to the end.
         Raises:
-            CheckpointError: the file is another one than that of the header.
+            CheckpointError: the file has changed since its header was read.
         """
         for part in self.others:
             if part.tensors.get(entry.name) is entry:
@@ -92,7 +96,7 @@ class GgufFile:
         with open_regular(self.path) as file:
             file.seek(entry.offset + start * entry.row_bytes)
             try:
-                # Into the memory of the tensor; a buffer of the file object is skipped where so much is asked for.
+                # Straight into the tensor: the file object skips its buffer for so many bytes.
                 found = file.readinto(memoryview(rows.numpy()).cast("B"))  # type: ignore[attr-defined]
             except OSError as error:
                 raise CheckpointError(f"cannot read {self.path!r}: {error}") from error
@@ -116,7 +120,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufFile:
     """Reads metadata and the table of tensors; no tensor is touched.
 
     Raises:
-        CheckpointError: not a GGUF file, broken, cut off, or with a tensor of an unknown type.
+        CheckpointError: it is no GGUF file, is broken or cut off, or has a tensor of an unknown type.
     """
     path, sizes = os.fspath(path), _type_sizes()
     with open_regular(path) as file:
@@ -133,7 +137,7 @@ def file_identity(file: BinaryIO) -> Identity:
 
 
 def _type_sizes() -> dict[int, tuple[str, int, int]]:
-    """Number of a ggml type -> name, weights a block, bytes a block."""
+    """Name, weights a block and bytes a block of each ggml type, by its number."""
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError as error:
@@ -144,7 +148,7 @@ def _type_sizes() -> dict[int, tuple[str, int, int]]:
 
 
 class _Cursor:
-    """Reads a file front to back; raises `CheckpointError` instead of leaving it."""
+    """Reads a file from front to back; raises `CheckpointError` instead of reading past its end."""
 
     def __init__(self, path: str, file: BinaryIO):
         self.path = path
@@ -196,7 +200,7 @@ class _Cursor:
         return list(struct.unpack(f"<{count}{layout[1]}", self.take(count * struct.calcsize(layout))))
 
     def _check_count(self, count: int, num_bytes: int) -> None:
-        """Before anything of that length is made."""
+        """Checks a length before anything of that length is made."""
         if count * num_bytes > self.size - self.position:
             raise self.broken(f"an array of {count} values is announced in a file of {self.size} bytes")
 
@@ -223,7 +227,7 @@ def _read(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> GgufFile:
 def _placed(
     cursor: _Cursor, metadata: dict[str, Any], found: list[tuple[str, tuple[int, ...], str, int, int]]
 ) -> dict[str, TensorEntry]:
-    """Where the tensors are. None leaves the file or shares a byte with another: together they fit in it."""
+    """Entries of the tensors. None leaves the file or shares a byte with another, so together they fit in it."""
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.broken(f"general.alignment is {alignment!r}, not a power of two")

@@ -1,4 +1,4 @@
-"""Which file a model is in: on the disk or the Hub, whole or cut into parts as llama.cpp's `gguf-split` does it."""
+"""Finds the files of a model: on the disk or the Hub, whole or in parts as llama.cpp's `gguf-split` makes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
-from ..named_targets import named_file
+from ..models import named_file
 from .metadata import Metadata
 from .reading import GgufFile, read_header
 
@@ -20,7 +20,7 @@ _NO, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of what a file called so is a part of; of another one, its own."""
+    """The names of all parts of the model that a file of this name is a part of; its own name if it is no part."""
     found = _PART.search(name)
     if found is None:
         return [name]
@@ -28,10 +28,14 @@ def part_names(name: str) -> list[str]:
 
 
 def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_kwargs: dict[str, Any]) -> str:
-    """The path of the file, the first of its parts, all of them downloaded if need be.
+    """The path of a model's file, or of its first part; all parts are downloaded if need be.
 
+    Args:
+        path_or_repo: a file; or a folder or Hub repository that holds `gguf_file`; or "smollm2".
+        gguf_file: name of the file in a folder or repository.
+        hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only` ...
     Raises:
-        CheckpointError: it cannot be had.
+        CheckpointError: there is no such file.
     """
     path = os.fspath(path_or_repo)
     if gguf_file is None:
@@ -52,12 +56,12 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
 
 
 def read_model_file(path: str | os.PathLike[str]) -> GgufFile:
-    """The header of a file; of one in parts, which lie beside each other, with the tensors of all.
+    """The header of a model's file, with the tensors of all its parts, which lie beside each other.
 
     Args:
-        path: of several, the first.
+        path: the file, or the first of its parts.
     Raises:
-        CheckpointError: as of `read_header`; another part than the first, one that is missing or of another model.
+        CheckpointError: see `read_header`; or the part is not the first one, or one is missing or of another model.
     """
     first = read_header(path)
     reader = Metadata(first)

@@ -1,27 +1,96 @@
-"""`provenance.json`: what a head was made from and with. It is a list of allowed fields, and says nothing else.
+"""`provenance.json`: the origin of a head, as a list of allowed fields, and the form of values that everybody may read.
 
-It is written beside a head and uploaded with it, by whoever has the folder.
+The file is written beside a head and uploaded with it by whoever has the folder. So it holds neither secrets nor paths
+of this machine: paths are cut to their last part, and one in the Hub's cache becomes the id of its repository.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..masking import masked
-from .privacy import without_local_paths
+from ..files import check_kinds, read_json
+from ..messages import mapped, masked
 
 
 Fields: TypeAlias = "Mapping[str, Fields] | Callable[[Any], Any]"
 
+PROVENANCE_FILE = "provenance.json"
+_MAX_BYTES = 16 << 20
 _LONGEST_WORD = 100
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LOCAL = re.compile(r"(?:file:/+|/|~[\w.-]*[/\\]|[A-Za-z]:[\\/]|\\\\)")
+# A path amid other text has two parts at least: "/think" is a word. URLs and links of Markdown are none.
+_PATH_IN_TEXT = re.compile(
+    r"(?P<kept>(?<![\w+.-])(?!file:)[A-Za-z][\w+.-]*://[^\s\"'<>]*|\]\([^()\s]*\))"
+    r"|(?<![\w/.~\\-])(?:file:/+|~[\w.-]*/|[A-Za-z]:[\\/]|/(?=[^\s\"'<>|,;()\[\]{}`:/]+/))[^\s\"'<>|,;()\[\]{}`:]*"
+)
+
+# Types of the fields that some code reads.
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("identity", "identity.weights", "adapters", "target", "data", "head", "batch", "metrics"), dict),
+    **dict.fromkeys(("recipe", *(f"recipe.{name}" for name in ("method", "data", "training", "output"))), dict),
+    **dict.fromkeys((f"identity.{name}" for name in ("vocab_size", "hidden_size", "num_hidden_layers")), int),
+    **dict.fromkeys(("identity.architecture", "identity.quantization", "target.name", "chat_template", "status"), str),
+    **dict.fromkeys(("recipe.method.name", "recipe.data.train", "recipe.data.eval"), str),
+    **dict.fromkeys(("recipe.output.push_to_hub", "recipe.output.notes"), str),
+    **dict.fromkeys(("recipe.data.max_length", "evaluation_prompts"), int),
+    "sessions": list,
+}
+
+
+def read_provenance(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The content of a folder's `provenance.json`; None if there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or a field that some code uses has another type.
+    """
+    path = Path(folder) / PROVENANCE_FILE
+    if not os.path.lexists(path):
+        return None
+    found = read_json(path, _MAX_BYTES)
+    check_kinds(path, found, _KINDS)
+    return found
+
+
+def publishable(value: Any) -> Any:
+    """A copy of nested values without secrets and without paths of this machine."""
+    return _without_local_paths(masked(value))
+
+
+def _without_local_paths(value: Any, name: str = "") -> Any:
+    """A copy of nested values in which absolute paths of this machine are cut to their last part."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        if _LOCAL.match(value) and "\n" not in value:
+            return _last_part(value)
+        option, equals, assigned = value.partition("=")
+        if equals and re.fullmatch(r"[\w.-]+", option):
+            return f"{option}={_without_local_paths(assigned)}"
+        return _PATH_IN_TEXT.sub(lambda match: match["kept"] or _last_part(match[0]), value)
+    return mapped(value, _without_local_paths)
+
+
+def _last_part(path: str) -> str:
+    parts = [part for part in re.split(r"[\\/]+", path) if part]
+    for index, part in enumerate(parts[:-2]):
+        if part.startswith(("models--", "datasets--", "spaces--")) and parts[index + 1] == "snapshots":
+            return "/".join([part.partition("--")[2].replace("--", "/", 1), *parts[index + 3 :]])
+    if not parts:
+        return path
+    # A commit alone would say nothing, and looks like a key.
+    return "/".join(parts[-2:]) if _COMMIT.fullmatch(parts[-1]) else parts[-1]
 
 
 def _plain(value: Any) -> Any:
-    """A number or a text."""
+    """A number or a text; None for any other value."""
     is_plain = isinstance(value, str | int | float | os.PathLike)
-    return without_local_paths(value) if is_plain else None
+    return _without_local_paths(value) if is_plain else None
 
 
 def _plain_list(value: Any) -> list[Any]:
@@ -29,9 +98,9 @@ def _plain_list(value: Any) -> list[Any]:
 
 
 def _settings(value: Any) -> Any:
-    """Settings that have names of their own: numbers and single words, in lists and sections."""
+    """Settings under any names: numbers and single words, in lists and sections."""
     if isinstance(value, Mapping):
-        return {without_local_paths(key): _settings(item) for key, item in value.items() if isinstance(key, str)}
+        return {_without_local_paths(key): _settings(item) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
         return [_settings(item) for item in value]
     shown = _plain(value)
@@ -43,7 +112,7 @@ def _each(*names: str) -> dict[str, Fields]:
     return dict.fromkeys(names, _plain)
 
 
-# "*": any name.
+# "*" stands for any name.
 _RECIPE: Fields = {
     "target": {
         **_each("path", "revision", "dtype", "quantization", "gguf_file", "gguf_backend", "adapter", "tokenizer"),
@@ -106,12 +175,12 @@ _FIELDS: Fields = {
 
 
 def public_provenance(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The allowed fields of a provenance, without secrets and paths; everything else is left out."""
+    """The allowed fields of a provenance without secrets and paths; everything else is left out."""
     return _allowed(_FIELDS, masked(content))
 
 
 def public_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The allowed fields of a recipe."""
+    """The allowed fields of a recipe without secrets and paths."""
     return _allowed(_RECIPE, masked(recipe))
 
 
@@ -121,4 +190,4 @@ def _allowed(fields: Fields, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return None
     known = {str(key): item for key, item in value.items() if key in fields or "*" in fields}
-    return {without_local_paths(key): _allowed(fields.get(key, fields.get("*", {})), known[key]) for key in known}
+    return {_without_local_paths(key): _allowed(fields.get(key, fields.get("*", {})), known[key]) for key in known}

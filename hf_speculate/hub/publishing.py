@@ -1,42 +1,49 @@
-"""The form in which others may have a head: which files of its folder, and what in them.
+"""The published form of a head: which files of its folder others may have, their content, and their way to the Hub.
 
-An upload is a list of regular files that the layout names. Files with words in them are written anew where that is
-needed, so that neither tokens nor paths of this machine are in them. What cannot be written anew and holds a secret is
-refused.
+An upload is a list of regular files that the head's layout names. Text files are rewritten where they hold secrets or
+paths of this machine. A file that cannot be rewritten and holds a secret is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import struct
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitInfo
 from huggingface_hub.utils import yaml_dump
 
-from ..drafting import CALIBRATION_FILE, CalibrationTable
-from ..errors import CheckpointError
-from ..files import own_file, read_json
-from ..masking import find_secret, has_token, masked_prose
-from ..messages import get_logger
-from .card import ADAPTER_FOLDER, CARD_FILE, is_generated
-from .origins import PROVENANCE_FILE, read_provenance
-from .privacy import publishable
-from .provenance import public_provenance, public_recipe
-from .repositories import drafter_class_for
+from ..drafting import CALIBRATION_FILE, CalibrationTable, SavedHead
+from ..errors import CheckpointError, SpeculateError, UploadError
+from ..files import json_writer, own_file, read_json, replace_files, section
+from ..messages import find_secret, get_logger, has_token, masked_prose
+from .card import (
+    ADAPTER_FOLDER,
+    CARD_FILE,
+    has_custom_generate,
+    is_generated,
+    rename_card,
+    write_card,
+    write_custom_generate,
+)
+from .provenance import PROVENANCE_FILE, public_provenance, public_recipe, publishable, read_provenance
+from .repositories import drafter_class_for, make_repository, upload_head
 
 
 logger = get_logger(__name__)
 
 RECIPE_FILE = "recipe.yaml"
-# With the paths of this machine; never uploaded.
+# The recipe with paths of this machine; never uploaded.
 LOCAL_RECIPE_FILE = "recipe.local.yaml"
 CURVES_FILE = "curves.png"
-# Where a head comes from, what its values mean, and which adapter its target needs: with it wherever it goes.
+# Files that go with a head wherever it goes: its origin, its calibration table, the adapter that its target needs.
 ORIGINS = (
     PROVENANCE_FILE,
     RECIPE_FILE,
@@ -46,20 +53,20 @@ ORIGINS = (
     f"{ADAPTER_FOLDER}/adapter_model.safetensors",
     f"{ADAPTER_FOLDER}/adapter_model.bin",
 )
-# Files of tokenizers whose every character counts.
+# Files of tokenizers, in which every character counts.
 _READ_BY_MODELS = ("tokenizer.json", "vocab.json", ".txt", ".jinja", ".model")
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def published_files(folder: str | os.PathLike, *, origins_only: bool = False) -> dict[str, Path]:
-    """The files of a head that others may have: name in the upload -> where it lies.
+    """The files of a head that others may have: name in the upload -> path.
 
-    Those are the drafter's own (`Drafter.files`), the card and `ORIGINS`. Nothing else in the folder is looked at. A
-    link in the place of an optional file is left out with a warning that names it.
+    These are the drafter's own (`Drafter.files`), the card and `ORIGINS`; no other file is looked at. A link in the
+    place of an optional file is left out with a warning.
 
     Args:
-        folder: of the head.
-        origins_only: leave out the drafter's own and the card.
+        folder: folder of the head.
+        origins_only: whether to leave out the drafter's own files and the card.
     Raises:
         CheckpointError: no drafter recognises the folder; a file of the drafter's is a link, a pipe or a device.
     """
@@ -76,9 +83,9 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
 
 
 def copy_published(files: Mapping[str, Path], destination: str | os.PathLike) -> None:
-    """Copies files as they may be read by everybody; a broken optional one is left out with a warning.
+    """Copies files in their public form; a broken optional one is left out with a warning.
 
-    `recipe.yaml` is made of what the provenance says of it.
+    `recipe.yaml` is written anew from the recipe in the provenance.
 
     Raises:
         CheckpointError: a file of the drafter's cannot be read, or holds a secret where it cannot be taken out.
@@ -108,7 +115,7 @@ def copy_published(files: Mapping[str, Path], destination: str | os.PathLike) ->
 
 
 def clean_folder(folder: str | os.PathLike) -> None:
-    """Makes the files of a saved head readable for everybody, in place.
+    """Brings the files of a saved head into their public form, in place.
 
     Raises:
         CheckpointError: one of them cannot be read, or holds a secret where it cannot be taken out.
@@ -120,7 +127,7 @@ def clean_folder(folder: str | os.PathLike) -> None:
 
 
 def _public_content(name: str, path: Path) -> bytes | None:
-    """The bytes of a file as everybody may read them; None for the file as it is."""
+    """The public bytes of a file; None: it stays as it is."""
     file = name.rpartition("/")[2]
     if file == CALIBRATION_FILE:
         return _calibration(path)
@@ -144,7 +151,7 @@ def _public_content(name: str, path: Path) -> bytes | None:
 
 
 def _calibration(path: Path) -> bytes:
-    """The table as it is read: shares, and nothing else."""
+    """The calibration table as the drafter reads it: shares, and nothing else."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copyfile(path, Path(folder, CALIBRATION_FILE)))
         try:
@@ -157,7 +164,7 @@ def _calibration(path: Path) -> bytes:
 
 
 def _card(name: str, path: Path) -> bytes | None:
-    """A person's words stay, but for secrets; what was generated, by us or PEFT, may change."""
+    """A card without secrets; one that was generated, by us or PEFT, without paths too."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -171,7 +178,7 @@ def _json(shown: Mapping[str, Any], content: Mapping[str, Any]) -> bytes | None:
 
 
 def _metadata(path: Path) -> Any:
-    """The words in a file of safetensors, beside its tensors; None where it has none, or is no such file."""
+    """The metadata of a safetensors file; None if it has none, or is no such file."""
     with path.open("rb") as file:
         head = file.read(8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
@@ -184,3 +191,128 @@ def _metadata(path: Path) -> Any:
 def _refuse(name: str, holds_secret: bool) -> None:
     if holds_secret:
         raise CheckpointError(f"{name} holds what looks like a token or a password: take it out.")
+
+
+def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
+    """sha256 of a head's published files by name, without the provenance itself."""
+    hashes = {}
+    for name, path in published_files(folder).items():
+        if name != PROVENANCE_FILE:
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+            hashes[name] = digest.hexdigest()
+    return hashes
+
+
+def refresh_hashes(folder: str | os.PathLike, **added: Any) -> None:
+    """Brings the hashes in `provenance.json` up to date with the files beside it.
+
+    Args:
+        added: further fields of the provenance.
+    """
+    if found := read_provenance(folder):
+        content = public_provenance(found | added | {"files": file_hashes(folder)})
+        replace_files(folder, {PROVENANCE_FILE: json_writer(content)})
+
+
+def copy_origins(source: str | os.PathLike, folder: str | os.PathLike, **added: Any) -> None:
+    """Copies the origin of a head (`ORIGINS`) from `source` to `folder`.
+
+    Args:
+        added: further fields of the provenance.
+    """
+    copy_published(published_files(source, origins_only=True), folder)
+    refresh_hashes(folder, **added)
+
+
+def card_facts(folder: str | os.PathLike, saved: SavedHead | None = None) -> dict[str, Any]:
+    """Arguments of `write_card` for a trained head, from its files and its provenance.
+
+    Args:
+        saved: the head that was just written; None: the drafter describes the folder.
+    Raises:
+        CheckpointError: no drafter recognises the folder.
+    """
+    found = read_provenance(folder) or {}
+    facts = asdict(saved or drafter_class_for(os.fspath(folder)).describe(os.fspath(folder)))
+    facts["base_model"] = facts["base_model"] or section(found, "target").get("name")
+    recipe, data = section(found, "recipe"), section(found, "recipe", "data")
+    figures = {name: value for name, value in section(found, "metrics").items() if "acceptance" in name}
+    facts["metrics"] = {name.removeprefix("eval_"): value for name, value in figures.items() if _is_figure(value)}
+    if facts["metrics"] and (source := data.get("eval") or data.get("train")):
+        facts["measured_on"] = f"{found.get('evaluation_prompts', 'the')} held-out prompts of {Path(source).name}"
+    if recipe:
+        facts["notes"] = publishable(section(recipe, "output").get("notes")) or _notes(recipe)
+    return facts
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    repo_id: str | None = None,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    revision: str | None = None,
+) -> CommitInfo:
+    """Uploads the head in a folder with card, provenance, recipe and curves; private files stay here.
+
+    Args:
+        repo_id: "owner/name", or "name" for one of your own; None: the name in its provenance, else its folder's.
+        private: whether a new repository is private; None: the owner's default.
+        token, commit_message, revision: as everywhere on the Hub.
+    Raises:
+        CheckpointError: there is no head in the folder, or one of its files must not leave. No repository is made.
+        UploadError: the Hub did not take it; the folder is as it was.
+    """
+    place = Path(folder)
+    saved = drafter_class_for(os.fspath(folder)).describe(os.fspath(folder))
+    with tempfile.TemporaryDirectory() as staged:
+        copy_published(published_files(place), staged)
+        if has_custom_generate(place):
+            write_custom_generate(staged)
+        asked = section(read_provenance(staged) or {}, "recipe", "output").get("push_to_hub")
+        wanted = repo_id or asked or place.resolve().name
+        try:
+            full_id = make_repository(wanted, private=private, token=token)
+            if not rename_card(staged, **asdict(saved), repo_id=full_id):
+                write_card(staged, **card_facts(staged, saved), repo_id=full_id)  # a person's stays
+            clean_folder(staged)
+            refresh_hashes(staged)
+            message = commit_message or f"Upload {saved.algorithm} head"
+            return upload_head(staged, full_id, token=token, commit_message=message, revision=revision)
+        except SpeculateError:
+            raise
+        except Exception as error:  # a connection fails with errors of the HTTP library, which is not ours to name
+            raise UploadError(f"{place} could not be uploaded to {wanted}: {error}. Nothing in it is lost.") from error
+
+
+def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool:
+    """Writes the card of a head anew, from its provenance, or without one from its generated card.
+
+    Returns:
+        False if the folder has a card that a person wrote, which was kept.
+    """
+    facts = card_facts(folder)
+    names = {name: facts[name] for name in ("base_model", "algorithm", "layout")}
+    was_renamed = "notes" not in facts and rename_card(folder, **names, repo_id=repo_id)
+    is_ours = was_renamed or write_card(folder, **facts, repo_id=repo_id)
+    if is_ours:
+        refresh_hashes(folder)
+    return is_ours
+
+
+def _is_figure(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(each, int | float) for each in values)
+
+
+def _notes(recipe: Mapping[str, Any]) -> str:
+    method, data = section(recipe, "method").get("name"), section(recipe, "data").get("train")
+    return (
+        f"Trained with hf-speculate, method `{method}`, on `{Path(str(data)).name}`. "
+        f"Recipe: `{RECIPE_FILE}`; versions, data fingerprint, hardware, metrics: `{PROVENANCE_FILE}`; "
+        f"curves: `{CURVES_FILE}`."
+    )

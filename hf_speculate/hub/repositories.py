@@ -1,16 +1,23 @@
-"""Local folders and Hub repositories of heads and draft models."""
+"""Folders and Hub repositories of heads and draft models: found, downloaded, made and uploaded to."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, is_offline_mode, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
 
-from ..errors import CheckpointError, DrafterNotFoundError, first_line
+from ..errors import CheckpointError, DrafterNotFoundError, UploadError, first_line
 from ..files import file_names, read_json
 from ..registry import installed_drafters, load_drafter, unknown_drafter_message
 from .card import CARD_FILE, is_generated
@@ -18,6 +25,7 @@ from .card import CARD_FILE, is_generated
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja"]
+_LATER = "Possible: train without it and run `hf-speculate push FOLDER` later."
 
 
 def local_folder(
@@ -29,10 +37,10 @@ def local_folder(
     local_files_only: bool = False,
     subfolder: str | None = None,
 ) -> str:
-    """The folder of a checkpoint: `name_or_path` itself if it is one, else a (cached) download of that Hub repository.
+    """The folder of a checkpoint: `name_or_path` itself if it is one, else a (cached) download of that repository.
 
     Raises:
-        DrafterNotFoundError: neither a folder nor a repository that can be had.
+        DrafterNotFoundError: it is neither a folder nor a repository that can be downloaded.
     """
     path = os.fspath(name_or_path)
     if not os.path.isdir(path):
@@ -53,9 +61,7 @@ def local_folder(
             )
         except (RepositoryNotFoundError, HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
             raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
-    if subfolder:
-        path = os.path.join(path, subfolder)
-    return path
+    return os.path.join(path, subfolder) if subfolder else path
 
 
 def drafter_class_for(folder: str):
@@ -70,7 +76,7 @@ def drafter_class_for(folder: str):
 
 
 def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
-    """What to say of a name that is no folder and could not be had from the Hub."""
+    """The message for a name that is no folder and could not be downloaded from the Hub."""
     if "/" not in name:
         return f"{unknown_drafter_message(name)} Nor is it a folder; a head is a folder or a Hub id 'owner/name'."
     message = f"{name!r} is no folder here, and its repository on the Hub"
@@ -82,11 +88,11 @@ def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
             f"{message} is neither in the cache nor asked for ({reason}): allow that, or run `hf download {name}` "
             "where there is a network, or give a folder."
         )
-    return f"{message} could not be had: {first_line(error)}"
+    return f"{message} could not be reached: {first_line(error)}"
 
 
 def _not_recognised(folder: str, names: Sequence[str]) -> str:
-    """What to say of a folder that no drafter takes: what is missing, or what kind it says that it is."""
+    """The message for a folder that no drafter takes: what is missing in it, or what its config names."""
     files = file_names(folder)
     message = f"no installed drafter ({', '.join(names)}) recognises the checkpoint in {folder}"
     if not any(name.endswith(_WEIGHTS) for name in files):
@@ -94,16 +100,63 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     if "config.json" not in files:
         return f"{message}: it has no config.json (it has {', '.join(files)}). Copy it from where the weights are from."
     config = read_json(os.path.join(folder, "config.json"))
-    stated = [config.get("speculators_model_type"), *_list(config.get("architectures")), config.get("model_type")]
-    kinds = [kind for kind in stated if isinstance(kind, str)]
+    classes = config.get("architectures")
+    stated = [config.get("speculators_model_type"), *(classes if isinstance(classes, list) else ())]
+    kinds = [kind for kind in (*stated, config.get("model_type")) if isinstance(kind, str)]
     close = [name for kind in kinds for name in difflib.get_close_matches(kind.lower(), names, n=1)]
     hint = f" The nearest is {close[0]!r}, whose tensors it does not have." if close else ""
     said = f"config.json says {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not say what it is"
     return f"{message}: {said}, and its tensors are of none that they know.{hint} Files: {', '.join(files)}."
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def check_upload(repo_id: str, *, token: str | bool | None = None) -> str:
+    """The full id, "owner/name", of a repository that could be uploaded to; makes nothing.
+
+    Raises:
+        UploadError: the name is impossible, nobody is logged in, the owner is not yours, the token may only read, or
+            the Hub cannot be reached.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UploadError(f"{repo_id!r} cannot be the name of a repository: {error}") from error
+    user = _user(repo_id, token)
+    owner = repo_id.rpartition("/")[0] or user["name"]
+    organisations = {entry["name"]: entry for entry in user.get("orgs") or []}
+    if owner != user["name"] and owner not in organisations:
+        owners = ", ".join([user["name"], *organisations])
+        raise UploadError(f"{user['name']} cannot upload to {repo_id}: {owner} is not one of {owners}.")
+    if organisations.get(owner, {}).get("roleInOrg") == "read":
+        raise UploadError(f"{user['name']} cannot upload to {repo_id}: the role in {owner} is to read.")
+    full_id = f"{owner}/{repo_id.rpartition('/')[2]}"
+    if not _may_write(user, owner, full_id):
+        raise UploadError(
+            f"the token of {user['name']} may not write to {full_id}: `hf auth login` with one that may. {_LATER}"
+        )
+    return full_id
+
+
+def _user(repo_id: str, token: str | bool | None) -> dict[str, Any]:
+    try:
+        return HfApi(token=token).whoami()
+    except LocalTokenNotFoundError as error:
+        raise UploadError(f"cannot upload to {repo_id}: nobody is logged in. `hf auth login`, or HF_TOKEN.") from error
+    except Exception as error:  # a connection fails with errors of the HTTP library, which is not ours to name
+        raise UploadError(
+            f"cannot ask the Hub whether {repo_id} can be uploaded to: {first_line(error)} {_LATER}"
+        ) from error
+
+
+def _may_write(user: Mapping[str, Any], owner: str, full_id: str) -> bool:
+    """Whether the token allows an upload; of unknown kinds of tokens, the upload will tell."""
+    access = (user.get("auth") or {}).get("accessToken") or {}
+    if access.get("role") != "fineGrained":
+        return access.get("role") != "read"
+    scopes = (access.get("fineGrained") or {}).get("scoped")
+    return scopes is None or any(
+        scope.get("entity", {}).get("name") in (owner, full_id) and "repo.write" in scope.get("permissions", ())
+        for scope in scopes
+    )
 
 
 def make_repository(repo_id: str, *, private: bool | None = None, token: str | bool | None = None) -> str:
@@ -123,7 +176,7 @@ def upload_head(
     """Uploads a saved head in one commit; a model card that a person wrote there is kept.
 
     Raises:
-        CheckpointError: the repository holds weights that the upload would not replace: readers look for several names
+        CheckpointError: the repository holds weights that the upload would not replace. Readers look for several names,
             and could take those.
     """
     api = HfApi(token=token)

@@ -1,6 +1,7 @@
-"""Which target a head was made for, as far as its folder says, compared with the one that it is given.
+"""The target that a head was trained for, as its folder states it, compared with the target that it is given.
 
-What cannot work is refused. What works worse is said once, and what to run: the text never depends on it.
+A target that cannot work is refused. One that accepts less gets one warning with the command that measures it: the text
+never depends on the head.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from ..errors import CheckpointError, TargetMismatchError
 from ..messages import get_logger
 from ..models import GenerativeModel
 from ..stats import HeadRecord
-from ..target import WeightSample, compare_weights, quantization_label, sample_weights
-from .origins import PROVENANCE_FILE, adapter_mismatch, read_provenance, warn_of_other_adapters
+from ..target import WeightSample, adapter_fingerprints, compare_weights, quantization_label, sample_weights
+from .provenance import PROVENANCE_FILE, read_provenance
 
 
 logger = get_logger(__name__)
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
-# Of samples: matrices in 2 bits are above the first, those of unrelated models (of the same sizes) far below; the same
-# values through another kernel are above the second, matrices in 8 bits below.
+# Cosines of weight samples. Matrices in 2 bits are above the first, those of unrelated models of the same sizes far
+# below. The same values through another kernel are above the second, matrices in 8 bits below.
 _UNRELATED, _SAME = 0.5, 0.99998
 
-# What the names of quantised copies of a model end in.
+# Ends of the names of a model's quantised copies.
 _COPY = re.compile(
     r"[-_.](?:bnb|gptq|awq|gguf|fp8|fp4|nvfp4|mxfp4|int[48]|nf4|w\d+a\d+\w*|[248]-?bits?|unsloth|quantized|hf|bf16|fp16"
     r"|dynamic|i?q\d\w*)$"
@@ -35,9 +36,10 @@ _COPY = re.compile(
 
 
 def describe_identity(target: GenerativeModel) -> dict[str, Any]:
-    """What `provenance.json` says of a head's target under "identity"; JSON-serialisable, of a few kilobytes.
+    """The "identity" of a head's target in `provenance.json`; JSON-serialisable, of a few kilobytes.
 
-    How it is quantised is a fact beside which model it is; adapters are left out (`adapter_fingerprints` has them).
+    Quantisation is a field of its own, beside the model's weights. Adapters are left out: `adapter_fingerprints` has
+    them.
     """
     config = target.config.get_text_config(decoder=True)
     return {
@@ -49,34 +51,37 @@ def describe_identity(target: GenerativeModel) -> dict[str, Any]:
 
 
 def check_origin(folder: str, target: GenerativeModel) -> HeadRecord:
-    """Compares what the folder of a head says of its target with the one that it is given; old files say little.
+    """Compares the target that a head's folder states with the given one, and logs differences that cost acceptance.
 
-    A difference that costs acceptance is logged, each once: other weights, another quantisation, other adapters.
+    These are other weights, another quantisation and other adapters. Each message is logged once.
 
     Returns:
-        What the folder records of the head, and whether this is its own target.
+        The figures that the folder records of the head, and whether this is its own target.
     Raises:
-        TargetMismatchError: another number of layers, vocabulary or hidden size, or weights of an unrelated model.
+        TargetMismatchError: the number of layers, the vocabulary or the hidden size differ, or the weights are those of
+            an unrelated model.
     """
     record, problems = _compare(folder, target)
     for problem in problems:
         _warn(problem)
-    warn_of_other_adapters(folder, target)
+    if problem := adapter_mismatch(folder, target):
+        logger.warning(f"{problem} The text stays the target's own, but fewer drafts will be accepted.")
     return record
 
 
 def head_record(folder: str, target: GenerativeModel) -> HeadRecord:
-    """What `check_origin` returns, without a warning; raises as it does."""
+    """The result of `check_origin`, without warnings; raises the same errors."""
     return _compare(folder, target)[0]
 
 
 def check_stated_name(folder: str, stated: str | None, architectures: Sequence[str], target: PreTrainedModel) -> None:
-    """Logs once if the config of a head names another model or class than its target's; with an identity in its
-    provenance, names do not count.
+    """Logs once if the config of a head names another model or class than its target's.
+
+    Names do not count for a head whose provenance has an identity.
 
     Args:
-        stated: as the config has it, None if it names none; folders on somebody's machine say nothing.
-        architectures: names of classes, none if it has none.
+        stated: name of the target in the config, None if there is none; a local folder tells nothing.
+        architectures: classes of the target that the config names.
     """
     given, name = target.name_or_path or "", type(target).__name__
     if _provenance(folder).get("identity"):
@@ -88,8 +93,8 @@ def check_stated_name(folder: str, stated: str | None, architectures: Sequence[s
         _warn(f"the head {folder} says that it was made for {stated}, and the target is {given}.")
 
 
-def identity_problems(folder: str, identity: Mapping[str, Any], target: GenerativeModel) -> Iterator[str]:
-    """What is different and costs acceptance; raises `TargetMismatchError` for unrelated weights."""
+def _identity_problems(folder: str, identity: Mapping[str, Any], target: GenerativeModel) -> Iterator[str]:
+    """Differences that cost acceptance; raises `TargetMismatchError` for unrelated weights."""
     theirs = _samples(identity)
     likeness = compare_weights(theirs, sample_weights(target)) if theirs else None
     similarity = likeness.similarity if likeness else None
@@ -126,6 +131,40 @@ def _check_sizes(folder: str, identity: Mapping[str, Any], target: GenerativeMod
             )
 
 
+def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
+    """The difference between the PEFT adapters that a head was trained for and those in effect; "" if there is none.
+
+    Adapters are told apart by their weights, not by their names. Merged ones cannot be seen.
+    """
+    trained, now = _trained_adapters(folder), adapter_fingerprints(target)
+    if set((trained or {}).values()) == set(now.values()):
+        return ""
+    found = f"{_listed(now)} in effect on this {type(target).__name__}"
+    if trained is None:
+        return f"the head {folder} does not say that it was trained for the PEFT adapter {found}."
+    if not trained:
+        return f"the head {folder} was trained for the target without adapters, but there is {found}."
+    wanted = f"the head {folder} was trained for a target with the PEFT adapter {_listed(trained)}"
+    if not now:
+        return f"{wanted}, and none is in effect on this {type(target).__name__} (unless it was merged and unloaded)."
+    return f"{wanted}, but another one is: {found}."
+
+
+def _trained_adapters(folder: str) -> Mapping[str, str] | None:
+    """Adapter name -> fingerprint; None if the folder does not say, like most heads of others."""
+    try:
+        content: Any = read_provenance(folder) or {}
+        if "adapters" in content:
+            return {str(name): str(fingerprint) for name, fingerprint in content["adapters"].items()}
+        return {} if content["target"]["adapters"] is None else None  # written before fingerprints were
+    except (CheckpointError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return " and ".join(repr(name) for name in names)
+
+
 def _warn(problem: str) -> None:
     logger.warning_once(
         f"{problem} The text stays the target's own, but fewer drafts may be accepted: `hf-speculate check HEAD "
@@ -134,11 +173,11 @@ def _warn(problem: str) -> None:
 
 
 def _compare(folder: str, target: GenerativeModel) -> tuple[HeadRecord, list[str]]:
-    """The record of a head, and what is different about its target."""
+    """The record of a head, and the differences of its target."""
     content = _provenance(folder)
     identity: Mapping[str, Any] = content.get("identity") or {}
     _check_sizes(folder, identity, target)
-    problems = list(identity_problems(folder, identity, target)) if identity else []
+    problems = list(_identity_problems(folder, identity, target)) if identity else []
     is_own = None if not _samples(identity) else not (problems or adapter_mismatch(folder, target))
     measured = content.get("metrics") or {}
     accuracy, length = (measured.get(f"eval_{name}") for name in ("accuracy_0", "mean_acceptance_length"))
@@ -150,7 +189,7 @@ def _compare(folder: str, target: GenerativeModel) -> tuple[HeadRecord, list[str
 
 
 def _provenance(folder: str) -> Mapping[str, Any]:
-    """Empty if the folder does not say."""
+    """The provenance in a folder; empty if it has none that can be read."""
     try:
         return read_provenance(folder) or {}
     except CheckpointError:
@@ -169,7 +208,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _model_name(hub_id: str) -> str:
-    """Of a model and of its quantised copies the same."""
+    """Name of a model, the same for its quantised copies."""
     name, before = hub_id.rpartition("/")[2].lower(), ""
     while name != before:
         name, before = _COPY.sub("", name), name

@@ -1,4 +1,4 @@
-"""Public test tools: scripted drafters, a conformance suite for drafters, and the check that text is lossless."""
+"""Public test tools: scripted drafters, a conformance check for drafters, and the check that text is lossless."""
 
 from .conformance import DrafterReport as DrafterReport
 from .conformance import check_drafter as check_drafter

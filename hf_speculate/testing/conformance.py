@@ -1,4 +1,4 @@
-"""`check_drafter`: the conformance suite that every drafter, ours and third parties', must pass."""
+"""`check_drafter`: the conformance check that every drafter must pass, built-in or from a third party."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .lossless import check_lossless, prompt_ids
 
 logger = get_logger(__name__)
 
-# Of values, where a drafter has read the same text in other pieces.
+# Tolerance of values, for a drafter that has read the same text in other pieces.
 _ROUNDING = 1e-3
 _WHY_NONE = (
     "Does it find its place in the text? After the prompt, `observe` gets prompt[1:] and the first new token; the last "
-    "token that it was told of is the root of the next draft."
+    "token that it got is the root of the next draft."
 )
-# A draft ahead is cancelled, and broken off, after 0, 1, … levels.
+# Drafts ahead are cancelled, and broken off, after 0, 1, … levels, fewer than this.
 _LEVELS_CANCELLED = 3
 
 
@@ -43,23 +43,28 @@ def check_drafter(
 ) -> DrafterReport:
     """Checks that `drafter` keeps the contract of `hf_speculate.drafting` on a small target.
 
-    Checked: tree invariants of every draft (root, parents, siblings, token range, depth budget), one `close` per
-    session whatever happens, well-formed calls for greedy and sampled requests, left-padded batches whose rows
-    end at different steps, a budget of one token, a prompt of one token, targets that take chains only; two sessions
-    open at once; of one that `drafts_ahead`, that a look ahead (right, wrong, cancelled between any two levels, broken
-    off by an error) changes no later draft; and that the text stays the target's own.
+    It checks:
+
+    - the tree of every draft: root, parents, siblings, token range, depth budget;
+    - one `close` per session, whatever happens, and two sessions open at once;
+    - greedy and sampled requests, left-padded batches whose rows end at different steps, a budget of one token, a
+      prompt of one token, targets that take chains only;
+    - for a drafter that `drafts_ahead`: a look ahead (right, wrong, cancelled between any two levels, broken off by an
+      error) changes no later draft;
+    - the text, which must stay the target's own.
 
     Args:
         drafter: the drafter, or a speculator, whose drafter is checked; it must fit `target`.
-        target: a small model (this generates a few hundred tokens).
-        prompts: at least two prompts, int64 [S] each, of different lengths; or texts.
+        target: a small model: this generates a few hundred tokens.
+        prompts: at least two prompts of different lengths, int64 [S] each, or texts.
+        max_new_tokens: length of the generated texts.
         tokenizer: makes token ids of texts.
     Returns:
-        Counts of what was drafted. A drafter that drafted nothing at all gets a warning: nothing of it was tested.
+        Counts of drafts. A drafter that drafted nothing at all gets a warning, because nothing of it was tested.
     Raises:
-        DrafterError: a broken contract, naming the call that broke it.
-        LosslessnessError: text that is not the target's.
-        TypeError: neither a drafter nor a speculator, or texts without a tokenizer.
+        DrafterError: the contract was broken; the message names the call.
+        LosslessnessError: the text is not the target's.
+        TypeError: `drafter` is neither a drafter nor a speculator, or texts came without a tokenizer.
     """
     drafter = drafter.drafter if isinstance(drafter, Speculator) else drafter
     if not isinstance(drafter, Drafter):
@@ -71,29 +76,29 @@ def check_drafter(
     watched = _Watched(drafter, target.config.get_text_config(decoder=True).vocab_size)
     speculator = Speculator(watched, adaptive=False)
     prompts = [prompt.to(target.device) for prompt in prompts]
-    budget = {"eos_token_id": None, "pad_token_id": 0}
-    check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, **budget)
-    check_lossless(target, speculator, prompts, max_new_tokens=max_new_tokens, do_sample=True, seeds=(0, 1), **budget)
-    check_lossless(target, speculator, [prompts[0][:1]], max_new_tokens=max_new_tokens, **budget)
-    check_lossless(target, speculator, prompts[:1], max_new_tokens=1, **budget)
-    check_lossless(target, speculator, prompts[:1], max_new_tokens=2, **budget)
+    request: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
+    sampled: dict[str, Any] = {"do_sample": True, "seeds": (0, 1)}
+    check_lossless(target, speculator, prompts, **request)
+    check_lossless(target, speculator, prompts, **request, **sampled)
+    check_lossless(target, speculator, [prompts[0][:1]], **request)
+    for few in (1, 2):
+        short: dict[str, Any] = {**request, "max_new_tokens": few}
+        check_lossless(target, speculator, prompts[:1], **short)
     watched.chains_only = True
-    check_lossless(target, speculator, prompts[:1], max_new_tokens=max_new_tokens, **budget)
+    check_lossless(target, speculator, prompts[:1], **request)
     watched.chains_only = False
     if drafter.drafts_ahead:
         looking_ahead = Speculator(watched, adaptive=False, ahead=True)
         watched.compares = True
-        check_lossless(target, looking_ahead, prompts, max_new_tokens=max_new_tokens, **budget)
-        sampled = {"do_sample": True, "seeds": (0, 1)}
-        check_lossless(target, looking_ahead, prompts[:1], max_new_tokens=max_new_tokens, **sampled, **budget)
+        check_lossless(target, looking_ahead, prompts, **request)
+        check_lossless(target, looking_ahead, prompts[:1], **request, **sampled)
         watched.compares = False
     batch = _left_padded(prompts)
-    plain = target.generate(**batch, speculator=None, max_new_tokens=max_new_tokens, **budget)
+    plain = target.generate(**batch, speculator=None, **request)
     ends_first_row = plain[0, batch["input_ids"].shape[1] + max_new_tokens // 2].item()
-    for sampled in ({}, {"do_sample": True}):
+    for sampling in ({}, {"do_sample": True}):
         for eos in (None, ends_first_row):
-            request = {**budget, "max_new_tokens": max_new_tokens, "eos_token_id": eos, **sampled}
-            target.generate(**batch, speculator=speculator, **request)
+            target.generate(**batch, speculator=speculator, **request | {"eos_token_id": eos} | sampling)
     watched.expect_all_closed()
     report = DrafterReport(watched.num_asked, watched.num_drafted, speculator.stats.mean_acceptance_length)
     if not report.num_drafts:
@@ -109,7 +114,7 @@ class DrafterReport:
     Attributes:
         num_asked: drafts that were asked for.
         num_drafts: drafts with a node beside the root.
-        tokens_a_round: emitted by rounds with a draft, on average; None if there was none.
+        tokens_a_round: tokens that a round with a draft emitted on average; None without such rounds.
     """
 
     num_asked: int
@@ -126,7 +131,7 @@ def _left_padded(prompts: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 class _Watched(Drafter):
-    """Passes everything on and looks at it."""
+    """A drafter around another one, which passes everything on and checks it."""
 
     def __init__(self, drafter: Drafter, vocab_size: int):
         self.inner = drafter
@@ -162,7 +167,7 @@ class _WatchedSession(DraftSession):
     def __init__(self, watched: _Watched, inner: DraftSession, twin: DraftSession | None = None):
         self.watched = watched
         self.inner = inner
-        self.twin = twin  # that never looks ahead
+        self.twin = twin  # a session that never looks ahead
         self.num_closed = 0
 
     def draft(self, state: DraftState) -> DraftTree:
@@ -177,7 +182,7 @@ class _WatchedSession(DraftSession):
         return tree
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
-        """The draft, after others of which nothing may be left."""
+        """The draft of a look ahead, after other looks ahead that must leave no trace."""
         self._cancelled(state, path)
         for levels in range(_LEVELS_CANCELLED):
             with suppress(_BrokenOff):
@@ -195,7 +200,7 @@ class _WatchedSession(DraftSession):
         self.inner.ahead(replace(state, cancelled=cancelled), path)
 
     def _compare(self, tree: DraftTree, other: DraftTree) -> None:
-        """Raises where a draft is not as if nothing had been drafted ahead; up to rounding."""
+        """Raises if a draft differs, beyond rounding, from one without any look ahead."""
         if tree.host.token_ids == other.host.token_ids:
             return
         mine, its = (sorted((each.host.values or [[]])[0]) for each in (tree, other))
@@ -206,7 +211,7 @@ class _WatchedSession(DraftSession):
     def _check(self, tree: DraftTree, state: DraftState) -> None:
         name = self.watched.name
         checks = DraftChecks(name, self.watched.vocab_size)
-        _ = checks.admit(tree, state.root_ids.tolist()).host  # of a tree on a device, what it holds is checked here
+        _ = checks.admit(tree, state.root_ids.tolist()).host  # a tree on a device is checked when it is read
         for row, root in enumerate(state.root_ids.tolist()):
             if tree.host.token_ids[row][0] != root:
                 raise DrafterError(
@@ -228,7 +233,7 @@ class _WatchedSession(DraftSession):
 
 
 class _SaysNo:
-    """Says after so many levels that no other pays."""
+    """A `Deepening` that says after some levels that no other pays."""
 
     def __init__(self, levels: int):
         self._left = levels
@@ -239,11 +244,11 @@ class _SaysNo:
 
 
 class _BrokenOff(Exception):
-    """In the middle of a draft."""
+    """The error in the middle of a draft."""
 
 
 class _BreaksOff(_SaysNo):
-    """Raises instead."""
+    """A `Deepening` that raises after some levels."""
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
         if not super().__call__(values, previous):

@@ -1,9 +1,9 @@
-"""Is speculative text the target's own text? Equal token for token, or a proven numerical tie.
+"""`check_lossless`: speculative text is the target's own, token for token or up to a proven numerical tie.
 
-A speculative forward scores several tokens at once, so its logits differ from a one-token forward's in the last bits;
-where two tokens are as good as equal, the choice may flip. `check_lossless` accepts a difference only if a fresh plain
-forward on the common prefix proves both: the logits that were used are right (a wrong mask, position or cache entry is
-not), and the decision was closer than their rounding.
+A speculative forward scores several tokens at once, so its logits differ from a one-token forward's in the last bits.
+If two tokens are almost equally good, the choice may flip. `check_lossless` accepts a difference only if a fresh plain
+forward on the common prefix proves two things: the logits that were used are right (with a wrong mask, position or
+cache entry they are not), and the decision was closer than their rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..speculator import Speculator, unwrap
 from ..verification import Noise
 
 
-# Relative to the largest logit. Measured: fp32 5e-6 (24 x 896 body, tree of 24 nodes), bf16 2.5e-2.
+# Logit errors that count as rounding, relative to the largest logit. Measured: fp32 5e-6 (24 x 896 body, tree of 24
+# nodes), bf16 2.5e-2.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-2}
 
 
@@ -31,12 +32,12 @@ class Tie:
     """A difference that was proven to be a tie.
 
     Attributes:
-        case: which prompt (and seed).
+        case: prompt (and seed) of the difference.
         step: index of the first differing new token.
         plain_token, speculative_token: the two choices.
-        margin: how far apart the two best candidates of the sampler's own decision are.
-        logit_error: largest difference between the logits used and a fresh plain forward's.
-        max_logit: largest absolute logit there.
+        margin: distance between the two best candidates in the sampler's own decision.
+        logit_error: largest difference between the logits used and those of a fresh plain forward.
+        max_logit: largest absolute logit in that forward.
     """
 
     case: str
@@ -54,7 +55,7 @@ class Tie:
 
 @dataclass
 class LosslessReport:
-    """Outcome of `check_lossless`."""
+    """The outcome of `check_lossless`."""
 
     num_cases: int = 0
     num_identical: int = 0
@@ -80,17 +81,18 @@ def check_lossless(
     """Compares `generate` with and without `speculator` on every prompt (and seed), one prompt at a time.
 
     Args:
-        model: the target (PEFT-wrapped and compiled ones too).
-        prompts: token ids, int64 [S] or [1, S] each; or texts.
+        model: the target; it may be wrapped by PEFT or compiled.
+        speculator: the speculator to compare with plain `generate`.
+        prompts: token ids, int64 [S] or [1, S] each, or texts.
         tokenizer: makes token ids of texts.
-        seeds: for sampled requests (`do_sample=True`) the seeds to try; the RNG state afterwards is compared too.
-        tolerance: logit error that counts as rounding, relative to the largest logit; by default by dtype,
-            see `TOLERANCE`.
+        max_new_tokens: length of the texts.
+        seeds: seeds to try for sampled requests (`do_sample=True`); the RNG state afterwards is compared too.
+        tolerance: logit error that counts as rounding, relative to the largest logit; None: `TOLERANCE` of the dtype.
         generate_kwargs: the rest of the request.
     Returns:
-        The report; every difference in it is a proven tie.
+        A report; every difference in it is a proven tie.
     Raises:
-        LosslessnessError: a difference that is not a tie, or another RNG state after equal text.
+        LosslessnessError: a difference is no tie, or the RNG state differs after equal text.
         TypeError: texts without a tokenizer, no list of prompts, or no speculator.
     """
     if not isinstance(speculator, Speculator):
@@ -101,13 +103,20 @@ def check_lossless(
     report = LosslessReport()
     for index, prompt in enumerate(prompts):
         for seed in seeds:
-            case = f"prompt {index}" if seed is None else f"prompt {index}, seed {seed}"
-            _check_case(model, speculator, prompt, case, seed, tolerance, max_new_tokens, generate_kwargs, report)
+            name = f"prompt {index}" if seed is None else f"prompt {index}, seed {seed}"
+            input_ids = prompt.view(1, -1).to(model.device)
+            request = {
+                "max_new_tokens": max_new_tokens,
+                "attention_mask": torch.ones_like(input_ids),
+                **generate_kwargs,
+            }
+            case = _Case(name, model, input_ids, seed, request, tolerance)
+            case.check(speculator, report)
     return report
 
 
 def prompt_ids(prompts: Sequence[Tensor | str], tokenizer: PreTrainedTokenizerBase | None) -> list[Tensor]:
-    """Token ids of prompts, int64 [S] each; raises `TypeError` for texts without a tokenizer and for no list."""
+    """Token ids of prompts, int64 [S] each; raises `TypeError` for texts without a tokenizer, or without a list."""
     if isinstance(prompts, str | Tensor):
         raise TypeError(f"prompts must be a list of texts or token ids, got one {type(prompts).__name__}: [prompt].")
     if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
@@ -119,92 +128,72 @@ def prompt_ids(prompts: Sequence[Tensor | str], tokenizer: PreTrainedTokenizerBa
     ]
 
 
-def _check_case(
-    model: GenerativeModel,
-    speculator: Speculator,
-    prompt: Tensor,
-    case: str,
-    seed: int | None,
-    tolerance: float,
-    max_new_tokens: int,
-    generate_kwargs: dict[str, Any],
-    report: LosslessReport,
-) -> None:
-    input_ids = prompt.view(1, -1).to(model.device)
-    request = {
-        "max_new_tokens": max_new_tokens,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-        "output_scores": True,
-        "attention_mask": torch.ones_like(input_ids),
-        **generate_kwargs,
-    }
-    plain, plain_rng = _generate(model, input_ids, seed, request | {"speculator": None})
-    speculative, rng = _generate(model, input_ids, seed, request | {"speculator": speculator})
-    new = [output.sequences[0, input_ids.shape[1] :].tolist() for output in (plain, speculative)]
-    report.num_cases += 1
-    report.num_tokens += len(new[0])
-    if new[0] == new[1]:
+@dataclass(frozen=True)
+class _Case:
+    """One prompt with one seed."""
+
+    name: str
+    model: GenerativeModel
+    input_ids: Tensor
+    seed: int | None
+    request: dict[str, Any]
+    tolerance: float
+
+    def check(self, speculator: Speculator, report: LosslessReport) -> None:
+        (plain, plain_rng), (speculative, rng) = self._generate(None), self._generate(speculator)
+        new = [output.sequences[0, self.input_ids.shape[1] :].tolist() for output in (plain, speculative)]
+        report.num_cases += 1
+        report.num_tokens += len(new[0])
+        if new[0] != new[1]:
+            report.ties.append(self._prove_tie(new, plain, speculative))
+            return
         report.num_identical += 1
-        if seed is not None and not torch.equal(plain_rng, rng):
-            raise LosslessnessError(f"{case}: equal text, but the RNG is not where plain generate leaves it.")
-        return
-    step = next((i for i, (a, b) in enumerate(zip(*new, strict=False)) if a != b), min(map(len, new)))
-    report.ties.append(_prove_tie(model, input_ids, new, step, case, seed, tolerance, plain, speculative, request))
+        if self.seed is not None and not torch.equal(plain_rng, rng):
+            raise LosslessnessError(f"{self.name}: equal text, but the RNG is not where plain generate leaves it.")
 
+    def _generate(self, speculator: Speculator | None) -> tuple[Any, Tensor]:
+        """The output of the request, and the state of the RNG behind it."""
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        kept = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+        output = self.model.generate(self.input_ids, **kept | self.request, speculator=speculator)
+        device = self.input_ids.device
+        return output, torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
-def _generate(
-    model: GenerativeModel, input_ids: Tensor, seed: int | None, request: dict[str, Any]
-) -> tuple[Any, Tensor]:
-    if seed is not None:
-        torch.manual_seed(seed)
-    output = model.generate(input_ids, **request)
-    rng = torch.get_rng_state() if input_ids.device.type == "cpu" else torch.cuda.get_rng_state(input_ids.device)
-    return output, rng
-
-
-def _prove_tie(
-    model: GenerativeModel,
-    input_ids: Tensor,
-    new: list[list[int]],
-    step: int,
-    case: str,
-    seed: int | None,
-    tolerance: float,
-    plain: Any,
-    speculative: Any,
-    request: dict[str, Any],
-) -> Tie:
-    tokens = [row[step] if step < len(row) else None for row in new]
-    if None in tokens:
-        raise LosslessnessError(f"{case}: equal text, but plain generate stops after {len(new[0])}, not {len(new[1])}.")
-    prefix = torch.cat([input_ids[0], input_ids.new_tensor(new[0][:step])])[None]
-    with torch.no_grad():
-        fresh = model(prefix, logits_to_keep=1).logits[0, -1].float()
-    max_logit = fresh.abs().max().item()
-    allowed = tolerance * max_logit
-    error = (fresh - speculative.logits[step][0]).abs().max().item()
-    decision, scale = plain.scores[step][0], 1.0
-    if request.get("do_sample"):
-        torch.manual_seed(seed or 0)
-        noise = Noise(1, decision.shape[-1], decision.device).row(step)[0]
-        decision = torch.log_softmax(decision, dim=-1) - noise.log()
-        scale = 1.0 / min(request.get("temperature") or 1.0, 1.0)
-    best = decision.topk(2).values
-    margin = (best[0] - best[1]).item()
-    tie = Tie(
-        case=case,
-        step=step,
-        plain_token=tokens[0],
-        speculative_token=tokens[1],
-        margin=margin,
-        logit_error=error,
-        max_logit=max_logit,
-    )
-    if error > allowed or margin > 2 * allowed * scale:
-        raise LosslessnessError(
-            f"{case}: new token {step} is {tokens[1]}, plain generate says {tokens[0]}, and that is no tie: the logits "
-            f"used differ from a fresh forward's by {error:.2e} (allowed {allowed:.2e} = {tolerance:g} x "
-            f"{max_logit:.3g}), the decision's margin is {margin:.2e} (allowed {2 * allowed * scale:.2e})."
+    def _prove_tie(self, new: list[list[int]], plain: Any, speculative: Any) -> Tie:
+        step = next((i for i, (a, b) in enumerate(zip(*new, strict=False)) if a != b), min(map(len, new)))
+        tokens = [row[step] if step < len(row) else None for row in new]
+        if None in tokens:
+            raise LosslessnessError(
+                f"{self.name}: equal text, but plain generate stops after {len(new[0])}, not {len(new[1])}."
+            )
+        prefix = torch.cat([self.input_ids[0], self.input_ids.new_tensor(new[0][:step])])[None]
+        with torch.no_grad():
+            fresh = self.model(prefix, logits_to_keep=1).logits[0, -1].float()
+        max_logit = fresh.abs().max().item()
+        allowed = self.tolerance * max_logit
+        error = (fresh - speculative.logits[step][0]).abs().max().item()
+        decision, scale = plain.scores[step][0], 1.0
+        if self.request.get("do_sample"):
+            torch.manual_seed(self.seed or 0)
+            noise = Noise(1, decision.shape[-1], decision.device).row(step)[0]
+            decision = torch.log_softmax(decision, dim=-1) - noise.log()
+            scale = 1.0 / min(self.request.get("temperature") or 1.0, 1.0)
+        best = decision.topk(2).values
+        margin = (best[0] - best[1]).item()
+        if error > allowed or margin > 2 * allowed * scale:
+            raise LosslessnessError(
+                f"{self.name}: new token {step} is {tokens[1]}, plain generate says {tokens[0]}, and that is no tie: "
+                f"the logits used differ from a fresh forward's by {error:.2e} (allowed {allowed:.2e} = "
+                f"{self.tolerance:g} x {max_logit:.3g}), the decision's margin is {margin:.2e} (allowed "
+                f"{2 * allowed * scale:.2e})."
+            )
+        return Tie(
+            case=self.name,
+            step=step,
+            plain_token=tokens[0],
+            speculative_token=tokens[1],
+            margin=margin,
+            logit_error=error,
+            max_logit=max_logit,
         )
-    return tie

@@ -1,4 +1,4 @@
-"""Drafters that follow a script: of a set acceptance (perfect, adversarial), random, empty, raising."""
+"""Drafters that follow a script: with a set acceptance (perfect to adversarial), random, empty, raising."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tree import ROOT_PARENT, DraftTree, TreeRow
 
 
 class _ScriptDrafter(Drafter):
-    """A drafter that exists only in tests and benchmarks: not found by name, fits every target."""
+    """A drafter for tests and benchmarks: it cannot be found by name, and fits every target."""
 
     @classmethod
     def for_target(cls, target, **options: Any):
@@ -24,33 +24,32 @@ class _ScriptDrafter(Drafter):
 
 
 class _SilentSession(DraftSession):
-    """Learns nothing."""
+    """A session that learns nothing."""
 
     def observe(self, tokens, features, lengths) -> None:
         pass
 
 
 class ScriptedDrafter(_ScriptDrafter):
-    """Knows the text that will come and drafts it with a set acceptance.
+    """A drafter that knows the coming text and drafts it with a set acceptance.
 
-    Which levels are right is drawn anew every round. What a script does not know is cost: `paid` lets another drafter
-    do its work beside it, whose drafts are thrown away.
+    Every round draws anew which levels are right. A script costs no time; with `paid` another drafter works beside it,
+    and its drafts are thrown away.
 
     Args:
-        continuation: what plain `generate` emits: the new tokens of each row, int64 [B, n] (or one list for a single
-            row), or of each prompt, by its tokens.
-        branching: children at each depth of the path; `(1,) * 5` is a chain of five, `(4, 2, 1)` a tree of seven
-            nodes. The true token takes a random place among the children, the next level hangs on that place.
-        accuracy: probability that a level holds the true token where the level above does, one for all levels or each
-            its own: 1 is perfect, 0 adversarial (never right).
-        vocab_size: tokens that are not the true one are drawn from here.
-        seed: of the script's own random numbers.
-        ranked: as trained drafters do it: the child at place r is the true one as often as 1 / (r + 1)², and nodes
-            stand in the order of what they are worth, whatever their depth. Else levels follow one another.
-        paid: a drafter that does its own work each round, as deep as what is verified; drafts are made ahead if it
-            makes them.
+        continuation: the new tokens that plain `generate` emits, for each row, int64 [B, n] (or one list for a single
+            row), or for each prompt, by its tokens.
+        branching: number of children at each depth of the path; `(1,) * 5` is a chain of five, `(4, 2, 1)` a tree of
+            seven nodes. The true token takes a random place among the children, and the next level hangs on it.
+        accuracy: probability that a level holds the true token if the level above does, one for all levels or one
+            each: 1 is perfect, 0 adversarial (never right).
+        vocab_size: size of the vocabulary that wrong tokens are drawn from.
+        seed: seed of the script's own random numbers.
+        ranked: whether to draft like trained drafters: the child at place r is true with a weight of 1 / (r + 1)², and
+            nodes are ordered by their value, whatever their depth. Else levels follow one another.
+        paid: a drafter that does its own work each round, as deep as the script; if it drafts ahead, so does this.
     Raises:
-        SpeculateError: the tree is larger than the vocabulary; a prompt without a continuation (at `start`).
+        SpeculateError: the tree is larger than the vocabulary; a prompt has no continuation (at `start`).
     """
 
     name = "scripted"
@@ -105,12 +104,13 @@ def unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]
 
 @dataclass(frozen=True)
 class _Level:
-    """Children of one node.
+    """The children of one node.
 
     Attributes:
-        place: of the child that the next level hangs on, and that may be the true one.
-        value: how likely a round is to come to this level's node.
-        shares: how likely each child is then to be the true one.
+        tokens: token of each child.
+        place: index of the child that the next level hangs on, and that may be the true one.
+        value: probability that a round reaches the node.
+        shares: probability of each child to be the true one if it does.
     """
 
     tokens: list[int]
@@ -166,7 +166,7 @@ class _ScriptedSession(DraftSession):
         return TreeRow(tokens, parents, values)
 
     def _levels(self, row: int, state: DraftState, shape: Sequence[tuple[int, float]]) -> list[_Level]:
-        # Its own numbers at every place of the text: whatever else was drafted.
+        # Random numbers depend on the place in the text only, not on earlier drafts.
         drawn = random.Random(f"{self.script.seed}, {row}, {state.num_emitted[row]}")
         levels, on_script, value = [], True, 1.0
         for depth, (count, accuracy) in enumerate(shape[: state.max_depth]):
@@ -201,8 +201,10 @@ class _ScriptedSession(DraftSession):
 
 
 class RandomDrafter(_ScriptDrafter):
-    """Trees of random structure and random tokens, different in every row and round; half of them with random values,
-    of which some are worth more than their parents, or NaN: drafters are believed nothing."""
+    """A drafter of random trees, different in every row and round.
+
+    Half of the rounds have random values, some of them above their parents' or NaN: the engine must not trust values.
+    """
 
     name = "random"
 
@@ -243,7 +245,7 @@ class _RandomSession(_SilentSession):
 
 
 class EmptyDrafter(_ScriptDrafter):
-    """Never drafts: every round is a plain decoding step."""
+    """A drafter that never drafts: every round is a plain decoding step."""
 
     name = "empty"
 
@@ -257,7 +259,7 @@ class _EmptySession(_SilentSession):
 
 
 class RaisingDrafter(_ScriptDrafter):
-    """Raises `error` at call number `after` (from 0) of one of its methods, and drafts nothing before."""
+    """A drafter that raises `error` at call number `after` (from 0) of one method, and drafts nothing before."""
 
     name = "raising"
 

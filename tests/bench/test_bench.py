@@ -21,7 +21,7 @@ from hf_speculate.commands import (
     table_specs,
     tokenize,
 )
-from hf_speculate.specs import SpeculatorSpec
+from hf_speculate.registry import SpeculatorSpec
 
 from ..support.bench import bench, last_line
 from ..support.inputs import character_tokenizer

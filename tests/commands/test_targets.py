@@ -12,7 +12,7 @@ from hf_speculate.commands import builtin_prompts, default_specs, load_target, t
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.gguf import FileShape, write_random_file
 from hf_speculate.gguf.random_files import one_type
-from hf_speculate.named_targets import find_smollm2
+from hf_speculate.models import find_smollm2
 
 from ..support.inputs import character_tokenizer
 

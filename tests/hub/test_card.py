@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalTokenNotFoundError
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import Drafter, SavedHead
-from hf_speculate.errors import CheckpointError
-from hf_speculate.hub import repositories
+from hf_speculate.errors import CheckpointError, UploadError
+from hf_speculate.hub import check_upload
 from hf_speculate.hub.card import CARD_FILE, is_generated, write_card
 from hf_speculate.testing.scripted import EmptyDrafter
-from tests.support.hub import FakeHub
 
 
 CARD = {"base_model": "meta-llama/Llama-3.1-8B-Instruct", "algorithm": "eagle3", "layout": "speculators"}
@@ -33,21 +33,13 @@ class HeadDrafter(EmptyDrafter):
         return SavedHead("house1", layout or "a", "owner/target")
 
 
-@pytest.fixture
-def fake_hub(tmp_path, monkeypatch):
-    fake = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(repositories, "HfApi", fake)
-    return fake
-
-
 class TestCard:
     def test_metadata_and_snippet(self, tmp_path):
-        assert write_card(tmp_path, **CARD, repo_id="me/head", datasets=["openai/gsm8k"], license="apache-2.0")
+        assert write_card(tmp_path, **CARD, repo_id="me/head")
         card = ModelCard.load(tmp_path / CARD_FILE)
         assert card.data.base_model == CARD["base_model"]
         assert card.data.library_name == "hf-speculate"
         assert card.data.tags == ["speculative-decoding", "eagle3"]
-        assert (card.data.datasets, card.data.license) == (["openai/gsm8k"], "apache-2.0")
         assert card.data.pipeline_tag == "text-generation"
         assert 'AutoSpeculator.from_pretrained("me/head", target=model)' in card.text
         assert "`speculators` layout" in card.text
@@ -107,43 +99,43 @@ class TestSave:
         assert (card.data.base_model, card.data.tags[-1]) == ("owner/target", "house1")
         assert "| rounds | 5 |" in card.text
 
-    def test_a_drafter_without_weights_says_so(self, tmp_path, tiny_model, fake_hub):
+    def test_a_drafter_without_weights_says_so(self, tmp_path, tiny_model, hub):
         speculator = AutoSpeculator.from_name("prompt_lookup", target=tiny_model())
         with pytest.raises(CheckpointError, match="'prompt_lookup' has no weights"):
             speculator.save_pretrained(tmp_path / "head")
         with pytest.raises(CheckpointError, match="'prompt_lookup' has no weights"):
             speculator.push_to_hub("me/head")
         assert not (tmp_path / "head").exists()
-        assert fake_hub.calls == []
+        assert hub.calls == []
         with pytest.raises(CheckpointError, match="no weights"):
             Drafter.save_pretrained(EmptyDrafter(), tmp_path)
 
 
 class TestPush:
-    def test_uploads_files_and_card_under_the_full_id(self, fake_hub):
+    def test_uploads_files_and_card_under_the_full_id(self, hub):
         result = Speculator(HeadDrafter()).push_to_hub("head", private=True, token="t", metrics={"rounds": 5})
         assert result.commit_url.endswith("me/head/commit/1")
-        assert fake_hub.calls == [
+        assert hub.calls == [
             ("create_repo", "me/head", True),
             ("upload", "me/head", "Upload house1 head (a layout)", None, False),
         ]
-        assert set(fake_hub.tokens) == {"t"}
-        assert sorted(fake_hub.list_repo_files("me/head")) == [CARD_FILE, "config.json", "model.safetensors"]
-        card = (fake_hub.folder("me/head") / CARD_FILE).read_text()
+        assert set(hub.tokens) == {"t"}
+        assert sorted(hub.list_repo_files("me/head")) == [CARD_FILE, "config.json", "model.safetensors"]
+        card = (hub.folder("me/head") / CARD_FILE).read_text()
         assert 'from_pretrained("me/head", target=model)' in card
         assert "| rounds | 5 |" in card
 
-    def test_code_for_custom_generate_if_it_is_asked_for(self, fake_hub):
+    def test_code_for_custom_generate_if_it_is_asked_for(self, hub):
         speculator = Speculator(HeadDrafter())
         speculator.push_to_hub("me/head")
-        assert "custom_generate" not in fake_hub.list_repo_files("me/head")
+        assert "custom_generate" not in hub.list_repo_files("me/head")
         speculator.push_to_hub("me/head", custom_generate=True)
-        files = {path.name for path in (fake_hub.folder("me/head") / "custom_generate").iterdir()}
+        files = {path.name for path in (hub.folder("me/head") / "custom_generate").iterdir()}
         assert files == {"generate.py", "requirements.txt"}
-        card = (fake_hub.folder("me/head") / CARD_FILE).read_text()
+        card = (hub.folder("me/head") / CARD_FILE).read_text()
         assert 'custom_generate="me/head", trust_remote_code=True' in card
 
-    def test_paths_of_this_machine_stay_here(self, fake_hub, monkeypatch):
+    def test_paths_of_this_machine_stay_here(self, hub, monkeypatch):
         save = HeadDrafter.save_pretrained
 
         def with_path(self, path, layout=None):
@@ -153,37 +145,97 @@ class TestPush:
 
         monkeypatch.setattr(HeadDrafter, "save_pretrained", with_path)
         Speculator(HeadDrafter()).push_to_hub("me/head", notes="Trained on /home/me/data.jsonl.")
-        for name in fake_hub.list_repo_files("me/head"):
-            assert b"/home" not in (fake_hub.folder("me/head") / name).read_bytes(), name
+        for name in hub.list_repo_files("me/head"):
+            assert b"/home" not in (hub.folder("me/head") / name).read_bytes(), name
 
-    def test_revision_pull_request_and_message(self, fake_hub):
+    def test_revision_pull_request_and_message(self, hub):
         speculator = Speculator(HeadDrafter())
         speculator.push_to_hub("me/head", revision="v2", create_pr=True, commit_message="New head")
-        assert fake_hub.calls[1:] == [("create_branch", "v2"), ("upload", "me/head", "New head", "v2", True)]
-        assert "config.json" in fake_hub.list_repo_files("me/head", "v2")
-        assert fake_hub.list_repo_files("me/head") == []
+        assert hub.calls[1:] == [("create_branch", "v2"), ("upload", "me/head", "New head", "v2", True)]
+        assert "config.json" in hub.list_repo_files("me/head", "v2")
+        assert hub.list_repo_files("me/head") == []
 
-    def test_a_card_of_a_person_is_kept(self, fake_hub):
+    def test_a_card_of_a_person_is_kept(self, hub):
         speculator = Speculator(HeadDrafter())
         speculator.push_to_hub("me/head")
         speculator.push_to_hub("me/head", notes="again")
-        card = fake_hub.folder("me/head") / CARD_FILE
+        card = hub.folder("me/head") / CARD_FILE
         assert "again" in card.read_text()
         card.write_text("# Mine")
         speculator.push_to_hub("me/head")
         assert card.read_text() == "# Mine"
 
-    def test_other_weights_in_the_repository_are_not_shadowed(self, fake_hub):
+    def test_other_weights_in_the_repository_are_not_shadowed(self, hub):
         speculator = Speculator(HeadDrafter())
         speculator.push_to_hub("me/head")
         with pytest.raises(CheckpointError, match=r"already holds the weights model\.safetensors.*instead of b\.bin"):
             speculator.push_to_hub("me/head", layout="b")
-        assert "b.bin" not in fake_hub.list_repo_files("me/head")
+        assert "b.bin" not in hub.list_repo_files("me/head")
 
-    def test_what_cannot_be_saved_makes_no_repository(self, fake_hub):
+    def test_what_cannot_be_saved_makes_no_repository(self, hub):
         with pytest.raises(CheckpointError, match="impossible"):
             Speculator(HeadDrafter()).push_to_hub("me/head", layout="impossible")
-        assert fake_hub.calls == []
+        assert hub.calls == []
+
+
+def scope(name: str, *allowed: str) -> dict:
+    return {"entity": {"type": "user", "name": name}, "permissions": list(allowed)}
+
+
+def token(role: str, *scopes: dict) -> dict:
+    return {"accessToken": {"role": role, "fineGrained": {"scoped": list(scopes)}}}
+
+
+class TestPermissions:
+    """Whether a repository can be uploaded to, asked before there is anything to upload."""
+
+    @pytest.fixture
+    def organisations(self, hub):
+        hub.user["orgs"] = [{"name": "lab", "roleInOrg": "write"}, {"name": "museum", "roleInOrg": "read"}]
+        return hub
+
+    @pytest.mark.parametrize(("given", "full"), [("head", "me/head"), ("me/head", "me/head"), ("lab/head", "lab/head")])
+    def test_what_can_be_written(self, organisations, given, full):
+        assert check_upload(given, token="t") == full
+        assert organisations.tokens == ["t"]
+        assert organisations.calls == []  # nothing was made
+
+    @pytest.mark.parametrize(
+        ("auth", "repo_id", "message"),
+        [
+            (token("write"), "a/b/c", "cannot be the name of a repository"),
+            (token("write"), "you/head", "cannot upload to you/head: you is not one of me, lab, museum"),
+            (token("write"), "museum/head", "the role in museum is to read"),
+            (token("read"), "me/head", "the token of me may not write to me/head.*hf-speculate push FOLDER"),
+            (token("fineGrained", scope("me", "repo.content.read")), "me/head", "may not write"),
+            (token("fineGrained", scope("lab", "repo.write")), "me/head", "may not write"),
+        ],
+    )
+    def test_what_cannot(self, organisations, auth, repo_id, message):
+        organisations.user["auth"] = auth
+        with pytest.raises(UploadError, match=message):
+            check_upload(repo_id)
+
+    @pytest.mark.parametrize("name", ["me", "me/head"])
+    def test_a_fine_grained_token_of_the_owner_or_of_the_repository(self, organisations, name):
+        organisations.user["auth"] = token("fineGrained", scope("lab"), scope(name, "repo.write"))
+        assert check_upload("me/head") == "me/head"
+
+    @pytest.mark.parametrize(
+        ("error", "message"),
+        [
+            (LocalTokenNotFoundError("x"), "nobody is logged in. `hf auth login`"),
+            (ConnectionError("offline mode"), "cannot ask the Hub .*offline mode.*push FOLDER"),
+            (RuntimeError(""), "cannot ask the Hub .*RuntimeError"),
+        ],
+    )
+    def test_a_hub_that_does_not_answer(self, organisations, monkeypatch, error, message):
+        def whoami():
+            raise error
+
+        monkeypatch.setattr(organisations, "whoami", whoami)
+        with pytest.raises(UploadError, match=message):
+            check_upload("me/head")
 
 
 class TestAcceptanceOptions:

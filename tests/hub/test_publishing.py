@@ -1,4 +1,4 @@
-"""What leaves a machine: the files that a head's layout names, without secrets. The rest of a folder stays."""
+"""Only the files that a head's layout names leave a machine, without secrets. The rest of a folder stays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import own_file
 from hf_speculate.hub import public_provenance, published_files, push_folder
+from hf_speculate.hub.provenance import _RECIPE
 from hf_speculate.hub.publishing import ORIGINS
 from hf_speculate_plugins.commands.convert import convert_checkpoint
+from hf_speculate_training.run.recipe import Recipe
 from tests.support.heads import DEPTH, target, write_head
 from tests.support.hub import FakeHub
 from tests.support.paths import REPOSITORY
@@ -99,16 +103,7 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
         name = choose.choice(
             ["config.json", "provenance.json", "calibration.json", "target-adapter/adapter_config.json"]
         )
-        key, value = choose.choice(
-            [
-                ("hub_token", PASSWORD),
-                ("x", TOKEN),
-                ("api-key", [PASSWORD]),
-                ("data", URL),
-                ("p", "/home/alice/x"),
-                (TOKEN, 1),
-            ]
-        )
+        key, value = choose.choice(SECRETS)
         if (folder / name).parent.is_dir() and not (folder / name).parent.is_symlink():
             edit_json(
                 folder / name,
@@ -117,21 +112,8 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
 
     def provenance() -> None:
         def change(content: dict) -> None:
-            place, keys = (
-                content,
-                choose.choice(
-                    [
-                        ["notes"],
-                        ["recipe", "training"],
-                        ["recipe", "output"],
-                        ["target"],
-                        ["identity"],
-                        ["metrics"],
-                        ["data", "train"],
-                    ]
-                ),
-            )
-            for key in keys:
+            place = content
+            for key in choose.choice(SECTIONS).split("."):
                 place = place.setdefault(key, {}) if isinstance(place, dict) else {}
             if isinstance(place, dict):
                 place[choose.choice(["hub_token", "mine"])] = choose.choice(
@@ -230,6 +212,14 @@ def test_a_clean_folder_leaves_whole(plain_head, tmp_path, hub, caplog):
 def test_the_allowed_fields_are_those_that_runs_write(head):
     content = json.loads((REPOSITORY / "examples" / head / "provenance.json").read_text())
     assert public_provenance(content) == content
+
+
+def test_the_allowed_fields_of_a_recipe_are_the_fields_of_a_recipe():
+    """A field that the list lacks would be lost from every published recipe; one that no recipe has means nothing."""
+    sections = {name: kind for name, kind in get_type_hints(Recipe).items() if is_dataclass(kind)}
+    assert _RECIPE.keys() == {field.name for field in fields(Recipe)}
+    for name, kind in sections.items():
+        assert _RECIPE[name].keys() == {field.name for field in fields(kind)}, name
 
 
 class TestLinks:

@@ -10,7 +10,7 @@ from transformers import TextIteratorStreamer
 
 from hf_speculate import AutoSpeculator, load_gguf
 from hf_speculate.commands import builtin_prompts, bundled, read_prompts, tokenize
-from hf_speculate.named_targets import find_smollm2
+from hf_speculate.models import find_smollm2
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter

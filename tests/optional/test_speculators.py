@@ -87,7 +87,7 @@ def test_heads_that_we_save(target, tmp_path, name):
 
 
 def test_a_head_that_we_convert(target, tmp_path):
-    """From SpecForge's layout, without embeddings, with default layers: what is added comes from the target's files."""
+    """SpecForge's layout without embeddings, with default layers: the conversion adds the target's tensors."""
     folder, model = target
     torch.manual_seed(1)
     save_head(tmp_path / "source", folder, feature_layers=(2, 3, 4))

@@ -1,6 +1,6 @@
 """transformers' own tests, from its source distribution, with a speculator attached (`make stock-tests`).
 
-`transformers_suite/suite.py` runs twice, each in a process of its own: without hf_speculate, which tells what passes on
+`transformers_suite/suite.py` runs twice, each in a process of its own: without hf_speculate, to see what passes on
 this machine at all, and with it. `HF_SPECULATE_WRITE_DOCS=1 make stock-tests` writes `docs/transformers-tests.md` anew.
 """
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def reports(request, tmp_path_factory):
-    """Name of a test -> what became of it, plain and attached."""
+    """Outcomes of the tests by name, plain and attached."""
     information = (Path(os.environ["TRANSFORMERS_SDIST"]) / "PKG-INFO").read_text()
     assert f"\nVersion: {transformers.__version__}\n" in information, "TRANSFORMERS_SDIST is of another version"
     folder, root = tmp_path_factory.mktemp("reports"), request.config.rootpath
@@ -167,7 +167,7 @@ def in_numbers(results: dict[str, dict]) -> str:
 
 
 def names(report: dict, model_type: str) -> set[str]:
-    """Of the tests that passed; those with parameters once."""
+    """Names of the tests that passed; those with parameters once."""
     passed = {name for name, result in of_model(report, model_type).items() if result["outcome"] == "passed"}
     return {re.sub(r"_\d+(_.*)?$", "", name.split("::test_")[1]) for name in passed}
 
@@ -178,29 +178,30 @@ def listed(title: str, found: set[str]) -> str:
 
 HEAD = """# transformers' own tests, with a speculator attached
 
-`make stock-tests` downloads the source distribution of the installed transformers, runs the tests that it holds with
-tiny models of {types} types, and compares two runs: without `hf_speculate`, and with a speculator attached to every
-model that generates. What passes without it passes with it. `HF_SPECULATE_WRITE_DOCS=1 make stock-tests` writes this
-page, and a stale page fails. None of their code is in this repository.
+`make stock-tests` downloads the source distribution of the installed transformers and runs its tests with tiny models
+of {types} types. It runs them twice: without `hf_speculate`, and with a speculator attached to every model that
+generates. Every test that passes without it also passes with it. `HF_SPECULATE_WRITE_DOCS=1 make stock-tests` writes
+this page, and a stale page fails. No code of transformers is in this repository.
 
-The distribution of {version} has only the files at the top of transformers' `tests` folder. `tests/generation`, the
-generation tests proper, is not in it (`tests/generation/GENERATION_TESTS.md` says where their behaviours are tested
-here), nor is `tests/models`. These call `generate`:
+The distribution of {version} holds only the files at the top of transformers' `tests` folder. It has neither
+`tests/models` nor `tests/generation`, the generation tests proper. (`tests/generation/GENERATION_TESTS.md` says where
+their behaviours are tested here.) These tests call `generate`:
 
 - `test_training_overfit` trains a model on a text until it writes it. It generates without a cache, where an attached
-  speculator steps aside; so it also runs with `use_cache=True`, once with prompt lookup, and once with drafts that are
+  speculator steps aside. So it also runs with `use_cache=True`, once with prompt lookup, and once with drafts that are
   right half of the time.
 - `test_tp_generation` compares a model in two processes with the same model in one: equal tokens and scores. Both
-  speculate, with drafts that are right half of the time. `…_quantized` does so in float8 (torchao), where the scales of
-  a whole matrix and of its parts differ; random models of some types miss its 75 % of equal tokens, with or without us.
-- The tests of pipelines cannot run: their classes are not in the distribution, their models are on the Hub.
+  speculate, with drafts that are right half of the time. `…_quantized` does so in float8 (torchao). There the scales
+  of a whole matrix and of its parts differ, so random models of some types miss its 75 % of equal tokens, with or
+  without a speculator.
+- The tests of pipelines cannot run: their classes are not in the distribution, and their models are on the Hub.
 
-Every call must be served by the speculator or say why not, drafts must be accepted and, if half right, also rejected,
-and the text of every call is compared with plain `generate`'s once more.
+Every call must run with the speculator or say why not. Drafts must be accepted and, if half right, also rejected. The
+text of every call is compared with plain `generate`'s once more.
 
 The other tests generate nothing. They show that `hf_speculate`, which wraps methods of `GenerationMixin` and registers
 an attention function, changes nothing else: `test_executorch.py` (static caches, `torch.export`),
-`test_modeling_common.py` and what else there is for tensor parallelism. *Need more*: a GPU, a package, or they are
-slow. *Not applicable*: transformers skips them for such a model. Left out: what tests images, audio and video. Models
-have 2 layers, run on the CPU, and have sliding windows where the type has them.
+`test_modeling_common.py` and the other tests of tensor parallelism. *Need more*: a GPU, a package, or much time. *Not
+applicable*: transformers skips them for such a model. Tests of images, audio and video are left out. Models have 2
+layers, run on the CPU, and have sliding windows if the type has them.
 """

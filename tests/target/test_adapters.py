@@ -15,7 +15,7 @@ import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import CACHE_NAME
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.hub.origins import adapter_mismatch
+from hf_speculate.hub.targets import adapter_mismatch
 from hf_speculate.models import unwrap
 from hf_speculate.policy import Adaptive, PolicyRequest
 from hf_speculate.target.adapters import active_adapters, adapter_fingerprints, outdated_peft

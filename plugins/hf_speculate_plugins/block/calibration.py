@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..calibration import Alternative, ConventionReader, Options, Text, accepted_lengths
+from ..check import Alternative, ConventionReader, Options, Text, accepted_lengths
 from .checkpoint import LoadedHead, load_head
 from .head import BlockHead
 from .masks import block_masks

@@ -1,4 +1,4 @@
-"""`hf-speculate convert`: a head from one published layout to another."""
+"""`hf-speculate convert`: writes a head in another published layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
-from hf_speculate.commands import say, say_json, target_path
+from hf_speculate.commands import JsonOnly, say, say_json, target_path
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
 from hf_speculate.hub import (
@@ -33,25 +33,24 @@ def convert_checkpoint(
     layout: str,
     target: str | os.PathLike | TargetFiles | None = None,
 ) -> tuple[SavedHead, LoadReport]:
-    """Writes a head in another published layout, with the figures of its card, its provenance, recipe and curves.
+    """Writes a head in another layout, with its card's figures, provenance, recipe and curves.
 
     Args:
-        source: folder or Hub id of a head of any readable layout.
-        destination: a folder that is absent or empty; it is made whole or not at all.
-        layout: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"), "compact" for EAGLE;
-            "fasterdecoding", "vllm" for Medusa.
-        target: folder or Hub id; only its config and the tensors that are needed are read. Or a GGUF file, or
-            "smollm2", which is loaded. Many conversions need none.
+        source: folder or Hub id of a head in any layout that loads.
+        destination: an absent or empty folder; all of it is written, or nothing.
+        layout: name of the layout. EAGLE: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"),
+            "compact"; Medusa: "fasterdecoding", "vllm"; one-pass heads: "zlab", "deepspec", "speculators".
+        target: folder or Hub id, of which only the config and single tensors are read; or a GGUF file or "smollm2",
+            which is loaded. Many conversions need none.
     Returns:
-        What was written, and what became of every key of `source`.
+        The head that was written, and a report on every key of `source`.
     Raises:
         CheckpointError: `destination` is not empty; `source` is unreadable or of a method without other layouts; the
             layout cannot express it; a target is needed and none was given.
-        DrafterNotFoundError, TargetMismatchError: no such source or target; the wrong target.
+        DrafterNotFoundError: there is no such source or target.
+        TargetMismatchError: the head belongs to another target.
     """
-    path = Path(destination)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
+    path = check_destination(destination)
     folder = local_folder(source)
     drafter = drafter_class_for(folder)
     convert_folder = getattr(drafter, "convert", None)
@@ -72,13 +71,21 @@ def convert_checkpoint(
     return saved, report
 
 
+def check_destination(destination: str | os.PathLike) -> Path:
+    """The path of a folder to write; raises `CheckpointError` unless it is absent or empty."""
+    path = Path(destination)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
+    return path
+
+
 def _files_of(target: str | os.PathLike | TargetFiles) -> TargetFiles:
     if isinstance(target, TargetFiles):
         return target
     path = target_path(os.fspath(target))
     if not path.endswith(".gguf"):
         return TargetFiles(path)
-    from hf_speculate.gguf import load_gguf  # which others need not know
+    from hf_speculate.gguf import load_gguf  # a slow import that other targets do without
 
     return LoadedTarget(load_gguf(path, dtype=torch.bfloat16, backend="dense")[0], path)
 
@@ -97,11 +104,11 @@ def convert(
         str | None,
         typer.Option(help="Folder or Hub id of the target, a GGUF file or smollm2; only where the error asks for it."),
     ] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    json_only: JsonOnly = False,
 ) -> None:
     """Write a head in another project's layout; every key is accounted for."""
     saved, report = convert_checkpoint(source, destination, layout, target)
     if json_only:
         say_json({**asdict(saved), "destination": str(destination), "keys": asdict(report)})
-        return
-    say(f"{report}\nwritten to {destination} in the {saved.layout} layout")
+    else:
+        say(f"{report}\nwritten to {destination} in the {saved.layout} layout")

@@ -1,21 +1,26 @@
-"""`hf-speculate export`: a head for a serving engine, the command that serves it, and what it will draft there."""
+"""`hf-speculate export`: a head for vLLM or SGLang, the command that serves it, and the acceptance to expect there.
+
+Facts of vLLM (docs "EAGLE Draft Models", `vllm/config/speculative.py`) and SGLang (docs "Speculative Decoding") were
+read in November 2026; neither was run.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 import typer
 from torch import Tensor
-from transformers.utils import logging
 
 from hf_speculate.commands import (
     Device,
+    JsonOnly,
     NewTokens,
     PromptFiles,
     Raw,
@@ -23,13 +28,14 @@ from hf_speculate.commands import (
     Threads,
     builtin_prompts,
     find_device,
+    prepare,
     progress,
     read_prompts,
     say,
     say_json,
     tokenize,
 )
-from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.speculator import AutoSpeculator
@@ -37,22 +43,59 @@ from hf_speculate.target import quantization_label
 
 from ..checkpoints import LoadedTarget
 from .check import load_measured
-from .convert import convert_checkpoint
-from .serving import Drafting, EngineName, Serving, refuse_quantized
+from .convert import check_destination, convert_checkpoint
 
 
 SCRIPT = "serve.sh"
 
+EngineName: TypeAlias = Literal["vllm", "sglang"]
+
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+# Method -> layout that the engine reads, and its own name of the method.
+_SERVED: Mapping[EngineName, Mapping[str, tuple[str, str]]] = {
+    "vllm": {
+        "eagle3": ("speculators", "eagle3"),
+        "eagle": ("safeailab", "eagle"),
+        "dflash": ("speculators", "dflash"),
+        "medusa": ("vllm", "medusa"),
+    },
+    "sglang": {"eagle3": ("specforge", "EAGLE3"), "eagle": ("safeailab", "EAGLE")},
+}
+# Targets whose states both engines hand to EAGLE-3 heads: parts of `model_type`, in vLLM's list since 0.11. Lists grow.
+_EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
+
+
+@dataclass(frozen=True)
+class EngineDrafts:
+    """The drafts of an engine.
+
+    Attributes:
+        depth: tokens along a branch: `num_speculative_tokens`, `--speculative-num-steps`.
+        top_k: branches of a level; 1 is a chain.
+        max_nodes: draft nodes without the root; 0: `depth`.
+    """
+
+    depth: int
+    top_k: int = 1
+    max_nodes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_nodes", self.max_nodes or self.depth)
+
+    @property
+    def words(self) -> str:
+        return f"chains of {self.depth}" if self.top_k == 1 else f"trees of {self.max_nodes} nodes, {self.depth} deep"
+
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and what was found.
+    """The head that was written, and its figures.
 
     Attributes:
-        script: of the folder, what serves it.
+        script: text of the script in the folder that serves the head.
         mean_acceptance_length: tokens a round, drafted as the engine drafts.
         acceptance_rate_by_depth: share of the rounds that were accepted to each depth.
-        warnings: what may go otherwise in the engine.
+        warnings: differences that the engine may show.
     """
 
     engine: str
@@ -60,7 +103,7 @@ class Exported:
     layout: str
     folder: str
     script: str
-    drafting: Drafting
+    drafting: EngineDrafts
     num_prompts: int
     temperature: float
     mean_acceptance_length: float
@@ -83,31 +126,32 @@ def export_head(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Exported:
-    """Measures a head drafting as an engine does, converts it and writes `serve.sh`.
+    """Measures a head with the drafts of an engine, converts it and writes `serve.sh`.
 
     Args:
         head: folder or Hub id.
-        destination: a folder that is absent or empty; it is written last, when all else is known to work.
-        target: as it is to be served; what it writes is measured.
-        prompts: int64 [S] each.
-        target_name: what the engine is to load.
-        depth, top_k, num_draft_tokens: the engine's flags, see `Serving.drafting`.
-        temperature: 0 is greedy.
-        seed: of sampled texts.
+        destination: an absent or empty folder; it is written last, when everything else is known to work.
+        target: the model as it is to be served; its texts are measured.
+        prompts: token ids, int64 [S] each.
+        target_name: folder or Hub id that the engine is to load.
+        depth, top_k, num_draft_tokens: flags of the engine, see `engine_drafts`.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of sampled texts.
     Raises:
-        SpeculateError: the engine does not serve such heads or such a target, or drafts otherwise than asked for; the
-            layout cannot express the head; another target's head.
+        SpeculateError: the engine does not serve such heads or such a target, or cannot draft as asked; the layout
+            cannot express the head; the head belongs to another target.
     """
     folder = local_folder(head)
     drafter = drafter_class_for(folder)
     method = drafter.describe(folder).algorithm
-    serving = Serving.of(engine, method)
-    drafting = serving.drafting(depth, top_k, num_draft_tokens, _stated_tokens(folder))
+    layout, engine_method = _served(engine, method)
+    drafts = engine_drafts(engine, depth, top_k, num_draft_tokens, _stated_tokens(folder))
     refuse_quantized(engine, quantization_label(target))
-    path = Path(destination)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
-    options = _options(drafter.name, drafting)
+    path = check_destination(destination)
+    if drafter.name == "medusa":
+        options: dict[str, Any] = {"choices": [(0,) * depth for depth in range(1, drafts.depth + 1)]}
+    else:
+        options = asdict(drafts)
     speculator = AutoSpeculator.from_pretrained(folder, target=target, adaptive=False, **options)
     _measure(target, speculator, prompts, max_new_tokens, temperature, seed)
     length = speculator.stats.mean_acceptance_length
@@ -115,41 +159,117 @@ def export_head(
         raise SpeculateError("nothing was drafted: the prompts are answered with a single token each.")
     is_local = os.path.isdir(target_name)
     files = target_name if is_local else LoadedTarget(unwrap(target), target_name)
-    saved, _ = convert_checkpoint(folder, path, serving.layout, files)
+    saved, _ = convert_checkpoint(folder, path, layout, files)
     target_name = os.path.abspath(target_name) if is_local else target_name  # the script may be run from anywhere
     sampled = f"temperature {temperature:g}" if temperature else "greedy"
     facts = (
-        f"{method} head for {target_name} in {serving.title}, by hf-speculate export. Measured with transformers, "
-        f"{drafting.words}: {length:.2f} tokens a round ({len(prompts)} prompts, {sampled})."
+        f"{method} head for {target_name} in {_TITLES[engine]}, by hf-speculate export. Measured with transformers, "
+        f"{drafts.words}: {length:.2f} tokens a round ({len(prompts)} prompts, {sampled})."
     )
-    script = path / SCRIPT
-    script.write_text(serving.script(target_name, drafting, facts), encoding="utf-8")
-    script.chmod(0o755)
+    script = (
+        f'#!/bin/sh\n# {facts}\nhead=$(cd "$(dirname "$0")" && pwd)\n'
+        f'exec {_command(engine, engine_method, shlex.quote(target_name), drafts)} "$@"\n'
+    )
+    (path / SCRIPT).write_text(script, encoding="utf-8")
+    (path / SCRIPT).chmod(0o755)
     refresh_hashes(path)
     return Exported(
         engine=engine,
         method=method,
         layout=saved.layout,
         folder=str(path),
-        script=script.read_text(encoding="utf-8"),
-        drafting=drafting,
+        script=script,
+        drafting=drafts,
         num_prompts=len(prompts),
         temperature=temperature,
         mean_acceptance_length=length,
         acceptance_rate_by_depth=speculator.stats.acceptance_rate_by_depth,
-        warnings=tuple(serving.warnings(target.config, method, str(target.dtype).removeprefix("torch."))),
+        warnings=tuple(engine_warnings(engine, target.config, method, str(target.dtype).removeprefix("torch."))),
     )
 
 
-def _options(drafter: str, drafting: Drafting) -> dict[str, Any]:
-    """Of our drafter, to draft the same."""
-    if drafter == "medusa":
-        return {"choices": [(0,) * depth for depth in range(1, drafting.depth + 1)]}
-    return {"depth": drafting.depth, "top_k": drafting.top_k, "max_nodes": drafting.max_nodes}
+def _served(engine: EngineName, method: str) -> tuple[str, str]:
+    """Layout and the engine's name of a method; raises `SpeculateError` if the engine serves no such heads."""
+    if method not in _SERVED[engine]:
+        others = [_TITLES[name] for name, methods in _SERVED.items() if method in methods]
+        elsewhere = f"{' and '.join(others)} does" if others else "nobody known here does"
+        served = ", ".join(_SERVED[engine])
+        raise SpeculateError(f"{_TITLES[engine]} serves heads of {served}, not of {method}; {elsewhere}.")
+    return _SERVED[engine][method]
+
+
+def engine_drafts(
+    engine: EngineName, depth: int | None, top_k: int | None, num_draft_tokens: int | None, stated: int | None
+) -> EngineDrafts:
+    """The drafts of an engine with these flags; None: the engine's defaults, for vLLM those that the head states.
+
+    Args:
+        num_draft_tokens: nodes of a tree with its root, as SGLang counts them.
+        stated: `speculative_tokens` in the head's config.
+    Raises:
+        SpeculateError: vLLM, which drafts chains, is asked for a tree; a tree has no room for its depth.
+    """
+    if engine == "vllm":
+        if (top_k or 1) > 1 or num_draft_tokens is not None:
+            raise SpeculateError("vLLM drafts chains: --top-k and --num-draft-tokens are SGLang's.")
+        return EngineDrafts(depth or stated or 5)
+    depth, top_k = depth or 5, top_k or 4
+    nodes = num_draft_tokens - 1 if num_draft_tokens is not None else depth if top_k == 1 else 7
+    if nodes < depth:
+        raise SpeculateError(
+            f"a tree of --num-draft-tokens {nodes + 1} (its root among them) cannot be {depth} deep: at least "
+            f"{depth + 1}, or fewer --depth."
+        )
+    return EngineDrafts(depth, top_k, nodes)
+
+
+def _command(engine: EngineName, method: str, target: str, drafts: EngineDrafts) -> str:
+    """The shell command that serves the head in `$head`."""
+    if engine == "vllm":
+        config = {"method": method, "model": "$head", "num_speculative_tokens": drafts.depth}
+        quoted = json.dumps(config).replace('"', '\\"')
+        return f'vllm serve {target} --speculative-config "{quoted}"'
+    return (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} "
+        f'--speculative-draft-model-path "$head" --speculative-num-steps {drafts.depth} '
+        f"--speculative-eagle-topk {drafts.top_k} --speculative-num-draft-tokens {drafts.max_nodes + 1}"
+    )
+
+
+def engine_warnings(engine: EngineName, config: Any, method: str, dtype: str) -> list[str]:
+    """Differences that the engine may show.
+
+    Args:
+        config: config of the target.
+        dtype: dtype in which the head was measured.
+    """
+    found, kind = [], config.get_text_config(decoder=True).model_type
+    if method == "eagle3" and not any(part in kind for part in _EAGLE3_TARGETS):
+        found.append(
+            f"{_TITLES[engine]} hands out the states that EAGLE-3 heads read for targets in a list of its own; "
+            f"{kind!r} was not in it when this was written."
+        )
+    if dtype == "float32":
+        found.append(f"measured in float32; {_TITLES[engine]} serves in 16 bit unless it is told otherwise (--dtype).")
+    return found
+
+
+def refuse_quantized(engine: EngineName, label: str) -> None:
+    """Raises `SpeculateError` for a target whose weights an engine does not load as they are here.
+
+    Args:
+        label: result of `quantization_label`; "" for none.
+    """
+    if label:
+        raise SpeculateError(
+            f"the target's weights are quantised ({label}), and {_TITLES[engine]} would serve other ones: the head "
+            "reads the states of those. Possible: --target the checkpoint that is to be served (its acceptance is "
+            "measured then), or serve this one here."
+        )
 
 
 def _stated_tokens(folder: str) -> int | None:
-    """How many tokens the head's own config has engines draft (the speculators layout)."""
+    """Number of tokens that the head's own config has engines draft (speculators layout)."""
     try:
         config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
@@ -178,41 +298,41 @@ def _measure(
 def export(
     head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE, Medusa or DFlash head.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write; absent or empty.")],
-    engine: Annotated[EngineName, typer.Option("--for", help="What is to serve it.")],
+    engine: Annotated[EngineName, typer.Option("--for", help="Engine that is to serve the head.")],
     target: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of what is served (default: what the head says).")
+        str | None, typer.Option(help="Folder or Hub id of the model to serve (default: the one that the head names).")
     ] = None,
     prompts: PromptFiles = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file at most.")] = 16,
+    limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts of each file.")] = 16,
     raw: Raw = False,
-    depth: Annotated[int | None, typer.Option(min=1, help="vLLM's num_speculative_tokens, SGLang's num-steps.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="SGLang's eagle-topk; 1 is a chain.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's num_speculative_tokens, SGLang's num-steps (default 5).")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="SGLang's eagle-topk; 1 is a chain (default 4).")] = None,
     num_draft_tokens: Annotated[
-        int | None, typer.Option(min=2, help="SGLang's: nodes of a tree, its root counted.")
+        int | None, typer.Option(min=2, help="SGLang's num-draft-tokens: nodes of a tree with its root (default 8).")
     ] = None,
     max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of sampled texts.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the measurement; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampled texts.")] = 0,
     dtype: TargetDtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    json_only: JsonOnly = False,
 ) -> None:
-    """Hand a head over to vLLM or SGLang: convert it, write the command that serves it, measure what it will draft."""
-    logging.disable_progress_bar()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    """Hand a head over to vLLM or SGLang: convert it, write the command that serves it, measure its acceptance."""
+    prepare(threads)
     name = target or _stated_target(head)
     model, tokenizer = load_measured(name, dtype, find_device(device))
-    use_template = not raw and bool(tokenizer.chat_template)
-    chosen = [each for path in prompts or () for each in read_prompts(path, limit)]
-    chosen = chosen or builtin_prompts(limit, chat=use_template)
+    uses_template = not raw and bool(tokenizer.chat_template)
+    chosen = [prompt for path in prompts or () for prompt in read_prompts(path, limit)]
+    chosen = chosen or builtin_prompts(limit, chat=uses_template)
     found = export_head(
         head,
         destination,
         engine,
         model,
-        [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=use_template)],
+        [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)],
         target_name=name,
         depth=depth,
         top_k=top_k,

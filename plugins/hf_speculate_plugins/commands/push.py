@@ -1,4 +1,4 @@
-"""`hf-speculate push` and `hf-speculate card`: a head on disk to the Hub, and the card that says what it is."""
+"""`hf-speculate push` and `hf-speculate card`: a head's upload to the Hub, and its model card."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from hf_speculate.hub import check_upload, push_folder, recorded_card
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a head.")]
 
-_PUSH_EXAMPLES = """
+# Apps, so that the examples are in the help.
+push_app, card_app = typer.Typer(add_completion=False), typer.Typer(add_completion=False)
+
+
+@push_app.command(
+    epilog="""
 Examples:
 
   hf-speculate push runs/my-head
 
   hf-speculate push runs/my-head --repo-id me/my-head --private
 """
-_CARD_EXAMPLES = """
-Examples:
-
-  hf-speculate card runs/my-head
-
-  hf-speculate card runs/my-head --repo-id me/my-head --print
-"""
-
-
+)
 def push(
     folder: Folder,
     repo_id: Annotated[
         str | None, typer.Option(help="owner/name, or name for one of yours (default: the recipe's, or the folder's).")
     ] = None,
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository (default: the owner's setting).")
+        bool | None,
+        typer.Option("--private/--public", help="Visibility of a new repository (default: the owner's setting)."),
     ] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
 ) -> None:
     """Upload a head with card, provenance, recipe and curves; checkpoints, logs and paths of this machine stay."""
     _check_folder(folder)
@@ -48,9 +46,18 @@ def push(
     say(f"uploaded {folder}: {result.commit_url}")
 
 
+@card_app.command(
+    epilog="""
+Examples:
+
+  hf-speculate card runs/my-head
+
+  hf-speculate card runs/my-head --repo-id me/my-head --print
+"""
+)
 def card(
     folder: Folder,
-    repo_id: Annotated[str | None, typer.Option(help="Where the head will be on the Hub, for the snippet.")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Repository that the card's snippet loads from.")] = None,
     show: Annotated[bool, typer.Option("--print", help="Print the card, too.")] = False,
 ) -> None:
     """Write the model card of a head anew, from its files and its provenance; a card that a person wrote stays."""
@@ -64,9 +71,3 @@ def card(
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise SpeculateError(f"{folder} is not a folder of a head.")
-
-
-# Apps, so that the examples are in the help.
-push_app, card_app = typer.Typer(add_completion=False), typer.Typer(add_completion=False)
-push_app.command("push", epilog=_PUSH_EXAMPLES)(push)
-card_app.command("card", epilog=_CARD_EXAMPLES)(card)

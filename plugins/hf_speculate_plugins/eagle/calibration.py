@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_speculate.tree import additive
 
-from ..calibration import Alternative, ConventionReader, Options, Text, accepted_lengths
+from ..check import Alternative, ConventionReader, Options, Text, accepted_lengths
 from ..heads import CachedAttention
 from .checkpoint import LoadedHead, load_head
 from .head import EagleHead

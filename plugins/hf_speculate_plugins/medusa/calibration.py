@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import SpeculateError
 
-from ..calibration import Alternative, Options, Text, accepted_lengths
+from ..check import Alternative, Options, Text, accepted_lengths
 from .drafter import MedusaDrafter
 
 

@@ -1,4 +1,4 @@
-"""What the mixins of transformers ask of a model tester, for tiny causal LMs of any type."""
+"""A model tester for the mixins of transformers, for tiny causal LMs of any type."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ HALF_RIGHT = "half right"
 
 
 class Calls:
-    """What became of the calls of one test.
+    """The outcomes of the calls of one test.
 
     Attributes:
         drafter: `HALF_RIGHT` (knows the text, and errs half of the time) or the name of an installed one.

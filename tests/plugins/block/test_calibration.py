@@ -9,7 +9,7 @@ import torch
 
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate_plugins.block import BlockReader
-from hf_speculate_plugins.calibration import accepted_lengths, write_texts
+from hf_speculate_plugins.check import accepted_lengths, write_texts
 from hf_speculate_plugins.commands.check import check_checkpoint
 
 from ...support.block_heads import random_block

@@ -100,24 +100,6 @@ def test_golden_eagle_heads_in_every_layout_that_can_say_them(golden_root, tmp_p
             assert tensor.dtype == dtypes.get(canonical_name(key), tensor.dtype), key
 
 
-@pytest.mark.parametrize("name", [name for name in EAGLE if name != "eagle3-safeai-targethidden"])
-def test_golden_there_and_back_gives_the_same_tensors(golden_root, tmp_path, name):
-    """Through another layout and back into its own: every tensor that counts, bit for bit and in its dtype."""
-    own = "safeailab" if "eagle1" in name or "safeai" in name else name.split("-")[1]
-    source, folder = GOLDEN / name / "head", target_folder(name)
-    through = EAGLE[name].split()[-1]
-    convert_checkpoint(source, tmp_path / "there", through, folder)
-    convert_checkpoint(tmp_path / "there", tmp_path / "back", own, folder)
-    before, after = read_checkpoint(str(source)).tensors, read_checkpoint(str(tmp_path / "back")).tensors
-    droppable = {"embed_tokens.weight", "d2t", "t2d", "norm.weight"}  # the target's; identity maps; not used
-    assert before.keys() ^ after.keys() <= droppable
-    for key in before.keys() & after.keys():
-        if key == "norm.weight" and "normoutput-false" in name:
-            continue
-        assert before[key].dtype == after[key].dtype, key
-        assert torch.equal(before[key], after[key]), key
-
-
 def test_golden_conversions_that_need_no_target(golden_root, tmp_path):
     for name, layout in (
         ("eagle3-safeai-base", "specforge"),
@@ -354,7 +336,7 @@ class TestCommand:
 
 
 class TestOrigins:
-    """What a head says of itself goes with it into another layout."""
+    """A head takes its origin along into another layout."""
 
     def test_figures_provenance_recipe_and_curves(self, tmp_path):
         source = REPOSITORY / "examples" / "pycoder-eagle3"

@@ -14,8 +14,13 @@ from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError, cli
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate_plugins.commands.export import SCRIPT, export_head
-from hf_speculate_plugins.commands.serving import Drafting, Serving, refuse_quantized
+from hf_speculate_plugins.commands.export import (
+    SCRIPT,
+    EngineDrafts,
+    engine_warnings,
+    export_head,
+    refuse_quantized,
+)
 from hf_speculate_training.methods.eagle import Eagle3Method, new_eagle3
 
 from ...support.models import build_tiny_model
@@ -45,16 +50,22 @@ def exported(head, folder, engine, target, prompts, **options):
 @pytest.mark.parametrize(
     ("head", "engine", "layout", "options", "drafting"),
     [
-        ("pycoder-eagle3", "vllm", "speculators", {}, Drafting(5)),
-        ("pycoder-eagle3", "vllm", "speculators", {"depth": 3}, Drafting(3)),
-        ("pycoder-eagle3", "sglang", "specforge", {}, Drafting(5, 4, 7)),
-        ("pycoder-eagle3", "sglang", "specforge", {"depth": 4, "top_k": 2, "num_draft_tokens": 12}, Drafting(4, 2, 11)),
-        ("pycoder-eagle3", "sglang", "specforge", {"depth": 3, "top_k": 1}, Drafting(3, 1, 3)),
-        ("pycoder-medusa", "vllm", "vllm", {"depth": 3}, Drafting(3)),
+        ("pycoder-eagle3", "vllm", "speculators", {}, EngineDrafts(5)),
+        ("pycoder-eagle3", "vllm", "speculators", {"depth": 3}, EngineDrafts(3)),
+        ("pycoder-eagle3", "sglang", "specforge", {}, EngineDrafts(5, 4, 7)),
+        (
+            "pycoder-eagle3",
+            "sglang",
+            "specforge",
+            {"depth": 4, "top_k": 2, "num_draft_tokens": 12},
+            EngineDrafts(4, 2, 11),
+        ),
+        ("pycoder-eagle3", "sglang", "specforge", {"depth": 3, "top_k": 1}, EngineDrafts(3, 1, 3)),
+        ("pycoder-medusa", "vllm", "vllm", {"depth": 3}, EngineDrafts(3)),
     ],
 )
 def test_heads(target, prompts, tmp_path, head, engine, layout, options, drafting):
-    """What was exported drafts, loaded again, as often right as what was measured."""
+    """An exported head, loaded again, is accepted as often as the one that was measured."""
     found = exported(head, tmp_path / "out", engine, target, prompts, **options)
     assert (found.layout, found.drafting) == (layout, drafting)
     assert max(found.acceptance_rate_by_depth) <= drafting.depth
@@ -150,12 +161,11 @@ def test_quantised_targets_and_what_may_go_otherwise():
     refuse_quantized("vllm", "")
     with pytest.raises(SpeculateError, match=r"quantised \(GGUF \(Q4_0\)\), and vLLM would serve other ones"):
         refuse_quantized("vllm", "GGUF (Q4_0)")
-    serving = Serving.of("vllm", "eagle3")
     known, unknown = build_tiny_model().config, build_tiny_model("mistral").config
-    assert serving.warnings(known, "eagle3", "bfloat16") == []
-    (one,) = serving.warnings(unknown, "eagle3", "bfloat16")
+    assert engine_warnings("vllm", known, "eagle3", "bfloat16") == []
+    (one,) = engine_warnings("vllm", unknown, "eagle3", "bfloat16")
     assert "'mistral' was not in it" in one
-    assert "float32" in serving.warnings(known, "eagle3", "float32")[0]
+    assert "float32" in engine_warnings("vllm", known, "eagle3", "float32")[0]
 
 
 def test_command(tmp_path):

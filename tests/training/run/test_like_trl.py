@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.hub import permissions, repositories
+from hf_speculate.hub import repositories
 from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArguments, MethodSection
 from hf_speculate_training.data import Collator, RowDataset, prepare_data
 from hf_speculate_training.methods.eagle import Eagle3Method
@@ -115,8 +115,7 @@ def test_a_draft_vocabulary_is_chosen_by_the_data(saved_target, args):
 
 def test_push_to_hub_uploads_the_head(saved_target, args, tmp_path, monkeypatch):
     hub = FakeHub(tmp_path / "hub")
-    for module in (permissions, repositories):
-        monkeypatch.setattr(module, "HfApi", hub)
+    monkeypatch.setattr(repositories, "HfApi", hub)
     args.hub_model_id = "me/head"
     trainer = HeadTrainer(str(saved_target), train_dataset=CHATS, args=args)
     trainer.push_to_hub(private=True, token="t")

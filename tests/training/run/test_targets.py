@@ -20,7 +20,7 @@ from hf_speculate.gguf.backends import choose_backend
 from hf_speculate.gguf.modules import PackedLinear
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.hub import describe_identity
-from hf_speculate.hub.origins import adapter_mismatch
+from hf_speculate.hub.targets import adapter_mismatch
 from hf_speculate.models import unwrap
 from hf_speculate.target.adapters import adapter_fingerprints
 from hf_speculate.target.embeddings import embedding_rows, output_rows

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.masking import MASK
+from hf_speculate.messages import MASK
 
 from .replies import Models, first_fault, is_cut
 

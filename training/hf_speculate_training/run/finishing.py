@@ -16,7 +16,7 @@ from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, write_card
 from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import AutoSpeculator
-from hf_speculate_plugins.calibration import measure_calibration
+from hf_speculate_plugins.check import measure_calibration
 
 from ..methods import TrainingMethod
 from .checkpoints import step_of

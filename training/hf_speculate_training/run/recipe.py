@@ -26,7 +26,7 @@ import yaml
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import read_bytes
 from hf_speculate.hub import public_recipe
-from hf_speculate.masking import find_secret, masked
+from hf_speculate.messages import find_secret, masked
 
 from ..data import DataOptions
 from ..methods import check_method

@@ -20,8 +20,7 @@ from hf_speculate.hub import (
     refresh_hashes,
     write_card,
 )
-from hf_speculate.masking import masked_arguments
-from hf_speculate.messages import get_logger
+from hf_speculate.messages import get_logger, masked_arguments
 from hf_speculate.models import unwrap
 from hf_speculate.target import adapter_fingerprints
 

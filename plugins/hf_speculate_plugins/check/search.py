@@ -1,8 +1,8 @@
 """The search for the conventions that a head was trained with.
 
-A head drafts a greedy chain at every position of texts that the target wrote greedily, all positions at once, and what
-the target wrote says how much of it would have been accepted. The same is done under the known alternatives, and a
-change is adopted if it makes a clear difference.
+A head drafts a greedy chain at every position of texts that the target wrote, all positions at once. The text then says
+how much of each chain would have been accepted. The search repeats this under known alternatives, and adopts a change
+that makes a clear difference.
 """
 
 from __future__ import annotations
@@ -10,48 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-from jaxtyping import Int
 from torch import Tensor
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.stats import HeadRecord
 
+from .acceptance import AcceptanceRates, Alternative, Options, Reader, Text
 from .conditions import Finding
-from .rates import AcceptanceRates
-from .texts import Text
 
 
 Verdict = Literal["plausible", "mislabelled", "better", "explained", "unexplained"]
-Options = dict[str, Any]
 
-# A change must gain this many standard errors (paired over positions, which are not quite independent, hence many) and
-# this many tokens a round.
+# Least gain of a change that is adopted: in standard errors, and in tokens a round. Errors are paired over positions,
+# which are not quite independent, so many are asked for.
 _MIN_SIGMAS, _MIN_GAIN = 4.0, 0.05
-_MIN_SPREAD = 0.1  # a gain that is the same at every position is not infinitely sure
+_MIN_SPREAD = 0.1  # the same gain at every position is no proof of certainty
 _MAX_CHANGES = 3
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """Another way to read a head: options of `AutoSpeculator.from_pretrained`, and what they mean."""
-
-    options: Options
-    meaning: str
-
-
-@dataclass(frozen=True)
 class Trial:
-    """What an alternative did.
+    """The result of an alternative.
 
     Attributes:
-        options: all that differs from what the file says.
+        options: everything that differs from the head's files.
         meaning: the change in words.
-        acceptance: None if the head cannot be read like this, see `problem`.
-        gain: tokens a round more than before the change; None without acceptance.
+        acceptance: acceptance with these options; None if the head cannot be read so.
+        gain: additional tokens a round, compared with before the change; None without acceptance.
         sigmas: the gain in standard errors, paired over positions.
-        problem: why the head cannot be read like this.
+        problem: reason why the head cannot be read so.
     """
 
     options: Options
@@ -68,20 +57,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class HeadCheck:
-    """Outcome of `check_head`.
+    """The outcome of `check_head`.
 
     Attributes:
         head: folder or Hub id.
-        drafter: name of the drafter that reads it.
+        drafter: name of the drafter that reads the head.
         stated: acceptance as the files say.
-        trials: the alternatives that were tried, in order; empty where nothing was suspicious.
-        fix: options that make it better, empty if none does.
-        best: acceptance with them.
-        verdict: "plausible": as expected of a trained head. "mislabelled": low as stated, plausible with `fix`.
-            "better": `fix` helps and it is still low, or it was plausible without. "explained": low, no convention
-            helps, and `findings` say what it is. "unexplained": low, and nothing that was tried helps.
-        record: of the head's folder: acceptance in training, which "low" is measured by, and whose target it is.
-        findings: conditions that change its acceptance clearly, the strongest first, see `conditions`.
+        trials: the alternatives that were tried, in order; empty if nothing was suspicious.
+        fix: options that improve acceptance; empty if none does.
+        best: acceptance with `fix`.
+        record: acceptance in training (the measure of "low") and the target, as the head's folder has them.
+        findings: conditions that clearly change acceptance, the strongest first.
     """
 
     head: str
@@ -95,11 +81,17 @@ class HeadCheck:
 
     @property
     def is_low(self) -> bool:
-        """Whether acceptance stays low with the best way to read it."""
+        """Whether acceptance stays low even with `fix`."""
         return (self.best or self.stated).is_low(self.record)
 
     @property
     def verdict(self) -> Verdict:
+        """The outcome in a word.
+
+        "plausible": acceptance is that of a trained head. "mislabelled": it is low as stated, plausible with `fix`.
+        "better": `fix` helps, but acceptance stays low, or was plausible before. "explained": no convention helps, and
+        `findings` say what acceptance depends on. "unexplained": nothing that was tried helps.
+        """
         if not self.fix or self.best is None:
             low = "explained" if self.findings else "unexplained"
             return low if self.is_low else "plausible"
@@ -108,25 +100,23 @@ class HeadCheck:
     @property
     def code(self) -> str:
         """The line that loads the head as it should be read."""
-        options = "".join(f", {name}={_literal(value)}" for name, value in self.fix.items())
+        shown = {name: list(value) if isinstance(value, tuple) else value for name, value in self.fix.items()}
+        options = "".join(f", {name}={value!r}" for name, value in shown.items())
         return f'speculator = AutoSpeculator.from_pretrained("{self.head}", target=model{options})'
 
     @property
     def message(self) -> str:
-        """The verdict in words."""
+        """The verdict in sentences, and the findings."""
         changes = " and ".join(trial.meaning for trial in self.trials if trial.options == self.fix) or "nothing"
+        first = f"{self.stated.by_depth[0]:.2f} at depth 1; {self.record.recorded}"
         verdict = {
-            "plausible": f"Acceptance is as expected ({self._first}): nothing to fix.",
-            "mislabelled": f"The head is mis-labelled. What it was trained with: {changes}.",
+            "plausible": f"Acceptance is as expected ({first}): nothing to fix.",
+            "mislabelled": f"The head is labelled wrongly. It was trained with: {changes}.",
             "better": f"The head drafts better with: {changes}.",
-            "explained": f"Acceptance is low ({self._first}) and no convention helps; what it depends on is below.",
-            "unexplained": f"Acceptance is low ({self._first}) and no convention helps. {self._question}",
+            "explained": f"Acceptance is low ({first}) and no convention helps. It depends on this:",
+            "unexplained": f"Acceptance is low ({first}) and no convention helps. {self._question}",
         }[self.verdict]
         return "\n".join([verdict, *(f"- {finding.kind}: {finding.message}" for finding in self.findings)])
-
-    @property
-    def _first(self) -> str:
-        return f"{self.stated.by_depth[0]:.2f} at depth 1; {self.record.recorded}"
 
     @property
     def _question(self) -> str:
@@ -139,28 +129,6 @@ class HeadCheck:
         return f"Is this the target that the head was trained for, are the prompts {form}, was it trained at all?"
 
 
-class Reader(Protocol):
-    """A head that can be read in several ways."""
-
-    name: str
-
-    def accepted(self, options: Options, texts: Sequence[Text], depth: int) -> Int[Tensor, " P"]:
-        """Accepted tokens of a greedy chain of `depth` tokens at every root of every text.
-
-        Raises:
-            SpeculateError: the head cannot be read with these options.
-        """
-        ...
-
-    def alternatives(self, options: Options) -> list[Alternative]:
-        """Other ways to read a head that is read with `options` now: one change each."""
-        ...
-
-    def depth(self, depth: int) -> int:
-        """The deepest chain that it drafts, at most `depth`."""
-        ...
-
-
 def check_head(
     reader: Reader,
     head: str,
@@ -170,15 +138,15 @@ def check_head(
     try_alternatives: bool | None = None,
     record: HeadRecord | None = None,
 ) -> HeadCheck:
-    """Measures a head as stated and, where that looks wrong, as its neighbours in convention would have it.
+    """Measures a head as its files state and, if that looks wrong, under other conventions.
 
     Args:
-        reader: the head.
-        head: what to call it.
-        texts: from `write_texts`.
-        depth: of the chains.
-        try_alternatives: None: if the acceptance is low.
-        record: of the head's folder; None: it has none.
+        reader: reads the head.
+        head: name of the head in messages.
+        texts: texts from `write_texts`.
+        depth: tokens of a chain.
+        try_alternatives: whether to try other conventions; None: only if acceptance is low.
+        record: the figures in the head's folder; None: there are none.
     Raises:
         SpeculateError: the head cannot be read as stated, or the texts are too short.
     """
@@ -199,20 +167,18 @@ def check_head(
 def _search(
     reader: Reader, texts: Sequence[Text], depth: int, accepted: Tensor
 ) -> tuple[list[Trial], Options, AcceptanceRates]:
-    """Adopts the best change that helps, then tries the others on top of it; a file may be wrong in two places."""
+    """Adopts the best change that helps, then tries the others on top of it: a file may be wrong in two places."""
     trials: list[Trial] = []
-    adopted = Trial({}, "", AcceptanceRates.of(accepted, depth))
+    adopted, best = Trial({}, ""), AcceptanceRates.of(accepted, depth)
     for _ in range(_MAX_CHANGES):
-        found = [
-            _try(reader, change, adopted, accepted, texts, depth) for change in reader.alternatives(adopted.options)
-        ]
-        trials += [trial for trial, _ in found]
-        helpful = [pair for pair in found if pair[0].helps]
+        tried = [_try(reader, other, adopted, accepted, texts, depth) for other in reader.alternatives(adopted.options)]
+        trials += [trial for trial, _ in tried]
+        helpful = [pair for pair in tried if pair[0].helps]
         if not helpful:
             break
         adopted, accepted = max(helpful, key=lambda pair: pair[0].gain or 0.0)
-    assert adopted.acceptance is not None
-    return trials, adopted.options, adopted.acceptance
+        best = adopted.acceptance or best
+    return trials, adopted.options, best
 
 
 def _try(
@@ -228,7 +194,3 @@ def _try(
     gain = float(difference.mean())
     error = max(float(difference.std(correction=0)), _MIN_SPREAD) / math.sqrt(len(difference))
     return Trial(options, meaning, AcceptanceRates.of(now, depth), gain, gain / error), now
-
-
-def _literal(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else value)

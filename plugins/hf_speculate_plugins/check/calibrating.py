@@ -1,9 +1,8 @@
-"""What a drafter's values mean, measured before it is used."""
+"""The calibration table of a drafter, measured before the drafter is used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from jaxtyping import Int
@@ -26,14 +25,14 @@ def measure_calibration(
     max_new_tokens: int = 64,
     seed: int = 0,
 ) -> CalibrationTable:
-    """How often nodes of each value are right, in texts written greedily and at temperature 1.
+    """Counts how often nodes of each value are right, in greedy texts and in texts at temperature 1.
 
-    The drafter drafts all that its options allow. Random numbers of others are not touched.
+    The drafter drafts as much as its options allow. The global random state stays as it is.
 
     Args:
         prompts: token ids.
-        max_new_tokens: of each text.
-        seed: of the sampled ones.
+        max_new_tokens: length of each text.
+        seed: seed of the sampled texts.
     """
     speculator, shares = Speculator(drafter, adaptive=False), []
     devices = [] if target.device.type == "cpu" else [target.device]
@@ -42,16 +41,17 @@ def measure_calibration(
         for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
             config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **sampling)
             config.eos_token_id = target.generation_config.eos_token_id
-            texts = (_rounds(target, speculator, prompt, config) for prompt in prompts)
-            shares.append(_shares(chain.from_iterable(texts)))
+            shares.append(_shares(_rounds(target, speculator, prompts, config)))
     return CalibrationTable(*shares)
 
 
 def _rounds(
-    target: GenerativeModel, speculator: Speculator, prompt: Tensor, config: GenerationConfig
-) -> Iterable[Round]:
-    ids = prompt[None].to(target.device)
-    return rounds(target, ids, attention_mask=torch.ones_like(ids), generation_config=config, speculator=speculator)
+    target: GenerativeModel, speculator: Speculator, prompts: Sequence[Tensor], config: GenerationConfig
+) -> Iterator[Round]:
+    for prompt in prompts:
+        ids = prompt[None].to(target.device)
+        mask = torch.ones_like(ids)
+        yield from rounds(target, ids, attention_mask=mask, generation_config=config, speculator=speculator)
 
 
 def _shares(found: Iterable[Round]) -> tuple[float, ...]:

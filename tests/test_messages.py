@@ -1,17 +1,26 @@
-"""What is masked, what is cut, and what is left as it is."""
+"""Secrets are masked, paths of this machine are cut, everything else stays; log messages have a prefix."""
 
 from __future__ import annotations
 
 import json
+import logging
 import signal
 from pathlib import Path
 
 import pytest
+import transformers
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import clean_folder
-from hf_speculate.hub.privacy import publishable
-from hf_speculate.masking import find_secret, is_secret_name, masked, masked_arguments
+from hf_speculate.hub import clean_folder, publishable
+from hf_speculate.messages import (
+    _ROOTS,
+    PrefixHandler,
+    find_secret,
+    install_handler,
+    is_secret_name,
+    masked,
+    masked_arguments,
+)
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.
@@ -138,28 +147,8 @@ def test_paths_of_this_machine_are_cut(path, shown):
 
 
 def test_command_lines():
-    given = [
-        "/usr/bin/train.py",
-        "--hub-token",
-        "abc",
-        "--token=abc",
-        "--password",
-        "a b",
-        "--dry-run",
-        "--config",
-        "x",
-    ]
-    shown = [
-        "/usr/bin/train.py",
-        "--hub-token",
-        "***",
-        "--token=***",
-        "--password",
-        "***",
-        "--dry-run",
-        "--config",
-        "x",
-    ]
+    given = ["train.py", "--hub-token", "abc", "--token=abc", "--password", "a b", "--dry-run", "--config", "x"]
+    shown = ["train.py", "--hub-token", "***", "--token=***", "--password", "***", "--dry-run", "--config", "x"]
     assert masked_arguments(given) == shown
     assert masked_arguments(["--set", "a.password=two words", HUB]) == ["--set", "a.password=***", "***"]
 
@@ -217,3 +206,41 @@ class TestFolder:
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(SpeculateError, match=r"cannot read .*config\.json"):
             clean_folder(tmp_path)
+
+
+@pytest.fixture
+def verbosity():
+    """transformers' default verbosity, as a program finds it."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def warned(monkeypatch, capsys, name, handlers):
+    """The text on stderr of a warning if the root logger has these handlers (pytest adds its own)."""
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", handlers)
+        logging.getLogger(name).warning("drafts do not pay here.")
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", _ROOTS)
+def test_messages_say_whose_they_are(verbosity, monkeypatch, capsys, name):
+    assert warned(monkeypatch, capsys, f"{name}.part", []) == "[hf_speculate] drafts do not pay here.\n"
+
+
+def test_transformers_verbosity_quietens_them(verbosity, monkeypatch, capsys):
+    transformers.logging.set_verbosity_error()
+    assert warned(monkeypatch, capsys, "hf_speculate.part", []) == ""
+
+
+def test_a_program_that_has_set_up_logging_gets_them_once(verbosity, monkeypatch, capsys, caplog):
+    assert warned(monkeypatch, capsys, "hf_speculate.part", [caplog.handler]) == ""
+    assert caplog.messages == ["drafts do not pay here."]
+
+
+def test_installing_twice_writes_once():
+    install_handler()
+    for name in _ROOTS:
+        assert sum(isinstance(handler, PrefixHandler) for handler in logging.getLogger(name).handlers) == 1
