@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
-from .reading import Checkpoint
-from .weight_files import ID_TYPES, WEIGHT_TYPES, listed
+from .files import ID_TYPES, WEIGHT_TYPES, Checkpoint, listed
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
-"""Which of the target's modules a head uses instead of its own: its embeddings, its output matrix."""
+"""Parts of the target that a head uses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.messages import get_logger
 from hf_speculate.target import output_rows
 
 from .accounting import KeyAccount
 from .config import ConfigValues
-from .reading import Checkpoint
-from .weight_files import WEIGHT_TYPES
+from .decoder_config import HeadSpec
+from .files import WEIGHT_TYPES, Checkpoint
 
 
 # Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
@@ -22,18 +23,7 @@ from .weight_files import WEIGHT_TYPES
 _MIN_COSINE = 0.05
 
 
-class HeadSizes(Protocol):
-    """Width of a head's states, the target's vocabulary, and rows of the output matrix."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def draft_vocab_size(self) -> int: ...
-
-
-Spec = TypeVar("Spec", bound=HeadSizes)
+Spec = TypeVar("Spec", bound=HeadSpec)
 
 
 @dataclass(frozen=True)
@@ -169,3 +159,56 @@ def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:
     device = next(theirs.parameters()).device
     found = theirs(rows if device.type == "meta" else rows.to(device))
     return float(torch.cosine_similarity(own[rows].float(), found.float().cpu(), dim=-1).mean().detach())
+
+
+logger = get_logger(__name__)
+
+
+def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -> Tensor | None:
+    """Target id of every draft id, int64 [Vd], from `d2t` (offsets) and `t2d` (membership), which must agree; None
+    where they are the same.
+
+    Raises:
+        CheckpointError: they contradict each other, name no tokens of the target, or are missing.
+    """
+    offsets = keys.optional_ids("d2t", (spec.draft_vocab_size,))
+    members = keys.optional_ids("t2d", (spec.vocab_size,))
+    keys.check()
+    if offsets is not None:
+        ids = torch.arange(spec.draft_vocab_size) + offsets.long()
+    elif members is not None:
+        ids = members.nonzero().flatten()
+    else:
+        if spec.draft_vocab_size == spec.vocab_size:
+            return None
+        raise CheckpointError(
+            f"{checkpoint.folder}: the head speaks {spec.draft_vocab_size} of {spec.vocab_size} tokens, but there is "
+            "neither d2t nor t2d to say which."
+        )
+    if members is not None and not torch.equal(ids, members.nonzero().flatten()):
+        raise CheckpointError(
+            f"{checkpoint.folder}: d2t (offsets: target id = draft id + d2t) and t2d (which target ids are in the "
+            "draft vocabulary) contradict each other."
+        )
+    num_different = len(ids.unique())
+    if num_different != spec.draft_vocab_size or ids.min() < 0 or ids.max() >= spec.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.folder}: d2t maps {spec.draft_vocab_size} draft ids to {num_different} different ids "
+            f"between {int(ids.min())} and {int(ids.max())}; the vocabulary has {spec.vocab_size}."
+        )
+    if offsets is not None and members is None and spec.draft_vocab_size < spec.vocab_size and not offsets.any():
+        logger.warning_once(
+            f"{checkpoint.folder}: d2t is zero everywhere, so draft ids are the target's first {len(offsets)}. It may "
+            "never have been filled: `hf-speculate check` tells whether the head drafts as it should."
+        )
+    is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
+    return None if is_whole else ids
+
+
+def vocabulary_tensors(spec: HeadSpec, target_ids: Tensor | None) -> dict[str, Tensor]:
+    """What `draft_vocabulary` reads: offsets and members, on the CPU. None: every token is its own."""
+    own = torch.arange(spec.draft_vocab_size)
+    ids = own if target_ids is None else target_ids.cpu()
+    members = torch.zeros(spec.vocab_size, dtype=torch.bool)
+    members[ids] = True
+    return {"d2t": ids - own, "t2d": members}

@@ -17,8 +17,7 @@ from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
 
-from .reading import read_config, read_tensor
-from .weight_files import read_index
+from .files import read_config, read_index, read_tensor
 
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

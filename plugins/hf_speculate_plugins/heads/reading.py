@@ -8,7 +8,7 @@ own lengths; a hole is masked, never re-used before `keep`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -21,19 +21,7 @@ from hf_speculate.target import LayerType, visible_prefix
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
 
-
-@runtime_checkable
-class ReadingHead(Protocol):
-    """Whose entries a reading holds."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def windows(self) -> Sequence[int | None]:
-        """Of every layer; None: it sees all."""
-        ...
+from .head import SharingHead
 
 
 Place = tuple[Tensor, list[Tensor | None]]
@@ -52,7 +40,7 @@ class Reading:
 
     def __init__(
         self,
-        head: ReadingHead,
+        head: SharingHead[Any],
         prompt_mask: Bool[Tensor, "B J"] | None,
         positions: Int[Tensor, "B J"],
         cache: TreeCache | None = None,
@@ -69,7 +57,11 @@ class Reading:
 
     @classmethod
     def begin(
-        cls, head: ReadingHead, request: DraftRequest, shape: tuple[int, int], resume: Callable[[int], Reading | None]
+        cls,
+        head: SharingHead[Any],
+        request: DraftRequest,
+        shape: tuple[int, int],
+        resume: Callable[[int], Reading | None],
     ) -> Reading:
         """The reading of a request whose prompt has features at the last J places of its B rows.
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_speculate import Speculator
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate_plugins.block import BlockDrafter, BlockOptions, load_head
-from hf_speculate_plugins.block.masks import block_masks
+from hf_speculate_plugins.block.head import block_masks
 from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.heads import CachedAttention

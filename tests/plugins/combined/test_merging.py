@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hf_speculate.tree import TreeRow
-from hf_speculate_plugins.combined.merging import expected_length, merge_row
+from hf_speculate_plugins.combined import expected_length, merge_row
 
 
 def paths(row):

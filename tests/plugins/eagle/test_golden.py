@@ -16,7 +16,7 @@ from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.eagle import Conventions, EagleDrafter, EagleOptions, StaticTree, load_head
 from hf_speculate_plugins.eagle.calibration import chain_logits
-from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
+from hf_speculate_plugins.eagle.loading import canonical_name
 from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.paths import SHARED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from hf_speculate_plugins.eagle.levels import levels_of
 from hf_speculate_plugins.trees import StaticTree
+from hf_speculate_plugins.trees.static import levels_of
 
 
 def test_every_node_is_a_child_once():

@@ -11,7 +11,7 @@ from accelerate import dispatch_model
 from hf_speculate import Speculator
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.eagle import EagleDrafter
-from hf_speculate_plugins.eagle.session import EagleSession
+from hf_speculate_plugins.eagle.drafter import EagleSession
 
 from ...support.heads import DEPTH, EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, target
 

@@ -20,7 +20,8 @@ from hf_speculate_plugins.medusa import (
     MedusaHeads,
     MedusaOptions,
 )
-from hf_speculate_plugins.medusa.checkpoint import holds_heads, read_heads, write_heads
+from hf_speculate_plugins.medusa.loading import holds_heads, read_heads
+from hf_speculate_plugins.medusa.saving import write_heads
 
 from ...support.heads import HIDDEN, MEDUSA_LAYOUTS, VOCAB, random_heads, write_medusa_heads
 

@@ -14,7 +14,7 @@ from hf_speculate_plugins.medusa import (
     computed_choices,
     measured_accuracies,
 )
-from hf_speculate_plugins.medusa.choices import DEFAULT_ACCURACIES, column_index
+from hf_speculate_plugins.medusa.options import DEFAULT_ACCURACIES, column_index
 from hf_speculate_plugins.trees import StaticTree
 
 from ...support.heads import MEDUSA_CHOICES, random_heads, write_medusa_heads

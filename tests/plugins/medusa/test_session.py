@@ -19,7 +19,7 @@ from hf_speculate_plugins.medusa import (
     MedusaHeads,
     MedusaOptions,
 )
-from hf_speculate_plugins.medusa.session import MedusaSession
+from hf_speculate_plugins.medusa.drafter import MedusaSession
 
 from ...support.heads import HIDDEN, MEDUSA_CHOICES, MEDUSA_LAYOUTS, VOCAB, random_heads, write_medusa_heads
 

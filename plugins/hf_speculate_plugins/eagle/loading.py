@@ -1,0 +1,303 @@
+"""EAGLE checkpoints of every published layout, read: tensors first, config second.
+
+Sources: the files written by SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec,
+NVIDIA/Model-Optimizer and NVIDIA-NeMo/Automodel. Dialects name the same tensors differently (`midlayer.` /
+`layers.0.`), count layers differently (outputs of layers / indices into `hidden_states`), and mean different things by
+the same flag; all of that ends here, in one `EagleSpec`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+
+from ..checkpoints import ConfigValues, OpenedHead, Shapes, Stated, mask_token_of, rope_of, windows_of
+from ..heads import HeadFiles, overridden
+from .head import EagleHead
+from .spec import Conventions, Dialect, EagleSpec
+
+
+# Names of other dialects -> ours (those of speculators). ModelOpt numbers `midlayer` when there are several; old
+# speculators files of EAGLE-1 say `fusion_fc` and `transformer`.
+_RENAMES = (
+    (re.compile(r"^midlayer\.(\d+\.)"), r"layers.\1"),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^transformer\."), "layers.0."),
+    (re.compile(r"^fusion_fc\."), "fc."),
+)
+_MASK, _OUTPUT = "mask_hidden", "lm_head.weight"
+_MAX_FEATURES = 256  # no published head has more than a handful
+# Tensors that only heads of other families have: DFlash / DSpark / Domino, MTP.
+_OTHER_FAMILIES = re.compile(r"^(hidden_norm\.|markov_head\.|logit_head\.|prefix_gru\.|mtp)")
+_MODELOPT_FLAGS = (
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+    "parallel_draft_step",
+    "return_hidden_post_norm",
+)
+# Fields of `EagleSpec` that conventions replace.
+_OVERRIDES = ("feature_layers", "norm_before_residual", "norm_logits", "feed_back_normed", "mask_token_id")
+
+
+class EagleReading(HeadFiles[EagleSpec, EagleHead]):
+    """The reading half of `EagleFiles`."""
+
+    name, kind, section = "eagle", "EAGLE head", "eagle_config"
+    head_class, conventions_class = EagleHead, Conventions
+    config_says = "num_attention_heads and RoPE"
+
+    @classmethod
+    def recognizes(cls, shapes: Shapes) -> bool:
+        return eagle_version(shapes) is not None
+
+    @classmethod
+    def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        renamed = {canonical_name(name): tensor for name, tensor in tensors.items()}
+        if _MASK in renamed:  # some have one dimension less
+            renamed[_MASK] = renamed[_MASK].reshape(1, 1, -1)
+        return renamed
+
+    @classmethod
+    def open(
+        cls, folder: str, conventions: Conventions | None = None, target: PreTrainedModel | None = None
+    ) -> OpenedHead[EagleSpec]:
+        opened = super().open(folder, conventions, target)
+        if target is not None and opened.spec.parallel and opened.spec.mask_token_id is None:
+            raise CheckpointError(
+                f"{folder} is a P-EAGLE head whose config.json does not name its mask token (SpecForge's do not): give "
+                "mask_token_id=..., what its training had; without word of that, the tokenizer's mask token."
+            )
+        return opened
+
+    @classmethod
+    def spec_of(cls, stated: Stated, conventions: Conventions) -> EagleSpec:
+        version = eagle_version(stated.shapes)
+        assert version is not None
+        dialect = _dialect(stated, version)
+        fields = {**stated.layer_fields(), "rope": _rope(stated.layers, dialect)}
+        if dialect in ("speculators", "deepspec") and stated.layers.text("model_type") == "qwen3":
+            fields["qk_norm"] = True
+        # Automodel's layers have no windows, whatever the target's config says.
+        depth = fields["num_layers"]
+        windows = (None,) * depth if _by_automodel(stated.config) else windows_of(stated.layers, depth)
+        spec = EagleSpec(
+            dialect=dialect,
+            version=version,
+            windows=windows,
+            **fields,
+            **_vocabularies(stated, version),
+            **_features(stated, dialect, version),
+            **_switches(stated, dialect, version),
+            **_mask(stated),
+            own_output=_own_output(stated, dialect, version),
+        )
+        spec = overridden(spec, conventions, _OVERRIDES)
+        if spec.mask_token_id is not None and not spec.parallel:
+            raise ValueError(f"eagle: mask_token_id is for P-EAGLE heads; the head in {stated.folder} is {spec.kind}.")
+        return spec
+
+    @classmethod
+    def check_sizes(cls, spec: EagleSpec, config: Any, name: str) -> None:
+        super().check_sizes(spec, config, name)
+        layers = spec.resolved_layers(config.num_hidden_layers)
+        if len(layers) != spec.num_features:
+            raise TargetMismatchError(
+                f"this EAGLE head takes features of {spec.num_features} target layers, but {len(layers)} are named: "
+                f"{list(layers)}."
+            )
+
+    @classmethod
+    def unclear(cls, stated: Stated, spec: EagleSpec) -> dict[str, str]:
+        config = stated.config
+        if spec.version == 1:
+            return {}
+        if spec.dialect == "speculators" and not spec.parallel and "norm_before_residual" not in config:
+            return {"norm_before_residual": "whether the residual is taken before or after the norm"}
+        if _says_norm_output(config, spec.dialect) and not _has_vllms_meaning(config):
+            meanings = "whether norm_output means the state that is fed back (vLLM) or logits (SpecForge)"
+            return {"feed_back_normed": meanings}
+        return {}
+
+    @classmethod
+    def ignore_leftovers(cls, opened: OpenedHead[EagleSpec]) -> None:
+        spec, keys = opened.spec, opened.keys
+        for name in opened.checkpoint.tensors:
+            if name.startswith("parallel_draft_heads."):
+                keys.ignore(name, "ModelOpt's parallel heads are not used")
+            elif name.startswith("verifier_"):
+                keys.ignore(name, "a copy of the target's")
+        if not (spec.norm_logits or spec.feed_back_normed):
+            keys.ignore("norm.weight", "norm_output is false: logits come from the state as it is")
+        if spec.version == 3 and not spec.norm_embedding:
+            keys.ignore("layers.0.input_layernorm.weight", "use_input_layernorm_in_first_layer is false")
+
+
+def canonical_name(name: str) -> str:
+    """The name that this package uses for a tensor of any EAGLE dialect."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def eagle_version(shapes: Shapes) -> Literal[1, 3] | None:
+    """The generation of a head with tensors of these names and shapes; None if they are no EAGLE head.
+
+    The input width of the query projection tells: EAGLE-3 attends over [embedding; state], EAGLE-1 over their
+    projection. (The width of `fc` does not: an EAGLE-3 head of two features has that of an EAGLE-1 head.)
+    """
+    canonical = {canonical_name(name): shape for name, shape in shapes.items()}
+    if any(_OTHER_FAMILIES.match(name) for name in canonical):
+        return None
+    q_proj, o_proj = (canonical.get(f"layers.0.self_attn.{name}_proj.weight", ()) for name in "qo")
+    if len(q_proj) != 2 or len(o_proj) != 2 or "fc.weight" not in canonical:
+        return None
+    has_hidden_norm = "layers.0.hidden_norm.weight" in canonical
+    if q_proj[1] == 2 * o_proj[0] and has_hidden_norm:
+        return 3
+    return 1 if q_proj[1] == o_proj[0] and not has_hidden_norm else None
+
+
+def _dialect(stated: Stated, version: int) -> Dialect:
+    config = stated.config
+    if version == 1:
+        return "eagle1"
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        if config.text("speculators_model_type", "eagle3") not in ("eagle3", "peagle"):
+            raise config.wrong("speculators_model_type", "eagle3 or peagle")
+        return "speculators"
+    if any(flag in stated.nested.values for flag in _MODELOPT_FLAGS):
+        return "modelopt"
+    if not any(name.startswith("midlayer.") for name in stated.names):
+        return "deepspec" if "target_layer_ids" in config else "vllm"
+    # SpecForge's exporters write transformers 5 configs; SafeAILab's own files are those of transformers 4.
+    marks = ("norm_output", "fc_norm", "dtype", "rope_parameters", "eagle_config")
+    return "specforge" if any(mark in config.values for mark in marks) else "safeailab"
+
+
+def _says_norm_output(config: ConfigValues, dialect: str) -> bool:
+    return dialect in ("vllm", "modelopt") and config.flag("norm_output", False)
+
+
+def _has_vllms_meaning(config: ConfigValues) -> bool:
+    """Whether `norm_output` has vLLM's meaning for sure. SpecForge's architecture decides nothing: others borrow it."""
+    architectures = config.texts("architectures")
+    return _by_automodel(config) or (bool(architectures) and "LlamaForCausalLMEagle3" not in architectures)
+
+
+def _by_automodel(config: ConfigValues) -> bool:
+    """Whether NeMo Automodel wrote the config: the target's own, with this key added."""
+    return "parallel_drafting" in config
+
+
+def _own_output(stated: Stated, dialect: str, version: int) -> bool:
+    """Whether the output matrix is the head's own. Files that leave it out on purpose say so; ModelOpt's need not."""
+    config = stated.config
+    if version == 1 or _OUTPUT in stated.shapes:
+        return True
+    is_own = config.flag("own_output", True)
+    is_null = "draft_vocab_size" in config.values and "draft_vocab_size" not in config  # SGLang's way to say it
+    if not is_own or is_null or dialect == "modelopt":
+        return is_own
+    raise CheckpointError(
+        f"{config.where}: {_OUTPUT} is missing, which EAGLE-3 files of this layout ({dialect}) hold. With the target's "
+        'matrix instead the head drafts badly. If that is what it was trained with, add "own_output": false to '
+        "config.json."
+    )
+
+
+def _vocabularies(stated: Stated, version: int) -> dict[str, int]:
+    shapes, layers = stated.shapes, stated.layers
+    known = [shapes[name][0] for name in ("t2d", "embed_tokens.weight") if name in shapes]
+    place = layers if "vocab_size" in layers else stated.config
+    vocab_size = known[0] if known else place.size("vocab_size")
+    drafted = [shapes[name][0] for name in ((_OUTPUT, "d2t") if version == 3 else ("d2t",)) if name in shapes]
+    return {"vocab_size": vocab_size, "draft_vocab_size": drafted[0] if drafted else vocab_size}
+
+
+def _features(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
+    """Number, width and indices of the features: ids in files are outputs of layers, or `hidden_states` indices."""
+    hidden_size, fc_size = stated.shapes["fc.weight"][0], stated.shapes["fc.weight"][1]
+    if version == 1:
+        if fc_size <= hidden_size:
+            raise CheckpointError(f"fc.weight of EAGLE-1 takes {fc_size} inputs, the state alone has {hidden_size}.")
+        return {"num_features": 1, "target_hidden_size": fc_size - hidden_size}
+    layers, target_hidden_size = _feature_layers(stated), stated.config.size("target_hidden_size", 0)
+    if layers is not None:
+        num_features = len(layers)
+    elif target_hidden_size:
+        num_features = fc_size // target_hidden_size
+    else:
+        num_features = fc_size // hidden_size if dialect == "deepspec" else 3
+    if not 0 < num_features <= _MAX_FEATURES or fc_size % num_features:
+        raise CheckpointError(
+            f"fc.weight takes {fc_size} inputs, which is no multiple of the {num_features} target layers "
+            f"that the config names ({layers or 'none; 3 by default'}; at most {_MAX_FEATURES})."
+        )
+    target_hidden_size = fc_size // num_features
+    return {"num_features": num_features, "target_hidden_size": target_hidden_size, "feature_layers": layers}
+
+
+def _feature_layers(stated: Stated) -> tuple[int, ...] | None:
+    config, key = stated.config, "eagle_aux_hidden_state_layer_ids"
+    if ids := config.indices(key):
+        return tuple(ids)
+    ids = stated.nested.indices(key) or config.indices("target_layer_ids")
+    return tuple(i + 1 for i in ids) if ids else None
+
+
+def _switches(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
+    """Norms and biases. If the config announces one, its tensor must be there: a missing one was lost."""
+    shapes, config, nested = stated.shapes, stated.config, stated.nested
+
+    def has(name: str) -> bool:
+        return f"layers.0.{name}" in shapes
+
+    switches = {
+        "fc_bias": "fc.bias" in shapes or (version == 1 and config.flag("bias", False)),
+        "qkv_bias": has("self_attn.q_proj.bias") or (version == 1 and config.flag("qkv_bias", False)),
+        "o_bias": has("self_attn.o_proj.bias"),
+        "norm_before_fc": "input_norm.weight" in shapes or config.flag("norm_before_fc", False),
+        "fc_norm": "fc_norm.0.weight" in shapes or config.flag("fc_norm", False),
+    }
+    if version == 1:
+        return {**switches, "norm_logits": False}
+    # Only ModelOpt's heads may lack these norms.
+    is_free = dialect == "modelopt"
+    norms_embedding = has("input_layernorm.weight") if is_free else True
+    switches["norm_embedding"] = nested.flag("use_input_layernorm_in_first_layer", norms_embedding)
+    switches["norm_logits"] = nested.flag("use_last_layernorm", "norm.weight" in shapes if is_free else True)
+    if dialect == "speculators":
+        # The library's default is False, its trainer's and vLLM's True: files without the key are vLLM's business.
+        switches["norm_before_residual"] = config.flag("norm_before_residual", True)
+        switches["feed_back_normed"] = config.flag("norm_output", False)
+    elif dialect == "specforge":
+        # Here the flag means "norm before the output matrix"; what is fed back is never normed.
+        switches["norm_logits"] = config.flag("norm_output", True)
+    elif _says_norm_output(config, dialect):
+        switches["feed_back_normed"] = _has_vllms_meaning(config)
+    if "norm_before_residual" in config:
+        switches["norm_before_residual"] = config.flag("norm_before_residual", False)
+    if nested.flag("return_hidden_post_norm", False):
+        switches["feed_back_normed"] = True
+    return switches
+
+
+def _mask(stated: Stated) -> dict[str, Any]:
+    config = stated.config
+    is_said = config.text("speculators_model_type") == "peagle" or config.flag("parallel_drafting", False)
+    return {"parallel": True, "mask_token_id": mask_token_of(config)} if is_said or _MASK in stated.shapes else {}
+
+
+def _rope(layers: ConfigValues, dialect: str) -> dict[str, Any]:
+    rope = rope_of(layers)
+    if dialect in ("eagle1", "safeailab") and rope["rope_type"] in ("linear", "dynamic"):
+        rope["rope_theta"] = 10000.0  # the reference code scales plain RoPE and drops the base
+    return rope
