@@ -1,4 +1,9 @@
-"""Combined."""
+"""Several drafters in one tree: `speculator="examples/pycoder-eagle3+prompt_lookup"`.
+
+A head is right more often, a lookup costs nothing and goes deeper where the text repeats itself. Every part drafts its
+own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted. Every part drafts as
+deep as pays beside the drafts of the cheaper ones, or not at all; now and then all draft all they can.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +66,12 @@ def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
 
 
 def value_of(probability: float) -> float:
-    """Of a node, see `DraftTree`."""
+    """Value of a node (`DraftTree.values`) of this probability."""
     return math.log(max(probability, _SMALLEST))
 
 
 def expected_length(row: TreeRow) -> float:
-    """Nodes of a tree that will be accepted, by its values."""
+    """Number of a tree's nodes that will be accepted, by its values."""
     assert row.values is not None
     return sum(map(math.exp, row.values[1:]))
 
@@ -88,22 +93,15 @@ class CombinedOptions:
 
 @dataclass
 class Knowledge:
-    """What requests that are alike have taught of one part.
+    """Experience with one part, from requests that are alike.
 
     Attributes:
-        acceptance: of its nodes.
+        acceptance: acceptance of its nodes.
         lengths: tokens that its drafts were worth.
     """
 
     acceptance: Acceptance
     lengths: Average = field(default_factory=Average)
-
-    @classmethod
-    def of(cls, drafter: Drafter, samples: bool) -> Knowledge:
-        return cls(Acceptance(drafter.calibration.start(samples)))
-
-    def copy(self) -> Knowledge:
-        return deepcopy(self)
 
 
 @dataclass
@@ -111,8 +109,11 @@ class Part:
     """One drafter at work.
 
     Attributes:
-        is_free: see `Drafter`.
-        tree, drafts: of this round, whole and by rows; None and empty where it was left out.
+        session: session of the drafter.
+        feature_layers, is_free: attributes of the drafter.
+        known: experience with its drafts.
+        waiting: observations that the session has not been told of.
+        tree, drafts: draft of this round, whole and by rows; None and empty if the part was left out.
     """
 
     session: DraftSession
@@ -139,7 +140,7 @@ class Part:
         self.tree, self.drafts = None, []
 
     def learn(self, row: int, tokens: Sequence[int]) -> None:
-        """Learns what became of a row's draft, if there is one; `tokens` were emitted after the root."""
+        """Counts the nodes of a row's draft, if there is one, that were accepted; `tokens` came after the root."""
         if self.tree is None:
             return
         path = [0]
@@ -152,7 +153,7 @@ class Part:
 
 
 class _InProbabilities:
-    """Asks whether another level pays with what the drafter's values are worth instead of these."""
+    """Deepening that is asked with the probabilities which the drafter's values stand for."""
 
     def __init__(self, inner: Deepening, calibration: Calibration):
         self._inner, self._probabilities = inner, PathProbabilities(calibration)
@@ -163,7 +164,7 @@ class _InProbabilities:
 
 
 Histories = dict[Any, list[Knowledge]]
-"""What finished requests have taught of the parts, by adapters in effect and whether tokens were sampled."""
+"""Experience of finished requests with the parts, by adapters in effect and whether tokens were sampled."""
 
 
 class CombinedSession(DraftSession):
@@ -174,9 +175,9 @@ class CombinedSession(DraftSession):
 
     Args:
         drafters: the parts.
-        options: how large their tree is.
-        histories: what earlier requests have taught, and where this one leaves what it did.
-        request: what is to be drafted for.
+        options: size of the merged tree.
+        histories: experience of earlier requests, to which this one adds its own.
+        request: the request that the session drafts for.
     """
 
     def __init__(
@@ -184,13 +185,15 @@ class CombinedSession(DraftSession):
     ):
         self._options, self._histories = options, histories
         self._kind = request.adapters, request.do_sample
-        known = histories.get(self._kind) or [Knowledge.of(drafter, request.do_sample) for drafter in drafters]
+        known = histories.get(self._kind) or [
+            Knowledge(Acceptance(drafter.calibration.start(request.do_sample))) for drafter in drafters
+        ]
         self._is_selective = request.adaptive
         self._parts: list[Part] = []
         try:
             for drafter, of_part in zip(drafters, known, strict=True):
                 session = drafter.start(request)
-                self._parts.append(Part(session, drafter.feature_layers, drafter.is_free, of_part.copy()))
+                self._parts.append(Part(session, drafter.feature_layers, drafter.is_free, deepcopy(of_part)))
         except BaseException:
             self._close_parts()
             raise
@@ -244,7 +247,7 @@ class CombinedSession(DraftSession):
                 raise
 
     def _merged(self, parts: Sequence[Part], state: DraftState) -> list[TreeRow]:
-        """One tree a row of what some parts have drafted."""
+        """One tree a row of the drafts of some parts."""
         merged = []
         for row, root in enumerate(state.root_ids.tolist()):
             drafts = [part.drafts[row] for part in parts if part.drafts]
@@ -252,7 +255,7 @@ class CombinedSession(DraftSession):
         return merged
 
     def _suffices(self, part: Part, drafted: Sequence[TreeRow], state: DraftState) -> bool:
-        """Whether what is drafted already is worth what `part` drafts as a rule."""
+        """Whether the drafts so far are worth as much as those of `part` as a rule."""
         lengths = part.known.lengths
         if not self._is_selective or not lengths.weight:
             return False

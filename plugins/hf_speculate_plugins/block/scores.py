@@ -139,7 +139,7 @@ class BlockScores:
         return head.markov_head.inputs(states, head.markov_head.codes(token_ids), carried)
 
     def _behind_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Shares`."""
+        """The `Shares` of a head that scores pairs."""
         carried = None
         if depth and self._carried is not None:
             carried = self._carried.gather(1, previous[..., None].expand(-1, -1, self._carried.shape[-1]))

@@ -32,7 +32,7 @@ class BlockSpec(HeadSpec):
         mask_token_id: token that is embedded in the slots behind the anchor.
         first_slot: first slot that proposes: 1 where a slot proposes the token at its own place (z-lab), 0 where it
             proposes the one behind it (DeepSpec).
-        causal: for each layer, whether slots see only slots up to their own.
+        causal: truth value for each layer: slots see only slots up to their own.
         window_from_anchor: windows count context entries from the anchor, for all slots alike (speculators), instead of
             from each slot (z-lab).
         markov: kind of the Markov head, None without one.

@@ -1,4 +1,8 @@
-"""Typed access to configs, and the keys that no head here follows."""
+"""Typed access to configs, and the keys that change what a decoder layer computes and that no head here follows.
+
+A value of another type, or beyond what anything can have, is a `CheckpointError`. So is a key that no head here
+follows: a head that was trained with one loads without it, drafts badly and never fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class ConfigValues:
     Args:
         where: file or folder, for messages.
         values: the object.
-        prefix: of keys, for messages.
+        prefix: prefix of its keys, for messages.
     """
 
     def __init__(self, where: str, values: Mapping[str, Any], prefix: str = ""):
@@ -33,7 +37,7 @@ class ConfigValues:
         return self.values.get(key) is not None
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """What to raise for a value that is not as it should be."""
+        """The error for a value that is not what it should be."""
         shown = repr(self.values.get(key))
         shown = shown if len(shown) <= 80 else f"{shown[:60]} ..."
         return CheckpointError(f"{self.where}: {self._prefix}{key} in config.json is {shown}, expected {wanted}.")
@@ -52,7 +56,7 @@ class ConfigValues:
         return value
 
     def token(self, key: str) -> int | None:
-        """A token id; None if nothing is said."""
+        """A token id; None if the config has none."""
         value = self.values.get(key)
         if value is not None and (type(value) is not int or value < 0):
             raise self.wrong(key, "a token id")

@@ -1,4 +1,9 @@
-"""Files of weights and configs."""
+"""Files of weights and configs: found in a folder, read as plain tensors and nothing else, and written.
+
+Files come from anywhere. Before a tensor is handed on, it is certain that it shows no more than the file stores, so
+that everything made of its shape fits in memory as the file does. A folder becomes a config and named tensors
+(`read_checkpoint`), or names and shapes alone (`tensor_shapes`, for `Drafter.recognizes`).
+"""
 
 from __future__ import annotations
 
@@ -199,7 +204,7 @@ def _load_pickle(path: str, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def _check_zip(path: str, file: BinaryIO) -> None:
-    """What is unpacked is no larger than the file: torch compresses nothing."""
+    """Refuses entries that are larger unpacked than in the file: torch compresses nothing."""
     with zipfile.ZipFile(file) as archive:
         entries, size = archive.infolist(), os.fstat(file.fileno()).st_size
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
@@ -211,10 +216,10 @@ def _check_zip(path: str, file: BinaryIO) -> None:
 
 
 def _check_pickle(path: str, file: Any, count: int = 1) -> None:
-    """Torch takes what these hold for harmless: making a `bytearray` of any length is among that.
+    """Refuses pickles of other things than tensors. Torch allows more, a `bytearray` of any length among it.
 
     Args:
-        count: pickles in a row.
+        count: number of pickles in a row.
     """
     try:
         for _ in range(count):
@@ -227,7 +232,7 @@ def _check_pickle(path: str, file: Any, count: int = 1) -> None:
 
 
 def _check_storages(path: str, tensors: Mapping[str, Tensor]) -> None:
-    """What all tensors show together is not much more than what is stored: copies of views take what they show."""
+    """Refuses tensors that together show much more than is stored: a copy of a view takes all that it shows."""
     plain = [t for t in tensors.values() if t.layout == torch.strided]
     stored = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}
     shown = sum(t.numel() * t.element_size() for t in plain)
@@ -273,11 +278,11 @@ class Checkpoint:
     """A checkpoint folder as it was read.
 
     Attributes:
-        folder: where.
+        folder: folder of the files.
         config: `config.json`, raw (no defaults filled in); empty when there is none.
-        tensors: by name, wrapper prefixes stripped, on the CPU, in the dtype of the file. They may be mapped
-            from it: copy what is to outlive it.
-        files: the weight files that were read, names relative to `folder`.
+        tensors: tensors by name, wrapper prefixes stripped, on the CPU, in the dtype of the file. They may be mapped
+            from it: copy a tensor that is to outlive the file.
+        files: names of the weight files that were read, relative to `folder`.
     """
 
     folder: str
@@ -293,9 +298,9 @@ def read_checkpoint(
 
     Args:
         folder: a local folder.
-        strip: prefixes that are taken off names, repeatedly and in any order. (A full causal LM, as Medusa-2, needs
-            its `model.`: pass `("module.", "_orig_mod.")`.)
-        only: which tensors to read, by stripped name; None reads all.
+        strip: prefixes that are taken off names, repeatedly and in any order. (A full causal LM like Medusa-2 needs its
+            `model.`: pass `("module.", "_orig_mod.")`.)
+        only: filter of the tensors to read, by stripped name; None reads all.
     Raises:
         CheckpointError: no weights, truncated or unreadable files, a pickle with anything but tensors in it, names
             that collide after stripping, NaN or infinite weights.

@@ -1,4 +1,4 @@
-"""Parts of the target that a head uses."""
+"""Parts of the target that a head uses: embeddings, output matrix, and the tokens that it drafts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Spec = TypeVar("Spec", bound=HeadSpec)
 
 @dataclass(frozen=True)
 class OpenedHead(Generic[Spec]):
-    """A head's files, understood; whose embeddings and output matrix it uses is still open.
+    """The files of a head, read and described; its embeddings and output matrix are not chosen yet.
 
     Attributes:
-        spec: what it computes.
+        spec: shapes and switches of the head.
         checkpoint: the files, names canonical.
-        keys: the books of this load.
+        keys: account of this load.
         target_ids: int64 [Vd] on the CPU, target id of each draft id; None where they are the same.
     """
 
@@ -49,9 +49,10 @@ def shared_embeddings(
     """The target's embeddings if the head should use them; None if its own are to be loaded.
 
     Args:
+        opened: the head.
         theirs: the target's embedding module.
         choice: "own" or "target", if somebody knows; else they are compared.
-        trained: whether such heads train theirs, where the config does not say.
+        trained: default of the config's `embed_requires_grad`: such heads train their embeddings.
     Raises:
         CheckpointError: the head needs its own, and the file has none.
     """
@@ -88,7 +89,9 @@ def shared_output(opened: OpenedHead[Any], theirs: Any, rows: torch.dtype | None
     """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded.
 
     Args:
-        rows: for a head whose files leave out the target's rows for its draft vocabulary: the type to take them in.
+        opened: the head.
+        theirs: the target's output layer.
+        rows: type of the target's rows for the draft vocabulary, for a head whose files leave them out.
     """
     name = "lm_head.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
@@ -117,8 +120,8 @@ def vocabulary_output(theirs: Any, hidden_size: int, target_ids: Tensor, dtype: 
 
     Args:
         theirs: the target's output layer, whatever it keeps its matrix in.
-        target_ids: int64 [Vd].
-        dtype: of the target's states, and of the rows.
+        target_ids: int64 [Vd], tokens of the rows.
+        dtype: type of the target's states, and of the rows.
     """
     rows = output_rows(theirs, hidden_size, dtype, target_ids)
     layer = nn.Linear(hidden_size, len(target_ids), bias=False, device="meta")
@@ -127,7 +130,7 @@ def vocabulary_output(theirs: Any, hidden_size: int, target_ids: Tensor, dtype: 
 
 
 def _own(opened: OpenedHead[Any], name: str) -> Tensor | None:
-    """What the file has of it, in the books only where it is used."""
+    """The file's tensor, which enters the account only if it is used; None if there is none."""
     own = opened.checkpoint.tensors.get(name)
     if own is not None and own.dtype not in WEIGHT_TYPES:
         raise CheckpointError(f"{opened.checkpoint.folder}: {name} is of {own.dtype}, not of a type of weights.")
@@ -135,7 +138,7 @@ def _own(opened: OpenedHead[Any], name: str) -> Tensor | None:
 
 
 def is_copy(own: Tensor, theirs: Tensor) -> bool:
-    """Whether `own` is `theirs`, but for what two roundings to 16 bits can do to tiny numbers."""
+    """Whether `own` equals `theirs`, but for two roundings of tiny numbers to 16 bits."""
     if not theirs.is_floating_point() or theirs.device.type == "meta":
         return False
     step = 16384  # rows at a time: a comparison must not need a copy of the matrix in float32
@@ -154,7 +157,7 @@ def _embedding_shape(module: Any) -> tuple[int, ...]:
 
 
 def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:
-    """Between rows of a matrix and what an embedding module gives for them; it is called, for it may be offloaded."""
+    """Mean cosine of rows of a matrix and an embedding module's. The module is called, for it may be offloaded."""
     rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024)).long()
     device = next(theirs.parameters()).device
     found = theirs(rows if device.type == "meta" else rows.to(device))
@@ -206,7 +209,7 @@ def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -
 
 
 def vocabulary_tensors(spec: HeadSpec, target_ids: Tensor | None) -> dict[str, Tensor]:
-    """What `draft_vocabulary` reads: offsets and members, on the CPU. None: every token is its own."""
+    """The tensors that `draft_vocabulary` reads: offsets and members, on the CPU. None: every token is its own."""
     own = torch.arange(spec.draft_vocab_size)
     ids = own if target_ids is None else target_ids.cpu()
     members = torch.zeros(spec.vocab_size, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Drafter."""
+"""The `draft_model` drafter, a smaller causal LM of the same vocabulary, and the folders that hold such models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Beside the weights of a model that can be used alone.
-TOKENIZER_FILES = (
+# Files beside the weights of a model that can be used alone.
+_TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,8 +39,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
 _SIZES = ("num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size")
 _MAX_PACKED = 32
 _HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.")
@@ -89,7 +87,7 @@ def load_model(folder: str, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_shapes(folder: str) -> None:
-    """Raises `CheckpointError` where weights have other shapes than the config gives them; packed ones aside."""
+    """Raises `CheckpointError` for weights of other shapes than the config gives them; packed ones aside."""
     if "quantization_config" in read_config(folder):
         return
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -104,7 +102,7 @@ def _check_shapes(folder: str) -> None:
 
 
 def _check_sizes(folder: str) -> None:
-    """Raises `CheckpointError` for a config that announces far more than the files hold: it would be made first."""
+    """Raises `CheckpointError` for a config that announces far more than the files hold, before anything is made."""
     shapes, config = tensor_shapes(folder), read_config(folder)
     nested = config.get("text_config")
     values = nested if isinstance(nested, dict) else config
@@ -125,7 +123,7 @@ class DraftModelDrafter(Drafter):
     """Drafts with a causal LM.
 
     Args:
-        model: the draft model; its vocabulary must be the target's (padding rows at the end may differ).
+        model: draft model; its vocabulary must be the target's (padding rows at the end may differ).
         options: see `DraftModelOptions`.
     """
 
@@ -172,7 +170,7 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def files(cls, folder: str) -> list[str]:
-        return [*checkpoint_files(folder), *TOKENIZER_FILES]
+        return [*checkpoint_files(folder), *_TOKENIZER_FILES]
 
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
@@ -200,7 +198,7 @@ class DraftModelDrafter(Drafter):
                 )
 
     def _check_smaller(self, target: PreTrainedModel) -> None:
-        """Raises `TargetMismatchError` for the target itself, or the same weights in no fewer bytes: it cannot pay."""
+        """Raises `TargetMismatchError` for the target itself, or equal weights in no fewer bytes: that never pays."""
         ours, theirs = unwrap(self.model), unwrap(target)
         sizes = [model.get_memory_footprint(return_buffers=False) for model in (ours, theirs)]
         if ours is not theirs and (sizes[0] < sizes[1] or not _has_same_weights(ours, theirs)):

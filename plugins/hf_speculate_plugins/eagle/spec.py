@@ -34,7 +34,7 @@ class EagleSpec(HeadSpec):
         own_output: the output matrix is the head's own. If not, its rows are the target's for the draft vocabulary
             ("frequency-ranked", FR-Spec, arXiv:2502.14856), and no file needs to hold them.
         num_layers: number of decoder layers; the first is special, see `head`.
-        feature_layers: None asks for the default, which depends on the target's depth, see `resolved_layers`.
+        feature_layers: see `HeadSpec`; None is the default, which depends on the target's depth (`resolved_layers`).
         num_features: number of features that the first projection takes (1 for EAGLE-1).
         fc_bias, qkv_bias, o_bias: biases in these projections.
         norm_before_fc: one RMSNorm over the concatenated features.

@@ -58,7 +58,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     @property
     def target_ids(self) -> Tensor | None:
-        """See `LoadedHead`."""
+        """Target id of each draft id, see `LoadedHead`."""
         return self._loaded.target_ids
 
     @property

@@ -168,8 +168,8 @@ class SharingHead(nn.Module, Generic[Spec]):
         return self._quick is not None
 
     def quicken(self) -> None:
-        """From now on few rows are multiplied in 8 bits, on a CPU that has the kernel. Neither the head's weights nor
-        the target change."""
+        """Lets matrices multiply few rows in 8 bits from now on, on a CPU that has the kernel. The head's weights stay,
+        and so does the target."""
         from hf_speculate.gguf import RoundedLinear, has_kernel, quicken  # and the room of packed targets
 
         if not self.is_quick and self.device.type == "cpu" and has_kernel():
