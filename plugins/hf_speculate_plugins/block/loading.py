@@ -13,7 +13,7 @@ from typing import Any
 from hf_speculate.errors import CheckpointError
 
 from ..checkpoints import ConfigValues, Shapes, Stated, mask_token_of, windows_of
-from ..heads import HeadFiles, overridden
+from ..heads import HeadFiles
 from .head import BlockHead
 from .spec import BlockSpec, Conventions, Dialect, MarkovKind, Method
 
@@ -38,10 +38,6 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
 
     @classmethod
-    def called(cls, spec: BlockSpec) -> str:
-        return f"{spec.method} head"
-
-    @classmethod
     def spec_of(cls, stated: Stated, conventions: Conventions) -> BlockSpec:
         shapes, nested = stated.shapes, stated.nested
         dialect, fields = _dialect(stated), stated.layer_fields()
@@ -59,8 +55,9 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
             output_multiplier=nested.number("output_multiplier", 1.0),
             softcap=nested.number("final_logit_softcapping", 0.0) or None,
         )
+        stated.check_sizes(spec)
         causal = spec.causal if conventions.causal is None else (conventions.causal,) * spec.num_layers
-        changed = overridden(spec, conventions, ("feature_layers", "mask_token_id", "first_slot"), causal=causal)
+        changed = spec.overridden(conventions, ("feature_layers", "mask_token_id", "first_slot"), causal=causal)
         if changed.num_features != spec.num_features:
             raise CheckpointError(
                 f"this head takes {spec.num_features} features, feature_layers names {changed.num_features}."

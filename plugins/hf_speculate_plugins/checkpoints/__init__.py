@@ -5,17 +5,14 @@ dropped or left at its initial value in silence. Nothing here knows a method.
 """
 
 from .accounting import KeyAccount, LoadReport, num_indexed
-from .config import ConfigValues, mask_token_of, refuse_switches
+from .config import ConfigValues, mask_token_of
 from .decoder_config import (
     HeadSpec,
     Shapes,
     Stated,
-    check_dimensions,
     check_stated_size,
-    check_stated_sizes,
     check_stated_target,
     facts_of_target,
-    layer_config_of,
     rope_of,
     speculators_section,
     stated_name,
@@ -56,21 +53,17 @@ __all__ = [
     "Shapes",
     "Stated",
     "TargetFiles",
-    "check_dimensions",
     "check_stated_size",
-    "check_stated_sizes",
     "check_stated_target",
     "checkpoint_files",
     "draft_vocabulary",
     "facts_of_target",
     "is_copy",
-    "layer_config_of",
     "listed",
     "mask_token_of",
     "num_indexed",
     "read_checkpoint",
     "read_config",
-    "refuse_switches",
     "rope_of",
     "shared_embeddings",
     "shared_output",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -14,8 +14,13 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub import check_stated_name
 
 from .accounting import num_indexed
-from .config import ConfigValues
+from .config import ConfigValues, refuse_switches
+from .files import Checkpoint
 from .target_files import TargetFiles
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -94,6 +99,19 @@ class HeadSpec:
         """Whether such heads train their embeddings unless the config says otherwise."""
         return False
 
+    def overridden(self, conventions: Any, names: Sequence[str], **changes: Any) -> Self:
+        """The spec under the caller's conventions.
+
+        Args:
+            conventions: options of reading a head.
+            names: fields of both, which the conventions replace where they are not None; so does `rope_theta`.
+            changes: other fields.
+        """
+        changes |= {name: value for name in names if (value := getattr(conventions, name)) is not None}
+        if conventions.rope_theta is not None:
+            changes["rope"] = {**self.rope, "rope_theta": float(conventions.rope_theta)}
+        return replace(self, **changes)
+
     def resolved_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """`feature_layers` for a target of this many layers."""
         assert self.feature_layers is not None
@@ -120,6 +138,38 @@ class Stated:
     nested: ConfigValues
     layers: ConfigValues
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, shapes: Shapes, section: str) -> Stated:
+        """The statements of a checkpoint; `section` is the key of `nested`.
+
+        Raises:
+            CheckpointError: tensors of other dimensions, or a key of the config that no head here follows.
+        """
+        for name, shape in shapes.items():
+            wanted = _DIMENSIONS.get(name, len(shape))
+            if len(shape) != wanted:
+                raise CheckpointError(f"{checkpoint.folder}: {name} has shape {shape}, expected {wanted} dimensions.")
+        config = ConfigValues(checkpoint.folder, checkpoint.config)
+        nested, layers = config.inner(section), _layer_config(config)
+        refuse_switches(config, layers, nested)
+        return cls(checkpoint.folder, tuple(checkpoint.tensors), shapes, config, nested, layers)
+
+    def check_sizes(self, spec: HeadSpec, *, drafts_all: bool = False) -> None:
+        """Compares the sizes in the config with those of the tensors, as far as the config has them.
+
+        Args:
+            spec: sizes of the tensors.
+            drafts_all: such heads draft the whole vocabulary, so the config's `draft_vocab_size` does not count.
+        Raises:
+            CheckpointError: a size that differs, with both numbers.
+        """
+        check_stated_size(self.layers, "hidden_size", spec.hidden_size)
+        check_stated_size(self.layers, "intermediate_size", spec.intermediate_size)
+        check_stated_size(self.layers, "vocab_size", spec.vocab_size)
+        if not drafts_all:
+            check_stated_size(self.config, "draft_vocab_size", spec.draft_vocab_size)
+        check_stated_size(self.config, "target_hidden_size", spec.target_hidden_size)
+
     def layer_fields(self) -> dict[str, Any]:
         """The fields of a `HeadSpec` that its decoder layers decide.
 
@@ -129,8 +179,11 @@ class Stated:
         """
         shapes, layers = self.shapes, self.layers
         return {
-            **attention_sizes(shapes, layers),
-            "num_layers": num_layers_of(self.folder, shapes),
+            **_attention_sizes(shapes, layers),
+            # A gap in the names is a missing tensor, not a smaller head.
+            "num_layers": num_indexed(
+                self.folder, "layer", (match[1] for name in shapes if (match := _LAYER.match(name))), _MAX_LAYERS
+            ),
             "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
             "hidden_act": layers.text("hidden_act") or "silu",
             "rms_norm_eps": layers.number("rms_norm_eps", 1e-6),
@@ -141,7 +194,7 @@ class Stated:
         }
 
 
-def layer_config_of(config: ConfigValues) -> ConfigValues:
+def _layer_config(config: ConfigValues) -> ConfigValues:
     """The config of the decoder layers: the top level, or speculators' nested one.
 
     The nested config may be a diff against the defaults of its class, so this fills those in.
@@ -163,13 +216,7 @@ def layer_config_of(config: ConfigValues) -> ConfigValues:
     return ConfigValues(config.where, {**filled, **nested.values}, "transformer_layer_config.")
 
 
-def num_layers_of(folder: str, shapes: Shapes) -> int:
-    """Number of layers by the names of tensors; a gap is a missing tensor, not a smaller head."""
-    indices = [match[1] for name in shapes if (match := _LAYER.match(name))]
-    return num_indexed(folder, "layer", indices, _MAX_LAYERS)
-
-
-def attention_sizes(shapes: Shapes, layer_config: ConfigValues) -> dict[str, int]:
+def _attention_sizes(shapes: Shapes, layer_config: ConfigValues) -> dict[str, int]:
     """`hidden_size`, `num_heads`, `num_kv_heads` and `head_dim` by the tensors of the first layer.
 
     Raises:
@@ -231,36 +278,6 @@ def windows_of(layer_config: ConfigValues, num_layers: int) -> tuple[int | None,
     window = layer_config.size("sliding_window", most=1 << 40)
     windows = [window if kind == "sliding_attention" else None for kind in types]
     return (*windows, *[None] * (num_layers - len(windows)))
-
-
-def check_dimensions(folder: str, shapes: Shapes) -> None:
-    """Raises `CheckpointError` if a tensor that sizes are read from has another number of dimensions."""
-    for name, shape in shapes.items():
-        wanted = _DIMENSIONS.get(name, len(shape))
-        if len(shape) != wanted:
-            raise CheckpointError(f"{folder}: {name} has shape {shape}, expected {wanted} dimensions.")
-
-
-def check_stated_sizes(config: ConfigValues, layers: ConfigValues, spec: HeadSpec, *, drafts_all: bool = False) -> None:
-    """Compares the sizes in the config with those of the tensors; a size that the config leaves out is not compared.
-
-    Args:
-        config: top level of the config.
-        layers: config of the decoder layers.
-        spec: sizes of the tensors.
-        drafts_all: such heads draft the whole vocabulary, so the config's `draft_vocab_size` does not count.
-    Raises:
-        CheckpointError: a size that differs, with both numbers.
-    """
-    for values, key, found in (
-        (layers, "hidden_size", spec.hidden_size),
-        (layers, "intermediate_size", spec.intermediate_size),
-        (layers, "vocab_size", spec.vocab_size),
-        (config, "draft_vocab_size", None if drafts_all else spec.draft_vocab_size),
-        (config, "target_hidden_size", spec.target_hidden_size),
-    ):
-        if found is not None:
-            check_stated_size(values, key, found)
 
 
 def check_stated_size(config: ConfigValues, key: str, found: int) -> None:
@@ -329,16 +346,11 @@ def speculators_section(
     algorithm: str, num_tokens: int, target_name: str | None, target_architectures: list[str] | None
 ) -> dict[str, Any]:
     """`speculators_config` of vllm-project/speculators."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
+        "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
         "verifier": {"name_or_path": target_name, "architectures": target_architectures or []},
     }
 

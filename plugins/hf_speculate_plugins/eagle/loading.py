@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
 from ..checkpoints import ConfigValues, OpenedHead, Shapes, Stated, mask_token_of, rope_of, windows_of
-from ..heads import HeadFiles, overridden
+from ..heads import HeadFiles
 from .head import EagleHead
 from .spec import Conventions, Dialect, EagleSpec
 
@@ -99,7 +99,8 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
             **_mask(stated),
             own_output=_own_output(stated, dialect, version),
         )
-        spec = overridden(spec, conventions, _OVERRIDES)
+        stated.check_sizes(spec, drafts_all=version == 1)
+        spec = spec.overridden(conventions, _OVERRIDES)
         if spec.mask_token_id is not None and not spec.parallel:
             raise ValueError(f"eagle: mask_token_id is for P-EAGLE heads; the head in {stated.folder} is {spec.kind}.")
         return spec
@@ -110,8 +111,8 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         layers = spec.resolved_layers(config.num_hidden_layers)
         if len(layers) != spec.num_features:
             raise TargetMismatchError(
-                f"this EAGLE head takes features of {spec.num_features} target layers, but {len(layers)} are named: "
-                f"{list(layers)}."
+                f"this {spec.kind} head takes features of {spec.num_features} target layers, but {len(layers)} are "
+                f"named: {list(layers)}."
             )
 
     @classmethod

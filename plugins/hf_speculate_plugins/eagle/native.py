@@ -9,7 +9,6 @@ calls a level: for layers, ranking and growth. They are the reference of the one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -240,57 +239,43 @@ class NativeSteps(PlainSteps):
         if rows is None:
             return None
         growth = NativeGrowth(len(root), width, size.depth, self._loaded.target_ids)
-        grow = Growing(forward, reading, rows, ranking, sampling, noise, state)
-        if not (grow.at_once(growth, root, unread) if forward.is_one_call else grow.by_levels(growth, root)):
+
+        def goes_on() -> bool:
+            return state.goes_on(growth.values, growth.previous)
+
+        if forward.is_one_call:
+            starts = reading.next_positions()
+            angles = forward.angles(root, max(starts) + num_pending + growth.depth)
+            draft = NativeDraft(rows, ranking, forward.embeddings, angles)
+            is_grown = draft.grow(growth, root, unread, torch.tensor(starts), sampling, noise, goes_on)
+        else:
+            is_grown = self._grow_by_levels(growth, root, rows, ranking, sampling, noise, goes_on)
+        if not is_grown:
             return None
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)
 
-
-@dataclass(frozen=True)
-class Growing:
-    """Growth of the trees of one draft. Both ways return whether the kernel did it; if not, no committed entry changed.
-
-    Attributes:
-        sampling, noise: sampling and noise of the request.
-        state: state of the request, which decides whether to go on.
-    """
-
-    forward: NativeForward
-    reading: Reading
-    rows: TreeRows
-    ranking: NativeRanking
-    sampling: Sampling
-    noise: NoiseOf
-    state: DraftState
-
-    def at_once(self, growth: NativeGrowth, root: Tensor, unread: Unread | None) -> bool:
-        """Grows the trees in one call."""
-        starts, num_pending = self.reading.next_positions(), 0 if unread is None else unread.tokens.shape[1]
-        angles = self.forward.angles(root, max(starts) + num_pending + growth.depth)
-        draft = NativeDraft(self.rows, self.ranking, self.forward.embeddings, angles)
-        return draft.grow(
-            growth,
-            root,
-            unread,
-            torch.tensor(starts),
-            self.sampling,
-            self.noise,
-            lambda: self.state.goes_on(growth.values, growth.previous),
-        )
-
-    def by_levels(self, growth: NativeGrowth, root: Tensor) -> bool:
-        """Grows the trees in three calls a level."""
+    def _grow_by_levels(
+        self,
+        growth: NativeGrowth,
+        root: Tensor,
+        rows: TreeRows,
+        ranking: NativeRanking,
+        sampling: Sampling,
+        noise: NoiseOf,
+        goes_on: Callable[[], bool],
+    ) -> bool:
+        """Grows the trees in three calls a level; False, and no committed entry changed, if the kernel cannot."""
         width = growth.tokens.shape[1]
-        ranked = self.ranking.run(root[:, None].contiguous(), width, self.noise(0), self.sampling)
+        ranked = ranking.run(root[:, None].contiguous(), width, noise(0), sampling)
         for level in range(1, growth.depth + 1):
             if ranked is None:
                 return False
             growth.extend(ranked.shares, ranked.columns)
-            if level == growth.depth or not self.state.goes_on(growth.values, growth.previous):
+            if level == growth.depth or not goes_on():
                 break
-            states, beside = self.forward.inputs(growth.tokens, parent_states(ranked.fed_back, growth.previous))
-            positions = self.reading.positions_at(torch.full((1, 1), level - 1)).expand(-1, width)
-            hidden = self.rows.run(growth, states, self.forward.rotary(states, positions), beside)[-1]
-            ranked = self.ranking.run(hidden, width, self.noise(level), self.sampling)
+            states, beside = self._forward.inputs(growth.tokens, parent_states(ranked.fed_back, growth.previous))
+            positions = self._reading.positions_at(torch.full((1, 1), level - 1)).expand(-1, width)
+            hidden = rows.run(growth, states, self._forward.rotary(states, positions), beside)[-1]
+            ranked = ranking.run(hidden, width, noise(level), sampling)
         return True

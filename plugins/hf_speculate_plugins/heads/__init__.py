@@ -5,7 +5,7 @@ The drafters and sessions of methods are built on these; nothing here knows a me
 
 from .compiled import CompiledForwards, form_of, problem_with_head
 from .drafter import HeadDrafter, HeadSession
-from .files import HeadFiles, Limit, LoadedHead, Written, overridden
+from .files import HeadFiles, Limit, LoadedHead, Written
 from .head import MLP, Attend, Attention, CachedAttention, SharingHead, call_beside, rotary_embedding
 from .reading import Place, Reading
 
@@ -27,7 +27,6 @@ __all__ = [
     "Written",
     "call_beside",
     "form_of",
-    "overridden",
     "problem_with_head",
     "rotary_embedding",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -32,21 +32,18 @@ from ..checkpoints import (
     Shapes,
     Stated,
     TargetFiles,
-    check_dimensions,
     check_stated_target,
     draft_vocabulary,
     facts_of_target,
     is_copy,
-    layer_config_of,
     listed,
     read_checkpoint,
-    refuse_switches,
     shared_embeddings,
     shared_output,
     stated_name,
     write_checkpoint,
 )
-from .head import SharingHead, sample_angles
+from .head import SharingHead, built_head
 
 
 logger = get_logger(__name__)
@@ -149,11 +146,6 @@ class HeadFiles(Generic[Spec, Head]):
         return dict(tensors)
 
     @classmethod
-    def called(cls, spec: Spec) -> str:
-        """The head in messages about its target."""
-        return cls.kind
-
-    @classmethod
     def ignore_leftovers(cls, opened: OpenedHead[Spec]) -> None:
         """Books tensors that the head does not need, each with the reason."""
 
@@ -202,11 +194,7 @@ class HeadFiles(Generic[Spec, Head]):
             raise CheckpointError(
                 f"{folder} has no config.json, which says {cls.config_says}: copy it from where the head is from."
             )
-        check_dimensions(folder, shapes)
-        config = ConfigValues(folder, checkpoint.config)
-        nested, layers = config.inner(cls.section), layer_config_of(config)
-        refuse_switches(config, layers, nested)
-        stated = Stated(folder, tuple(checkpoint.tensors), shapes, config, nested, layers)
+        stated = Stated.of(checkpoint, shapes, cls.section)
         try:
             spec = cls.spec_of(stated, conventions)
         except KeyError as error:
@@ -236,8 +224,8 @@ class HeadFiles(Generic[Spec, Head]):
             CheckpointError: an unknown activation, RoPE parameters that give no angles, or missing, unknown and
                 misshapen tensors.
         """
-        spec, keys = opened.spec, opened.keys
-        head = _built(lambda: cls.head_class(spec, embed_tokens, lm_head), spec, opened.checkpoint.folder, cls.kind)
+        keys = opened.keys
+        head = built_head(cls.head_class, opened, embed_tokens, lm_head, cls.kind)
         cls.ignore_leftovers(opened)
         for name in opened.checkpoint.tensors:
             if name.endswith("rotary_emb.inv_freq"):
@@ -260,7 +248,7 @@ class HeadFiles(Generic[Spec, Head]):
     @classmethod
     def check_sizes(cls, spec: Spec, config: Any, name: str) -> None:
         """The same check for the config of a text model; `name` is the target in messages."""
-        head = cls.called(spec)
+        head = f"{spec.kind} head"
         for size, ours, theirs in (
             ("hidden size", spec.target_hidden_size, config.hidden_size),
             ("vocabulary", spec.vocab_size, config.vocab_size),
@@ -279,7 +267,7 @@ class HeadFiles(Generic[Spec, Head]):
         token = spec.mask_token_id
         if token is not None and not 0 <= token < config.vocab_size:
             raise TargetMismatchError(
-                f"the mask token of this {spec.kind} head is {token}, but {name} has {config.vocab_size} tokens."
+                f"the mask token of this {head} is {token}, but {name} has {config.vocab_size} tokens."
             )
 
     # Writing.
@@ -331,12 +319,10 @@ class HeadFiles(Generic[Spec, Head]):
         spec, tensors, keeps = head.spec, dict(head.state_dict()), cls.stores(layout, head.spec)
         for name, module in head.shared.items():
             if module is not None and keeps[name]:
-                is_output = name == "lm_head"
-                rows = (
-                    output_rows(module, spec.hidden_size, head.dtype)
-                    if is_output
-                    else embedding_rows(module, spec.vocab_size)
-                )
+                if name == "embed_tokens":
+                    rows = embedding_rows(module, spec.vocab_size)
+                else:
+                    rows = output_rows(module, spec.hidden_size, head.dtype)
                 tensors[f"{name}.weight"] = rows
         return tensors
 
@@ -381,7 +367,8 @@ class HeadFiles(Generic[Spec, Head]):
         spec, own = opened.spec, opened.checkpoint.tensors.get(_EMBEDDINGS)
         is_stored = cls.stores(layout, spec)["embed_tokens"]
         if own is None and not is_stored:
-            return _absent(opened, _EMBEDDINGS, nn.Embedding(spec.vocab_size, spec.hidden_size, device="meta"))
+            opened.keys.share(_EMBEDDINGS, "not in the file")
+            return nn.Embedding(spec.vocab_size, spec.hidden_size, device="meta")  # stands for the target's
         if target is None:
             if own is None:
                 raise _target_needed(opened, layout, _EMBEDDINGS)
@@ -401,47 +388,12 @@ class HeadFiles(Generic[Spec, Head]):
         if spec.own_output and spec.draft_vocab_size != spec.vocab_size:
             return None
         if not has_own and not is_stored:
-            output = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False, device="meta")
-            return _absent(opened, _OUTPUT, output)
+            opened.keys.share(_OUTPUT, "not in the file")
+            return nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False, device="meta")
         if target is None:
             raise _target_needed(opened, layout, _OUTPUT)
         theirs = target.output_embeddings()
         return shared_output(opened, theirs, None if spec.own_output else theirs.weight.dtype)
-
-
-def overridden(spec: Spec, conventions: Any, names: Sequence[str], **changes: Any) -> Spec:
-    """`spec` as the caller's conventions have it.
-
-    Args:
-        names: fields of both, which the conventions replace where they are not None; so does `rope_theta`.
-        changes: other fields.
-    """
-    changes |= {name: value for name in names if (value := getattr(conventions, name)) is not None}
-    if conventions.rope_theta is not None:
-        changes["rope"] = {**spec.rope, "rope_theta": float(conventions.rope_theta)}
-    return dataclasses.replace(spec, **changes)
-
-
-def _built(make: Callable[[], Head], spec: HeadSpec, folder: str, kind: str) -> Head:
-    """A head on the meta device; raises `CheckpointError` for activations and RoPE that there are not."""
-    try:
-        with torch.device("meta"):
-            head = make()
-        angles = sample_angles(head.rotary, spec)
-    except Exception as error:  # what is wrong with types of RoPE and activations, transformers says in several ways
-        raise CheckpointError(
-            f"{folder}: config.json makes no {kind} ({type(error).__name__}: {error}); RoPE is {spec.rope}, the "
-            f"activation {spec.hidden_act!r}."
-        ) from error
-    if not all(part.isfinite().all() and part.shape[-1] == spec.head_dim for part in angles):
-        raise CheckpointError(f"{folder}: RoPE with {spec.rope} (config.json) gives no {spec.head_dim} angles.")
-    return head
-
-
-def _absent(opened: OpenedHead[Any], name: str, module: nn.Module) -> nn.Module:
-    """A module that stands for the target's in a layout that does not store it."""
-    opened.keys.share(name, "not in the file")
-    return module
 
 
 def _target_needed(opened: OpenedHead[Any], layout: str, name: str) -> CheckpointError:

@@ -15,10 +15,11 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from hf_speculate.errors import CheckpointError
 from hf_speculate.target import unhooked
 from hf_speculate.transfers import to_device
 
-from ..checkpoints import HeadSpec
+from ..checkpoints import HeadSpec, OpenedHead
 
 
 _MAX_POSITION = 1 << 24  # longest text that RoPE is tried with; float32 counts to here
@@ -193,7 +194,35 @@ def rotary_embedding(spec: HeadSpec) -> LlamaRotaryEmbedding:
         )
 
 
-def sample_angles(rotary: nn.Module, spec: HeadSpec) -> list[Tensor]:
+def built_head(
+    head_class: type[Any], opened: OpenedHead[Any], embed_tokens: nn.Module | None, lm_head: nn.Module | None, kind: str
+) -> Any:
+    """A head on the meta device.
+
+    Args:
+        head_class: class of the head.
+        opened: its files.
+        embed_tokens, lm_head: modules of the target, see `SharingHead`.
+        kind: kind of head, for messages.
+    Raises:
+        CheckpointError: an unknown activation, or RoPE parameters that give no angles, for short texts or for long.
+    """
+    spec, folder = opened.spec, opened.checkpoint.folder
+    try:
+        with torch.device("meta"):
+            head = head_class(spec, embed_tokens, lm_head)
+        angles = _sample_angles(head.rotary, spec)
+    except Exception as error:  # what is wrong with types of RoPE and activations, transformers says in several ways
+        raise CheckpointError(
+            f"{folder}: config.json makes no {kind} ({type(error).__name__}: {error}); RoPE is {spec.rope}, the "
+            f"activation {spec.hidden_act!r}."
+        ) from error
+    if not all(part.isfinite().all() and part.shape[-1] == spec.head_dim for part in angles):
+        raise CheckpointError(f"{folder}: RoPE with {spec.rope} (config.json) gives no {spec.head_dim} angles.")
+    return head
+
+
+def _sample_angles(rotary: nn.Module, spec: HeadSpec) -> list[Tensor]:
     """Cosines and sines at positions on both sides of every length at which a type of RoPE changes what it does."""
     original = int(spec.rope.get("original_max_position_embeddings") or 1)
     rotary, states = copy.deepcopy(rotary), torch.zeros(1, 1, spec.hidden_size)  # a copy: it remembers lengths
