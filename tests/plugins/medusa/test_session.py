@@ -14,11 +14,7 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftChecks, DraftRequest, DraftState
 from hf_speculate.testing import check_drafter, check_lossless
-from hf_speculate_plugins.medusa import (
-    MedusaDrafter,
-    MedusaHeads,
-    MedusaOptions,
-)
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from hf_speculate_plugins.medusa.drafter import MedusaSession
 
 from ...support.heads import HIDDEN, MEDUSA_CHOICES, MEDUSA_LAYOUTS, VOCAB, random_heads, write_medusa_heads
