@@ -60,13 +60,7 @@ class BlockSession(HeadSession[BlockHead]):
 
 
 class BlockDrafter(HeadDrafter[BlockHead]):
-    """Drafts a whole block in one forward of a head.
-
-    Args:
-        loaded: the head, see `BlockFiles.load`.
-        target: model that the head was loaded for; the drafter keeps only its name and depth.
-        options: see `BlockOptions`.
-    """
+    """Drafts a whole block in one forward of a head; for its arguments see `HeadDrafter`."""
 
     name = "block"
     options_classes = (BlockOptions, Conventions)

@@ -44,12 +44,9 @@ class EagleSession(HeadSession[EagleHead]):
     token i with token i + 1, so the last new entry belongs to the root and its output ranks the root's children.
 
     Args:
-        loaded: the head.
-        layers: for every feature that the head takes, the key by which `observe` is given it.
-        options: options of drafting.
-        conversations: sessions find earlier turns here, and leave theirs.
-        request: the request that the session drafts for.
-        native: see `PlainSteps`.
+        loaded, options, conversations, request: see `HeadSession`.
+        layers: key by which `observe` is given each feature that the head takes.
+        native: native forward of the head, if there is one.
     """
 
     _steps: Steps | None
@@ -216,12 +213,7 @@ class EagleSession(HeadSession[EagleHead]):
 
 
 class EagleDrafter(HeadDrafter[EagleHead]):
-    """Drafts with an EAGLE head.
-
-    Args:
-        loaded: the head, see `EagleFiles.load`.
-        target: model that the head was loaded for; the drafter keeps only its sizes and name.
-        options: see `EagleOptions`.
+    """Drafts with an EAGLE head; for its arguments see `HeadDrafter`.
 
     Attributes:
         entry_layers: the target's features that the head takes, in its order; `feature_layers` has each once.

@@ -5,8 +5,8 @@ The drafters and sessions of methods are built on these; nothing here knows a me
 
 from .compiled import CompiledForwards, form_of, problem_with_head
 from .drafter import HeadDrafter, HeadSession
-from .files import HeadFiles, Limit, LoadedHead, Written
-from .head import MLP, Attend, Attention, CachedAttention, SharingHead, call_beside, rotary_embedding
+from .files import HeadFiles, Limit, Written
+from .head import MLP, Attend, Attention, CachedAttention, LoadedHead, SharingHead, call_beside, rotary_embedding
 from .reading import Place, Reading
 
 

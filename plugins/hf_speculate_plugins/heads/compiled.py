@@ -19,8 +19,7 @@ from hf_speculate.target import NODE_BUCKETS, width_for
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import additive
 
-from .files import LoadedHead
-from .head import SharingHead
+from .head import LoadedHead, SharingHead
 from .reading import Reading
 
 
@@ -87,32 +86,20 @@ class CompiledForwards:
         capacity = capacity_for(end + width)
 
         def arguments() -> tuple[Any, ...]:
+            # Padding entries are copies of the first: finite.
             layers, buffers = self.place(batch_size, capacity)
-            return head, *self._padded(layers, buffers, inputs, masks, width, capacity)
+            slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=head.device))
+            whole = [padded(to_device(each, head.device), width) for each in inputs]
+            placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole)]
+            seen = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)
+            placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(seen)]
+            return head, buffers.cache(layers, slots), *placed, placed_masks
 
         key = (batch_size, width, capacity, head.dtype)
         result = self._compiler.run(head, head.device, key, function, arguments, plain)
         for layer in self._cache.layers:
             cast(PreallocatedLayer, layer).length = end + count
         return result
-
-    def _padded(
-        self,
-        layers: list[tuple[Tensor, Tensor]],
-        buffers: Buffers,
-        inputs: Sequence[Tensor],
-        masks: Sequence[Tensor | None],
-        width: int,
-        capacity: int,
-    ) -> tuple[Any, ...]:
-        """Arguments of a compiled function behind the head. Padding entries are copies of the first: finite."""
-        end, count, device = self.end, inputs[0].shape[1], self._head.device
-        slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=device))
-        whole_inputs = [padded(to_device(each, device), width) for each in inputs]
-        placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole_inputs)]
-        whole = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)
-        placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(whole)]
-        return buffers.cache(layers, slots), *placed, placed_masks
 
 
 def form_of(state: DraftState) -> tuple[bool, str]:

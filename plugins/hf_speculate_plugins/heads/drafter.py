@@ -15,7 +15,8 @@ from hf_speculate.options import read_options
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
 from .compiled import problem_with_head
-from .files import Head, HeadFiles, LoadedHead
+from .files import HeadFiles
+from .head import Head, LoadedHead
 from .reading import Reading
 
 

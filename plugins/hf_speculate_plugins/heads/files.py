@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -43,13 +42,12 @@ from ..checkpoints import (
     stated_name,
     write_checkpoint,
 )
-from .head import SharingHead, built_head
+from .head import Head, LoadedHead, built_head
 
 
 logger = get_logger(__name__)
 
 Spec = TypeVar("Spec", bound=HeadSpec)
-Head = TypeVar("Head", bound=SharingHead[Any])
 
 Limit = tuple[str, Callable[[Any], bool]]
 """One thing that a layout's readers cannot be told: its name for people, and whether a spec needs it."""
@@ -58,26 +56,6 @@ Written = tuple[str, dict[str, Tensor], dict[str, Any]]
 """Name of the weight file, tensors and config of a head in some layout."""
 
 _EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class LoadedHead(Generic[Head]):
-    """A head ready to draft.
-
-    Attributes:
-        head: module on the device of the target's last layer, in the target's dtype.
-        target_ids: int64 [Vd], target id of each draft id; None where they are the same.
-        report: account of every key of the checkpoint.
-    """
-
-    head: Head
-    target_ids: Tensor | None
-    report: LoadReport
-
-    @property
-    def spec(self) -> Any:
-        """Shapes and switches of the head."""
-        return self.head.spec
 
 
 class HeadFiles(Generic[Spec, Head]):

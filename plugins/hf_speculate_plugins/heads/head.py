@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.target import unhooked
 from hf_speculate.transfers import to_device
 
-from ..checkpoints import HeadSpec, OpenedHead
+from ..checkpoints import HeadSpec, LoadReport, OpenedHead
 
 
 _MAX_POSITION = 1 << 24  # longest text that RoPE is tried with; float32 counts to here
@@ -178,6 +179,29 @@ class SharingHead(nn.Module, Generic[Spec]):
             self._quick = {}  # not registered, as what is shared
             if RoundedLinear.suits(self.shared["lm_head"]):
                 self._quick["lm_head"] = RoundedLinear(self.shared["lm_head"])
+
+
+Head = TypeVar("Head", bound=SharingHead[Any])
+
+
+@dataclass(frozen=True)
+class LoadedHead(Generic[Head]):
+    """A head ready to draft.
+
+    Attributes:
+        head: module on the device of the target's last layer, in the target's dtype.
+        target_ids: int64 [Vd], target id of each draft id; None where they are the same.
+        report: account of every key of the checkpoint.
+    """
+
+    head: Head
+    target_ids: Tensor | None
+    report: LoadReport
+
+    @property
+    def spec(self) -> Any:
+        """Shapes and switches of the head."""
+        return self.head.spec
 
 
 def rotary_embedding(spec: HeadSpec) -> LlamaRotaryEmbedding:

@@ -163,7 +163,7 @@ class QuickForward(Forward):
 
     Args:
         heads: the heads.
-        outputs: see `QuickOutputs.of`.
+        outputs: output layers in 8 bits, from `QuickOutputs.of`.
     """
 
     def __init__(self, heads: MedusaHeads, outputs: Sequence[RoundedLinear]):

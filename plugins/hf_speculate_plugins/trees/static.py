@@ -108,7 +108,7 @@ class Level:
         nodes: indices of these nodes in the tree.
         previous: place of each one's parent among the previous level's `nodes`.
         children: indices of the children in the tree.
-        child_parents, child_ranks: for each child, the place of its parent among `nodes`, and its rank there.
+        child_parents, child_ranks: place of each child's parent among `nodes`, and the child's rank there.
     """
 
     nodes: tuple[int, ...]
