@@ -20,7 +20,6 @@ from .decoder_config import (
     windows_of,
 )
 from .files import (
-    WEIGHT_TYPES,
     Checkpoint,
     checkpoint_files,
     listed,
@@ -42,7 +41,6 @@ from .target_files import LoadedTarget, TargetFiles
 
 
 __all__ = [
-    "WEIGHT_TYPES",
     "Checkpoint",
     "ConfigValues",
     "HeadSpec",

@@ -44,17 +44,6 @@ _MAX_PACKED = 32
 _HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.")
 
 
-def holds_model(folder: str) -> bool:
-    """Whether the config in `folder` names a causal LM, and its tensors are no heads of another method."""
-    config = read_config(folder)
-    names = ConfigValues(folder, config).texts("architectures")
-    is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
-    if is_head or "model_type" not in config or not any(n.endswith("ForCausalLM") for n in names):
-        return False
-    # EAGLE-1 heads have the config of a Llama of one layer: only their tensors tell.
-    return not any(name.startswith(_HEAD_TENSORS) for name in tensor_shapes(folder))
-
-
 def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
     """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) beside the target, see `load_model`."""
     if place.endswith(".gguf"):
@@ -166,7 +155,14 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
-        return holds_model(folder)
+        """Whether the config in `folder` names a causal LM, and its tensors are no heads of another method."""
+        config = read_config(folder)
+        names = ConfigValues(folder, config).texts("architectures")
+        is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
+        if is_head or "model_type" not in config or not any(n.endswith("ForCausalLM") for n in names):
+            return False
+        # EAGLE-1 heads have the config of a Llama of one layer: only their tensors tell.
+        return not any(name.startswith(_HEAD_TENSORS) for name in tensor_shapes(folder))
 
     @classmethod
     def files(cls, folder: str) -> list[str]:
@@ -175,10 +171,7 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Loads the draft model beside the target: same dtype, same device."""
-        parsed = read_options(DraftModelOptions, options, cls.name)
-        drafter = cls(load_model(folder, target), parsed)
-        drafter._check_smaller(target)
-        return drafter
+        return cls.for_target(target, model=folder, **options)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares vocabularies: sizes (padding rows aside) and special token ids."""

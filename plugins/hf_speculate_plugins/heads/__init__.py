@@ -3,7 +3,7 @@
 The drafters and sessions of methods are built on these; nothing here knows a method.
 """
 
-from .compiled import CompiledForwards, form_of, problem_with_head
+from .compiled import CompiledForwards, form_of
 from .drafter import HeadDrafter, HeadSession
 from .files import HeadFiles, Limit, Written
 from .head import MLP, Attend, Attention, CachedAttention, LoadedHead, SharingHead, call_beside, rotary_embedding
@@ -27,6 +27,5 @@ __all__ = [
     "Written",
     "call_beside",
     "form_of",
-    "problem_with_head",
     "rotary_embedding",
 ]
