@@ -50,17 +50,6 @@ class MedusaHeads(nn.Module):
         self.register_buffer("token_ids", token_ids)
         self.token_ids: Tensor | None
 
-    @classmethod
-    def untrained(cls, num_heads: int, num_layers: int, output_weight: Float[Tensor, "V H"]) -> MedusaHeads:
-        """Heads as training begins: W = 0 and b = 0 make a block the identity, and every head has a copy of the
-        target's output matrix, so that each predicts what the target does (paper, section 2.2)."""
-        hidden_size = output_weight.shape[1]
-        return cls(
-            output_weight.new_zeros(num_heads, num_layers, hidden_size, hidden_size),
-            output_weight.new_zeros(num_heads, num_layers, hidden_size),
-            output_weight.detach().expand(num_heads, -1, -1).clone(),
-        )
-
     def selected(self, order: Sequence[int]) -> MedusaHeads:
         """Some of the heads in another order."""
         index, shared = list(order), self.output_weight is None or len(self.output_weight) == 1
