@@ -36,6 +36,9 @@ class Reading:
         prompt_mask: bool [B, J], the entries of the prompt that are real; None when all are.
         positions: int64 [B, J], position of every entry of the prompt.
         cache: entries of the text before the prompt that an earlier turn has read; all of them are real.
+
+    Attributes:
+        prompt_positions: `positions` on the head's device.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Reading:
         self._layers = [LayerType("", layer, window) for layer, window in enumerate(head.windows)]
         device = head.device
         self._prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
-        self._prompt_positions = positions.to(device)
+        self.prompt_positions = positions.to(device)
         # Behind the prompt, position = index in the cache + shift.
         last_index = self.cache.append_index + positions.shape[1] - 1
         self._shifts = [last - last_index for last in positions[:, -1].tolist()]
@@ -89,11 +92,6 @@ class Reading:
         """Whether some layers do not see all of the text."""
         return any(self.head.windows)
 
-    @property
-    def prompt_positions(self) -> Int[Tensor, "B J"]:
-        """Positions of the prompt's entries."""
-        return self._prompt_positions
-
     def entry_positions(self) -> Int[Tensor, "B M"]:
         """Positions of the committed entries; those of entries that are not real mean nothing."""
         return torch.arange(self.cache.append_index, device=self.head.device) + self._shift_column()
@@ -104,7 +102,7 @@ class Reading:
         Returns:
             Without masks where causal attention over these entries alone is the same.
         """
-        positions = self._prompt_positions[:, part]
+        positions = self.prompt_positions[:, part]
         if not self.cache.append_index and self._prompt_mask is None and not self.has_windows:
             return positions, None
         size = positions.shape[1]
