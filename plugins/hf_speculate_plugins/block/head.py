@@ -146,7 +146,7 @@ def _mask(
     among = torch.ones(len(positions), spec.block_size, spec.block_size, dtype=torch.bool, device=positions.device)
     if window is not None:
         ends = positions[:, :1, None] if spec.window_from_anchor else queries
-        # From the anchor: so many context entries; from a slot: so many entries, its own among them.
+        # Counted from the anchor: so many context entries; from a slot: so many entries, its own among them.
         reach = window + 1 if spec.window_from_anchor else window
         is_seen = is_seen & (ends - context_positions[:, None] < reach)
         if not spec.window_from_anchor:

@@ -124,7 +124,7 @@ class BlockScores:
     def _candidates(self) -> Int[Tensor, "B D M"]:
         ranked = self.ranked
         if self._request.log_noise is not None:
-            # What the request cuts by the slot alone may come back with what the token before says.
+            # The token before may bring back a token that the request cuts by the slot alone.
             alone = self._logits[..., : ranked.shape[-1]].float()
             ranked = torch.where(ranked.isfinite(), ranked, alone + _CUT)
         default = _CANDIDATES if self._request.log_noise is None else _SAMPLED_CANDIDATES

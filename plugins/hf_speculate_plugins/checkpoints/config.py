@@ -122,7 +122,7 @@ def mask_token_of(*places: ConfigValues) -> int | None:
 
 # Key -> the value that changes nothing. None: there is no such value.
 NEUTRAL: Mapping[str, Any] = {
-    # Which values RoPE turns, and how.
+    # RoPE: the values that it turns, and its order.
     "partial_rotary_factor": 1,
     "rotary_pct": 1,
     "rope_interleave": False,

@@ -37,10 +37,10 @@ WEIGHT_FILES = (
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
-# How often the bytes of one storage may be shown: heads share an output matrix, and there are not many heads.
+# Times that the bytes of one storage may be shown: heads share an output matrix, and there are not many heads.
 _MAX_SHARING = 16
 
-# In front of the bytes of files that are no zip: what wrote them, the dictionary, and names of its storages.
+# Pickles in front of the bytes of files that are no zip: their writer, the dictionary, and names of its storages.
 _LEGACY_PICKLES = 5
 
 Loader = Callable[[], Tensor]
@@ -78,7 +78,7 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def read_index(path: str) -> dict[str, str]:
-    """Name of a tensor -> file beside the index; raises `CheckpointError` for anything else in it."""
+    """The file of each tensor, by name; raises `CheckpointError` for an index that holds anything else."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: its weight_map is {_short(weight_map)}, expected names of tensors with files.")
@@ -168,7 +168,7 @@ def listed(names: Sequence[str], limit: int = 12) -> str:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Whatever the libraries raise for a file is about the file."""
+    """Turns everything that the libraries raise for a file into an error about the file."""
     try:
         yield
     except SpeculateError:
@@ -269,7 +269,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:100]} ... ({len(text)} characters)"
 
 
-# What wrappers leave in front of names: DataParallel / DeepSpeed, a causal LM around the head, torch.compile.
+# Prefixes that wrappers leave: DataParallel / DeepSpeed, a causal LM around the head, torch.compile.
 WRAPPERS = ("module.", "model.", "_orig_mod.")
 
 

@@ -39,7 +39,7 @@ class TargetFiles:
         self._hub = hub
         if self.name.startswith((".", "/", "~")) and not os.path.isdir(self.name):
             raise DrafterNotFoundError(f"cannot read target {self.name!r}: no such folder.")
-        read_config(self.name)  # of a folder; what transformers would wait for or recurse in is refused here
+        read_config(self.name)  # refuses files of a folder that transformers would wait for or recurse in
         try:
             self.config = AutoConfig.from_pretrained(self.name, **hub)
         except Exception as error:  # configs check themselves in several ways

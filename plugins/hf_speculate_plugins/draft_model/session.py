@@ -104,7 +104,7 @@ class DraftModelSession(DraftSession):
         num_committed = len(text)
         text.extend(min(token, self._last_token) for token in path)
         try:
-            return self._draft(state, self.options.depth + 1)  # what was right of it stays in the cache
+            return self._draft(state, self.options.depth + 1)  # the right part of it stays in the cache
         finally:
             del text[num_committed:]
 

@@ -109,7 +109,7 @@ class EagleSession(HeadSession[EagleHead]):
         native = self._native
         is_dynamic = self.options.static_tree is None and not self._loaded.spec.parallel
         if native is not None and is_dynamic and not reading.has_windows and native.current_ranking() is not None:
-            from .native import NativeSteps  # which the session of a head without a kernel need not know
+            from .native import NativeSteps  # only sessions with a kernel need it
 
             return NativeSteps(self._loaded, reading, native)  # not compiled: graphs of trees are slower
         plain = PlainSteps(self._loaded, reading, native)

@@ -236,7 +236,7 @@ def built_head(
         with torch.device("meta"):
             head = head_class(spec, embed_tokens, lm_head)
         angles = _sample_angles(head.rotary, spec)
-    except Exception as error:  # what is wrong with types of RoPE and activations, transformers says in several ways
+    except Exception as error:  # transformers has several kinds of errors for wrong RoPE and activations
         raise CheckpointError(
             f"{folder}: config.json makes no {kind} ({type(error).__name__}: {error}); RoPE is {spec.rope}, the "
             f"activation {spec.hidden_act!r}."
