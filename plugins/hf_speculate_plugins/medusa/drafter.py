@@ -148,10 +148,6 @@ class MedusaDrafter(Drafter):
         return cls(heads, target, read_options(MedusaOptions, options, cls.name, also=["heads"]))
 
     @classmethod
-    def recognizes(cls, folder: str) -> bool:
-        return holds_heads(folder)
-
-    @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Reads heads of any layout; dtype and device are the target's."""
         parsed = read_options(MedusaOptions, options, cls.name)
@@ -183,14 +179,9 @@ class MedusaDrafter(Drafter):
         check_layout(layout, self.heads)
         return layout
 
-    @classmethod
-    def describe(cls, folder: str) -> SavedHead:
-        return describe_heads(folder)
-
-    @classmethod
-    def files(cls, folder: str) -> list[str]:
-        return checkpoint_files(folder)
-
+    recognizes = staticmethod(holds_heads)
+    describe = staticmethod(describe_heads)
+    files = staticmethod(checkpoint_files)
     convert = staticmethod(convert_heads)
 
     def check_target(self, target: PreTrainedModel) -> None:
