@@ -60,7 +60,11 @@ class BlockSession(HeadSession[BlockHead]):
 
 
 class BlockDrafter(HeadDrafter[BlockHead]):
-    """Drafts a whole block in one forward of a head; for its arguments see `HeadDrafter`."""
+    """Drafts a whole block in one forward of a head; for its arguments see `HeadDrafter`.
+
+    Heads are saved as "zlab" (z-lab's and JetSpec's), "deepspec" or "speculators" ("vllm"); by default in the layout
+    that they were read from, or the first that can express them.
+    """
 
     name = "block"
     options_classes = (BlockOptions, Conventions)

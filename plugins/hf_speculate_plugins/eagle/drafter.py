@@ -215,6 +215,9 @@ class EagleSession(HeadSession[EagleHead]):
 class EagleDrafter(HeadDrafter[EagleHead]):
     """Drafts with an EAGLE head; for its arguments see `HeadDrafter`.
 
+    Heads are saved as "safeailab", "specforge" ("sglang"), "speculators" ("vllm") or "compact"; by default as
+    "speculators", and EAGLE-1 as "safeailab", the only layout that has it.
+
     Attributes:
         entry_layers: the target's features that the head takes, in its order; `feature_layers` has each once.
     """

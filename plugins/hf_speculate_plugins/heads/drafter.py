@@ -109,11 +109,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         return SavedHead(self.spec.algorithm, layout, self._target_name)
 
     def check_layout(self, layout: str | None = None) -> str:
-        """The layout by its own name, see `HeadFiles.check_layout`; None stands for the default of the head.
-
-        EAGLE heads are written as "safeailab", "specforge" ("sglang"), "speculators" ("vllm") or "compact", one-pass
-        heads as "zlab" (z-lab's and JetSpec's), "deepspec" or "speculators".
-        """
+        """The layout by its own name, see `HeadFiles.check_layout`; None stands for the default of the head."""
         layout = layout or self.head_files.default_layout(self.spec)
         return self.head_files.check_layout(layout, self.spec, self._num_target_layers)
 

@@ -283,8 +283,9 @@ class HeadFiles(Generic[Spec, Head]):
         Args:
             target_ids: int64 [Vd], target id of each draft id; None where they are the same.
             layout: see `check_layout`.
-            of_target: `num_target_layers`, depth of the target (None: unknown), and for layouts whose config names the
-                target `target_name` and `target_architectures`. EAGLE also takes `embeddings_were_trained`.
+            of_target: `num_target_layers`, depth of the target (None: unknown); `target_name` and
+                `target_architectures` for layouts whose config names the target; `embeddings_were_trained`, whether
+                the head's own embeddings are better than the target's.
         Raises:
             CheckpointError: the layout cannot express this head; the message says why.
         """
