@@ -132,7 +132,7 @@ class Part:
     def draft(self, state: DraftState) -> None:
         self.read()
         calibration = self.known.acceptance.calibration
-        deepening = None if state.deepening is None else _InProbabilities(state.deepening, calibration)
+        deepening = None if state.deepening is None else _in_probabilities(state.deepening, calibration)
         self.tree = self.session.draft(replace(state, deepening=deepening)).host
         self.drafts = [(row, self.known.acceptance.probabilities(row)) for row in self.tree.rows()]
 
@@ -152,15 +152,15 @@ class Part:
         self.known.acceptance.count(self.drafts[row][0], path, tokens)
 
 
-class _InProbabilities:
-    """Deepening that is asked with the probabilities which the drafter's values stand for."""
+def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepening:
+    """`deepening`, asked with the probabilities that the drafter's values stand for."""
+    probabilities = PathProbabilities(calibration)
 
-    def __init__(self, inner: Deepening, calibration: Calibration):
-        self._inner, self._probabilities = inner, PathProbabilities(calibration)
+    def goes_on(values: Tensor, previous: Tensor | None = None) -> bool:
+        found = probabilities(values, previous)
+        return deepening(torch.tensor([[value_of(each) for each in row] for row in found]), previous)
 
-    def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
-        found = self._probabilities(values, previous)
-        return self._inner(torch.tensor([[value_of(each) for each in row] for row in found]), previous)
+    return goes_on
 
 
 Histories = dict[Any, list[Knowledge]]

@@ -20,6 +20,7 @@ from .spec import BlockSpec, Conventions, Dialect, MarkovKind, Method
 
 _MAX_FEATURES, _MAX_BLOCK = 256, 512
 _SIGNS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")
+_SIZED = ("t2d", "embed_tokens.weight", "markov_head.markov_w1.weight")
 # Tensors of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
 _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
@@ -45,7 +46,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         spec = BlockSpec(
             dialect=dialect,
             **fields,
-            **_vocabularies(stated),
+            **stated.vocabularies(_SIZED, ("lm_head.weight", "d2t")),
             **_features(stated, dialect, fields["hidden_size"]),
             **_block(stated, dialect, conventions.mask_token_id),
             **_visibility(stated, dialect, fields["num_layers"]),
@@ -83,14 +84,6 @@ def _dialect(stated: Stated) -> Dialect:
     # DeepSpec names its DFlash heads as its DSpark heads, with a Markov head of rank 0.
     is_deepspec = "markov_rank" in config or any("DSpark" in name for name in config.texts("architectures"))
     return "deepspec" if is_deepspec and not nested.values else "zlab"
-
-
-def _vocabularies(stated: Stated) -> dict[str, int]:
-    shapes, names = stated.shapes, ("t2d", "embed_tokens.weight", "markov_head.markov_w1.weight")
-    known = [shapes[name][0] for name in names if name in shapes]
-    vocab_size = known[0] if known else stated.layers.size("vocab_size")
-    drafted = [shapes[name][0] for name in ("lm_head.weight", "d2t") if name in shapes]
-    return {"vocab_size": vocab_size, "draft_vocab_size": drafted[0] if drafted else vocab_size}
 
 
 def _features(stated: Stated, dialect: Dialect, hidden_size: int) -> dict[str, Any]:

@@ -170,6 +170,19 @@ class Stated:
             check_stated_size(self.config, "draft_vocab_size", spec.draft_vocab_size)
         check_stated_size(self.config, "target_hidden_size", spec.target_hidden_size)
 
+    def vocabularies(self, sized: Sequence[str], drafted: Sequence[str]) -> dict[str, int]:
+        """`vocab_size` and `draft_vocab_size` of a `HeadSpec`.
+
+        Args:
+            sized: tensors with a row for each of the target's tokens; the config counts if the file has none of them.
+            drafted: tensors with a row for each draft token; the whole vocabulary is drafted if there are none.
+        """
+        place = self.layers if "vocab_size" in self.layers else self.config
+        known = [self.shapes[name][0] for name in sized if name in self.shapes]
+        vocab_size = known[0] if known else place.size("vocab_size")
+        rows = [self.shapes[name][0] for name in drafted if name in self.shapes]
+        return {"vocab_size": vocab_size, "draft_vocab_size": rows[0] if rows else vocab_size}
+
     def layer_fields(self) -> dict[str, Any]:
         """The fields of a `HeadSpec` that its decoder layers decide.
 

@@ -93,7 +93,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
             version=version,
             windows=windows,
             **fields,
-            **_vocabularies(stated, version),
+            **stated.vocabularies(("t2d", "embed_tokens.weight"), (_OUTPUT, "d2t") if version == 3 else ("d2t",)),
             **_features(stated, dialect, version),
             **_switches(stated, dialect, version),
             **_mask(stated),
@@ -212,15 +212,6 @@ def _own_output(stated: Stated, dialect: str, version: int) -> bool:
         'matrix instead the head drafts badly. If that is what it was trained with, add "own_output": false to '
         "config.json."
     )
-
-
-def _vocabularies(stated: Stated, version: int) -> dict[str, int]:
-    shapes, layers = stated.shapes, stated.layers
-    known = [shapes[name][0] for name in ("t2d", "embed_tokens.weight") if name in shapes]
-    place = layers if "vocab_size" in layers else stated.config
-    vocab_size = known[0] if known else place.size("vocab_size")
-    drafted = [shapes[name][0] for name in ((_OUTPUT, "d2t") if version == 3 else ("d2t",)) if name in shapes]
-    return {"vocab_size": vocab_size, "draft_vocab_size": drafted[0] if drafted else vocab_size}
 
 
 def _features(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
