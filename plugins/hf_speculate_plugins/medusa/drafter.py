@@ -179,9 +179,18 @@ class MedusaDrafter(Drafter):
         check_layout(layout, self.heads)
         return layout
 
-    recognizes = staticmethod(holds_heads)
-    describe = staticmethod(describe_heads)
-    files = staticmethod(checkpoint_files)
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        return holds_heads(folder)
+
+    @classmethod
+    def describe(cls, folder: str) -> SavedHead:
+        return describe_heads(folder)
+
+    @classmethod
+    def files(cls, folder: str) -> list[str]:
+        return checkpoint_files(folder)
+
     convert = staticmethod(convert_heads)
 
     def check_target(self, target: PreTrainedModel) -> None:
