@@ -18,13 +18,13 @@ from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate_plugins import block, eagle
-from hf_speculate_plugins.block.session import BlockSession
+from hf_speculate_plugins.block.drafter import BlockSession
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
-from hf_speculate_plugins.heads import attention, layers, sharing
+from hf_speculate_plugins.heads import head as heads_head
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
-from hf_speculate_plugins.medusa.compiled import CompiledForward
-from hf_speculate_plugins.medusa.session import MedusaSession
-from hf_speculate_plugins.trees import best, dynamic
+from hf_speculate_plugins.medusa.drafter import MedusaSession
+from hf_speculate_plugins.medusa.head import CompiledForward
+from hf_speculate_plugins.trees import dynamic
 
 from ..support.block_heads import random_block
 from ..support.heads import (
@@ -42,9 +42,8 @@ from ..support.heads import (
 
 
 CHECKED = (
-    *(eagle.head, eagle.steps, eagle.compiled),
-    *(block.head, block.steps, block.compiled, block.scores, block.conditions, block.masks),
-    *(attention, layers, sharing, best, dynamic, ranking, tree),
+    *(eagle.head, eagle.steps, block.head, block.steps, block.scores),
+    *(heads_head, dynamic, ranking, tree),
 )
 # Shape checks are decorators that dynamo cannot trace.
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")

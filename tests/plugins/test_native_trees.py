@@ -11,9 +11,8 @@ from hf_speculate.gguf import NativeDraft, NativeRanking
 from hf_speculate.verification import Noise
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleHead, LoadedHead
-from hf_speculate_plugins.eagle.native import NativeForward
-from hf_speculate_plugins.eagle.native_steps import NativeSteps
-from hf_speculate_plugins.eagle.options import TreeSize
+from hf_speculate_plugins.eagle.native import NativeForward, NativeSteps
+from hf_speculate_plugins.eagle.spec import TreeSize
 from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
 from hf_speculate_plugins.heads import Reading
 

@@ -22,7 +22,7 @@ from hf_speculate_plugins.combined import CombinedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter
-from hf_speculate_plugins.medusa.checkpoint import write_heads
+from hf_speculate_plugins.medusa.saving import write_heads
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
 from ..support.heads import SHAPES, VOCAB, random_heads, target, write_head

@@ -5,18 +5,19 @@ One `BlockSpec` describes the heads of all methods and dialects, one `BlockHead`
 their scores have is found node by node.
 """
 
+from ..heads import LoadedHead
 from .calibration import BlockReader
-from .checkpoint import LoadedHead, check_fits, load_head, write_head
-from .drafter import BlockDrafter
-from .head import BlockHead
-from .masks import block_masks
-from .options import BlockOptions, Conventions
-from .session import BlockSession
-from .spec import BlockSpec
+from .drafter import BlockDrafter, BlockSession
+from .head import BlockHead, block_masks
+from .saving import BlockFiles
+from .spec import BlockOptions, BlockSpec, Conventions
 
+
+check_fits, load_head, write_head = BlockFiles.check_fits, BlockFiles.load, BlockFiles.write
 
 __all__ = [
     "BlockDrafter",
+    "BlockFiles",
     "BlockHead",
     "BlockOptions",
     "BlockReader",

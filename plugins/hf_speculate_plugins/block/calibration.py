@@ -8,33 +8,33 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..check import Alternative, ConventionReader, Options, Text, accepted_lengths
-from .checkpoint import LoadedHead, load_head
-from .head import BlockHead
-from .masks import block_masks
-from .options import Conventions
+from ..heads import LoadedHead
+from .head import BlockHead, block_masks
+from .saving import BlockFiles
+from .spec import Conventions
 
 
 # Roots whose blocks are run at once: each has a copy of the text's keys and values.
 _CHUNK = 32
 
 
-class BlockReader(ConventionReader[LoadedHead]):
-    """Reads a head as `Conventions` have it."""
+class BlockReader(ConventionReader[LoadedHead[BlockHead]]):
+    """Reads a one-pass head under any `Conventions`."""
 
     name = "block"
 
-    def read(self, options: Options) -> LoadedHead:
-        return load_head(self._folder, self._target, Conventions(**options))
+    def read(self, options: Options) -> LoadedHead[BlockHead]:
+        return BlockFiles.load(self._folder, self._target, Conventions(**options))
 
     def depth(self, depth: int) -> int:
         # Read with another first slot it drafts one token less, or more.
         return min(depth, self._loaded.head.spec.block_size - 1)
 
-    def accepted_in(self, loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
+    def accepted_in(self, loaded: LoadedHead[BlockHead], text: Text, depth: int) -> Int[Tensor, " P"]:
         return _accepted(loaded, text, depth)
 
     def alternatives(self, options: Options) -> list[Alternative]:
-        """One change each of what `options` leave open: layers, the first slot, causality, RoPE base."""
+        """One change of every convention that `options` leave open: layers, first slot, causality, RoPE base."""
         spec, found = self.load(options).head.spec, []
         if "feature_layers" not in options:
             for shift in (-1, 1):
@@ -54,7 +54,7 @@ class BlockReader(ConventionReader[LoadedHead]):
         return found
 
 
-def _accepted(loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
+def _accepted(loaded: LoadedHead[BlockHead], text: Text, depth: int) -> Int[Tensor, " P"]:
     """Accepted tokens of the greedy chains at all roots of a text."""
     roots = text.roots(depth)
     if not roots:
@@ -90,10 +90,15 @@ def block_states(
 
 
 def _greedy(
-    loaded: LoadedHead, slots: Float[Tensor, "P D H"], token_ids: Int[Tensor, " S"], anchors: Int[Tensor, " P"]
+    loaded: LoadedHead[BlockHead],
+    slots: Float[Tensor, "P D H"],
+    token_ids: Int[Tensor, " S"],
+    anchors: Int[Tensor, " P"],
 ) -> Int[Tensor, "P D"]:
-    """The best token of every slot, fed with the text's own tokens instead of the chain's: it is that chain as long as
-    it is right; what follows an error never counts."""
+    """The best token of every slot behind the text's own tokens instead of the chain's.
+
+    This is the chain as long as the chain is right, and nothing behind an error counts.
+    """
     head, spec = loaded.head, loaded.head.spec
     logits = head.logits(slots)
     previous = token_ids[anchors[:, None] + torch.arange(slots.shape[1], device=anchors.device)]

@@ -1,97 +1,83 @@
-"""The `block` drafter: DFlash, DSpark, DFlash2 and JetSpec heads in all their layouts."""
+"""The `block` drafter: DFlash, DSpark, DFlash2 and JetSpec heads in all their layouts, and their sessions."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from collections.abc import Mapping
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import Conversations, DraftRequest, SavedHead
+from hf_speculate.drafting import DraftRequest, DraftState
+from hf_speculate.tree import DraftTree
 
-from ..checkpoints import LoadReport, TargetFiles, tensor_shapes
-from ..heads import HeadDrafter, Reading
-from .checkpoint import (
-    LayoutName,
-    LoadedHead,
-    check_fits,
-    check_layout,
-    convert_head,
-    default_layout,
-    describe_head,
-    is_block_head,
-    load_head,
-    write_head,
-)
+from ..heads import HeadDrafter, HeadSession, LoadedHead
+from ..trees import trimmed
 from .head import BlockHead
-from .options import BlockOptions, Conventions
-from .session import BlockSession
-from .spec import BlockSpec
+from .saving import BlockFiles
+from .spec import BlockOptions, Conventions
+from .steps import CompiledSteps, PlainSteps, read_prompt
+
+
+class BlockSession(HeadSession[BlockHead]):
+    """Drafts for one request: trees from one forward of the head a round.
+
+    The context, keys and values of the target's features of every committed token, grows when tokens are committed. Of
+    a block nothing is kept.
+    """
+
+    _steps: PlainSteps | CompiledSteps | None
+
+    @torch.no_grad()
+    def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
+        head, reading, steps = self._loaded.head, self._reading, self._steps
+        joined = head.join([features[layer] for layer in head.spec.feature_layers])
+        if self._text is not None:
+            # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
+            self._text += tokens[0, -1:].tolist() if reading is None else tokens[0, : int(lengths[0])].tolist()
+        if reading is None or steps is None:
+            reading = self._begin(tokens)
+            read_prompt(head, reading, joined)
+            self._steps = PlainSteps(self._loaded, reading, self.options)
+            if self._compiler is not None:
+                self._steps = CompiledSteps(self._steps, self._loaded, reading, self.options, self._compiler)
+        else:
+            steps.context(joined)
+            reading.keep(lengths.tolist())
+
+    @torch.no_grad()
+    def draft(self, state: DraftState) -> DraftTree:
+        reading, steps, spec = self._reading, self._steps, self._loaded.head.spec
+        if reading is None or steps is None:
+            raise RuntimeError("draft() before the first observe()")
+        depth = min(self.options.depth or spec.max_depth, spec.max_depth, state.max_depth)
+        if not depth:
+            return DraftTree.root_only(state.root_ids)
+        try:
+            return trimmed(steps.tree(state, depth), state.active)
+        finally:
+            reading.drop()
 
 
 class BlockDrafter(HeadDrafter[BlockHead]):
-    """Drafts a whole block in one forward of a head.
+    """Drafts a whole block in one forward of a head; for its arguments see `HeadDrafter`.
 
-    Args:
-        loaded: the head, see `load_head`.
-        target: the model that it was loaded for; only its name and depth are kept.
-        options: see `BlockOptions`.
+    Heads are saved as "zlab" (z-lab's and JetSpec's), "deepspec" or "speculators" ("vllm"); by default in the layout
+    that they were read from, or the first that can express them.
     """
 
     name = "block"
     options_classes = (BlockOptions, Conventions)
+    head_files = BlockFiles
 
-    def __init__(self, loaded: LoadedHead, target: PreTrainedModel, options: BlockOptions | None = None):
+    def __init__(self, loaded: LoadedHead[BlockHead], target: PreTrainedModel, options: BlockOptions | None = None):
         super().__init__(loaded, target, options)
-        self.conversations: Conversations[Reading] = Conversations()
         self.feature_layers = tuple(dict.fromkeys(self.spec.feature_layers))
         if self.options.min_confidence and not self.spec.confidence:
             raise ValueError("block: min_confidence is for heads with a confidence head; this one has none.")
 
     def __repr__(self) -> str:
         return f"BlockDrafter({self.spec.method}, {self.spec.dialect}, block of {self.spec.block_size}, {self.options})"
-
-    @property
-    def spec(self) -> BlockSpec:
-        return self.head.spec
-
-    @classmethod
-    def recognizes(cls, folder: str) -> bool:
-        return is_block_head(tensor_shapes(folder))
-
-    @classmethod
-    def load(cls, folder: str, target: PreTrainedModel, conventions: Conventions) -> LoadedHead:
-        return load_head(folder, target, conventions)
-
-    def write(self, path: str | os.PathLike, layout: str, **of_target: Any) -> None:
-        write_head(path, self.head, self.target_ids, layout, **of_target)
-
-    @property
-    def algorithm(self) -> str:
-        return self.spec.method
-
-    def check_layout(self, layout: LayoutName | str | None = None) -> str:
-        """The layout by its own name: "zlab" (z-lab's and JetSpec's), "deepspec" or "speculators" ("vllm").
-
-        Args:
-            layout: None: the one that it was read from, or the first that can say it.
-        """
-        return check_layout(layout or default_layout(self.spec), self.spec)
-
-    @classmethod
-    def describe(cls, folder: str) -> SavedHead:
-        return describe_head(folder)
-
-    @staticmethod
-    def convert(
-        folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
-    ) -> tuple[SavedHead, LoadReport]:
-        """Writes the head in `folder` to `path` in another layout, see `convert_head`."""
-        return convert_head(folder, path, layout, target)
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Compares hidden size, vocabulary and depth."""
-        check_fits(self.spec, target)
 
     def start(self, request: DraftRequest) -> BlockSession:
         self.head.quicken()

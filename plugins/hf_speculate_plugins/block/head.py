@@ -1,8 +1,8 @@
 """The forward pass of one-pass heads.
 
 Sources: DFlash (Chen et al., arXiv:2602.06036, z-lab/dflash), DSpark (deepseek-ai/DeepSpec), JetSpec
-(hao-ai-lab/JetSpec), and the code that writes the published files, see `checkpoint`. What the target said of the text
-becomes keys and values once, when tokens are committed; a block `[anchor, mask, mask, …]` attends over them and over
+(hao-ai-lab/JetSpec), and the code that writes the published files, see `loading`. The target's features of the text
+become keys and values once, when tokens are committed. A block `[anchor, mask, mask, …]` attends over them and over
 itself in one forward, and every slot proposes a token:
 
     context:  c = hidden_norm(fc([feature ; feature ; …]));   keys, values of every layer from c
@@ -15,58 +15,163 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import rotate_half
 
 from hf_speculate.drafting import finite
+from hf_speculate.tree import additive
 
-from ..heads import MLP, SharingHead, call_beside, rotary_embedding
-from .conditions import CandidateSelector, MarkovHead
+from ..heads import MLP, Attend, Attention, SharingHead, call_beside, rotary_embedding
 from .spec import BlockSpec
 
 
-# attend(layer, queries [B, heads, S, d], keys [B, kv_heads, S, d], values [B, kv_heads, S, d]) -> [B, heads, S, d]:
-# what the S slots of a block see, these and the context. Decoding looks into a cache, training into whole texts.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-# append(layer, keys [B, kv_heads, J, d], values [B, kv_heads, J, d]): takes what J context entries are to a layer.
 Append = Callable[[int, Tensor, Tensor], Any]
+"""append(layer, keys [B, kv_heads, J, d], values [B, kv_heads, J, d]): takes J context entries of a layer."""
 
 
-class BlockAttention(nn.Module):
-    """Grouped-query attention whose keys and values come from the context or from the block."""
+class MarkovHead(nn.Module):
+    """A bias of low rank on a slot's logits, from the token before it.
+
+    Source: deepseek-ai/DeepSpec, `markov_head.py`. "vanilla": `w2(w1[token])`; "gated": the code is weighed by a gate
+    that sees the slot's state; "rnn": a recurrent state runs along the path.
+    """
+
+    def __init__(self, spec: BlockSpec):
+        super().__init__()
+        rank = spec.markov_rank
+        self.kind = spec.markov
+        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, spec.draft_vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
+
+    def codes(self, previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
+        return self.markov_w1(previous)
+
+    def inputs(
+        self, states: Float[Tensor, "*N H"], codes: Float[Tensor, "*N r"], carried: Float[Tensor, "*N r"] | None = None
+    ) -> tuple[Float[Tensor, "*N r"], Float[Tensor, "*N r"] | None]:
+        """Inputs of `markov_w2`, and the recurrent state behind these slots.
+
+        Args:
+            states: states of the slots.
+            codes: codes of the tokens before them.
+            carried: recurrent state before them; only "rnn" has one, None: at the first slot.
+        """
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([states, codes], dim=-1))) * codes, carried
+        if self.kind == "rnn":
+            carried = torch.zeros_like(codes) if carried is None else carried
+            gate, new, out = self.joint_proj(torch.cat([carried, codes, states], dim=-1)).chunk(3, dim=-1)
+            gate = torch.sigmoid(gate)
+            carried = gate * carried + (1 - gate) * torch.tanh(new)
+            return torch.tanh(out), carried
+        return codes, carried
+
+    def bias(self, inputs: Float[Tensor, "... r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
+        """The bias behind the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r],
+        [*N, P, M]."""
+        if columns is None:
+            return self.markov_w2(inputs)
+        return inputs @ self.rows(columns).mT
+
+    def rows(self, columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N M r"]:
+        """The rows of the output matrix that `bias` multiplies with."""
+        return functional.embedding(columns, self.markov_w2.weight)
+
+
+class CandidateSelector(nn.Module):
+    """Scores of pairs: `U(b) + <A[a] * P h, B[b]>` for the token `a` before a slot of state `h` and its candidates `b`.
+
+    Source: z-lab/dflash 0.1.0, DFlash2. It was trained to choose among the slot's `selector_top_k` best candidates.
+    """
+
+    def __init__(self, spec: BlockSpec):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(spec.vocab_size, spec.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.empty(spec.draft_vocab_size, spec.selector_rank))
+        self.hidden_projection = nn.Linear(spec.hidden_size, spec.selector_rank, bias=False)
+
+    def inputs(self, states: Float[Tensor, "*N H"], previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
+        return functional.embedding(previous, self.predecessor_codebook) * self.hidden_projection(states)
+
+    def bias(self, inputs: Float[Tensor, "*N P r"], columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N P M"]:
+        """The bias at some columns, see `MarkovHead.bias`."""
+        return inputs @ self.rows(columns).mT
+
+    def rows(self, columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N M r"]:
+        return functional.embedding(columns, self.successor_codebook)
+
+
+def block_masks(
+    spec: BlockSpec,
+    positions: Int[Tensor, "B S"],
+    context_positions: Int[Tensor, "B M"],
+    visible: Bool[Tensor, "B M"] | None,
+    dtype: torch.dtype,
+) -> list[Float[Tensor, "B 1 S T"] | None]:
+    """Additive masks over context and block, one a layer; None: every slot sees all.
+
+    Args:
+        positions: positions of the slots.
+        context_positions: positions of the context entries.
+        visible: mask of the context entries that are real; None if all are.
+    """
+    known: dict[tuple[bool, int | None], Tensor | None] = {}
+    for kind in zip(spec.causal, spec.windows, strict=True):
+        if kind not in known:
+            known[kind] = _mask(spec, *kind, positions, context_positions, visible, dtype)
+    return [known[kind] for kind in zip(spec.causal, spec.windows, strict=True)]
+
+
+def _mask(
+    spec: BlockSpec,
+    causal: bool,
+    window: int | None,
+    positions: Tensor,
+    context_positions: Tensor,
+    visible: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    if visible is None and not causal and window is None:
+        return None
+    queries = positions[:, :, None]
+    is_seen = torch.ones_like(queries, dtype=torch.bool).expand(-1, -1, context_positions.shape[1])
+    if visible is not None:
+        is_seen = is_seen & visible[:, None]
+    among = torch.ones(len(positions), spec.block_size, spec.block_size, dtype=torch.bool, device=positions.device)
+    if window is not None:
+        ends = positions[:, :1, None] if spec.window_from_anchor else queries
+        # Counted from the anchor: so many context entries; from a slot: so many entries, its own among them.
+        reach = window + 1 if spec.window_from_anchor else window
+        is_seen = is_seen & (ends - context_positions[:, None] < reach)
+        if not spec.window_from_anchor:
+            among = among & ((queries - positions[:, None]).abs() < window)
+    if causal:
+        among = among & (positions[:, None] <= queries)
+    return additive(torch.cat([is_seen, among], dim=-1), dtype)[:, None]
+
+
+class BlockAttention(Attention):
+    """Attention whose keys and values come from the context or from the block."""
 
     def __init__(self, spec: BlockSpec, layer: int):
-        super().__init__()
-        self.layer, self.head_dim = layer, spec.head_dim
-        bias = spec.attention_bias
-        self.q_proj = nn.Linear(spec.hidden_size, spec.num_heads * spec.head_dim, bias=bias)
-        self.k_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=bias)
-        self.v_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=bias)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=bias)
-        if spec.qk_norm:
-            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+        super().__init__(spec, layer, spec.hidden_size, spec.attention_bias, spec.attention_bias)
 
     def keys_values(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[B, kv_heads, J, d] each; keys after norm and RoPE."""
-        keys, values = (self._split(projection(inputs)) for projection in (self.k_proj, self.v_proj))
+        """Keys and values of context entries [B, kv_heads, J, d]; keys after norm and RoPE."""
+        keys, values = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.k_proj, self.v_proj)
+        )
         if hasattr(self, "k_norm"):
             keys = self.k_norm(keys)
         cosines, sines = (part.unsqueeze(1) for part in rotary)
         return keys * cosines + rotate_half(keys) * sines, values
-
-    def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        queries, keys, values = (self._split(each(inputs)) for each in (self.q_proj, self.k_proj, self.v_proj))
-        if hasattr(self, "q_norm"):
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
-        mixed = attend(self.layer, queries, keys, values)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-    def _split(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class SlotConvolution(nn.Module):
@@ -83,7 +188,7 @@ class SlotConvolution(nn.Module):
         self.kernel_projection = nn.Linear(spec.hidden_size, 2 * self.taps * self.groups, bias=False)
 
     def kernels(self, normed: Float[Tensor, "B S H"]) -> Float[Tensor, "2 B S K H"]:
-        """Before and after the sublayer."""
+        """Kernels before and after the sublayer."""
         delta = self.kernel_projection(normed).unflatten(-1, (2, self.taps, self.groups))
         delta = delta.repeat_interleave(normed.shape[-1] // self.groups, dim=-1)
         return (self.base_kernel + delta).movedim(2, 0)
@@ -132,7 +237,7 @@ class FeatureAdapter(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How sure a slot is that its token will be accepted (DSpark)."""
+    """Projection that says how sure a slot is that its token will be accepted (DSpark)."""
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
@@ -141,10 +246,7 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockHead(SharingHead[BlockSpec]):
-    """A one-pass head of any method and dialect.
-
-    Args: as of `SharingHead`.
-    """
+    """A one-pass head of any method and dialect; for its arguments see `SharingHead`."""
 
     def __init__(self, spec: BlockSpec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
         super().__init__(spec, embed_tokens, lm_head)
@@ -164,7 +266,7 @@ class BlockHead(SharingHead[BlockSpec]):
         self.rotary = rotary_embedding(spec)
 
     def fuse(self, features: Sequence[Float[Tensor, "B J Ht"]]) -> Float[Tensor, "B J H"]:
-        """What the target's features, in `feature_layers` order, are to the layers: one state a token."""
+        """The target's features, in `feature_layers` order, as the layers take them: one state a token."""
         return self.fuse_joined(self.join(features))
 
     def join(self, features: Sequence[Float[Tensor, "B J Ht"]]) -> Float[Tensor, "B J W"]:
@@ -172,7 +274,7 @@ class BlockHead(SharingHead[BlockSpec]):
         return torch.cat([feature.to(device=self.device, dtype=self.dtype) for feature in features], dim=-1)
 
     def fuse_joined(self, joined: Float[Tensor, "B J W"]) -> Float[Tensor, "B J H"]:
-        """`fuse` of what `join` made."""
+        """The states of features that `join` has put side by side."""
         if self.spec.adapts_features:
             features = joined.chunk(self.spec.num_features, dim=-1)
             joined = torch.cat([self.hidden_dim_adapter.proj(feature) for feature in features], dim=-1)
@@ -186,7 +288,7 @@ class BlockHead(SharingHead[BlockSpec]):
             append(attention.layer, *attention.keys_values(context, rotary))
 
     def block_ids(self, anchors: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
-        """Every anchor in front of masks."""
+        """Token ids of blocks: every anchor in front of masks."""
         ids = anchors.new_full((len(anchors), self.spec.block_size), self.spec.mask_token_id)
         ids[:, 0] = anchors
         return ids
@@ -197,9 +299,9 @@ class BlockHead(SharingHead[BlockSpec]):
         """Runs blocks.
 
         Args:
-            token_ids: from `block_ids`.
-            position_ids: of the slots, the anchor's place in the text first.
-            attend: mixes values, once a layer; knows the masks and the context.
+            token_ids: ids from `block_ids`.
+            position_ids: positions of the slots, the anchor's place in the text first.
+            attend: function that mixes values, once a layer; it knows the masks and the context.
         Returns:
             The states after the final norm.
         """
@@ -210,7 +312,7 @@ class BlockHead(SharingHead[BlockSpec]):
         return self.norm(states)
 
     def logits(self, states: Float[Tensor, "B S H"]) -> Float[Tensor, "B S Vd"]:
-        """What the slots say by themselves: without what a Markov head or a selector adds."""
+        """Logits of the slots by themselves, without the part of a Markov head or a selector."""
         # Flat: torch 2.13 has no fast kernel on a CPU for a slice of bf16 states and a frozen weight.
         logits = call_beside(self.draft_output, states.reshape(-1, states.shape[-1])).to(states.device)
         logits = logits.unflatten(0, states.shape[:-1])

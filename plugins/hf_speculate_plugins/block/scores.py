@@ -1,4 +1,4 @@
-"""What a block says of every node that a tree could have: its slot, and what the path before it adds.
+"""Scores of every node that a tree of a block could have: those of its slot, and the part of the path before it.
 
 The noise of a step belongs to the step, not to the path: it is added before candidates are chosen. A Markov head's bias
 comes before temperature and cuts, the noise behind them.
@@ -15,10 +15,10 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState, Warpers, warped
 from hf_speculate.transfers import to_device
 
+from ..heads import LoadedHead
 from ..trees import Shares, slot_scores, slot_shares
-from .checkpoint import LoadedHead
 from .head import BlockHead
-from .options import BlockOptions
+from .spec import BlockOptions
 
 
 # See `BlockOptions.candidates`.
@@ -27,15 +27,15 @@ _CUT = -1e5  # behind everything that is not cut, and little enough for float32 
 
 
 class BlockRequest(NamedTuple):
-    """What the scores of a block depend on beside its states.
+    """Facts that the scores of a block depend on beside its states.
 
     Attributes:
         target_ids: target id of each draft id; None where they are the same.
-        options: how many children and candidates count.
-        width: children of a node at the most.
+        options: options of drafting.
+        width: most children of a node.
         anchors: int64 [B], the roots.
-        log_noise: of the steps of the slots that propose [B, D, C]; None for a greedy request.
-        warpers: of the request.
+        log_noise: noise of the steps of the slots that propose [B, D, C]; None for a greedy request.
+        warpers: warpers of the request.
     """
 
     target_ids: Tensor | None
@@ -46,8 +46,8 @@ class BlockRequest(NamedTuple):
     warpers: Warpers
 
     @classmethod
-    def of(cls, loaded: LoadedHead, options: BlockOptions, state: DraftState, depth: int) -> BlockRequest:
-        """At the situation before a round, for so many slots; tensors on the head's device."""
+    def of(cls, loaded: LoadedHead[BlockHead], options: BlockOptions, state: DraftState, depth: int) -> BlockRequest:
+        """The facts before a round, for so many slots; tensors on the head's device."""
         device, target_ids = loaded.head.device, loaded.target_ids
         noise = state.log_noise(range(depth), loaded.spec.draft_vocab_size, target_ids)
         width = num_children(options, state)
@@ -56,22 +56,22 @@ class BlockRequest(NamedTuple):
 
 
 def num_children(options: BlockOptions, state: DraftState) -> int:
-    """Of a node at the most."""
+    """Most children of a node."""
     return 1 if state.chains_only else options.top_k
 
 
 class BlockScores:
-    """Of one block and all rows.
+    """Scores of one block and all rows.
 
     Args:
         head: the head.
-        request: whom the scores are for.
-        states: of the slots that propose, [B, D, H], after the final norm.
+        request: facts about the request.
+        states: states of the slots that propose, [B, D, H], after the final norm.
 
     Attributes:
         ranked: float32 [B, D, C], scores of every slot's tokens by themselves, with the noise of their steps.
-        candidates: int64 [B, D, M], columns of the tokens of every slot that are scored behind others; of heads that
-            score pairs.
+        candidates: int64 [B, D, M], columns of the tokens of every slot that are scored behind others; only heads that
+            score pairs have them.
     """
 
     candidates: Tensor
@@ -91,7 +91,7 @@ class BlockScores:
             self._others = self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
 
     def shares(self) -> Shares:
-        """What `best_tree` asks for."""
+        """The function that `best_tree` calls for every level."""
         if self._head.spec.scores_pairs:
             return self._behind_parents
         return slot_shares(self.ranked, self._request.target_ids, self._request.width)
@@ -103,7 +103,7 @@ class BlockScores:
         these tokens.
 
         Args:
-            carried: before them; None at the first slot, and of heads without.
+            carried: recurrent state before them; None at the first slot, and for heads without one.
         """
         inputs, carried = self._inputs(depth, token_ids, carried)
         scores = self._alone[:, depth, None] + inputs @ self._rows[:, depth].mT
@@ -124,7 +124,7 @@ class BlockScores:
     def _candidates(self) -> Int[Tensor, "B D M"]:
         ranked = self.ranked
         if self._request.log_noise is not None:
-            # What the request cuts by the slot alone may come back with what the token before says.
+            # The token before may bring back a token that the request cuts by the slot alone.
             alone = self._logits[..., : ranked.shape[-1]].float()
             ranked = torch.where(ranked.isfinite(), ranked, alone + _CUT)
         default = _CANDIDATES if self._request.log_noise is None else _SAMPLED_CANDIDATES
@@ -132,14 +132,14 @@ class BlockScores:
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 
     def _inputs(self, depth: int, token_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the tokens are to the Markov head or selector of a slot, and the recurrent state."""
+        """Inputs of the Markov head or selector behind these tokens, and the recurrent state."""
         head, states = self._head, self._states[:, depth, None].expand(-1, token_ids.shape[1], -1)
         if head.spec.selector_rank:
             return head.candidate_selector.inputs(states, token_ids), None
         return head.markov_head.inputs(states, head.markov_head.codes(token_ids), carried)
 
     def _behind_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Shares`."""
+        """The `Shares` of a head that scores pairs."""
         carried = None
         if depth and self._carried is not None:
             carried = self._carried.gather(1, previous[..., None].expand(-1, -1, self._carried.shape[-1]))

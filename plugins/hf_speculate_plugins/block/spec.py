@@ -1,13 +1,16 @@
-"""What a one-pass head computes: one description for all methods and dialects.
+"""Spec of a one-pass head, one for all methods and dialects, and the options of drafting with it.
 
-`checkpoint` derives a `BlockSpec` from files; `head` builds the module from it and reads nothing else, so whatever
-differs between published files is visible here.
+`loading` derives a `BlockSpec` from files; `head` builds the module from it and reads nothing else, so whatever differs
+between published files is visible here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..checkpoints import HeadSpec
 
 
 Dialect = Literal["zlab", "deepspec", "specforge", "speculators"]
@@ -16,67 +19,41 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSpec:
+class BlockSpec(HeadSpec):
     """Shapes and switches of a head.
 
     Attributes:
-        dialect: whose file layout the checkpoint follows.
-        method: what the Hub calls it: "dflash" (slots know nothing of each other's tokens; JetSpec's causal heads are
-            these, too), "dspark" (a Markov head adds what the token before says), "dflash2" (convolutions, and a
-            selector that scores pairs of candidates).
-        hidden_size: H, width of the head.
-        target_hidden_size: Ht, width of one target feature.
-        vocab_size: V, the target's vocabulary.
-        draft_vocab_size: Vd, rows of the output matrix.
-        num_layers, intermediate_size, num_heads, num_kv_heads, head_dim, hidden_act, rms_norm_eps: of the layers.
-        attention_bias, mlp_bias: whether these projections have biases.
-        qk_norm: RMSNorm of queries and keys per head, before RoPE.
-        rope: `rope_parameters` as transformers 5 has them.
-        max_position_embeddings: length that the head was configured for; only some RoPE types use it.
-        feature_layers: indices into the target's `hidden_states`, in concatenation order.
-        adapts_features: a projection from Ht to H of every feature before they are joined (JetSpec).
+        method: name on the Hub: "dflash" (slots know nothing of each other's tokens; JetSpec's causal heads are these,
+            too), "dspark" (a Markov head adds what the token before says), "dflash2" (convolutions, and a selector
+            that scores pairs of candidates).
+        attention_bias: biases in the attention projections.
+        adapts_features: projection from Ht to H of every feature before they are joined (JetSpec).
         block_size: slots of a block, the anchor's included.
-        mask_token_id: what is embedded in the slots behind the anchor.
-        first_slot: the first slot that proposes: 1 where a slot proposes the token at its own place (z-lab), 0 where it
+        mask_token_id: token that is embedded in the slots behind the anchor.
+        first_slot: first slot that proposes: 1 where a slot proposes the token at its own place (z-lab), 0 where it
             proposes the one behind it (DeepSpec).
-        causal: for each layer, whether slots see only slots up to their own.
-        windows: for each layer the length of its sliding window, None for full attention.
+        causal: truth value for each layer: slots see only slots up to their own.
         window_from_anchor: windows count context entries from the anchor, for all slots alike (speculators), instead of
             from each slot (z-lab).
         markov: kind of the Markov head, None without one.
         markov_rank: r, width of its codes.
-        confidence: whether there is a head that says how sure a slot is.
-        confidence_with_markov: it sees the Markov code of the token before, too.
-        conv_kernel_size, conv_group_size: of the convolutions over slots, 0 without.
-        selector_rank, selector_top_k: of the selector, 0 without.
-        embedding_scale: of the block's embeddings.
+        confidence: the head says how sure a slot is.
+        confidence_with_markov: the confidence head sees the Markov code of the token before, too.
+        conv_kernel_size, conv_group_size: sizes of the convolutions over slots, 0 without.
+        selector_rank, selector_top_k: sizes of the selector, 0 without.
+        embedding_scale: factor of the block's embeddings.
         output_multiplier, softcap: logits are multiplied, then bent by `softcap * tanh(logits / softcap)`.
     """
 
     dialect: Dialect
     method: Method
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_layers: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     block_size: int
     mask_token_id: int
     feature_layers: tuple[int, ...]
     first_slot: Literal[0, 1]
     causal: tuple[bool, ...]
-    windows: tuple[int | None, ...]
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = True
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    max_position_embeddings: int = 2048
+    attention_bias: bool = False
     adapts_features: bool = False
     window_from_anchor: bool = False
     markov: MarkovKind | None = None
@@ -92,15 +69,74 @@ class BlockSpec:
     softcap: float | None = None
 
     @property
+    def algorithm(self) -> str:
+        return self.method
+
+    @property
     def num_features(self) -> int:
         return len(self.feature_layers)
 
     @property
     def scores_pairs(self) -> bool:
-        """Whether what a slot says depends on the token before it."""
+        """Whether a slot's scores depend on the token before it."""
         return self.markov is not None or self.selector_rank > 0
 
     @property
     def max_depth(self) -> int:
-        """Of a draft: slots that propose."""
+        """Depth of the deepest draft: the number of slots that propose."""
         return self.block_size - self.first_slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """Options of drafting with one-pass heads.
+
+    Attributes:
+        max_nodes: draft nodes of a tree, the root not counted; they are the best ones that the head's scores have.
+        top_k: most children of a node; 1 drafts a chain.
+        depth: depth of a draft; None: as many slots as the head has.
+        candidates: tokens of a slot that are scored behind tokens of the slot before, where the head scores pairs.
+            None: 64, or 256 for requests that sample, whose noise lifts tokens from far behind.
+        min_confidence: confidence below which a DSpark head drafts nothing behind a slot; 0 never cuts.
+    """
+
+    max_nodes: int = 24
+    top_k: int = 8
+    depth: int | None = None
+    candidates: int | None = None
+    min_confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_nodes", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"block: {name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("depth", "candidates"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"block: {name} must be None or at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.min_confidence < 1:
+            raise ValueError(f"block: min_confidence must be from 0 to below 1, got {self.min_confidence}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
+    """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
+
+    Attributes:
+        feature_layers: indices into the target's `hidden_states`, in concatenation order.
+        mask_token_id: token that is embedded in the slots behind the anchor.
+        first_slot: first slot that proposes: 0 for DeepSpec's heads, 1 for z-lab's.
+        causal: whether slots see only slots up to their own, in all layers.
+        rope_theta: base of the rotary embedding.
+    """
+
+    feature_layers: Sequence[int] | None = None
+    mask_token_id: int | None = None
+    first_slot: Literal[0, 1] | None = None
+    causal: bool | None = None
+    rope_theta: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.feature_layers is not None:
+            object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
+        if self.first_slot not in (None, 0, 1):
+            raise ValueError(f"block: first_slot must be 0, 1 or None, got {self.first_slot!r}.")

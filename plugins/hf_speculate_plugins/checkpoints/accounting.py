@@ -10,20 +10,19 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
-from .reading import Checkpoint
-from .weight_files import ID_TYPES, WEIGHT_TYPES, listed
+from .files import ID_TYPES, WEIGHT_TYPES, Checkpoint, listed
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of every key of a checkpoint.
+    """Account of every key of a checkpoint.
 
     Attributes:
         source: folder and layout, for people.
         used: names that became weights of the drafter.
-        shared: name -> why the target's own tensor serves instead.
-        ignored: name -> why it is not needed.
-        missing: name -> what is used instead of something that the layout allows to be absent.
+        shared: reasons why the target's own tensor serves instead, by name.
+        ignored: reasons why a tensor is not needed, by name.
+        missing: replacements of tensors that the layout allows to be absent, by name.
     """
 
     source: str
@@ -66,15 +65,15 @@ class KeyAccount:
         return name in self._tensors
 
     def take(self, name: str, shape: Sequence[int | None]) -> Tensor:
-        """The weights `name`, which must be there with this shape (None: any size in that dimension)."""
+        """The weights called `name`, which must be there with this shape (None: any size in that dimension)."""
         return self._take(name, shape, WEIGHT_TYPES)
 
     def optional(self, name: str, shape: Sequence[int | None]) -> Tensor | None:
-        """As `take`, but None if the tensor is absent."""
+        """The result of `take`, or None if the tensor is absent."""
         return self.take(name, shape) if name in self else None
 
     def optional_ids(self, name: str, shape: Sequence[int | None]) -> Tensor | None:
-        """As `optional`, of integers or truth values."""
+        """The result of `optional` for integers or truth values."""
         return self._take(name, shape, ID_TYPES) if name in self else None
 
     def _take(self, name: str, shape: Sequence[int | None], types: Sequence[torch.dtype]) -> Tensor:
@@ -93,20 +92,20 @@ class KeyAccount:
         return _placeholder(shape)
 
     def share(self, name: str, reason: str) -> None:
-        """The target's own tensor is used instead of `name` (which may be absent)."""
+        """Notes that the target's own tensor is used instead of `name`, which may be absent."""
         self._shared[name] = reason
 
     def ignore(self, name: str, reason: str) -> None:
-        """`name` is known and not needed; nothing happens if it is absent."""
+        """Notes that `name` is known and not needed; nothing happens if it is absent."""
         if name in self:
             self._ignored[name] = reason
 
     def absent(self, name: str, reason: str) -> None:
-        """Notes that `name` is not in the file and what is used instead (an entry of the report, not an error)."""
+        """Notes that `name` is not in the file, and its replacement (an entry of the report, not an error)."""
         self._absent[name] = reason
 
     def check(self) -> None:
-        """Raises `CheckpointError` if anything that was taken is missing or misshapen: before it is computed with."""
+        """Raises `CheckpointError` if anything that was taken is missing or misshapen: call it before computing."""
         self._raise(("missing", self._missing), ("wrong", self._misshapen))
 
     def finish(self) -> LoadReport:
@@ -123,13 +122,15 @@ class KeyAccount:
 
 
 def num_indexed(where: str, what: str, indices: Iterable[str], limit: int) -> int:
-    """One more than the largest index that names of tensors have: a gap is a missing tensor, not a smaller head.
+    """One more than the largest index in the names of tensors: a gap is a missing tensor, not a smaller head.
 
     Args:
-        what: is counted, for messages.
-        limit: what there can be at most.
+        where: folder, for messages.
+        what: noun for the counted thing, for messages.
+        indices: indices, as digits.
+        limit: the most that there can be.
     Raises:
-        CheckpointError: an index beyond the limit: nothing is to be made in that number.
+        CheckpointError: an index beyond the limit, before anything is made in that number.
     """
     largest = max(indices, key=lambda digits: (len(digits), digits), default="0")
     if len(largest) > len(str(limit)) or int(largest) >= limit:

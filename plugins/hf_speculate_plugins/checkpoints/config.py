@@ -1,4 +1,8 @@
-"""Typed access to configs: a value of another type or beyond what anything can have is a `CheckpointError`."""
+"""Typed access to configs, and the keys that change what a decoder layer computes and that no head here follows.
+
+A value of another type, or beyond what anything can have, is a `CheckpointError`. So is a key that no head here
+follows: a head that was trained with one loads without it, drafts badly and never fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class ConfigValues:
     Args:
         where: file or folder, for messages.
         values: the object.
-        prefix: of keys, for messages.
+        prefix: prefix of its keys, for messages.
     """
 
     def __init__(self, where: str, values: Mapping[str, Any], prefix: str = ""):
@@ -33,7 +37,7 @@ class ConfigValues:
         return self.values.get(key) is not None
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """What to raise for a value that is not as it should be."""
+        """The error for a value that is not what it should be."""
         shown = repr(self.values.get(key))
         shown = shown if len(shown) <= 80 else f"{shown[:60]} ..."
         return CheckpointError(f"{self.where}: {self._prefix}{key} in config.json is {shown}, expected {wanted}.")
@@ -52,7 +56,7 @@ class ConfigValues:
         return value
 
     def token(self, key: str) -> int | None:
-        """A token id; None if nothing is said."""
+        """A token id; None if the config has none."""
         value = self.values.get(key)
         if value is not None and (type(value) is not int or value < 0):
             raise self.wrong(key, "a token id")
@@ -114,3 +118,62 @@ def mask_token_of(*places: ConfigValues) -> int | None:
     """The token whose embedding stands for tokens not known yet, under any of its names; None where nothing says it."""
     tokens = (place.token(key) for place in places for key in _MASK_TOKENS)
     return next((token for token in tokens if token is not None), None)
+
+
+# Key -> the value that changes nothing. None: there is no such value.
+NEUTRAL: Mapping[str, Any] = {
+    # RoPE: the values that it turns, and its order.
+    "partial_rotary_factor": 1,
+    "rotary_pct": 1,
+    "rope_interleave": False,
+    "rope_interleaved": False,
+    "rope_is_neox_style": True,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": None,
+    "position_embedding_type": "rope",
+    # Attention.
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "attn_temperature_tuning": False,
+    "llama_4_scaling": None,
+    "llama_4_scaling_beta": None,
+    "clip_qkv": None,
+    "use_swa": False,
+    "attention_sink_bias": False,
+    # Scales of states and logits.
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "scale_emb": 1,
+    "scale_depth": None,
+    "logits_scaling": 1,
+    "logit_scale": 1,
+    # Layers.
+    "norm_eps": None,
+    "layer_norm_eps": None,
+    "layer_norm_epsilon": None,
+    "hidden_activation": None,
+    "use_parallel_residual": False,
+    # EAGLE.
+    "use_aux_hidden_state": True,
+    "use_mtp_layernorm": False,
+    "eh_proj_before_attn": False,
+}
+
+
+def refuse_switches(*places: ConfigValues) -> None:
+    """Raises `CheckpointError` where a config, or its RoPE parameters, set a switch that no head here follows."""
+    for place in places:
+        rope = place.inner("rope_parameters")
+        of_types = (rope.inner(kind) for kind in ("full_attention", "sliding_attention"))
+        for values in (place, place.inner("rope_scaling"), rope, *of_types):
+            for key, neutral in NEUTRAL.items():
+                if key in values and values.values[key] != neutral:
+                    raise CheckpointError(
+                        f"{values.wrong(key, _wanted(neutral))} No head here computes that. If the head was trained "
+                        "without it, remove the key."
+                    )
+
+
+def _wanted(neutral: Any) -> str:
+    return "nothing" if neutral is None else repr(neutral)

@@ -1,20 +1,21 @@
-"""Which of the target's modules a head uses instead of its own: its embeddings, its output matrix."""
+"""Parts of the target that a head uses: embeddings, output matrix, and the tokens that it drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.messages import get_logger
 from hf_speculate.target import output_rows
 
 from .accounting import KeyAccount
 from .config import ConfigValues
-from .reading import Checkpoint
-from .weight_files import WEIGHT_TYPES
+from .decoder_config import HeadSpec
+from .files import WEIGHT_TYPES, Checkpoint
 
 
 # Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
@@ -22,28 +23,17 @@ from .weight_files import WEIGHT_TYPES
 _MIN_COSINE = 0.05
 
 
-class HeadSizes(Protocol):
-    """Width of a head's states, the target's vocabulary, and rows of the output matrix."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def draft_vocab_size(self) -> int: ...
-
-
-Spec = TypeVar("Spec", bound=HeadSizes)
+Spec = TypeVar("Spec", bound=HeadSpec)
 
 
 @dataclass(frozen=True)
 class OpenedHead(Generic[Spec]):
-    """A head's files, understood; whose embeddings and output matrix it uses is still open.
+    """The files of a head, read and described; its embeddings and output matrix are not chosen yet.
 
     Attributes:
-        spec: what it computes.
+        spec: shapes and switches of the head.
         checkpoint: the files, names canonical.
-        keys: the books of this load.
+        keys: account of this load.
         target_ids: int64 [Vd] on the CPU, target id of each draft id; None where they are the same.
     """
 
@@ -59,9 +49,10 @@ def shared_embeddings(
     """The target's embeddings if the head should use them; None if its own are to be loaded.
 
     Args:
+        opened: the head.
         theirs: the target's embedding module.
         choice: "own" or "target", if somebody knows; else they are compared.
-        trained: whether such heads train theirs, where the config does not say.
+        trained: default of the config's `embed_requires_grad`: such heads train their embeddings.
     Raises:
         CheckpointError: the head needs its own, and the file has none.
     """
@@ -98,7 +89,9 @@ def shared_output(opened: OpenedHead[Any], theirs: Any, rows: torch.dtype | None
     """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded.
 
     Args:
-        rows: for a head whose files leave out the target's rows for its draft vocabulary: the type to take them in.
+        opened: the head.
+        theirs: the target's output layer.
+        rows: type of the target's rows for the draft vocabulary, for a head whose files leave them out.
     """
     name = "lm_head.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
@@ -127,8 +120,8 @@ def vocabulary_output(theirs: Any, hidden_size: int, target_ids: Tensor, dtype: 
 
     Args:
         theirs: the target's output layer, whatever it keeps its matrix in.
-        target_ids: int64 [Vd].
-        dtype: of the target's states, and of the rows.
+        target_ids: int64 [Vd], tokens of the rows.
+        dtype: type of the target's states, and of the rows.
     """
     rows = output_rows(theirs, hidden_size, dtype, target_ids)
     layer = nn.Linear(hidden_size, len(target_ids), bias=False, device="meta")
@@ -137,7 +130,7 @@ def vocabulary_output(theirs: Any, hidden_size: int, target_ids: Tensor, dtype: 
 
 
 def _own(opened: OpenedHead[Any], name: str) -> Tensor | None:
-    """What the file has of it, in the books only where it is used."""
+    """The file's tensor, which enters the account only if it is used; None if there is none."""
     own = opened.checkpoint.tensors.get(name)
     if own is not None and own.dtype not in WEIGHT_TYPES:
         raise CheckpointError(f"{opened.checkpoint.folder}: {name} is of {own.dtype}, not of a type of weights.")
@@ -145,7 +138,7 @@ def _own(opened: OpenedHead[Any], name: str) -> Tensor | None:
 
 
 def is_copy(own: Tensor, theirs: Tensor) -> bool:
-    """Whether `own` is `theirs`, but for what two roundings to 16 bits can do to tiny numbers."""
+    """Whether `own` equals `theirs`, but for two roundings of tiny numbers to 16 bits."""
     if not theirs.is_floating_point() or theirs.device.type == "meta":
         return False
     step = 16384  # rows at a time: a comparison must not need a copy of the matrix in float32
@@ -164,8 +157,61 @@ def _embedding_shape(module: Any) -> tuple[int, ...]:
 
 
 def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:
-    """Between rows of a matrix and what an embedding module gives for them; it is called, for it may be offloaded."""
+    """Mean cosine of rows of a matrix and an embedding module's. The module is called, for it may be offloaded."""
     rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024)).long()
     device = next(theirs.parameters()).device
     found = theirs(rows if device.type == "meta" else rows.to(device))
     return float(torch.cosine_similarity(own[rows].float(), found.float().cpu(), dim=-1).mean().detach())
+
+
+logger = get_logger(__name__)
+
+
+def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -> Tensor | None:
+    """Target id of every draft id, int64 [Vd], from `d2t` (offsets) and `t2d` (membership), which must agree; None
+    where they are the same.
+
+    Raises:
+        CheckpointError: they contradict each other, name no tokens of the target, or are missing.
+    """
+    offsets = keys.optional_ids("d2t", (spec.draft_vocab_size,))
+    members = keys.optional_ids("t2d", (spec.vocab_size,))
+    keys.check()
+    if offsets is not None:
+        ids = torch.arange(spec.draft_vocab_size) + offsets.long()
+    elif members is not None:
+        ids = members.nonzero().flatten()
+    else:
+        if spec.draft_vocab_size == spec.vocab_size:
+            return None
+        raise CheckpointError(
+            f"{checkpoint.folder}: the head speaks {spec.draft_vocab_size} of {spec.vocab_size} tokens, but there is "
+            "neither d2t nor t2d to say which."
+        )
+    if members is not None and not torch.equal(ids, members.nonzero().flatten()):
+        raise CheckpointError(
+            f"{checkpoint.folder}: d2t (offsets: target id = draft id + d2t) and t2d (which target ids are in the "
+            "draft vocabulary) contradict each other."
+        )
+    num_different = len(ids.unique())
+    if num_different != spec.draft_vocab_size or ids.min() < 0 or ids.max() >= spec.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.folder}: d2t maps {spec.draft_vocab_size} draft ids to {num_different} different ids "
+            f"between {int(ids.min())} and {int(ids.max())}; the vocabulary has {spec.vocab_size}."
+        )
+    if offsets is not None and members is None and spec.draft_vocab_size < spec.vocab_size and not offsets.any():
+        logger.warning_once(
+            f"{checkpoint.folder}: d2t is zero everywhere, so draft ids are the target's first {len(offsets)}. It may "
+            "never have been filled: `hf-speculate check` tells whether the head drafts as it should."
+        )
+    is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
+    return None if is_whole else ids
+
+
+def vocabulary_tensors(spec: HeadSpec, target_ids: Tensor | None) -> dict[str, Tensor]:
+    """The tensors that `draft_vocabulary` reads: offsets and members, on the CPU. None: every token is its own."""
+    own = torch.arange(spec.draft_vocab_size)
+    ids = own if target_ids is None else target_ids.cpu()
+    members = torch.zeros(spec.vocab_size, dtype=torch.bool)
+    members[ids] = True
+    return {"d2t": ids - own, "t2d": members}

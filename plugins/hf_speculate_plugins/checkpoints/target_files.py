@@ -1,4 +1,4 @@
-"""What a conversion may need of a target, read from its files: the config, and single tensors.
+"""Parts of a target that a conversion may need, read from its files: the config, and single tensors.
 
 A target of many gigabytes is not loaded for one matrix: of a Hub repository only the config, the index and the one
 shard that holds the tensor are downloaded.
@@ -17,8 +17,7 @@ from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
 
-from .reading import read_config, read_tensor
-from .weight_files import read_index
+from .files import read_config, read_index, read_tensor
 
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -29,7 +28,7 @@ class TargetFiles:
 
     Args:
         name_or_path: folder or Hub id.
-        revision, token, cache_dir, local_files_only: as everywhere on the Hub.
+        hub: the usual options of the Hub: `revision`, `token`, `cache_dir`, `local_files_only`.
     Raises:
         DrafterNotFoundError: no such folder or repository, or it has no model config.
         CheckpointError: the config of a folder is no JSON.
@@ -40,7 +39,7 @@ class TargetFiles:
         self._hub = hub
         if self.name.startswith((".", "/", "~")) and not os.path.isdir(self.name):
             raise DrafterNotFoundError(f"cannot read target {self.name!r}: no such folder.")
-        read_config(self.name)  # of a folder; what transformers would wait for or recurse in is refused here
+        read_config(self.name)  # refuses files of a folder that transformers would wait for or recurse in
         try:
             self.config = AutoConfig.from_pretrained(self.name, **hub)
         except Exception as error:  # configs check themselves in several ways
@@ -60,7 +59,7 @@ class TargetFiles:
         return nn.Embedding.from_pretrained(self._tensor(self._names[0]))
 
     def output_embeddings(self) -> nn.Linear:
-        """The output matrix, of tied models that of the embeddings; raises as `input_embeddings`."""
+        """The output matrix, for tied models that of the embeddings; raises like `input_embeddings`."""
         weight = self._tensor(self._names[0] if self.text_config.tie_word_embeddings else self._names[1])
         module = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
         module.weight = nn.Parameter(weight, requires_grad=False)
@@ -68,7 +67,7 @@ class TargetFiles:
 
     @cached_property
     def _names(self) -> tuple[str, str]:
-        """Names of the embeddings and of the output matrix, asked of a model without weights."""
+        """Names of the embeddings and of the output matrix, taken from a model without weights."""
         try:
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(self.config)
@@ -104,10 +103,11 @@ class TargetFiles:
 
 
 class LoadedTarget(TargetFiles):
-    """The same of a model that is loaded, and whose matrices are not packed.
+    """The same parts of a model that is loaded, and whose matrices are not packed.
 
     Args:
-        name: what it is called.
+        model: the target.
+        name: its name.
     """
 
     def __init__(self, model: Any, name: str):

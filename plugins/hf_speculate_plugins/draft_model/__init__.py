@@ -5,7 +5,7 @@ recognised as one.
 """
 
 from .drafter import DraftModelDrafter
-from .options import DraftModelOptions
+from .session import DraftModelOptions
 
 
 __all__ = ["DraftModelDrafter", "DraftModelOptions"]

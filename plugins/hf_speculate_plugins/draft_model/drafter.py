@@ -1,36 +1,118 @@
-"""The `draft_model` drafter: a smaller causal LM of the same vocabulary."""
+"""The `draft_model` drafter, a smaller causal LM of the same vocabulary, and the folders that hold such models."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers import DynamicCache, PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
-from hf_speculate.errors import TargetMismatchError
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.hub import local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.options import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.target import compare_weights, sample_weights, supported_shape
 
-from ..checkpoints import checkpoint_files
-from .checkpoint import TOKENIZER_FILES, holds_model, load_beside, load_model
-from .options import DraftModelOptions
-from .session import DraftModelSession
+from ..checkpoints import ConfigValues, checkpoint_files, listed, read_config, tensor_shapes
+from .session import DraftModelOptions, DraftModelSession
 
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# Files beside the weights of a model that can be used alone.
+_TOKENIZER_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_SIZES = ("num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size")
+_MAX_PACKED = 32
+_HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.")
+
+
+def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
+    """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) beside the target, see `load_model`."""
+    if place.endswith(".gguf"):
+        from hf_speculate.gguf import load_model as load_packed  # nothing else needs what it imports
+
+        return load_packed(place, dtype=target.dtype, device=target.device)
+    return load_model(local_folder(place), target)
+
+
+def load_model(folder: str, target: PreTrainedModel) -> PreTrainedModel:
+    """The causal LM in `folder` beside the target: same dtype, same device.
+
+    Raises:
+        CheckpointError: unreadable, or a config that announces far more than the files hold.
+    """
+    _check_sizes(folder)
+    try:
+        _check_shapes(folder)
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=target.dtype, trust_remote_code=False, output_loading_info=True
+        )
+        loaded, found = loading
+    except CheckpointError:
+        raise
+    except Exception as error:  # configs and files of models are wrong in more ways than transformers has errors
+        raise CheckpointError(f"cannot load a draft model from {folder}: {error}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would draft with random ones
+        raise CheckpointError(f"{folder}: config.json announces weights that the files lack: {listed(missing, 4)}.")
+    return loaded.to(target.device)
+
+
+def _check_shapes(folder: str) -> None:
+    """Raises `CheckpointError` for weights of other shapes than the config gives them; packed ones aside."""
+    if "quantization_config" in read_config(folder):
+        return
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        announced = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
+    for name, shape in tensor_shapes(folder, strip=()).items():
+        if name in announced and (wanted := tuple(announced[name].shape)) != shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {shape}, by config.json it has {wanted}: they do not belong together, or "
+                "one of them was changed."
+            )
+
+
+def _check_sizes(folder: str) -> None:
+    """Raises `CheckpointError` for a config that announces far more than the files hold, before anything is made."""
+    shapes, config = tensor_shapes(folder), read_config(folder)
+    nested = config.get("text_config")
+    values = nested if isinstance(nested, dict) else config
+    sizes = {name: size for name in _SIZES if isinstance(size := values.get(name), int)}
+    # Weights of a few bits are packed, several in one value.
+    most = _MAX_PACKED * sum(math.prod(shape) for shape in shapes.values())
+    products = [("num_hidden_layers", sizes.get("num_hidden_layers", 0), len(shapes))]
+    products += [(name, sizes.get(name, 0) * sizes.get("hidden_size", 1), most) for name in _SIZES[1:3]]
+    for name, announced, stored in products:
+        if shapes and announced > stored:
+            raise CheckpointError(
+                f"{folder}: {name} in config.json is {sizes[name]}, of which the {len(shapes)} tensors there do not "
+                "hold the weights."
+            )
+
+
 class DraftModelDrafter(Drafter):
     """Drafts with a causal LM.
 
     Args:
-        model: the draft model; its vocabulary must be the target's (padding rows at the end may differ).
+        model: draft model; its vocabulary must be the target's (padding rows at the end may differ).
         options: see `DraftModelOptions`.
     """
 
@@ -73,19 +155,23 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
-        return holds_model(folder)
+        """Whether the config in `folder` names a causal LM, and its tensors are no heads of another method."""
+        config = read_config(folder)
+        names = ConfigValues(folder, config).texts("architectures")
+        is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
+        if is_head or "model_type" not in config or not any(n.endswith("ForCausalLM") for n in names):
+            return False
+        # EAGLE-1 heads have the config of a Llama of one layer: only their tensors tell.
+        return not any(name.startswith(_HEAD_TENSORS) for name in tensor_shapes(folder))
 
     @classmethod
     def files(cls, folder: str) -> list[str]:
-        return [*checkpoint_files(folder), *TOKENIZER_FILES]
+        return [*checkpoint_files(folder), *_TOKENIZER_FILES]
 
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Loads the draft model beside the target: same dtype, same device."""
-        parsed = read_options(DraftModelOptions, options, cls.name)
-        drafter = cls(load_model(folder, target), parsed)
-        drafter._check_smaller(target)
-        return drafter
+        return cls.for_target(target, model=folder, **options)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares vocabularies: sizes (padding rows aside) and special token ids."""
@@ -105,7 +191,7 @@ class DraftModelDrafter(Drafter):
                 )
 
     def _check_smaller(self, target: PreTrainedModel) -> None:
-        """Raises `TargetMismatchError` for the target itself, or the same weights in no fewer bytes: it cannot pay."""
+        """Raises `TargetMismatchError` for the target itself, or equal weights in no fewer bytes: that never pays."""
         ours, theirs = unwrap(self.model), unwrap(target)
         sizes = [model.get_memory_footprint(return_buffers=False) for model in (ours, theirs)]
         if ours is not theirs and (sizes[0] < sizes[1] or not _has_same_weights(ours, theirs)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,21 +16,40 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..trees import Frontier, grow_tree, log_shares
-from .options import DraftModelOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftModelOptions:
+    """Options of draft-model drafting.
+
+    Attributes:
+        depth: tokens drafted along a branch; each costs one forward of the draft model.
+        top_k: branches of a level of a dynamic tree; 1 drafts a chain.
+        max_nodes: draft nodes of a tree (not used by chains).
+    """
+
+    depth: int = 5
+    top_k: int = 1
+    max_nodes: int = 16
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"draft_model: {name} must be at least 1, got {getattr(self, name)}.")
 
 
 class DraftModelSession(DraftSession):
-    """The draft model's cache and what it holds.
+    """The draft model's cache, and the tokens in it.
 
     `_texts[r]` are the committed tokens behind the prompt (root last), `_cached[r]` those in the cache behind the
-    prompt, which may go on with rejected drafts: what the two have in common stays, the rest is fed again. So a
-    draft that was made ahead for nothing needs no more than its text to be taken back.
+    prompt, which may go on with rejected drafts. The common beginning stays, the rest is fed again. So to take back a
+    draft made ahead in vain, it is enough to take back its text.
 
     Args:
-        model: the draft model.
-        options: how much is drafted.
-        conversations: where the caches of earlier turns are found, and this one's is left.
-        request: what is to be drafted for.
+        model: draft model.
+        options: options of drafting.
+        conversations: caches of earlier turns, to which this session adds its own.
+        request: the request that the session drafts for.
     """
 
     def __init__(
@@ -84,7 +104,7 @@ class DraftModelSession(DraftSession):
         num_committed = len(text)
         text.extend(min(token, self._last_token) for token in path)
         try:
-            return self._draft(state, self.options.depth + 1)  # what was right of it stays in the cache
+            return self._draft(state, self.options.depth + 1)  # the right part of it stays in the cache
         finally:
             del text[num_committed:]
 
@@ -103,7 +123,7 @@ class DraftModelSession(DraftSession):
         return state.whole_tree(draft(state.select(rows), root_logits, depth), rows)
 
     def _depth_limit(self, rows: Sequence[int]) -> int | None:
-        """How deep nodes may be that the draft model runs; None: not even the root has a position that it knows."""
+        """Greatest depth of nodes that the draft model can run; None: it knows no position even for the root."""
         size = self._num_positions
         if size is None:
             return 10**9
@@ -115,20 +135,20 @@ class DraftModelSession(DraftSession):
         return size - 1 - longest if longest < size else None
 
     def _num_common(self, row: int) -> int:
-        """Committed tokens behind the prompt, but the root, that the cache holds."""
+        """Number of committed tokens behind the prompt, without the root, that the cache holds."""
         return common_prefix(self._texts[row][:-1], self._cached[row])
 
     @property
     def _positions(self) -> list[int]:
-        """Position of the token that comes after the cached ones, a row."""
+        """Position of the token after the cached ones, for each row."""
         return [last + 1 + len(cached) for last, cached in zip(self._last_positions, self._cached, strict=True)]
 
     def _logits(self, output) -> Tensor:
-        """Without the columns that the target's vocabulary does not have."""
+        """The logits, without columns that the target's vocabulary does not have."""
         return output.logits[..., : self._vocab_size]
 
     def _resumed(self, text: list[int] | None) -> TreeCache | None:
-        """The draft model's cache of the last turn, cut to what the text has kept of it."""
+        """The draft model's cache of the last turn, cut to the part that the text has kept; None if there is none."""
         carried = self._conversations.take(self._target_cache, text)
         if carried is None:
             return None
@@ -139,7 +159,7 @@ class DraftModelSession(DraftSession):
         return cache
 
     def _prefill(self) -> None:
-        """Runs the prompt, as far as the cache lacks it."""
+        """Runs the part of the prompt that the cache lacks."""
         device, start = self.model.device, self.cache.append_index
         if start == self._num_prompt:
             return
@@ -200,7 +220,7 @@ class DraftModelSession(DraftSession):
         return self._run_chain[1]
 
     def _note_chain(self) -> None:
-        """What the cache holds of the last chain: by now the loop has read it, and nobody waits for the device."""
+        """Notes the tokens of the last chain in the cache. The loop has read them by now: this waits for no device."""
         if self._run_chain is not None:
             (rows, chain), self._run_chain = self._run_chain, None
             for row, drafted in zip(rows, chain.host.token_ids, strict=True):

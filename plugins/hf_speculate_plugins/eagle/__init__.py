@@ -5,19 +5,21 @@ other; P-EAGLE's drafts all levels at once, from masks. One `EagleSpec` describe
 dialects, and one `EagleHead` computes them.
 """
 
+from ..heads import LoadedHead
 from ..trees import StaticTree
 from .calibration import EagleReader
-from .checkpoint import LoadedHead, check_fits, load_head, write_head
-from .drafter import EagleDrafter
+from .drafter import EagleDrafter, EagleSession
 from .head import EagleHead
-from .options import EagleOptions
-from .session import EagleSession
-from .spec import Conventions, EagleSpec
+from .saving import EagleFiles
+from .spec import Conventions, EagleOptions, EagleSpec
 
+
+check_fits, load_head, write_head = EagleFiles.check_fits, EagleFiles.load, EagleFiles.write
 
 __all__ = [
     "Conventions",
     "EagleDrafter",
+    "EagleFiles",
     "EagleHead",
     "EagleOptions",
     "EagleReader",

@@ -13,29 +13,29 @@ from transformers import DynamicCache
 from hf_speculate.tree import additive
 
 from ..check import Alternative, ConventionReader, Options, Text, accepted_lengths
-from ..heads import CachedAttention
-from .checkpoint import LoadedHead, load_head
+from ..heads import CachedAttention, LoadedHead
 from .head import EagleHead
+from .saving import EagleFiles
 from .spec import Conventions, EagleSpec
 
 
-class EagleReader(ConventionReader[LoadedHead]):
-    """Reads a head as `Conventions` have it."""
+class EagleReader(ConventionReader[LoadedHead[EagleHead]]):
+    """Reads an EAGLE head under any `Conventions`."""
 
     name = "eagle"
 
-    def read(self, options: Options) -> LoadedHead:
-        return load_head(self._folder, self._target, Conventions(**options))
+    def read(self, options: Options) -> LoadedHead[EagleHead]:
+        return EagleFiles.load(self._folder, self._target, Conventions(**options))
 
     def depth(self, depth: int) -> int:
         return depth
 
-    def accepted_in(self, loaded: LoadedHead, text: Text, depth: int) -> Int[Tensor, " P"]:
+    def accepted_in(self, loaded: LoadedHead[EagleHead], text: Text, depth: int) -> Int[Tensor, " P"]:
         layers = loaded.head.spec.entry_layers(self._num_layers)
         return _accepted(loaded, text, layers, depth)
 
     def alternatives(self, options: Options) -> list[Alternative]:
-        """One change each of what `options` leave open: layers, norms, RoPE base, embeddings."""
+        """One change of every convention that `options` leave open: layers, norms, RoPE base, embeddings."""
         loaded = self.load(options)
         spec, found = loaded.head.spec, []
         if "feature_layers" not in options:
@@ -70,8 +70,8 @@ _SWITCHES = {
 }
 
 
-def _other_embeddings(loaded: LoadedHead) -> list[Alternative]:
-    """Those that are not used now, where there are two kinds."""
+def _other_embeddings(loaded: LoadedHead[EagleHead]) -> list[Alternative]:
+    """The embeddings that are not used now, if there are two kinds."""
     if "embed_tokens.weight" in loaded.report.used:
         return [Alternative({"embeddings": "target"}, "the target's embeddings")]
     if "random" in loaded.report.shared.get("embed_tokens.weight", ""):
@@ -79,7 +79,7 @@ def _other_embeddings(loaded: LoadedHead) -> list[Alternative]:
     return []
 
 
-def _accepted(loaded: LoadedHead, text: Text, layers: Sequence[int], depth: int) -> Int[Tensor, " P"]:
+def _accepted(loaded: LoadedHead[EagleHead], text: Text, layers: Sequence[int], depth: int) -> Int[Tensor, " P"]:
     """Accepted tokens of the chains at all roots of a text."""
     roots = text.roots(depth)
     if not roots:
@@ -102,13 +102,13 @@ def chain_logits(
     """Draft logits of chains that start at each of P entries, all at once, fed with the text's own tokens.
 
     Entry i pairs the state at i with token i + 1, its first logits are for token i + 2. The chain of an entry sees the
-    entries of the text up to its own, and what it added itself: as a session that drafts there would. Fed with the
+    entries of the text up to its own, and its own additions: as a session that drafts there would. Fed with the
     text's tokens instead of its own, it is that session as long as it is right; what follows an error never counts.
 
     Args:
         token_ids: the text.
-        states: from `EagleHead.fuse`.
-        entries: ascending; the last must leave `depth` tokens of the text after its own token.
+        states: states from `EagleHead.fuse`.
+        entries: places of the entries, ascending; the last must leave `depth` tokens of the text after its own token.
     """
     count, device = len(token_ids) - 1, head.device
     tokens, starts = token_ids.to(device), torch.tensor(entries, device=device)

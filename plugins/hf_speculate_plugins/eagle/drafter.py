@@ -1,56 +1,233 @@
-"""The EAGLE drafter: EAGLE-1, EAGLE-2 (the same files with dynamic trees), EAGLE-3 and P-EAGLE in all their layouts."""
+"""The `eagle` drafter: EAGLE-1, EAGLE-2 (the same files with dynamic trees), EAGLE-3, P-EAGLE, and their sessions."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import Conversations, DraftRequest, SavedHead
+from hf_speculate.drafting import Conversations, DraftRequest, DraftState
+from hf_speculate.transfers import to_device
+from hf_speculate.tree import DraftTree, TreePlan
 
-from ..checkpoints import LoadReport, TargetFiles, tensor_shapes
-from ..heads import HeadDrafter
-from .checkpoint import (
-    LayoutName,
-    LoadedHead,
-    check_fits,
-    check_layout,
-    convert_head,
-    describe_head,
-    eagle_version,
-    load_head,
-    write_head,
+from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
+from ..trees import (
+    Level,
+    StaticTree,
+    best_tree,
+    forest_of,
+    levels_of,
+    log_shares,
+    path_sums,
+    slot_scores,
+    slot_shares,
+    trimmed,
 )
 from .head import EagleHead
-from .options import EagleOptions
-from .session import EagleSession, Turn
-from .spec import Conventions, EagleSpec
+from .saving import EagleFiles
+from .spec import Conventions, EagleOptions, TreeSize
+from .steps import CompiledSteps, Pending, PlainSteps, Steps, read_prompt
 
 
 if TYPE_CHECKING:
     from .native import NativeForward
 
 
-class EagleDrafter(HeadDrafter[EagleHead]):
-    """Drafts with an EAGLE head.
+class EagleSession(HeadSession[EagleHead]):
+    """Drafts for one request: trees from the head's own states, behind the entries that it has read.
+
+    The forward that reads the tokens of a round also expands the root of the next tree: entry i pairs the feature at
+    token i with token i + 1, so the last new entry belongs to the root and its output ranks the root's children.
 
     Args:
-        loaded: the head, see `load_head`.
-        target: the model that it was loaded for; only its sizes and name are kept.
-        options: see `EagleOptions`.
+        loaded, options, conversations, request: see `HeadSession`.
+        layers: key by which `observe` is given each feature that the head takes.
+        native: native forward of the head, if there is one.
+    """
+
+    _steps: Steps | None
+
+    def __init__(
+        self,
+        loaded: LoadedHead[EagleHead],
+        layers: Sequence[int],
+        options: EagleOptions,
+        conversations: Conversations[Any],
+        request: DraftRequest,
+        native: NativeForward | None = None,
+    ):
+        super().__init__(loaded, options, conversations, request)
+        self._layers, self._native = layers, native
+        self._pending: Pending | None = None
+        self._root_hidden: Tensor | None = None
+
+    def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
+        head, states = self._loaded.head, [features[layer] for layer in self._layers]
+        if self._text is not None:
+            # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
+            self._text += tokens[0, -1:].tolist() if self._reading is None else tokens[0, : int(lengths[0])].tolist()
+        if self._reading is None:
+            reading = self._begin(tokens)
+            self._steps = self._steps_behind(reading)
+            self._root_hidden = read_prompt(head, reading, tokens, head.fuse(states), self._native)
+            return
+        self._read_pending()
+        self._pending = (tokens, states, lengths.tolist())
+
+    def draft(self, state: DraftState) -> DraftTree:
+        reading, steps, options = self._reading, self._steps, self.options
+        if reading is None or steps is None:
+            raise RuntimeError("draft() before the first observe()")
+        try:
+            if self._loaded.spec.parallel:
+                return self._draft_parallel(state, steps, self._root())
+            if options.static_tree is not None and not state.chains_only:
+                return self._draft_static(state, steps, self._root(), options.static_tree.cut(state.max_depth))
+            return self._draft_dynamic(state, steps)
+        finally:
+            reading.drop()
+
+    def close(self) -> None:
+        super().close()
+        self._pending = self._root_hidden = None
+
+    def _left(self, reading: Reading) -> tuple[Reading, Pending | None]:
+        return reading, self._pending
+
+    def _go_on(self, left: Any, num_alike: int, first: int, count: int) -> Reading | None:
+        reading, pending = left
+        if pending is not None:
+            self._read(self._steps_behind(reading), reading, pending)
+        # The last entry pairs a feature of the last turn with the first token of this one.
+        return reading.resumed(first, count) if num_alike > first else None
+
+    def _steps_behind(self, reading: Reading) -> Steps:
+        native = self._native
+        is_dynamic = self.options.static_tree is None and not self._loaded.spec.parallel
+        if native is not None and is_dynamic and not reading.has_windows and native.current_ranking() is not None:
+            from .native import NativeSteps  # only sessions with a kernel need it
+
+            return NativeSteps(self._loaded, reading, native)  # not compiled: graphs of trees are slower
+        plain = PlainSteps(self._loaded, reading, native)
+        if self._compiler is None:
+            return plain
+        return CompiledSteps(plain, self._loaded, reading, self.options, self._compiler)
+
+    def _read_pending(self) -> None:
+        if self._reading is None or self._steps is None or self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        hidden, lengths = self._read(self._steps, self._reading, pending), pending[2]
+        if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
+            is_new = to_device(lengths, hidden.device)[:, None] > 0
+            hidden = torch.where(is_new, hidden, self._root_hidden)
+        self._root_hidden = hidden
+
+    @torch.no_grad()
+    def _read(self, steps: Steps, reading: Reading, pending: Pending) -> Tensor:
+        """Commits pending entries; returns the states of the last entry of every row [B, Hd]."""
+        token_ids, features, lengths = pending
+        hidden = steps.entries(token_ids, self._loaded.head.fuse(features))
+        reading.keep(lengths)
+        last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
+        return hidden[torch.arange(len(lengths), device=hidden.device), last]
+
+    def _root(self) -> Tensor:
+        """States of the entry committed last, after reading everything that is pending."""
+        self._read_pending()
+        assert self._root_hidden is not None
+        return self._root_hidden
+
+    def _draft_dynamic(self, state: DraftState, steps: Steps) -> DraftTree:
+        """A tree, or where only chains can be verified the best chain."""
+        options, depth = self.options, min(self.options.max_depth, state.max_depth)
+        if not depth:
+            return DraftTree.root_only(state.root_ids)
+        width = options.width(state.samples)
+        if width > 1 and not state.chains_only:
+            return self._tree(state, steps, TreeSize(depth, width, options.max_nodes))
+        # The most nodes that a chain may have: the number for this round would be another graph.
+        chain = self._tree(state, steps, TreeSize(depth, 1, options.max_depth))
+        return DraftTree.chain(chain.token_ids, chain.values)
+
+    def _tree(self, state: DraftState, steps: Steps, size: TreeSize) -> DraftTree:
+        drawn = None if self._pending is None else steps.tree_behind(self._pending, state, size)
+        if drawn is None:
+            return steps.tree(self._root(), state, size)
+        tree, self._root_hidden = drawn
+        self._pending = None
+        return tree
+
+    @cached_property
+    def _mask(self) -> tuple[Tensor, Tensor]:
+        """Token and state of every deeper token of a P-EAGLE draft. The projection that makes them is as large as that
+        of one of the target's layers."""
+        return self._loaded.head.masks(1, 1)
+
+    @torch.no_grad()
+    def _draft_parallel(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
+        """The best tree of the last entry and the masks behind it: two forwards for any depth."""
+        head, options, target_ids = self._loaded.head, self.options, self._loaded.target_ids
+        depth = min(options.depth, state.max_depth)
+        if not depth:
+            return DraftTree.root_only(state.root_ids)
+        logits, _ = head.read(root[:, None])
+        if depth > 1:
+            plan = TreePlan.from_parents([range(-1, depth - 2)])
+            token_ids, states = (mask.expand(len(root), depth - 1, *mask.shape[2:]) for mask in self._mask)
+            logits = torch.cat([logits, steps.level(token_ids, states, plan)[0]], dim=1)
+        noise = state.log_noise(range(logits.shape[1]), logits.shape[-1], target_ids)
+        scores = slot_scores(logits, noise, state.warpers)
+        shares_of = slot_shares(scores, target_ids, 1 if state.chains_only else options.width(state.samples))
+        roots = to_device(state.root_ids, root.device)
+        return trimmed(best_tree(roots, shares_of, depth=depth, max_nodes=options.max_nodes), state.active)
+
+    def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
+        tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)
+        tokens[:, 0] = to_device(state.root_ids, tokens.device)
+        own_values = torch.zeros(tokens.shape, device=root.device)
+        logits, fed_back = self._loaded.head.read(root[:, None])
+        run: tuple[int, ...] = ()
+        for depth, level in enumerate(levels_of(tree)):
+            if depth:
+                run += level.nodes
+                nodes = tokens[:, to_device(level.nodes, tokens.device)]
+                states = fed_back[:, to_device(level.previous, fed_back.device)]
+                logits, fed_back = steps.level(nodes, states, forest_of(tree, run))
+            self._fill(tokens, own_values, level, state.child_scores(logits, depth, self._loaded.target_ids))
+        return DraftTree(tokens, tree.parents, values=own_values @ path_sums(tree, root.device))
+
+    def _fill(self, tokens: Tensor, own_values: Tensor, level: Level, scores: Tensor) -> None:
+        """Writes the children of a level: the best-ranked tokens of its nodes."""
+        shares, columns = log_shares(scores, max(level.child_ranks) + 1)
+        parents, ranks, children = (
+            to_device(indices, tokens.device) for indices in (level.child_parents, level.child_ranks, level.children)
+        )
+        target_ids, chosen = self._loaded.target_ids, columns[:, parents, ranks]
+        tokens[:, children] = chosen if target_ids is None else target_ids[chosen]
+        own_values[:, children] = shares[:, parents, ranks]
+
+
+class EagleDrafter(HeadDrafter[EagleHead]):
+    """Drafts with an EAGLE head; for its arguments see `HeadDrafter`.
+
+    Heads are saved as "safeailab", "specforge" ("sglang"), "speculators" ("vllm") or "compact"; by default as
+    "speculators", and EAGLE-1 as "safeailab", the only layout that has it.
 
     Attributes:
-        entry_layers: which of the target's features the head takes, in its order; `feature_layers` has each once.
+        entry_layers: the target's features that the head takes, in its order; `feature_layers` has each once.
     """
 
     name = "eagle"
     options_classes = (EagleOptions, Conventions)
+    head_files = EagleFiles
 
-    def __init__(self, loaded: LoadedHead, target: PreTrainedModel, options: EagleOptions | None = None):
+    def __init__(self, loaded: LoadedHead[EagleHead], target: PreTrainedModel, options: EagleOptions | None = None):
         super().__init__(loaded, target, options)
-        self.conversations: Conversations[Turn] = Conversations()
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
         tree = self.options.static_tree
@@ -64,52 +241,9 @@ class EagleDrafter(HeadDrafter[EagleHead]):
     def __repr__(self) -> str:
         return f"EagleDrafter({self.spec.kind}, {self.spec.dialect}, {self.options})"
 
-    @property
-    def spec(self) -> EagleSpec:
-        return self.head.spec
-
-    @classmethod
-    def recognizes(cls, folder: str) -> bool:
-        return eagle_version(tensor_shapes(folder)) is not None
-
-    @classmethod
-    def load(cls, folder: str, target: PreTrainedModel, conventions: Conventions) -> LoadedHead:
-        return load_head(folder, target, conventions)
-
-    def write(self, path: str | os.PathLike, layout: str, **of_target: Any) -> None:
-        write_head(path, self.head, self.target_ids, layout, **of_target)
-
-    @property
-    def algorithm(self) -> str:
-        return self.spec.algorithm
-
-    def check_layout(self, layout: LayoutName | str | None = None) -> str:
-        """The layout by its own name: "safeailab", "specforge" ("sglang"), "speculators" ("vllm") or "compact".
-
-        Args:
-            layout: None: "speculators", for EAGLE-1 "safeailab", the only one that has it.
-        """
-        default = "speculators" if self.spec.version == 3 else "safeailab"
-        return check_layout(layout or default, self.spec, self._num_target_layers)
-
-    @classmethod
-    def describe(cls, folder: str) -> SavedHead:
-        return describe_head(folder)
-
-    @staticmethod
-    def convert(
-        folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
-    ) -> tuple[SavedHead, LoadReport]:
-        """Writes the head in `folder` to `path` in another layout, see `convert_head`."""
-        return convert_head(folder, path, layout, target)
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Compares hidden size, vocabulary and depth."""
-        check_fits(self.spec, target)
-
     @cached_property
     def _native(self) -> NativeForward | None:
-        """Made for the first request: it may take a compiler, which heads that are only read or written need not."""
+        """The kernel's form of the head. Making it may take a compiler, so it waits for the first request."""
         from .native import NativeForward  # and the room of packed targets
 
         return NativeForward.of(self.head)

@@ -1,7 +1,7 @@
 """The forward pass of EAGLE heads.
 
 Sources: EAGLE-1 (Li et al., arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), P-EAGLE (arXiv:2602.01469) and the code that
-writes the published files, see `checkpoint`. Entry i of a head pairs the target's feature at position i with the
+writes the published files, see `loading`. Entry i of a head pairs the target's feature at position i with the
 embedding of token i + 1, has RoPE position i, and predicts token i + 2. Deeper draft tokens take the head's own state
 instead of the feature; in P-EAGLE, which is EAGLE-3 otherwise, a learnt mask instead of both.
 
@@ -11,48 +11,16 @@ instead of the feature; in P-EAGLE, which is EAGLE-3 otherwise, a learnt mask in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_speculate.drafting import finite
 
-from ..heads import MLP, SharingHead, call_beside, rotary_embedding
+from ..heads import MLP, Attend, Attention, SharingHead, call_beside, rotary_embedding
 from .spec import EagleSpec
-
-
-# attend(layer, queries [B, heads, N, d], keys [B, kv_heads, N, d], values [B, kv_heads, N, d]) -> [B, heads, N, d]:
-# what the N entries see, these and earlier ones. Decoding looks into a cache (`reading`), training into unrolled steps.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class Attention(nn.Module):
-    """Grouped-query attention of a head, with optional norms of queries and keys."""
-
-    def __init__(self, spec: EagleSpec, layer: int, input_size: int):
-        super().__init__()
-        self.layer = layer
-        self.head_dim = spec.head_dim
-        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.o_bias)
-        if spec.qk_norm:
-            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
-
-    def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        shape = (*inputs.shape[:2], -1, self.head_dim)
-        queries, keys = self.q_proj(inputs).view(shape), self.k_proj(inputs).view(shape)
-        values = self.v_proj(inputs).view(shape).transpose(1, 2)
-        if hasattr(self, "q_norm"):
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), *rotary)
-        mixed = attend(self.layer, queries, keys, values)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class DecoderLayer(nn.Module):
@@ -60,7 +28,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: EagleSpec, layer: int, input_size: int | None = None, norm_input: bool = True):
         super().__init__()
-        self.self_attn = Attention(spec, layer, input_size or spec.hidden_size)
+        self.self_attn = Attention(spec, layer, input_size or spec.hidden_size, spec.qkv_bias, spec.o_bias)
         self.mlp = MLP(spec)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         if norm_input:
@@ -92,10 +60,7 @@ class EntryLayer(DecoderLayer):
 
 
 class EagleHead(SharingHead[EagleSpec]):
-    """An EAGLE head of any generation and dialect.
-
-    Args: as of `SharingHead`.
-    """
+    """An EAGLE head of any generation and dialect; for its arguments see `SharingHead`."""
 
     def __init__(self, spec: EagleSpec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
         super().__init__(spec, embed_tokens, lm_head)
@@ -144,10 +109,10 @@ class EagleHead(SharingHead[EagleSpec]):
         """Runs N entries.
 
         Args:
-            token_ids: the token *after* the one that the state belongs to.
-            states: from `fuse`, or what `read` gave for the entry before.
-            position_ids: position of the state's token.
-            attend: mixes values, once a layer; knows the mask and what came before.
+            token_ids: tokens *after* the ones that the states belong to.
+            states: states from `fuse`, or those that `read` returned for the entry before.
+            position_ids: positions of the states' tokens.
+            attend: function that mixes values, once a layer; it knows the mask and earlier entries.
         Returns:
             The states before the final norm.
         """
@@ -164,7 +129,7 @@ class EagleHead(SharingHead[EagleSpec]):
         return hidden
 
     def masks(self, batch_size: int, count: int) -> tuple[Int[Tensor, "B D"], Float[Tensor, "B D Hd"]]:
-        """What `forward` takes behind the last entry, for so many deeper tokens: their ids and states (P-EAGLE)."""
+        """Ids and states that `forward` takes for `count` deeper tokens behind the last entry (P-EAGLE)."""
         mask = self.spec.mask_token_id
         assert mask is not None
         features = self.mask_hidden.chunk(self.spec.num_features, dim=-1)
@@ -172,7 +137,7 @@ class EagleHead(SharingHead[EagleSpec]):
         return token_ids, self.fuse(features).expand(batch_size, count, -1)
 
     def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
-        """What `output` takes for `forward`'s states, and the states that the next draft step takes."""
+        """The inputs of `output` for `forward`'s states, and the states that the next draft step takes."""
         normed = self.norm(hidden) if hasattr(self, "norm") else hidden
         return normed if self.spec.norm_logits else hidden, normed if self.spec.feed_back_normed else hidden
 

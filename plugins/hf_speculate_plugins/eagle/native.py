@@ -1,12 +1,15 @@
-"""The layers of a head in one native call, on a CPU that has the kernel.
+"""The layers of a head in one native call, on a CPU that has the kernel, and drafts that are one call.
 
 A level of a draft is a few rows of a small model: as modules it is fifty operations of microseconds, whose calls cost
-more than what they compute. The modules stay the reference, and run where the kernel does not.
+more than their arithmetic. The modules stay the reference, and run where the kernel does not. A draft of EAGLE-3 is one
+call, which also reads the entries committed before it. EAGLE-1 projects embeddings and states together and takes three
+calls a level: for layers, ranking and growth. They are the reference of the one call; their reference is `PlainSteps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,28 +17,36 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_speculate.drafting import finite
+from hf_speculate.drafting import DraftState, finite
 from hf_speculate.gguf import (
     FIXED_ROPE,
     AngleTable,
     LayerParts,
     NativeDraft,
+    NativeGrowth,
     NativeLayers,
     NativeRanking,
+    Sampling,
+    TreeRows,
     Unread,
     has_kernel,
     new_rows,
     served,
+    tree_rows,
 )
+from hf_speculate.tree import DraftTree
 
+from ..heads import LoadedHead, Reading
 from .head import EagleHead, EntryLayer
+from .spec import TreeSize
+from .steps import Pending, PlainSteps, parent_states
 
 
 class NativeForward:
     """`EagleHead.forward` for few rows.
 
     Args:
-        head: whose weights may be exchanged, moved and written to.
+        head: a head, whose weights may be exchanged, moved and written to.
     """
 
     def __init__(self, head: EagleHead):
@@ -52,14 +63,14 @@ class NativeForward:
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
-        """None where the kernel cannot compute this head, or there is none."""
+        """The native forward of a head; None if the kernel cannot compute it, or there is none."""
         is_known = (
             head.device.type == "cpu" and head.spec.rope["rope_type"] in FIXED_ROPE and head.spec.hidden_act == "silu"
         )
         if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
             return None
         found = cls(head)
-        found.current_layers()  # whose matrices take their time, which is no draft's
+        found.current_layers()  # making their matrices takes time, which no draft should pay
         found.current_ranking()
         return found
 
@@ -71,10 +82,10 @@ class NativeForward:
         cache: Cache,
         masks: Sequence[Tensor | None],
     ) -> Float[Tensor, "B N Hd"] | None:
-        """As `EagleHead.forward`; None, and nothing done, where that is to be called.
+        """The result of `EagleHead.forward`; None, and nothing done, where that has to be called.
 
         Args:
-            masks: see `Place`.
+            masks: masks of a `Place`.
         """
         if not served(states) or any(mask is not masks[0] for mask in masks):
             return None
@@ -109,7 +120,7 @@ class NativeForward:
     def inputs(
         self, token_ids: Int[Tensor, "B N"], states: Float[Tensor, "B N Hd"]
     ) -> tuple[Float[Tensor, "B N Hd"], Float[Tensor, "B N Hd"] | None]:
-        """What the first layer takes, and what it joins to that."""
+        """The input of the first layer, and the part that the layer joins to it."""
         head = self._head
         beside = head.embed(token_ids)
         if head.spec.version == 3:
@@ -117,14 +128,14 @@ class NativeForward:
         return finite(head.fc(torch.cat([beside, states], dim=-1))), None
 
     def current_layers(self) -> NativeLayers | None:
-        """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
+        """The layers, made anew if weights were exchanged or moved; None if the kernel cannot compute them now."""
         if self._layers is None or not self._layers.is_current():
             parts = [parts_of(self._head, layer) for layer in self._head.layers]
             self._layers = NativeLayers.of([each.rounded() for each in parts] if self._head.is_quick else parts)
         return self._layers
 
     def current_ranking(self) -> NativeRanking | None:
-        """What ranks the layers' outputs; the same holds."""
+        """The ranking of the layers' outputs, made anew or None likewise."""
         if self._ranking is None or not self._ranking.is_current():
             head, spec = self._head, self._head.spec
             norm = head.norm if spec.norm_logits else None
@@ -142,12 +153,12 @@ class NativeForward:
         return cos[position_ids], sin[position_ids]
 
     def angles(self, states: Tensor, needed: int) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
-        """The table, of so many positions at least."""
+        """The table of cosines and sines, for at least `needed` positions."""
         return self._angles.upto(self._head.rotary, needed, states.dtype)
 
 
 def parts_of(head: EagleHead, layer: Any) -> LayerParts:
-    """A layer of a head as the kernel takes it."""
+    """A layer of a head in the form that the kernel takes."""
     spec = head.spec
     norms = {"mlp_norm": layer.post_attention_layernorm}
     is_entry = isinstance(layer, EntryLayer)
@@ -172,3 +183,99 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
         joins=is_entry,
         norms_residual=is_entry and layer.norm_before_residual,
     )
+
+
+NoiseOf = Callable[[int], Tensor | None]
+"""Noise of a level, float32 [B, C], contiguous; None for a greedy request."""
+
+
+class NativeSteps(PlainSteps):
+    """`PlainSteps` that draw dynamic trees natively, if the kernel computes everything that a request asks for."""
+
+    def __init__(self, loaded: LoadedHead[EagleHead], reading: Reading, native: NativeForward):
+        super().__init__(loaded, reading, native)
+        self._forward = native
+
+    def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
+        tree = self._native_tree(root.contiguous(), None, state, size)
+        return super().tree(root, state, size) if tree is None else tree
+
+    def tree_behind(self, pending: Pending, state: DraftState, size: TreeSize) -> tuple[DraftTree, Tensor] | None:
+        token_ids, features, lengths = pending
+        has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
+        if has_holes or not self._forward.is_one_call:
+            return None
+        head = self._loaded.head
+        root = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)
+        tree = self._native_tree(root, self._forward.unread(token_ids, features), state, size)
+        if tree is None:
+            return None
+        self._reading.keep(lengths)
+        return tree, root
+
+    @torch.no_grad()
+    def _native_tree(self, root: Tensor, unread: Unread | None, state: DraftState, size: TreeSize) -> DraftTree | None:
+        """The tree; None, and no committed entry changed, where the modules have to draw it.
+
+        Args:
+            root: states of the entry committed last; written to if something is unread.
+            unread: entries that the one call reads first.
+        """
+        forward, reading = self._forward, self._reading
+        layers, ranking = forward.current_layers(), forward.current_ranking()
+        sampling = Sampling.of(state.warpers if state.samples else ())
+        if layers is None or ranking is None or sampling is None:
+            return None
+
+        @cache  # the first level's is asked for its width, too
+        def noise(depth: int) -> Tensor | None:
+            found = state.log_noise((depth,), ranking.num_columns, self._loaded.target_ids)
+            return None if found is None else found[:, 0].float().contiguous()
+
+        first = noise(0)
+        width = min(size.width, ranking.num_columns if first is None else first.shape[-1])
+        num_pending = 0 if unread is None else unread.tokens.shape[1]
+        rows = tree_rows(layers, root, reading.cache.cache, (width, size.depth), reading.visible(), num_pending)
+        if rows is None:
+            return None
+        growth = NativeGrowth(len(root), width, size.depth, self._loaded.target_ids)
+
+        def goes_on() -> bool:
+            return state.goes_on(growth.values, growth.previous)
+
+        if forward.is_one_call:
+            starts = reading.next_positions()
+            angles = forward.angles(root, max(starts) + num_pending + growth.depth)
+            draft = NativeDraft(rows, ranking, forward.embeddings, angles)
+            is_grown = draft.grow(growth, root, unread, torch.tensor(starts), sampling, noise, goes_on)
+        else:
+            is_grown = self._grow_by_levels(growth, root, rows, ranking, sampling, noise, goes_on)
+        if not is_grown:
+            return None
+        tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
+        return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)
+
+    def _grow_by_levels(
+        self,
+        growth: NativeGrowth,
+        root: Tensor,
+        rows: TreeRows,
+        ranking: NativeRanking,
+        sampling: Sampling,
+        noise: NoiseOf,
+        goes_on: Callable[[], bool],
+    ) -> bool:
+        """Grows the trees in three calls a level; False, and no committed entry changed, if the kernel cannot."""
+        width = growth.tokens.shape[1]
+        ranked = ranking.run(root[:, None].contiguous(), width, noise(0), sampling)
+        for level in range(1, growth.depth + 1):
+            if ranked is None:
+                return False
+            growth.extend(ranked.shares, ranked.columns)
+            if level == growth.depth or not goes_on():
+                break
+            states, beside = self._forward.inputs(growth.tokens, parent_states(ranked.fed_back, growth.previous))
+            positions = self._reading.positions_at(torch.full((1, 1), level - 1)).expand(-1, width)
+            hidden = rows.run(growth, states, self._forward.rotary(states, positions), beside)[-1]
+            ranked = ranking.run(hidden, width, noise(level), sampling)
+        return True

@@ -1,77 +1,60 @@
-"""What an EAGLE head computes: one description for all generations and dialects.
+"""Spec of an EAGLE head, one for all generations and dialects, and the options of drafting with it.
 
-`checkpoint` derives an `EagleSpec` from files; `head` builds the module from it and reads nothing else, so whatever
+`loading` derives an `EagleSpec` from files; `head` builds the module from it and reads nothing else, so whatever
 differs between published files is visible here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from hf_speculate.drafting import RAW_LAST
+
+from ..checkpoints import HeadSpec
+from ..trees import StaticTree, levels_of
 
 
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm"]
 
+# The steps' noise lifts tokens that the head finds less probable: sampled requests gain by more children (SmolLM2, 48
+# held-out questions, 8 / 16 / 32 nodes: 1 %, 1.5 %, 4 % more tokens a round), greedy ones do not.
+_GREEDY_WIDTH, _SAMPLED_WIDTH = 4, 8
+
 
 @dataclass(frozen=True, kw_only=True)
-class EagleSpec:
+class EagleSpec(HeadSpec):
     """Shapes and switches of a head.
 
     Attributes:
-        dialect: whose file layout and conventions the checkpoint follows. "vllm": vLLM's names with a flat config, as
-            NeMo Automodel and SpecForge's P-EAGLE write.
+        dialect: project whose layout the checkpoint follows. "vllm": vLLM's names with a flat config, as NeMo Automodel
+            and SpecForge's P-EAGLE write.
         version: 1 (EAGLE-1 and -2, which share files) or 3.
-        hidden_size: Hd, width of the draft state.
-        target_hidden_size: Ht, width of one target feature.
-        vocab_size: V, the target's vocabulary.
-        draft_vocab_size: Vd, rows of the head's output matrix.
-        own_output: whether these rows are the head's own. Otherwise they are the target's for the draft vocabulary
+        own_output: the output matrix is the head's own. If not, its rows are the target's for the draft vocabulary
             ("frequency-ranked", FR-Spec, arXiv:2502.14856), and no file needs to hold them.
-        num_layers: decoder layers; the first is special, see `head`.
-        intermediate_size, num_heads, num_kv_heads, head_dim, hidden_act, rms_norm_eps: of every layer.
-        rope: `rope_parameters` as transformers 5 has them (`rope_type`, `rope_theta`, …).
-        max_position_embeddings: length that the head was configured for; only some RoPE types use it.
-        feature_layers: indices into the target's `hidden_states`, in concatenation order; None asks for the default,
-            which depends on the target's depth, see `resolved_layers`.
-        num_features: how many features the first projection takes (1 for EAGLE-1).
-        fc_bias, qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
-        qk_norm: RMSNorm of queries and keys per head, before RoPE (Qwen3).
+        num_layers: number of decoder layers; the first is special, see `head`.
+        feature_layers: see `HeadSpec`; None is the default, which depends on the target's depth (`resolved_layers`).
+        num_features: number of features that the first projection takes (1 for EAGLE-1).
+        fc_bias, qkv_bias, o_bias: biases in these projections.
         norm_before_fc: one RMSNorm over the concatenated features.
         fc_norm: one RMSNorm for each feature.
         norm_before_residual: the first layer's residual is the normed state instead of the state itself.
         norm_embedding: the first layer norms the token embedding (not so in some ModelOpt heads).
         norm_logits: RMSNorm before the output matrix.
         feed_back_normed: the next draft step gets the normed state ("norm_output" of speculators and vLLM).
-        windows: for each layer the length of its sliding attention window, None for full attention.
         parallel: P-EAGLE: a forward behind the last entry takes masks instead of tokens and states, one for each deeper
             draft token, so that a draft takes no forward a level.
-        mask_token_id: whose embedding these masks have. None: the file does not say (SpecForge's do not).
+        mask_token_id: token whose embedding these masks have. None: the file does not say (SpecForge's do not).
     """
 
     dialect: Dialect
     version: Literal[1, 3]
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_layers: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    max_position_embeddings: int = 2048
     feature_layers: tuple[int, ...] | None = None
     num_features: int = 3
     fc_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -82,19 +65,20 @@ class EagleSpec:
     windows: tuple[int | None, ...] = (None,)
     parallel: bool = False
     mask_token_id: int | None = None
-    own_output: bool = True
 
     @property
     def kind(self) -> str:
-        """What people call such heads."""
         return "P-EAGLE" if self.parallel else f"EAGLE-{self.version}"
 
     @property
     def algorithm(self) -> Literal["eagle", "eagle3", "peagle"]:
-        """What the Hub calls the method."""
         if self.parallel:
             return "peagle"
         return "eagle3" if self.version == 3 else "eagle"
+
+    @property
+    def trains_embeddings(self) -> bool:
+        return self.parallel
 
     def resolved_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """`feature_layers` for a target of L layers.
@@ -115,7 +99,7 @@ class EagleSpec:
     def entry_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """`resolved_layers` as `Drafter.feature_layers` names them.
 
-        EAGLE-3 wants every layer's own output; for the last one that is not what `hidden_states` ends with.
+        EAGLE-3 wants every layer's own output; for the last one `hidden_states` ends with something else.
         """
         layers = self.resolved_layers(num_target_layers)
         return tuple(RAW_LAST if self.version == 3 and layer == num_target_layers else layer for layer in layers)
@@ -123,16 +107,16 @@ class EagleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """What the caller knows better than the checkpoint: overrides of how a head is read.
+    """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
 
     Files of mis-labelled heads load and draft badly; these switches are the known ambiguities (see the table of
-    dialects in the documentation). None leaves what the file says.
+    dialects in the documentation).
 
     Attributes:
         feature_layers: indices into the target's `hidden_states`, in concatenation order.
         rope_theta: base of the rotary embedding.
         norm_before_residual, norm_logits, feed_back_normed: see `EagleSpec`.
-        mask_token_id: of P-EAGLE heads, see `EagleSpec`.
+        mask_token_id: mask token of P-EAGLE heads, see `EagleSpec`.
         embeddings: "own" uses the file's token embeddings, "target" the target's; None decides by comparing them.
     """
 
@@ -149,3 +133,62 @@ class Conventions:
             object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         if self.embeddings not in (None, "own", "target"):
             raise ValueError(f"eagle: embeddings must be 'own', 'target' or None, got {self.embeddings!r}.")
+
+
+@dataclass(frozen=True)
+class TreeSize:
+    """Size of one dynamic tree.
+
+    Attributes:
+        depth: number of levels, at least 1.
+        width: nodes of a level that are run, and children of each.
+        max_nodes: draft nodes, the root not counted.
+    """
+
+    depth: int
+    width: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    """Options of EAGLE drafting.
+
+    Attributes:
+        depth: tokens drafted along a branch; each costs one forward of the head.
+        top_k: branches of a level of a dynamic tree; 1 drafts a chain. None: 4, and 8 for requests that sample.
+        max_nodes: draft nodes of a dynamic tree, the root not counted. (SafeAILab's `total_token` counts it, and its
+            `depth` counts the levels below the first: total_token=60, depth=7 are max_nodes=59, depth=8 here.)
+        tree: a static tree instead, as a list of paths of ranks, e.g. `[(0,), (1,), (0, 0)]`.
+    """
+
+    depth: int = 8
+    top_k: int | None = None
+    max_nodes: int = 24
+    tree: StaticTree | Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "top_k", "max_nodes"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"eagle: {name} must be at least 1, got {value}.")
+        if self.tree is not None and not isinstance(self.tree, StaticTree):
+            object.__setattr__(self, "tree", StaticTree.of(self.tree, "eagle"))
+
+    @property
+    def static_tree(self) -> StaticTree | None:
+        return self.tree if isinstance(self.tree, StaticTree) else None
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of a chain. A static tree is cut to a chain of this depth where only chains can be verified."""
+        return self.depth if self.static_tree is None else self.static_tree.max_depth
+
+    def width(self, samples: bool) -> int:
+        """Branches of a level, for a request that samples or not."""
+        return self.top_k or (_SAMPLED_WIDTH if samples else _GREEDY_WIDTH)
+
+    @property
+    def max_frontier(self) -> int:
+        """Most nodes of a level that are run at once."""
+        tree = self.static_tree
+        return self.width(samples=True) if tree is None else max(len(level.nodes) for level in levels_of(tree))

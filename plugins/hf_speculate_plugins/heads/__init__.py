@@ -1,38 +1,31 @@
-"""What heads of decoder layers share, whatever they draft: layers, RoPE, attention over a cache, what one has read,
-forwards that are compiled.
+"""Heads of decoder layers, whatever they draft: modules, files, drafter, session, entries read, compiled forwards.
 
-Drafters and sessions of methods are built on these; nothing here knows a method.
+The drafters and sessions of methods are built on these; nothing here knows a method.
 """
 
-from .attention import CachedAttention
-from .compiled import CompiledForwards, form_of, problem_with_head
-from .drafter import HeadDrafter
-from .layers import MLP, LayerSpec, call_beside, rotary_embedding
-from .loading import LoadedHead, build_head, check_head_fits, check_mask_token, fill_head, overridden, warn_of_unclear
-from .reading import Place, Reading, ReadingHead
-from .sharing import HeadSpec, SharingHead
+from .compiled import CompiledForwards, form_of
+from .drafter import HeadDrafter, HeadSession
+from .files import HeadFiles, Limit, Written
+from .head import MLP, Attend, Attention, CachedAttention, LoadedHead, SharingHead, call_beside, rotary_embedding
+from .reading import Place, Reading
 
 
 __all__ = [
     "MLP",
+    "Attend",
+    "Attention",
     "CachedAttention",
     "CompiledForwards",
     "HeadDrafter",
-    "HeadSpec",
-    "LayerSpec",
+    "HeadFiles",
+    "HeadSession",
+    "Limit",
     "LoadedHead",
     "Place",
     "Reading",
-    "ReadingHead",
     "SharingHead",
-    "build_head",
+    "Written",
     "call_beside",
-    "check_head_fits",
-    "check_mask_token",
-    "fill_head",
     "form_of",
-    "overridden",
-    "problem_with_head",
     "rotary_embedding",
-    "warn_of_unclear",
 ]

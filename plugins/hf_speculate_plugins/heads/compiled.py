@@ -1,6 +1,6 @@
 """Forwards of a head with fixed shapes, so that they can be compiled.
 
-As the target's forwards: entries are padded to a fixed number, the cache's buffers have the next power of two of
+They work like the target's: entries are padded to a fixed number, the cache's buffers hold the next power of two of
 entries, and everything else that changes comes in as tensors at addresses that stay.
 """
 
@@ -19,8 +19,8 @@ from hf_speculate.target import NODE_BUCKETS, width_for
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import additive
 
+from .head import LoadedHead, SharingHead
 from .reading import Reading
-from .sharing import SharingHead
 
 
 Result = TypeVar("Result")
@@ -30,34 +30,37 @@ class CompiledForwards:
     """Compiled forwards of one head behind one reading.
 
     Args:
-        head: one that has no `problem_with_head`.
-        reading: what it has read; the layers that its cache has not yet are made.
-        compiler: of the request.
+        plain: the same forwards uncompiled.
+        loaded: a head that has no `problem_with_head`.
+        reading: entries that it has read; layers that its cache lacks are made.
+        options: options of drafting, of which the sizes of forwards follow.
+        compiler: the request's compiler.
     """
 
-    def __init__(self, head: SharingHead[Any], reading: Reading, compiler: Compiler):
-        self.head, self.reading, self.compiler = head, reading, compiler
+    def __init__(self, plain: Any, loaded: LoadedHead[Any], reading: Reading, options: Any, compiler: Compiler):
+        self._plain, self._reading, self._options, self._compiler = plain, reading, options, compiler
+        self._loaded, self._head = loaded, loaded.head
         self._cache = reading.cache.cache
         layers = self._cache.layers
-        layers += [PreallocatedLayer() for _ in range(head.spec.num_layers - len(layers))]
-        lease_of(self._cache, pool_of(head))
+        layers += [PreallocatedLayer() for _ in range(self._head.spec.num_layers - len(layers))]
+        lease_of(self._cache, pool_of(self._head))
 
     @property
     def end(self) -> int:
-        """Entries that the cache holds."""
+        """Number of entries in the cache."""
         return cast(PreallocatedLayer, self._cache.layers[0]).length
 
     def place(self, batch_size: int, capacity: int) -> tuple[list[tuple[Tensor, Tensor]], Buffers]:
-        """Keys and values of each layer in buffers of this capacity, and the set that these are of."""
-        lease = lease_of(self._cache, pool_of(self.head))
+        """Keys and values of each layer in buffers of this capacity, and the set of these buffers."""
+        lease = lease_of(self._cache, pool_of(self._head))
         return lease.place(self._cache.layers, capacity), lease.buffers(batch_size, capacity)
 
     def committed_mask(self, batch_size: int, capacity: int) -> Tensor:
-        """The additive mask of what is committed [B, 1, 1, M]."""
-        visible = self.reading.visible()
-        seen = torch.zeros(batch_size, 1, 1, capacity, dtype=torch.bool, device=self.head.device)
+        """The additive mask of committed entries [B, 1, 1, M]."""
+        visible = self._reading.visible()
+        seen = torch.zeros(batch_size, 1, 1, capacity, dtype=torch.bool, device=self._head.device)
         seen[..., : self.end] = True if visible is None else visible[:, None, None]
-        return additive(seen, self.head.dtype)
+        return additive(seen, self._head.dtype)
 
     def append(
         self,
@@ -67,57 +70,45 @@ class CompiledForwards:
         masks: Sequence[Tensor | None],
         plain: Callable[[], Result],
     ) -> Any | Result:
-        """What `function(head, cache, *inputs, masks)`, compiled, or else `plain()` returns; it appends N entries.
+        """Runs `function(head, cache, *inputs, masks)` compiled, or else `plain()`; appends N entries.
 
         Args:
-            width: N is padded to this, or if there are more to the next of `NODE_BUCKETS`; so are results.
-            inputs: [B, N, ...] each.
-            masks: additive [B or 1, 1, N, M + N] each, None: everything is seen; the first input is of their dtype.
+            width: number that N is padded to. A larger N takes the next of `NODE_BUCKETS`. Results are padded, too.
+            inputs: tensors [B, N, ...].
+            masks: additive masks [B or 1, 1, N, M + N] in the first input's dtype; None: every entry sees all.
         """
-        (batch_size, count), head = inputs[0].shape[:2], self.head
+        (batch_size, count), head = inputs[0].shape[:2], self._head
         if count > NODE_BUCKETS[-1]:
-            self.compiler.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once")
+            self._compiler.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once")
             return plain()
         width = width if count <= width else width_for(count)
         end = self.end
         capacity = capacity_for(end + width)
 
         def arguments() -> tuple[Any, ...]:
+            # Padding entries are copies of the first: finite.
             layers, buffers = self.place(batch_size, capacity)
-            return head, *self._padded(layers, buffers, inputs, masks, width, capacity)
+            slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=head.device))
+            whole = [padded(to_device(each, head.device), width) for each in inputs]
+            placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole)]
+            seen = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)
+            placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(seen)]
+            return head, buffers.cache(layers, slots), *placed, placed_masks
 
         key = (batch_size, width, capacity, head.dtype)
-        result = self.compiler.run(head, head.device, key, function, arguments, plain)
+        result = self._compiler.run(head, head.device, key, function, arguments, plain)
         for layer in self._cache.layers:
             cast(PreallocatedLayer, layer).length = end + count
         return result
 
-    def _padded(
-        self,
-        layers: list[tuple[Tensor, Tensor]],
-        buffers: Buffers,
-        inputs: Sequence[Tensor],
-        masks: Sequence[Tensor | None],
-        width: int,
-        capacity: int,
-    ) -> tuple[Any, ...]:
-        """The arguments of a compiled function behind the head. Padding entries are copies of the first: finite."""
-        end, count, device = self.end, inputs[0].shape[1], self.head.device
-        slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=device))
-        whole_inputs = [padded(to_device(each, device), width) for each in inputs]
-        placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole_inputs)]
-        whole = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)
-        placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(whole)]
-        return buffers.cache(layers, slots), *placed, placed_masks
-
 
 def form_of(state: DraftState) -> tuple[bool, str]:
-    """What a graph that chooses tokens is compiled for: whether the request samples, and how it warps logits."""
+    """The part of a graph's key that the choice of tokens decides: whether the request samples, and its warpers."""
     return state.samples, str([(type(each).__name__, vars(each)) for each in state.warpers]) if state.samples else ""
 
 
 def problem_with_head(head: SharingHead[Any]) -> str:
-    """Why forwards of `head` cannot be captured, "" if they can."""
+    """The reason why forwards of `head` cannot be captured; "" if they can."""
     modules = [module for module in head.shared.values() if module is not None]
     devices = {str(parameter.device) for module in modules for parameter in module.parameters()}
     return "a head on several devices" if devices - {str(head.device)} else ""

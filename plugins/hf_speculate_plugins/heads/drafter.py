@@ -1,21 +1,23 @@
-"""A drafter with a head that was read from files."""
+"""Drafter and session of a head that was read from files."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import Drafter, SavedHead
+from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
 from hf_speculate.hub import local_folder
 from hf_speculate.options import read_options
 
-from ..checkpoints import LoadReport, checkpoint_files
-from .loading import Head, LoadedHead
+from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
+from .compiled import problem_with_head
+from .files import HeadFiles
+from .head import Head, LoadedHead
+from .reading import Reading
 
 
 if TYPE_CHECKING:
@@ -23,22 +25,25 @@ if TYPE_CHECKING:
 
 
 class HeadDrafter(Drafter, Generic[Head]):
-    """What drafters with heads of decoder layers share.
+    """Drafts with a head of decoder layers.
 
     Args:
         loaded: the head.
-        target: the model that it was loaded for; only its sizes and name are kept.
-        options: an instance of the first of `options_classes`; None: its defaults.
+        target: model that the head was loaded for; the drafter keeps only its sizes and name.
+        options: instance of the first of `options_classes`; None: its defaults.
 
     Class attributes:
-        options_classes: how to draft, and how to read a head (conventions).
+        options_classes: options of drafting, and options of reading a head (conventions).
+        head_files: reads and writes the heads of the method.
     """
 
     options_classes: ClassVar[tuple[type[Any], type[Any]]]
+    head_files: ClassVar[type[HeadFiles[Any, Any]]]
 
     def __init__(self, loaded: LoadedHead[Head], target: PreTrainedModel, options: Any = None):
         self._loaded = loaded
         self.options = options or self.options_classes[0]()
+        self.conversations: Conversations[Any] = Conversations()
         self._target_name = getattr(target.config, "_name_or_path", None) or None
         self._target_architectures = [type(target).__name__]
         self._num_target_layers = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -48,14 +53,23 @@ class HeadDrafter(Drafter, Generic[Head]):
         return self._loaded.head
 
     @property
+    def spec(self) -> Any:
+        """Shapes and switches of the head."""
+        return self._loaded.head.spec
+
+    @property
     def target_ids(self) -> Tensor | None:
-        """See `LoadedHead`."""
+        """Target id of each draft id, see `LoadedHead`."""
         return self._loaded.target_ids
 
     @property
     def report(self) -> LoadReport:
-        """What became of every key of the checkpoint."""
+        """Account of every key of the checkpoint."""
         return self._loaded.report
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        return cls.head_files.recognizes(tensor_shapes(folder))
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -69,12 +83,12 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
-        """Options are the fields of `options_classes`: how to draft, and how to read the head."""
+        """Options are the fields of `options_classes`, for drafting and for reading the head."""
         how_to_draft, how_to_read = cls.options_classes
         names = {field.name for field in dataclasses.fields(how_to_read)}
         conventions = how_to_read(**{name: options.pop(name) for name in list(options) if name in names})
         chosen = read_options(how_to_draft, options, cls.name, also=sorted(names))
-        return cls(cls.load(folder, target, conventions), target, chosen)
+        return cls(cls.head_files.load(folder, target, conventions), target, chosen)
 
     def save_pretrained(self, path: str | os.PathLike, layout: str | None = None) -> SavedHead:
         """Writes the head in a published layout, see `check_layout`.
@@ -83,36 +97,96 @@ class HeadDrafter(Drafter, Generic[Head]):
             CheckpointError: the layout cannot express this head.
         """
         layout = self.check_layout(layout)
-        self.write(
+        self.head_files.write(
             path,
+            self.head,
+            self.target_ids,
             layout,
             num_target_layers=self._num_target_layers,
             target_name=self._target_name,
             target_architectures=self._target_architectures,
         )
-        return SavedHead(self.algorithm, layout, self._target_name)
+        return SavedHead(self.spec.algorithm, layout, self._target_name)
+
+    def check_layout(self, layout: str | None = None) -> str:
+        """The layout by its own name, see `HeadFiles.check_layout`; None stands for the default of the head."""
+        layout = layout or self.head_files.default_layout(self.spec)
+        return self.head_files.check_layout(layout, self.spec, self._num_target_layers)
 
     @classmethod
     def files(cls, folder: str) -> list[str]:
         return checkpoint_files(folder)
 
     @classmethod
-    @abstractmethod
-    def load(cls, folder: str, target: PreTrainedModel, conventions: Any) -> LoadedHead[Head]:
-        """Loads the head in a folder."""
+    def describe(cls, folder: str) -> SavedHead:
+        return cls.head_files.saved(folder)
 
-    @abstractmethod
-    def write(self, path: str | os.PathLike, layout: str, **of_target: Any) -> None:
-        """Writes the head in a layout by its own name.
+    @classmethod
+    def convert(
+        cls, folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
+    ) -> tuple[SavedHead, LoadReport]:
+        """Writes the head in `folder` to `path` in another layout, see `HeadFiles.convert`."""
+        return cls.head_files.convert(folder, path, layout, target)
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Compares hidden size, vocabulary and depth."""
+        self.head_files.check_fits(self.spec, target)
+
+
+class HeadSession(DraftSession, Generic[Head]):
+    """One request of a head: the entries that it has read, and the turn that it goes on with.
+
+    Args:
+        loaded: the head.
+        options: options of drafting.
+        conversations: sessions find earlier turns here, and leave theirs.
+        request: the request that the session drafts for.
+    """
+
+    def __init__(
+        self, loaded: LoadedHead[Head], options: Any, conversations: Conversations[Any], request: DraftRequest
+    ):
+        self.options = options
+        self._loaded, self._request, self._conversations = loaded, request, conversations
+        self._text = request.carried_text
+        self.carries_over = self._text is not None
+        self._compiler = request.compiler
+        if self._compiler is not None and (problem := problem_with_head(loaded.head)):
+            self._compiler.refuse(problem)
+            self._compiler = None
+        self._reading: Reading | None = None
+        self._steps: Any = None
+
+    def close(self) -> None:
+        """Leaves everything that the head knows of the text to the next turn."""
+        if self._reading is not None and self._text is not None and self._request.cache is not None:
+            self._conversations.keep(self._request.cache, self._text, self._left(self._reading))
+        self._reading = self._steps = None
+
+    def _left(self, reading: Reading) -> Any:
+        """The value that this turn leaves for the next."""
+        return reading
+
+    def _begin(self, tokens: Tensor) -> Reading:
+        """The reading behind which the prompt's tokens [B, J] are to be read."""
+        num_rows, count = tokens.shape
+        head = self._loaded.head
+        self._reading = Reading.begin(head, self._request, (num_rows, count), lambda first: self._resumed(first, count))
+        return self._reading
+
+    def _resumed(self, first: int, count: int) -> Reading | None:
+        """The last turn's reading, if it read all entries before `first` as the text now has them."""
+        carried = self._conversations.take(self._request.cache, self._text)
+        if carried is None or first == 0:
+            return None
+        num_alike, left = carried
+        return self._go_on(left, num_alike, first, count)
+
+    def _go_on(self, left: Any, num_alike: int, first: int, count: int) -> Reading | None:
+        """The reading of the last turn, made ready for `count` entries behind the first `first`.
 
         Args:
-            of_target: `num_target_layers`, `target_name` and `target_architectures`.
+            left: value from `_left` of the last turn.
+            num_alike: tokens at the start of the text that are those of the last turn.
         """
-
-    @property
-    @abstractmethod
-    def algorithm(self) -> str:
-        """What the Hub calls the method of the head."""
-
-    @abstractmethod
-    def check_layout(self, layout: str | None = None) -> str: ...
+        return left.resumed(first, count) if num_alike >= first else None

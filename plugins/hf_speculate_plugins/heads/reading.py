@@ -1,4 +1,4 @@
-"""What a head has read in one request: the entries in its KV cache, their positions, and what new ones see of them.
+"""The entries that a head has read in one request: its KV cache, their positions, and the masks of new entries.
 
 Committed entries (from the target's features) stay; entries of a growing tree are appended behind them and dropped
 before the next round, so a drafted state never outlives its round. Rows of a batch may be left padded and have their
@@ -8,7 +8,7 @@ own lengths; a hole is masked, never re-used before `keep`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -21,38 +21,29 @@ from hf_speculate.target import LayerType, visible_prefix
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
 
-
-@runtime_checkable
-class ReadingHead(Protocol):
-    """Whose entries a reading holds."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def windows(self) -> Sequence[int | None]:
-        """Of every layer; None: it sees all."""
-        ...
+from .head import SharingHead
 
 
 Place = tuple[Tensor, list[Tensor | None]]
-"""Of new entries: positions [B, N], and for each layer an additive mask [B or 1, 1, N, M + N], None: they see all."""
+"""Positions of new entries [B, N], and for each layer an additive mask [B or 1, 1, N, M + N], None: they see all."""
 
 
 class Reading:
-    """The entries of one request; who runs the head over them, and how, is not its business.
+    """The entries of one request. Others run the head over them.
 
     Args:
-        head: whose entries these are.
-        prompt_mask: bool [B, J], which entries of the prompt are real; None when all are.
+        head: head that has read the entries.
+        prompt_mask: bool [B, J], the entries of the prompt that are real; None when all are.
         positions: int64 [B, J], position of every entry of the prompt.
-        cache: what an earlier turn has read of the text before the prompt; every entry of it is real.
+        cache: entries of the text before the prompt that an earlier turn has read; all of them are real.
+
+    Attributes:
+        prompt_positions: `positions` on the head's device.
     """
 
     def __init__(
         self,
-        head: ReadingHead,
+        head: SharingHead[Any],
         prompt_mask: Bool[Tensor, "B J"] | None,
         positions: Int[Tensor, "B J"],
         cache: TreeCache | None = None,
@@ -62,14 +53,18 @@ class Reading:
         self._layers = [LayerType("", layer, window) for layer, window in enumerate(head.windows)]
         device = head.device
         self._prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
-        self._prompt_positions = positions.to(device)
+        self.prompt_positions = positions.to(device)
         # Behind the prompt, position = index in the cache + shift.
         last_index = self.cache.append_index + positions.shape[1] - 1
         self._shifts = [last - last_index for last in positions[:, -1].tolist()]
 
     @classmethod
     def begin(
-        cls, head: ReadingHead, request: DraftRequest, shape: tuple[int, int], resume: Callable[[int], Reading | None]
+        cls,
+        head: SharingHead[Any],
+        request: DraftRequest,
+        shape: tuple[int, int],
+        resume: Callable[[int], Reading | None],
     ) -> Reading:
         """The reading of a request whose prompt has features at the last J places of its B rows.
 
@@ -77,8 +72,11 @@ class Reading:
         head starts cold but at the right place.
 
         Args:
-            shape: B, J.
-            resume: gives, if there is one, the earlier turn's reading of so many entries, made ready for this one.
+            head: head that is to read the prompt.
+            request: the request.
+            shape: B and J.
+            resume: function that returns the earlier turn's reading of so many entries, made ready for this one; None
+                if there is none.
         """
         num_rows, count = shape
         mask = request.attention_mask
@@ -94,13 +92,8 @@ class Reading:
         """Whether some layers do not see all of the text."""
         return any(self.head.windows)
 
-    @property
-    def prompt_positions(self) -> Int[Tensor, "B J"]:
-        """Of the prompt's entries."""
-        return self._prompt_positions
-
     def entry_positions(self) -> Int[Tensor, "B M"]:
-        """Of the committed entries; of those that are not real, anything."""
+        """Positions of the committed entries; those of entries that are not real mean nothing."""
         return torch.arange(self.cache.append_index, device=self.head.device) + self._shift_column()
 
     def prompt_place(self, part: slice) -> tuple[Tensor, list[Tensor | None] | None]:
@@ -109,7 +102,7 @@ class Reading:
         Returns:
             Without masks where causal attention over these entries alone is the same.
         """
-        positions = self._prompt_positions[:, part]
+        positions = self.prompt_positions[:, part]
         if not self.cache.append_index and self._prompt_mask is None and not self.has_windows:
             return positions, None
         size = positions.shape[1]
@@ -117,12 +110,12 @@ class Reading:
         return positions, self._masks(_causal(size), positions, block=block)
 
     def next_place(self, count: int) -> Place:
-        """Of `count` entries behind what is committed."""
+        """Positions and masks of `count` entries behind the committed ones."""
         positions = self.positions_at(torch.arange(count)[None])
         return positions, self._masks(_causal(count), positions)
 
     def node_place(self, plan: TreePlan, count: int) -> Place:
-        """Of the last `count` nodes of a forest whose earlier nodes were run since the last `drop`.
+        """Positions and masks of the last `count` nodes of a forest whose earlier nodes were run since the last `drop`.
 
         Args:
             plan: structure of the forest, its roots being children of the entry committed last.
@@ -136,11 +129,11 @@ class Reading:
         return to_device(self.next_positions(), self.head.device)[:, None] + to_device(depths, self.head.device)
 
     def next_positions(self) -> list[int]:
-        """Of the next entry of each row."""
+        """Position of the next entry of each row."""
         return [length + shift for length, shift in zip(self.cache.lengths, self._shifts, strict=True)]
 
     def visible(self) -> Bool[Tensor, "B M"] | None:
-        """Which of the M committed entries are real; None if all are."""
+        """Mask of the M committed entries that are real; None if all are."""
         if self._prompt_mask is None and not self.cache.is_ragged:
             return None
         return visible_prefix(self.cache.lengths, self._prompt_mask, self.cache.append_index, self.head.device)
@@ -174,8 +167,10 @@ class Reading:
         """Masks of a forward over the nodes of `plan` from `first` on, one a layer.
 
         Args:
-            positions: int64 [B, n], of these nodes.
-            block: bool [B, n], which of the nodes are real; None if all are.
+            plan: structure of the nodes.
+            positions: int64 [B, n], positions of these nodes.
+            first: index of the first of them.
+            block: bool [B, n], the nodes that are real; None if all are.
         """
         num_prefix, visible = self.cache.append_index, self.visible()
         is_chain = plan.num_nodes == plan.max_depth + 1
@@ -193,7 +188,7 @@ class Reading:
         return [self._windowed(mask, plan, positions, layer) for layer in self._layers]
 
     def _windowed(self, mask: Tensor, plan: TreePlan, positions: Tensor, layer: LayerType) -> Tensor:
-        """`mask` that also hides what is too far back for a layer."""
+        """`mask` that also hides entries too far back for a layer."""
         if layer.window is None:
             return mask
         num_prefix = mask.shape[-1] - plan.num_nodes

@@ -5,10 +5,9 @@ with their best tokens. There is no draft cache: a session keeps one hidden stat
 """
 
 from .calibration import MedusaReader
-from .choices import computed_choices, measured_accuracies
 from .drafter import MedusaDrafter
 from .head import MedusaHeads
-from .options import MedusaOptions
+from .options import MedusaOptions, computed_choices, measured_accuracies
 
 
 __all__ = [

@@ -7,41 +7,31 @@ the node whose chosen token is the new root, so head h proposes tokens for depth
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, SavedHead
+from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.options import read_options
 from hf_speculate.target import device_beside
+from hf_speculate.transfers import to_device
+from hf_speculate.tree import DraftTree
 
-from ..checkpoints import LoadReport, TargetFiles, check_stated_target, checkpoint_files
-from ..trees import StaticTree
-from .checkpoint import (
-    LayoutName,
-    check_backbone,
-    check_layout,
-    convert_heads,
-    describe_heads,
-    holds_heads,
-    read_heads,
-    write_heads,
-)
-from .choices import DEFAULT_ACCURACIES, computed_choices
-from .compiled import forward_of
-from .head import MedusaHeads
-from .options import MedusaOptions
-from .session import MedusaSession
+from ..checkpoints import LoadReport, check_stated_target, checkpoint_files
+from ..trees import StaticTree, log_shares, path_sums
+from .head import Forward, MedusaHeads, QuickOutputs, forward_of
+from .loading import LayoutName, check_backbone, holds_heads, read_heads
+from .options import DEFAULT_ACCURACIES, MedusaOptions, column_index, computed_choices
+from .saving import check_layout, convert_heads, describe_heads, write_heads
 
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from .quick import QuickOutputs
 
 
 # Verifying 64 tokens costs an accelerator about what one costs; two CPU cores about three times as much, and 16 tokens
@@ -50,14 +40,70 @@ _MAX_NODES_ACCELERATOR = 63
 _MAX_NODES_CPU = 15
 
 
+class MedusaSession(DraftSession):
+    """Keeps one hidden state a row: the one that the newest token was chosen from.
+
+    Args:
+        heads: the heads.
+        tree: the static tree that their best tokens fill.
+        layer: key by which `observe` is given the features that the heads read.
+        forward: forward of the heads for this request.
+    """
+
+    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, forward: Forward):
+        self.heads, self.tree, self._layer, self._forward = heads, tree, layer, forward
+        self._features: Tensor | None = None  # [B, H]
+
+    def observe(self, tokens, features, lengths) -> None:
+        states = features[self._layer]
+        # Rows that have ended keep a state that nobody uses.
+        last = to_device((lengths - 1).clamp(min=0), states.device)
+        rows = torch.arange(len(states), device=states.device)
+        self._features = states[rows, last].to(self.heads.device, self.heads.dtype)
+
+    def draft(self, state: DraftState) -> DraftTree:
+        tree = self._chain if state.chains_only else self.tree
+        tree = tree.cut(state.max_depth)
+        if not tree.max_depth or self._features is None:
+            return DraftTree.root_only(state.root_ids)
+        shares, best = self._best_tokens(state, tree, self._features)
+        columns = column_index(tree, best.device)
+        roots = to_device(state.root_ids, best.device)
+        tokens = torch.cat([roots[:, None], best[:, columns]], dim=1)
+        # The heads know nothing of each other's tokens: the probabilities along a path multiply.
+        values = functional.pad(shares[:, columns], (1, 0)) @ path_sums(tree, best.device)
+        return DraftTree(tokens, tree.parents, values=values)
+
+    @property
+    def _chain(self) -> StaticTree:
+        """The best token of every head, for targets that cannot score branches."""
+        return StaticTree(tuple((0,) * depth for depth in range(1, self.heads.num_heads + 1)))
+
+    def _best_tokens(self, state: DraftState, tree: StaticTree, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of each head's best tokens, as many as the tree uses, best first [B, sum of widths]; and
+        these tokens, int64."""
+        token_ids = self.heads.token_ids
+        logits = self._forward(features, tree.max_depth)
+        best, shares = [], []
+        for depth, width in enumerate(tree.widths):
+            scores = state.child_scores(logits[depth][:, None], depth=depth, token_ids=token_ids)
+            for found, part in zip((shares, best), log_shares(scores[:, 0], width), strict=True):
+                found.append(part)
+        columns = torch.cat(best, dim=1)
+        return torch.cat(shares, dim=1), columns if token_ids is None else token_ids[columns]
+
+    def close(self) -> None:
+        self._forward.close()
+
+
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 
     Args:
         heads: the heads.
-        target: the model they belong to; only its sizes are kept.
+        target: model that the heads belong to; the drafter keeps only its sizes.
         options: see `MedusaOptions`.
-        report: what became of every tensor of the checkpoint that the heads were read from.
+        report: account of every tensor of the checkpoint that the heads were read from.
 
     Attributes:
         tree: the static tree that is drafted.
@@ -75,7 +121,10 @@ class MedusaDrafter(Drafter):
     ):
         config = target.config.get_text_config(decoder=True)
         self.options = options or MedusaOptions()
-        self.heads = _ordered(heads, self.options.order).eval().requires_grad_(False)
+        order = self.options.order
+        if order is not None and max(order) >= heads.num_heads:
+            raise ValueError(f"medusa: order names head {max(order)}; there are heads 0 to {heads.num_heads - 1}.")
+        self.heads = (heads if order is None else heads.selected(order)).eval().requires_grad_(False)
         self.report = report
         self.feature_layers = (RAW_LAST if self.options.before_final_norm else config.num_hidden_layers,)
         self._num_target_layers = config.num_hidden_layers
@@ -99,10 +148,6 @@ class MedusaDrafter(Drafter):
         return cls(heads, target, read_options(MedusaOptions, options, cls.name, also=["heads"]))
 
     @classmethod
-    def recognizes(cls, folder: str) -> bool:
-        return holds_heads(folder)
-
-    @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
         """Reads heads of any layout; dtype and device are the target's."""
         parsed = read_options(MedusaOptions, options, cls.name)
@@ -112,12 +157,8 @@ class MedusaDrafter(Drafter):
         heads = _share_output(checkpoint.heads, target)
         _check_sizes(heads, target)  # before memory is spent on them
         check_stated_target(folder, checkpoint.config, target)
-        return cls(
-            heads.to(device=device_beside(target.get_output_embeddings(), target), dtype=target.dtype),
-            target,
-            parsed,
-            checkpoint.report,
-        )
+        heads = heads.to(device=device_beside(target.get_output_embeddings(), target), dtype=target.dtype)
+        return cls(heads, target, parsed, checkpoint.report)
 
     def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
         """Writes the heads in a published layout.
@@ -129,20 +170,18 @@ class MedusaDrafter(Drafter):
             CheckpointError: the layout cannot express these heads.
         """
         layout = self.check_layout(layout)
-        write_heads(
-            path,
-            self.heads,
-            layout,
-            vocab_size=self._target_vocab_size,
-            base_model=self._target_name,
-        )
+        write_heads(path, self.heads, layout, vocab_size=self._target_vocab_size, base_model=self._target_name)
         return SavedHead("medusa", layout, self._target_name)
 
     def check_layout(self, layout: LayoutName | str | None = None) -> str:
-        """See `save_pretrained`."""
+        """The layout that `save_pretrained` would write, checked."""
         layout = layout or ("fasterdecoding" if self.heads.token_ids is None else "vllm")
         check_layout(layout, self.heads)
         return layout
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        return holds_heads(folder)
 
     @classmethod
     def describe(cls, folder: str) -> SavedHead:
@@ -152,12 +191,7 @@ class MedusaDrafter(Drafter):
     def files(cls, folder: str) -> list[str]:
         return checkpoint_files(folder)
 
-    @staticmethod
-    def convert(
-        folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
-    ) -> tuple[SavedHead, LoadReport]:
-        """Writes the heads in `folder` to `path` in another layout, see `convert_heads`."""
-        return convert_heads(folder, path, layout, target)
+    convert = staticmethod(convert_heads)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares hidden size, vocabulary and number of layers."""
@@ -171,13 +205,11 @@ class MedusaDrafter(Drafter):
 
     @cached_property
     def _quick(self) -> QuickOutputs:
-        """Made for the first request, as it may take a compiler."""
-        from .quick import QuickOutputs  # and the room of packed targets
-
+        """The outputs in 8 bits. Making them may take a compiler, so they wait for the first request."""
         return QuickOutputs(self.heads)
 
     def start(self, request: DraftRequest) -> MedusaSession:
-        forward = forward_of(self.heads, self._quick.of, request)
+        forward = forward_of(self.heads, self._quick, request)
         return MedusaSession(self.heads, self.tree, self.feature_layers[0], forward)
 
     def _make_tree(self) -> StaticTree:
@@ -191,14 +223,6 @@ class MedusaDrafter(Drafter):
         if max(tree.widths, default=0) > size:
             raise ValueError(f"medusa: choices use rank {max(tree.widths) - 1}; the heads have {size} tokens.")
         return tree
-
-
-def _ordered(heads: MedusaHeads, order: Sequence[int] | None) -> MedusaHeads:
-    if order is None:
-        return heads
-    if max(order) >= heads.num_heads:
-        raise ValueError(f"medusa: order names head {max(order)}; there are heads 0 to {heads.num_heads - 1}.")
-    return heads.selected(order)
 
 
 def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
@@ -222,7 +246,7 @@ def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
 
 
 def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
-    """Heads without the one output matrix that they share, when it is the target's own (vLLM's `original_lm_head`)."""
+    """The heads, without an output matrix that they share if it is the target's own (vLLM's `original_lm_head`)."""
     ours, theirs = heads.output_weight, getattr(target.get_output_embeddings(), "weight", None)
     if ours is None or ours.shape[0] > 1 or theirs is None or theirs.shape != ours.shape[1:]:
         return heads
@@ -230,4 +254,4 @@ def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
         return heads
     if heads.token_ids is not None or not torch.equal(ours[0].to(theirs.device, theirs.dtype), theirs):
         return heads
-    return MedusaHeads(heads.block_weight.data, None if heads.block_bias is None else heads.block_bias.data)
+    return heads.with_output(None)

@@ -1,29 +1,38 @@
-"""The heads of Medusa as one module: all of them run in one pass.
+"""The heads of Medusa as one module, all of which run in one pass, and the forwards that run it for a request.
 
 Source: Cai et al., "Medusa" (arXiv:2401.10774), section 2.1. A head is a few residual blocks `x + SiLU(W x + b)` on the
 target's last hidden state *after* the final norm, and an output matrix: its own, one for all heads, or the target's.
-Head h (from 0) on the state at position t predicts the token at t + 2 + h; t + 1 is what the target's own head says.
+Head h (from 0) on the state at position t predicts the token at t + 2 + h; the target's own head predicts t + 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
+from hf_speculate.compilation import Buffers, Compiler, SetKey, pool_of
+from hf_speculate.drafting import DraftRequest
 from hf_speculate.target import unhooked
+
+
+if TYPE_CHECKING:
+    from hf_speculate.gguf import RoundedLinear, WeightsInPlace
 
 
 class MedusaHeads(nn.Module):
     """D heads of L blocks, kept stacked, so that a round costs L + 1 matrix products and not D times as many.
 
     Args:
-        block_weight: [D, L, H, H].
-        block_bias: [D, L, H], or None for blocks without bias.
-        output_weight: [D, Vd, H]; [1, Vd, H] when all heads share one matrix; None when they use the target's.
+        block_weight: matrices of the blocks [D, L, H, H].
+        block_bias: biases of the blocks [D, L, H]; None: the blocks have none.
+        output_weight: output matrices [D, Vd, H]; [1, Vd, H] for one that all heads share; None for the target's.
         token_ids: int64 [Vd], target token of each row of a truncated vocabulary; None for the target's vocabulary.
     """
 
@@ -41,23 +50,17 @@ class MedusaHeads(nn.Module):
         self.register_buffer("token_ids", token_ids)
         self.token_ids: Tensor | None
 
-    @classmethod
-    def untrained(cls, num_heads: int, num_layers: int, output_weight: Float[Tensor, "V H"]) -> MedusaHeads:
-        """Heads as training begins: W = 0 and b = 0 make a block the identity, and every head has a copy of the
-        target's output matrix, so that each predicts what the target does (paper, section 2.2)."""
-        hidden_size = output_weight.shape[1]
-        return cls(
-            output_weight.new_zeros(num_heads, num_layers, hidden_size, hidden_size),
-            output_weight.new_zeros(num_heads, num_layers, hidden_size),
-            output_weight.detach().expand(num_heads, -1, -1).clone(),
-        )
-
     def selected(self, order: Sequence[int]) -> MedusaHeads:
         """Some of the heads in another order."""
         index, shared = list(order), self.output_weight is None or len(self.output_weight) == 1
         output = self.output_weight if shared or self.output_weight is None else self.output_weight[index]
         bias = None if self.block_bias is None else self.block_bias[index]
         return MedusaHeads(self.block_weight[index], bias, output, self.token_ids)
+
+    def with_output(self, output_weight: Float[Tensor, "d Vd H"] | None) -> MedusaHeads:
+        """The same blocks with other output matrices, for the target's whole vocabulary."""
+        bias = None if self.block_bias is None else self.block_bias.data
+        return MedusaHeads(self.block_weight.data, bias, output_weight)
 
     @property
     def num_heads(self) -> int:
@@ -94,15 +97,15 @@ class MedusaHeads(nn.Module):
 
         Args:
             features: the target's last hidden states, after its final norm.
-            lm_head: the target's output layer, called where the heads have no matrix of their own. (Called, not
-                copied: it may be quantised, and at 128 000 tokens it is the largest tensor there is.)
+            lm_head: the target's output layer, for heads that have no matrix of their own. It is called, not copied: it
+                may be quantised, and at 128 000 tokens it is the largest tensor there is.
         """
         states = self.states(features.reshape(-1, features.shape[-1]), num_heads)
         logits = self._output(states, lm_head)
         return logits.view(len(states), *features.shape[:-1], logits.shape[-1])
 
     def states(self, features: Float[Tensor, "R H"], num_heads: int | None = None) -> Float[Tensor, "D R H"]:
-        """What the output matrices of the first `num_heads` heads (default: all) are multiplied with."""
+        """The states that the first `num_heads` heads (default: all) multiply with their output matrices."""
         count = self.num_heads if num_heads is None else num_heads
         states = features.expand(count, -1, -1)
         for layer in range(self.num_layers):
@@ -123,3 +126,138 @@ class MedusaHeads(nn.Module):
         if weight.shape[0] == 1:
             return functional.linear(states, weight[0])
         return torch.bmm(states, weight[: len(states)].mT)
+
+
+class Forward:
+    """Runs the heads of one request.
+
+    Args:
+        heads: the heads.
+        lm_head: the target's output layer, for heads without a matrix.
+    """
+
+    def __init__(self, heads: MedusaHeads, lm_head: nn.Module | None):
+        self._heads, self._lm_head = heads, lm_head
+
+    def __call__(self, features: Float[Tensor, "B H"], num_heads: int) -> Float[Tensor, "D B Vd"]:
+        """Logits of the first `num_heads` heads."""
+        return self._heads(features, self._lm_head, num_heads=num_heads)
+
+    def close(self) -> None:
+        """Gives back the buffers of the forward."""
+
+
+class QuickForward(Forward):
+    """The forward with output matrices in 8 bits, which most of a draft's reading is for.
+
+    Args:
+        heads: the heads.
+        outputs: output layers in 8 bits, from `QuickOutputs.of`.
+    """
+
+    def __init__(self, heads: MedusaHeads, outputs: Sequence[RoundedLinear]):
+        super().__init__(heads, None)
+        self._outputs = outputs
+
+    @torch.no_grad()
+    def __call__(self, features: Tensor, num_heads: int) -> Tensor:
+        states = self._heads.states(features, num_heads)
+        if len(self._outputs) == 1:
+            return self._outputs[0](states)
+        return torch.stack([output(rows) for output, rows in zip(self._outputs, states, strict=False)])
+
+
+class CompiledForward(Forward):
+    """The forward compiled. All heads run, however many are asked for: their number is a part of the shape."""
+
+    def __init__(self, heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler):
+        super().__init__(heads, lm_head)
+        self._compiler = compiler
+        self._buffers: dict[SetKey, Buffers] = {}
+
+    def __call__(self, features: Tensor, num_heads: int) -> Tensor:
+        heads, set_key = self._heads, (len(features), 0)
+        if set_key not in self._buffers:
+            self._buffers[set_key] = pool_of(heads).take(set_key)
+
+        def inputs() -> tuple[Any, ...]:
+            return heads, self._lm_head, self._buffers[set_key].filled("features", features)
+
+        def plain() -> Tensor:
+            return super(CompiledForward, self).__call__(features, num_heads)
+
+        key = (len(features), heads.dtype)
+        return self._compiler.run(heads, heads.device, key, medusa_logits, inputs, plain)[:num_heads]
+
+    def close(self) -> None:
+        pool_of(self._heads).put_back(self._buffers)
+        self._buffers = {}
+
+
+def medusa_logits(heads: MedusaHeads, lm_head: nn.Module | None, features: Tensor) -> Tensor:
+    return heads(features, lm_head)
+
+
+class QuickOutputs:
+    """Output matrices in 8 bits, on a CPU that has the kernel. Own ones are made once, a target's once a target.
+
+    Args:
+        heads: the heads; they may move.
+    """
+
+    def __init__(self, heads: MedusaHeads):
+        self._heads = heads
+        self._own: list[RoundedLinear] = []
+        self._weights: WeightsInPlace | None = None
+        self._targets: WeakKeyDictionary[PreTrainedModel, RoundedLinear] = WeakKeyDictionary()
+
+    def __getstate__(self):
+        """A copy makes its own."""
+        return {"_heads": self._heads}
+
+    def __setstate__(self, state):
+        self.__init__(state["_heads"])
+
+    def of(self, target: PreTrainedModel) -> Sequence[RoundedLinear]:
+        """One output a matrix: for each head, or for all; none where the kernel does not multiply with them."""
+        from hf_speculate.gguf import RoundedLinear, WeightsInPlace, has_kernel  # and the room of packed targets
+
+        weight, lm_head = self._heads.output_weight, target.get_output_embeddings()
+        if (
+            self._heads.device.type != "cpu"
+            or not has_kernel()
+            or (weight is None and not RoundedLinear.suits(lm_head))
+        ):
+            return []
+        if weight is None:
+            if target not in self._targets or self._targets[target].layer is not lm_head:
+                self._targets[target] = RoundedLinear(lm_head)
+            return [self._targets[target]]
+        if self._weights is None or not self._weights.are_current():
+            layers = [_linear(matrix) for matrix in weight]
+            self._own = [RoundedLinear(layer) for layer in layers if RoundedLinear.suits(layer)]
+            self._weights = WeightsInPlace([self._heads])
+        return self._own
+
+
+def _linear(matrix: Tensor) -> nn.Linear:
+    """A layer with this very matrix."""
+    layer = nn.Linear(*reversed(matrix.shape), bias=False, device="meta")
+    layer.weight = nn.Parameter(matrix, requires_grad=False)
+    return layer
+
+
+def forward_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -> Forward:
+    """The forward for one request: compiled where there is a compiler and that is faster."""
+    outputs, compiler = heads.output_weight, request.compiler
+    has_many = outputs is not None and len(outputs) > 1
+    if compiler and compiler.backend == "inductor" and has_many and heads.device.type == "cpu":
+        compiler.refuse("Medusa heads with matrices of their own take longer compiled by inductor on a CPU")
+        compiler = None
+    # Looked up here and not kept in the drafter, which would keep the target alive.
+    lm_head = request.target.get_output_embeddings() if outputs is None else None
+    if compiler is not None:
+        return CompiledForward(heads, lm_head, compiler)
+    if quick_outputs := quick.of(request.target):
+        return QuickForward(heads, quick_outputs)
+    return Forward(heads, lm_head)

@@ -1,23 +1,35 @@
-"""How draft trees are shaped, for every method that drafts one.
+"""Shapes of draft trees, for every method that drafts one.
 
 Static trees have a structure that is fixed beforehand, a list of choices; dynamic trees are grown level by level where
 the drafter is sure; where all levels are scored at once, the best tree is found. Nothing here knows what scores the
 tokens.
 """
 
-from .best import Shares, best_tree, slot_scores, slot_shares, trimmed
-from .dynamic import Frontier, grow_tree, log_shares, num_candidates
-from .static import Choices, StaticTree, canonical, path_sums
+from .dynamic import (
+    Frontier,
+    Shares,
+    best_tree,
+    grow_tree,
+    log_shares,
+    num_candidates,
+    slot_scores,
+    slot_shares,
+    trimmed,
+)
+from .static import Choices, Level, StaticTree, canonical, forest_of, levels_of, path_sums
 
 
 __all__ = [
     "Choices",
     "Frontier",
+    "Level",
     "Shares",
     "StaticTree",
     "best_tree",
     "canonical",
+    "forest_of",
     "grow_tree",
+    "levels_of",
     "log_shares",
     "num_candidates",
     "path_sums",

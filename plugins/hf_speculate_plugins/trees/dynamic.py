@@ -1,28 +1,37 @@
-"""Dynamic draft trees: grown level by level where the drafter is sure, then cut to the best nodes.
+"""Dynamic draft trees: the nodes that the drafter finds most probable, not a structure fixed beforehand.
 
-Source: EAGLE-2 (Li et al., 2024, arXiv:2406.16858). Every level expands the `top_k` candidates of highest cumulative
-log-value; each of them proposes `top_k` children; in the end the `max_nodes` best candidates of all levels are kept.
-The value of a node is its parent's and `log_softmax` of its score (`DraftState.child_scores`), so that a sampled
-request grows its tree along the noise that the target will use. Everything stays on the device of the scores: no host
-synchronisation; a tree on a CPU may be asked to end early (`DraftState.goes_on`).
+`grow_tree` is EAGLE-2's (Li et al., 2024, arXiv:2406.16858): every level expands the `top_k` candidates of highest
+cumulative log-value, each of them proposes `top_k` children, and in the end the `max_nodes` best candidates of all
+levels are kept. `best_tree` is that of DDTree (liranringel/ddtree), for drafters whose scores of deeper nodes cost next
+to nothing (a block of slots, or a bias). DDTree's heap finds it node by node on the host; here it is found level by
+level on the device: no node is worth more than its parent, so of the best N nodes those at one depth are among the best
+N of that depth, and their parents among the best N of the depth before. Every beginning of the result is the best
+smaller tree.
+
+The value of a node is its parent's plus the `log_softmax` of its score (`DraftState.child_scores`), so that a sampled
+request grows its tree along the noise that the target will use. Everything stays on the device of the scores, without
+host synchronisation; a tree on a CPU may end early (`DraftState.goes_on`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hf_speculate.drafting import Warpers, rank_children
 from hf_speculate.transfers import to_device
-from hf_speculate.tree import ROOT_PARENT, DraftTree, TreePlan
+from hf_speculate.tree import ROOT_PARENT, DraftTree, TreePlan, TreeRow
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """The nodes of one level that are to be expanded: run them, and return the scores of their children.
+    """The nodes of one level to expand: run them, and return the scores of their children.
 
     Attributes:
         forest: all nodes expanded so far, this level last: the trees below the root, which itself is committed. Its
@@ -60,14 +69,14 @@ def grow_tree(
     Args:
         root_ids: node 0 of every row.
         root_scores: scores of the root's children.
-        expand: runs a frontier; called `depth - 1` times.
+        expand: function that runs a frontier; called `depth - 1` times.
         depth: deepest level (>= 1).
         top_k: frontier width, and children per expanded node.
         max_nodes: draft nodes that are kept, the root not counted.
         token_ids: target vocabulary id of each score column (None: the column itself).
         limit: deepest level of which nodes are kept, where `depth` is that of a compiled graph: the first
             `num_candidates(limit, width)` draft nodes are then the tree.
-        goes_on: says before each level but the first whether it pays.
+        goes_on: function that says before each level but the first whether it pays.
     Returns:
         A tree of at most `max_nodes` + 1 nodes a row, the best first.
     """
@@ -131,7 +140,7 @@ def _to_tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
 
 
 def num_candidates(depth: int, width: int) -> int:
-    """Nodes that a tree of so many levels chooses from."""
+    """Number of nodes that a tree of so many levels chooses from."""
     return width + (depth - 1) * width * width
 
 
@@ -141,7 +150,8 @@ def best_nodes(
     """The `max_nodes` best of a pool of nodes, the best first.
 
     Args:
-        values, tokens, parents: [B, P] of the pool; parents are indices into it, negative for the root's children.
+        values, tokens, parents: nodes of the pool [B, P]; parents are indices into it, negative for children of the
+            root.
 
     A child is never better than its parent, and the sort is stable, so that with equal values the parent, which comes
     first in the pool, is first: every beginning is a tree.
@@ -158,3 +168,92 @@ def best_nodes(
         max_depth=depth,
         values=torch.cat([torch.zeros_like(kept_values[:, :1]), kept_values], dim=1),
     )
+
+
+Shares = Callable[[int, Int[Tensor, "B W"], Int[Tensor, "B W"]], tuple[Float[Tensor, "B W K"], Int[Tensor, "B W K"]]]
+"""(depth, tokens of W nodes there, where each one's parent was among the nodes of the call before) -> log-probabilities
+of K children of each, -inf for none, and their tokens."""
+
+
+def best_tree(
+    root_ids: Int[Tensor, " B"],
+    shares_of: Shares,
+    *,
+    depth: int,
+    max_nodes: int,
+    limit: Int[Tensor, 1] | None = None,
+) -> DraftTree:
+    """The best `max_nodes` nodes down to `depth` (>= 1), the best first, and behind them nodes of value -inf.
+
+    Args:
+        root_ids: node 0 of every row.
+        shares_of: function that scores children, called once a depth, from 0 (the root) on.
+        limit: deepest level that nodes may have, where `depth` is that of a compiled graph.
+    """
+    tokens, values = root_ids[:, None], torch.zeros(len(root_ids), 1, device=root_ids.device)
+    in_pool, previous = torch.full_like(tokens, ROOT_PARENT), torch.zeros_like(tokens)
+    pool: list[tuple[Tensor, Tensor, Tensor]] = []
+    pool_size, best = 0, values[:, :0]
+    on_host = limit is None and root_ids.device.type == "cpu"
+    for level in range(depth):
+        shares, child_tokens = shares_of(level, tokens, previous)
+        if limit is not None:
+            shares = shares.masked_fill(limit <= level, -torch.inf)
+        width = shares.shape[-1]
+        candidates, child_tokens = (values[..., None] + shares).flatten(1), child_tokens.flatten(1)
+        pool.append((candidates, child_tokens, in_pool.repeat_interleave(width, dim=1)))
+        if level == depth - 1:
+            break
+        values, chosen = candidates.topk(min(max_nodes, candidates.shape[1]), dim=-1)
+        tokens, previous, in_pool = child_tokens.gather(1, chosen), chosen // width, pool_size + chosen
+        pool_size += candidates.shape[1]
+        if on_host:  # looking costs nothing here: end where no node below this level can be among the best
+            best = torch.cat([best, values], dim=1)
+            best = best.topk(min(max_nodes, best.shape[1]), dim=-1).values
+            if best.shape[1] == max_nodes and bool((values[:, 0] <= best[:, -1]).all()):
+                depth = level + 1
+                break
+    values, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*pool, strict=True))
+    return best_nodes(root_ids, values, tokens, parents, max_nodes, depth)
+
+
+def trimmed(tree: DraftTree, active: Sequence[bool]) -> DraftTree:
+    """`tree`, the best nodes first, without nodes of value -inf and without drafts of rows that have ended."""
+    host, rows = tree.host, []
+    assert host.values is not None
+    for token_ids, parents, values, is_active in zip(host.token_ids, host.parents, host.values, active, strict=True):
+        count = sum(value > -math.inf for value in values) if is_active else 1
+        rows.append(TreeRow(token_ids[:count], parents[:count], values[:count]))
+    return DraftTree.from_rows(rows)
+
+
+def slot_scores(
+    logits: Float[Tensor, "B D Vd"], log_noise: Float[Tensor, "B D C"] | None, warpers: Warpers
+) -> Float[Tensor, "B D C"]:
+    """`DraftState.child_scores` of all depths at once.
+
+    Args:
+        logits: logits of a draft's slots; the slot that proposes the root's children comes first.
+        log_noise: noise of their steps, see `DraftState.log_noise`.
+        warpers: warpers of the request.
+    """
+    noise = None if log_noise is None else log_noise.to(logits.device).flatten(0, 1)
+    scores = rank_children(logits.flatten(0, 1)[:, None], noise, warpers)
+    return scores[:, 0].unflatten(0, logits.shape[:2])
+
+
+def slot_shares(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> Shares:
+    """`Shares` of slots that propose the same whatever a node's path is.
+
+    Args:
+        scores: result of `slot_scores`.
+        target_ids: target id of each column; None where they are the same.
+        width: most children of a node.
+    """
+    shares, columns = log_shares(scores, min(width, scores.shape[-1]))
+    return partial(_of_slot, shares, columns if target_ids is None else target_ids[columns])
+
+
+def _of_slot(shares: Tensor, token_ids: Tensor, depth: int, tokens: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    form = -1, tokens.shape[1], -1
+    return shares[:, depth, None].expand(*form), token_ids[:, depth, None].expand(*form)

@@ -34,10 +34,10 @@ class StaticTree:
 
     @classmethod
     def of(cls, choices: Iterable[Sequence[int]], method: str) -> StaticTree:
-        """From a user's list in any order.
+        """The tree of a user's list in any order.
 
         Args:
-            method: whose option it is, for messages.
+            method: name of the method that has the option, for messages.
         Raises:
             ValueError: no choices, one twice, an empty one, ranks that are no integers from 0, or a choice without its
                 parent.
@@ -52,7 +52,7 @@ class StaticTree:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """How many ranks are used at depth 1, 2, …"""
+        """Number of ranks used at depth 1, 2, …"""
         depths = range(1, max(map(len, self.choices), default=0) + 1)
         return tuple(1 + max(path[-1] for path in self.choices if len(path) == depth) for depth in depths)
 
@@ -72,7 +72,7 @@ def _cut(tree: StaticTree, depth: int) -> StaticTree:
 
 @lru_cache(maxsize=64)
 def path_sums(tree: StaticTree, device: torch.device) -> Float[Tensor, "N N"]:
-    """What values of nodes have to be multiplied with to be those of their paths; in single precision."""
+    """The matrix that turns values of nodes into values of their paths; in single precision."""
     ancestors = TreePlan.from_parents([tree.parents]).ancestors[0]
     return to_device(ancestors.T.float(), device)
 
@@ -96,5 +96,46 @@ def _checked(choices: Iterable[Sequence[int]], method: str) -> Choices:
 
 
 def canonical(paths: Iterable[tuple[int, ...]]) -> Choices:
-    """By depth, then by ranks: parents before children, siblings in the order of their ranks."""
+    """The paths by depth, then by ranks: parents before children, siblings in the order of their ranks."""
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes at one depth that have children, and those children.
+
+    Attributes:
+        nodes: indices of these nodes in the tree.
+        previous: place of each one's parent among the previous level's `nodes`.
+        children: indices of the children in the tree.
+        child_parents, child_ranks: place of each child's parent among `nodes`, and the child's rank there.
+    """
+
+    nodes: tuple[int, ...]
+    previous: tuple[int, ...]
+    children: tuple[int, ...]
+    child_parents: tuple[int, ...]
+    child_ranks: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def levels_of(tree: StaticTree) -> tuple[Level, ...]:
+    """The nodes that must be run, depth by depth, the root first."""
+    by_parent: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        by_parent.setdefault(parent, []).append(node)
+    levels, nodes, previous = [], (0,), (0,)
+    while nodes:
+        children = tuple(child for node in nodes for child in by_parent[node])
+        child_parents = tuple(i for i, node in enumerate(nodes) for _ in by_parent[node])
+        ranks = tuple(tree.choices[child - 1][-1] for child in children)
+        levels.append(Level(nodes, previous, children, child_parents, ranks))
+        expanded = [(c, p) for c, p in zip(children, child_parents, strict=True) if c in by_parent]
+        nodes, previous = tuple(c for c, _ in expanded), tuple(p for _, p in expanded)
+    return tuple(levels)
+
+
+def forest_of(tree: StaticTree, nodes: tuple[int, ...]) -> TreePlan:
+    """Plan of the `nodes` of a tree that were run, without the root, which is committed already."""
+    index = {0: ROOT_PARENT, **{node: i for i, node in enumerate(nodes)}}
+    return TreePlan.from_parents([[index[tree.parents[node]] for node in nodes]])

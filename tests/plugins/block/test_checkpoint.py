@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate_plugins.block import BlockDrafter, write_head
-from hf_speculate_plugins.block.checkpoint import check_layout, default_layout
+from hf_speculate_plugins.block import BlockDrafter, BlockFiles, write_head
 from hf_speculate_plugins.checkpoints import TargetFiles
 from hf_speculate_plugins.eagle import EagleDrafter
 
@@ -45,7 +44,7 @@ def edited(folder, change):
 
 
 def test_every_kind_has_its_own_layout_by_default():
-    assert {kind: default_layout(spec_of(kind)) for kind in KINDS} == OWN
+    assert {kind: BlockFiles.default_layout(spec_of(kind)) for kind in KINDS} == OWN
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
@@ -77,7 +76,7 @@ def test_layouts_that_cannot_say_a_head_are_refused(tmp_path, kind):
             drafter.save_pretrained(tmp_path / layout, layout)
         assert not (tmp_path / layout).exists()
     with pytest.raises(CheckpointError, match="unknown layout 'specforge'; known are 'zlab'"):
-        check_layout("specforge", drafter.spec)
+        BlockFiles.check_layout("specforge", drafter.spec)
 
 
 def test_conversion_keeps_every_bit(tmp_path):

@@ -9,22 +9,19 @@ from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from hf_speculate import Speculator
-from hf_speculate.drafting import DraftRequest, DraftState
+from hf_speculate.drafting import DraftRequest
 from hf_speculate_plugins.block import BlockDrafter, BlockOptions, load_head
-from hf_speculate_plugins.block.masks import block_masks
+from hf_speculate_plugins.block.head import block_masks
 from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.heads import CachedAttention
 
-from ...support.paths import SHARED
+from ...support.golden import CLOSE, GOLDEN, meta_of, run_of, state_for, target_of, unpadded, vectors_of
 from ...support.recording import Recording
 
 
-GOLDEN = SHARED / "golden"
 WITH_ROUNDS = [
     "dflash-deepspec",
     "dflash-zlab-base",
@@ -45,22 +42,6 @@ WITH_ANCHORS = [
 ]
 WITH_PATHS = [name for name in WITH_ROUNDS if name.startswith("dspark")]
 DDTREES = {"ddtree-zlab-base": "dflash-zlab-base", "ddtree-zlab-defaults": "dflash-zlab-defaults"}
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-@cache
-def meta_of(name):
-    return json.loads((GOLDEN / name / "meta.json").read_text())
-
-
-@cache
-def target_of(name):
-    return AutoModelForCausalLM.from_pretrained(GOLDEN / meta_of(name)["target"], dtype=torch.float32).eval()
-
-
-@cache
-def vectors_of(name) -> dict[str, torch.Tensor]:
-    return load_file(GOLDEN / name / "vectors.safetensors")
 
 
 @cache
@@ -85,12 +66,6 @@ def features_of(name, drafter, prefix=""):
     return {layer: state[None] for layer, state in zip(drafter.spec.feature_layers, states, strict=True)}
 
 
-def state_for(root, chains_only=False):
-    return DraftState(
-        root_ids=torch.tensor([int(root)]), active=(True,), max_depth=99, chains_only=chains_only, num_emitted=(1,)
-    )
-
-
 def rounds_of(name, drafter):
     """(number, root, session) of both rounds."""
     session, ids = start(name, drafter), vectors_of(name)["token_ids"]
@@ -111,17 +86,6 @@ def slots_of(session, root):
     states = session._steps.slots(torch.tensor([int(root)]))
     session._reading.drop()
     return states
-
-
-def paths_of(row):
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in list(zip(row.token_ids, row.parents, strict=True))[1:]:
-        paths.append((*paths[parent], token))
-    return paths[1:]
-
-
-def unpadded(rows):
-    return [tuple(token for token in row if token >= 0) for row in rows.tolist()]
 
 
 def test_golden_folders_are_all_covered(golden_root):
@@ -330,17 +294,7 @@ def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
         sure = run.get("confidence_threshold", 0.0)
         options = BlockOptions(top_k=96, max_nodes=budget) if budget else BlockOptions(top_k=1, min_confidence=sure)
         drafter = Recorded(loaded, target, options)
-        prompt, text = torch.tensor([run["prompt"]]), run["output"]
-        output = target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            speculator=Speculator(drafter),
-            do_sample=False,
-            max_new_tokens=len(text) + 20,  # no round must end for its budget
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert output[0, prompt.shape[1] :][: len(text)].tolist() == text
+        assert run_of(target, drafter, run, num_more=20) == run["output"]
         if lengths := run.get("acceptance_lengths_incl_bonus"):
             # dflash 0.1.0 shortens the blocks at the end; all count the last round's tokens as far as they were wanted.
             expected = [length - 1 for length in lengths]

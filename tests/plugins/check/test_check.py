@@ -24,7 +24,7 @@ from hf_speculate_plugins.commands.check import as_json, check_checkpoint, write
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
 from hf_speculate_plugins.eagle.calibration import EagleReader, chain_logits
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaReader
-from hf_speculate_plugins.medusa.checkpoint import write_heads
+from hf_speculate_plugins.medusa.saving import write_heads
 
 from ...support.models import build_tiny_model
 

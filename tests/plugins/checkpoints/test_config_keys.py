@@ -9,10 +9,10 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_plugins.block.checkpoint.loading import open_head as open_block
-from hf_speculate_plugins.checkpoints.switches import NEUTRAL
-from hf_speculate_plugins.eagle.checkpoint.loading import open_head as open_eagle
-from hf_speculate_plugins.medusa.checkpoint.loading import read_heads
+from hf_speculate_plugins.block import BlockFiles
+from hf_speculate_plugins.checkpoints.config import NEUTRAL
+from hf_speculate_plugins.eagle import EagleFiles
+from hf_speculate_plugins.medusa.loading import read_heads
 
 from ...support.block_heads import KINDS, random_block
 from ...support.heads import EAGLE_LAYOUTS, MEDUSA_LAYOUTS, target, write_head, write_medusa_heads
@@ -53,8 +53,10 @@ def write_block(folder, kind):
 
 
 HEADS = {
-    **{f"eagle {name}": (lambda folder, name=name: write_head(folder, name), open_eagle) for name in EAGLE_LAYOUTS},
-    **{f"block {name}": (lambda folder, name=name: write_block(folder, name), open_block) for name in KINDS},
+    **{
+        f"eagle {name}": (lambda folder, name=name: write_head(folder, name), EagleFiles.open) for name in EAGLE_LAYOUTS
+    },
+    **{f"block {name}": (lambda folder, name=name: write_block(folder, name), BlockFiles.open) for name in KINDS},
     **{
         f"medusa {name}": (lambda folder, name=name: write_medusa_heads(folder, name), read_heads)
         for name in MEDUSA_LAYOUTS
@@ -139,7 +141,7 @@ def test_switches_of_one_type_of_layers(tmp_path):
         config["rope_parameters"] = {"full_attention": one, "sliding_attention": {**one, "partial_rotary_factor": 0.5}}
 
     with pytest.raises(SpeculateError, match=r"partial_rotary_factor in config\.json is 0\.5, expected 1"):
-        open_eagle(write_head(tmp_path / "head", change=change))
+        EagleFiles.open(write_head(tmp_path / "head", change=change))
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])

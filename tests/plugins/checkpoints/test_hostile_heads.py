@@ -17,7 +17,7 @@ from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaHeads
-from hf_speculate_plugins.medusa.checkpoint import write_heads
+from hf_speculate_plugins.medusa.saving import write_heads
 
 from ...support.tiny_heads import write_eagle_head
 

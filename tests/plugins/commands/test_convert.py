@@ -21,9 +21,10 @@ from hf_speculate.errors import CheckpointError, DrafterNotFoundError, TargetMis
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, load_head
-from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
+from hf_speculate_plugins.eagle.loading import canonical_name
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
-from hf_speculate_plugins.medusa.checkpoint import read_heads, write_heads
+from hf_speculate_plugins.medusa.loading import read_heads
+from hf_speculate_plugins.medusa.saving import write_heads
 
 from ...support.paths import REPOSITORY, SHARED
 

@@ -15,6 +15,8 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.trees import grow_tree
 
+from ...support.heads import left_padded
+
 
 NEW_TOKENS = 25
 
@@ -29,9 +31,7 @@ def generate(model, drafter, inputs, **request):
 
 
 def padded(prompt, *lengths):
-    width = max(lengths)
-    rows = [torch.nn.functional.pad(prompt(n, seed=i)[0], (width - n, 0)) for i, n in enumerate(lengths)]
-    return {"input_ids": torch.stack(rows), "attention_mask": (torch.stack(rows) != 0).long()}
+    return left_padded([prompt(n, seed=i)[0] for i, n in enumerate(lengths)])
 
 
 REQUESTS = {

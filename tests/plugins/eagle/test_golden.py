@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from hf_speculate import Speculator
-from hf_speculate.drafting import RAW_LAST, DraftRequest, DraftState
+from hf_speculate.drafting import RAW_LAST, DraftRequest
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.eagle import Conventions, EagleDrafter, EagleOptions, StaticTree, load_head
 from hf_speculate_plugins.eagle.calibration import chain_logits
-from hf_speculate_plugins.eagle.checkpoint.layouts import canonical_name
+from hf_speculate_plugins.eagle.loading import canonical_name
 from hf_speculate_plugins.heads import CachedAttention
 
-from ...support.paths import SHARED
+from ...support.golden import CLOSE, GOLDEN, meta_of, run_of, state_for, target_of, unpadded, vectors_of
 from ...support.recording import Recording
 
 
-GOLDEN = SHARED / "golden"
 HEADS = [
     "eagle1-llama3-nobias",
     "eagle1-qwen2-qkvbias",
@@ -47,26 +44,12 @@ HEADS = [
 PARALLEL = ["peagle-specforge-llama", "peagle-speculators-llama-4layers", "peagle-speculators-qwen3-nbf"]
 WITH_TREES = [name for name in HEADS if name.startswith(("eagle1-", "eagle3-safeai-"))]
 WITH_RUNS = [name for name in WITH_TREES if name != "eagle3-safeai-targethidden"]
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-@cache
-def target_of(name: str):
-    folder = GOLDEN / json.loads((GOLDEN / name / "meta.json").read_text())["target"]
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@cache
-def vectors_of(name: str) -> dict[str, torch.Tensor]:
-    return load_file(GOLDEN / name / "vectors.safetensors")
 
 
 @cache
 def loaded_head(name: str):
     # SpecForge's files do not say which token the masks of P-EAGLE are.
-    mask = (
-        json.loads((GOLDEN / name / "meta.json").read_text())["mask_token_id"] if "peagle-specforge" in name else None
-    )
+    mask = meta_of(name)["mask_token_id"] if "peagle-specforge" in name else None
     return load_head(str(GOLDEN / name / "head"), target_of(name), Conventions(mask_token_id=mask))
 
 
@@ -91,12 +74,6 @@ def features_of(name: str, drafter: EagleDrafter, prefix: str = "") -> dict[int,
     return {layer: state[None] for layer, state in zip(drafter.entry_layers, states, strict=True)}
 
 
-def state_for(root: int, max_depth: int = 99) -> DraftState:
-    return DraftState(
-        root_ids=torch.tensor([root]), active=(True,), max_depth=max_depth, chains_only=False, num_emitted=(1,)
-    )
-
-
 def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
     """Token path of every draft node, sorted."""
     tokens, parents = tree.host.token_ids[0], tree.host.parents[0]
@@ -104,10 +81,6 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
     for node in range(1, len(tokens)):
         paths.append((*paths[parents[node]], tokens[node]))
     return sorted(paths[1:])
-
-
-def unpadded(rows: torch.Tensor) -> list[tuple[int, ...]]:
-    return sorted(tuple(x for x in row if x >= 0) for row in rows.tolist())
 
 
 def test_golden_folders_are_all_covered(golden_root):
@@ -223,8 +196,7 @@ def test_golden_dynamic_trees_over_two_rounds(golden_root, name, index):
             ids = vectors["round2_token_ids"]
             session.observe(ids[None, -3:], features_of(name, drafter, "round2_"), torch.tensor([3]))
         tree = session.draft(state_for(int(ids[-1])))
-        expected = unpadded(vectors[f"tree{index}_round{number}_node_paths"])
-        assert paths_of(tree) == expected
+        assert paths_of(tree) == sorted(unpadded(vectors[f"tree{index}_round{number}_node_paths"]))
 
 
 class Recorded(Recording, EagleDrafter):
@@ -235,31 +207,20 @@ class Recorded(Recording, EagleDrafter):
 @pytest.mark.parametrize("name", WITH_RUNS)
 def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
     target, loaded = target_of(name), loaded_head(name)
-    runs = json.loads((golden_root / name / "meta.json").read_text())["e2e_eagenerate"]
+    runs = meta_of(name)["e2e_eagenerate"]
     assert len(runs) > 5
     for run in runs:
         total, depth, top_k = (run["settings"][key] for key in ("total_token", "depth", "top_k"))
         options = EagleOptions(depth=depth + 1, top_k=top_k, max_nodes=total - 1)
         drafter = Recorded(loaded, target, options)
-        prompt, expected, text = torch.tensor([run["prompt"]]), run["accept_lengths"], run["output"]
-        output = target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            speculator=Speculator(drafter),
-            do_sample=False,
-            max_new_tokens=len(text) + depth + 2,  # the reference stops by rounds: no round must end for its budget
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert output[0, prompt.shape[1] :][: len(text)].tolist() == text
-        assert drafter.accepted[: len(expected)] == expected
+        assert run_of(target, drafter, run, num_more=depth + 2) == run["output"]
+        assert drafter.accepted[: len(run["accept_lengths"])] == run["accept_lengths"]
 
 
 @pytest.mark.parametrize("name", ["mc_sim_7b_63", "small"])
 def test_golden_static_tree(golden_root, name):
     vectors = load_file(golden_root / "tree-eagle1-static" / "vectors.safetensors")
-    choices = [[x for x in row if x >= 0] for row in vectors[f"{name}_choices"].tolist()]
-    tree = StaticTree.of(choices, "eagle")
+    tree = StaticTree.of(unpadded(vectors[f"{name}_choices"]), "eagle")
     assert list(tree.parents) == vectors[f"{name}_parents"].tolist()
     plan = DraftTree(torch.zeros(1, len(tree.parents), dtype=torch.long), tree.parents).plan
     assert torch.equal(plan.ancestors[0], vectors[f"{name}_mask"].bool())

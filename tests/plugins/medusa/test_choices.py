@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator
-from hf_speculate_plugins.medusa import (
-    MedusaDrafter,
-    MedusaOptions,
-    computed_choices,
-    measured_accuracies,
-)
-from hf_speculate_plugins.medusa.choices import DEFAULT_ACCURACIES, column_index
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions, computed_choices, measured_accuracies
+from hf_speculate_plugins.medusa.options import DEFAULT_ACCURACIES, column_index
 from hf_speculate_plugins.trees import StaticTree
 
 from ...support.heads import MEDUSA_CHOICES, random_heads, write_medusa_heads

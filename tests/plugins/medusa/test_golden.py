@@ -22,7 +22,7 @@ from hf_speculate.verification.records import Records
 from hf_speculate.verification.sequences import Sequences
 from hf_speculate.verification.stopping import Stopping
 from hf_speculate.verification.typical import TypicalAcceptance
-from hf_speculate_plugins.medusa.session import MedusaSession
+from hf_speculate_plugins.medusa.drafter import MedusaSession
 
 
 FOLDERS = ("medusa1-base", "medusa1-2layers", "medusa2-full", "medusa-v2-sharedhead")

@@ -15,8 +15,7 @@ from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest
 from hf_speculate.gguf import RoundedLinear
 from hf_speculate_plugins.medusa import MedusaHeads
-from hf_speculate_plugins.medusa.compiled import CompiledForward, forward_of
-from hf_speculate_plugins.medusa.quick import QuickForward, QuickOutputs
+from hf_speculate_plugins.medusa.head import CompiledForward, QuickForward, QuickOutputs, forward_of
 
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")
@@ -93,7 +92,7 @@ def test_compiled_heads_ask_for_none():
     for compiler, kind in ((None, QuickForward), (Compiler("eager", Counter()), CompiledForward)):
         outputs = QuickOutputs(heads)
         request = DraftRequest(target=target, input_ids=torch.zeros(1, 3, dtype=torch.long), compiler=compiler)
-        assert type(forward_of(heads, outputs.of, request)) is kind
+        assert type(forward_of(heads, outputs, request)) is kind
         assert len(outputs._targets) == (compiler is None)
 
 
@@ -102,5 +101,5 @@ def test_what_the_kernel_does_not_multiply(monkeypatch):
     small = MedusaHeads(torch.randn(2, 1, 32, 32), None, torch.randn(2, 96, 32))
     assert not QuickOutputs(small).of(Target())
     assert not QuickOutputs(heads_of(3).to("meta")).of(Target())
-    monkeypatch.setattr("hf_speculate_plugins.medusa.quick.has_kernel", lambda: False)
+    monkeypatch.setattr("hf_speculate.gguf.has_kernel", lambda: False)
     assert not QuickOutputs(heads_of(3)).of(Target())

@@ -14,21 +14,18 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftChecks, DraftRequest, DraftState
 from hf_speculate.testing import check_drafter, check_lossless
-from hf_speculate_plugins.medusa import (
-    MedusaDrafter,
-    MedusaHeads,
-    MedusaOptions,
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from hf_speculate_plugins.medusa.drafter import MedusaSession
+
+from ...support.heads import (
+    HIDDEN,
+    MEDUSA_CHOICES,
+    MEDUSA_LAYOUTS,
+    VOCAB,
+    batch_of,
+    random_heads,
+    write_medusa_heads,
 )
-from hf_speculate_plugins.medusa.session import MedusaSession
-
-from ...support.heads import HIDDEN, MEDUSA_CHOICES, MEDUSA_LAYOUTS, VOCAB, random_heads, write_medusa_heads
-
-
-def left_padded(prompt, lengths=(9, 4, 7)):
-    width = max(lengths)
-    input_ids = torch.cat([torch.nn.functional.pad(prompt(n, seed=n), (width - n, 0)) for n in lengths])
-    mask = torch.stack([torch.arange(width) >= width - n for n in lengths]).long()
-    return {"input_ids": input_ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("name", MEDUSA_LAYOUTS)
@@ -37,7 +34,7 @@ def left_padded(prompt, lengths=(9, 4, 7)):
 def test_text_is_the_targets_in_every_layout(tmp_path, tiny_model, prompt, name, do_sample, architecture, tied):
     target = tiny_model(architecture, tied)
     speculator = AutoSpeculator.from_pretrained(write_medusa_heads(tmp_path, name), target=target)
-    for inputs in ({"input_ids": prompt(8)}, left_padded(prompt)):
+    for inputs in ({"input_ids": prompt(8)}, batch_of(prompt, 3)):
         kwargs = {**inputs, "do_sample": do_sample, "max_new_tokens": 24}
         kwargs |= {"temperature": 1.3, "top_k": 20} if do_sample else {}
         torch.manual_seed(7)
@@ -81,7 +78,7 @@ def test_text_is_the_targets_with_eos_penalty_and_a_second_turn(tiny_model, prom
     target = tiny_model(architecture, tied)
     speculator = Speculator(MedusaDrafter(random_heads(4), target, MedusaOptions(choices=MEDUSA_CHOICES)))
     kwargs = {"max_new_tokens": 16, "repetition_penalty": 1.2, "eos_token_id": [5, 9, 17]}
-    for inputs in ({"input_ids": prompt(8)}, left_padded(prompt)):
+    for inputs in ({"input_ids": prompt(8)}, batch_of(prompt, 3)):
         expected = target.generate(**inputs, **kwargs)
         assert torch.equal(target.generate(**inputs, **kwargs, speculator=speculator), expected)
     first = target.generate(prompt(8), max_new_tokens=12, return_dict_in_generate=True, speculator=speculator)
@@ -147,7 +144,7 @@ def test_heads_that_know_a_permutation_target_are_accepted_at_every_depth(tiny_m
             heads.block_weight.data, heads.block_bias.data, heads.output_weight[:, token_ids], token_ids
         )
     speculator = Speculator(MedusaDrafter(heads, target, MedusaOptions(choices=MEDUSA_CHOICES)))
-    inputs = left_padded(prompt) if batch else {"input_ids": prompt(8)}
+    inputs = batch_of(prompt, 3) if batch else {"input_ids": prompt(8)}
     output = target.generate(**inputs, max_new_tokens=41, speculator=speculator)
     assert torch.equal(output, target.generate(**inputs, max_new_tokens=41))
     assert set(speculator.stats.accepted_histogram) == {4}
@@ -167,7 +164,7 @@ def test_a_request_that_samples_is_drafted_with_its_own_noise(tiny_model, prompt
     output = target.lm_head.weight[slice(None) if token_ids is None else token_ids]
     heads = MedusaHeads(torch.zeros(4, 1, HIDDEN, HIDDEN), None, output.expand(4, -1, -1).clone(), token_ids)
     speculator = Speculator(MedusaDrafter(heads, target, MedusaOptions(choices=[(0,) * d for d in range(1, 5)])))
-    inputs = left_padded(prompt) if batch else {"input_ids": prompt(8)}
+    inputs = batch_of(prompt, 3) if batch else {"input_ids": prompt(8)}
     kwargs = {**inputs, "do_sample": True, "temperature": 1.5, "top_k": 30, "max_new_tokens": 41}
     torch.manual_seed(3)
     expected = target.generate(**kwargs)
@@ -212,7 +209,7 @@ def test_the_feature_of_every_round_is_that_of_a_plain_forward(tiny_model, promp
         return original(self, state)
 
     monkeypatch.setattr(MedusaSession, "draft", draft)
-    inputs = left_padded(prompt) if batch else {"input_ids": prompt(8)}
+    inputs = batch_of(prompt, 3) if batch else {"input_ids": prompt(8)}
     sequences = target.generate(**inputs, max_new_tokens=20, speculator=speculator)
     width = inputs["input_ids"].shape[1]
     mask = torch.nn.functional.pad(inputs.get("attention_mask", torch.ones(1, width).long()), (0, 20), value=1)
@@ -265,10 +262,3 @@ def test_forward_of_a_part_of_the_heads_and_of_leading_dimensions(tiny_model):
     assert random_heads(outputs=0)(features, lm_head).shape == (3, 2, 5, VOCAB)
     with pytest.raises(TypeError, match="lm_head"):
         random_heads(outputs=0)(features)
-
-
-def test_untrained_heads_say_what_the_target_says(tiny_model):
-    target = tiny_model()
-    features = torch.randn(4, HIDDEN)
-    logits = MedusaHeads.untrained(3, 1, target.lm_head.weight)(features)
-    torch.testing.assert_close(logits, target.lm_head(features).expand(3, -1, -1))

@@ -1,17 +1,19 @@
-"""Medusa heads written in a published layout, so that the projects of that layout load them."""
+"""Medusa heads written in the published layouts, and turned from one into another, exactly."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 from torch import Tensor
 
-from hf_speculate.errors import CheckpointError
+from hf_speculate.drafting import SavedHead
+from hf_speculate.errors import CheckpointError, TargetMismatchError
 
-from ...checkpoints import write_checkpoint
-from ..head import MedusaHeads
-from .layouts import LAYOUTS, Layout, LayoutName
+from ..checkpoints import ConfigValues, LoadReport, TargetFiles, read_config, tensor_shapes, write_checkpoint
+from .head import MedusaHeads
+from .loading import LAYOUTS, PREFIXES, Layout, LayoutName, find_layout, read_heads
 
 
 # File name, tensors, config.
@@ -29,7 +31,7 @@ def write_heads(
     """Writes heads so that the projects of that layout, and `loading`, read them.
 
     Args:
-        vocab_size: the target's; None if unknown.
+        vocab_size: size of the target's vocabulary; None if unknown.
         base_model: name of the target, for the config.
     Raises:
         CheckpointError: the layout cannot express these heads.
@@ -42,14 +44,14 @@ def write_heads(
     file, tensors, config = _as_vllm(heads, vocab_size) if layout == "vllm" else _as_fasterdecoding(heads)
     if base_model:
         config["base_model_name_or_path"] = base_model
-    write_checkpoint(path, file, _detached(tensors), config)
+    write_checkpoint(path, file, tensors, config)
 
 
 def check_layout(layout: str, heads: MedusaHeads, can_add_output: bool = False) -> None:
     """Raises `CheckpointError` unless `layout` can express these heads.
 
     Args:
-        can_add_output: heads that use the target's output matrix may get a copy of it.
+        can_add_output: whether heads that use the target's output matrix may get a copy of it.
     """
     if layout not in ("fasterdecoding", "vllm"):
         raise CheckpointError(f"medusa: unknown layout {layout!r}; known are 'fasterdecoding' and 'vllm'.")
@@ -75,7 +77,7 @@ def _block_tensors(heads: MedusaHeads, layout: Layout, zero_bias: bool) -> dict[
 
 
 def _as_fasterdecoding(heads: MedusaHeads) -> _Written:
-    """As the project's trainers write: `medusa_lm_head.pt`, or version 2 without output matrices."""
+    """Files of the project's trainers: `medusa_lm_head.pt`, or version 2 without output matrices."""
     layout = LAYOUTS[0]
     config: dict[str, Any] = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": heads.num_layers}
     tensors = _block_tensors(heads, layout, zero_bias=True)
@@ -87,7 +89,7 @@ def _as_fasterdecoding(heads: MedusaHeads) -> _Written:
 
 
 def _as_vllm(heads: MedusaHeads, vocab_size: int | None) -> _Written:
-    """As vLLM's `MedusaModel` reads it."""
+    """Files that vLLM's `MedusaModel` reads."""
     layout, outputs = LAYOUTS[1], heads.output_weight
     assert outputs is not None  # `check_layout`
     tensors = _block_tensors(heads, layout, zero_bias=False)
@@ -114,6 +116,61 @@ def _as_vllm(heads: MedusaHeads, vocab_size: int | None) -> _Written:
     )
 
 
-def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU that share no storage: a view would be saved with all of what it is a view of."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+def convert_heads(
+    folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
+) -> tuple[SavedHead, LoadReport]:
+    """Writes the heads in `folder` to the folder `path` in `layout`.
+
+    Args:
+        target: files of the target. "vllm" needs them for heads that use the target's output matrix, which that layout
+            stores, and where a truncated vocabulary does not tell the size of the target's.
+    Raises:
+        CheckpointError: unreadable; the layout cannot express the heads; the target is needed and was not given.
+        TargetMismatchError: the target is another one.
+    """
+    checkpoint = read_heads(folder)
+    heads, report = checkpoint.heads, checkpoint.report
+    config = ConfigValues(folder, checkpoint.config)
+    name = target.name if target else config.text("base_model_name_or_path")
+    check_layout(layout, heads, can_add_output=True)
+    if target is not None and target.text_config.hidden_size != heads.hidden_size:
+        raise TargetMismatchError(
+            f"the Medusa heads take hidden states of size {heads.hidden_size}, those of {target.name} have "
+            f"{target.text_config.hidden_size}: they belong to another model."
+        )
+    if layout == "vllm" and heads.output_weight is None:
+        heads = _with_output(heads, folder, target)
+    if checkpoint.backbone:
+        lost = {"backbone": f"it was trained with the heads: they draft well only for the model in {folder}"}
+        report = dataclasses.replace(report, missing={**report.missing, **lost})
+    write_heads(path, heads, layout, vocab_size=_vocab_size(heads, config, target), base_model=name)
+    return SavedHead("medusa", layout, name), report
+
+
+def describe_heads(folder: str) -> SavedHead:
+    """Layout and target of the heads in `folder`, as far as it says."""
+    layout = find_layout(tensor_shapes(folder, strip=PREFIXES))
+    if layout is None:
+        raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
+    config = ConfigValues(folder, read_config(folder))
+    return SavedHead("medusa", layout.name, config.text("base_model_name_or_path"))
+
+
+def _with_output(heads: MedusaHeads, folder: str, target: TargetFiles | None) -> MedusaHeads:
+    """The same heads with a copy of the target's output matrix, one for all."""
+    if target is None:
+        raise CheckpointError(
+            f"the heads in {folder} use the target's output matrix, which the vllm layout stores: give the target "
+            "(--target)."
+        )
+    # In its own dtype, which may be another than that of the blocks.
+    return heads.with_output(target.output_embeddings().weight.data[None])
+
+
+def _vocab_size(heads: MedusaHeads, config: ConfigValues, target: TargetFiles | None) -> int | None:
+    """Size of the target's vocabulary; None where nothing tells it, which matters for truncated vocabularies only."""
+    if target is not None:
+        return target.text_config.vocab_size
+    if "vocab_size" in config:
+        return config.size("vocab_size")
+    return heads.vocab_size if heads.token_ids is None else None

@@ -1,7 +1,8 @@
-"""Files of weights: which ones a folder has, what is in them as plain tensors and nothing else, and writing them.
+"""Files of weights and configs: found in a folder, read as plain tensors and nothing else, and written.
 
 Files come from anywhere. Before a tensor is handed on, it is certain that it shows no more than the file stores, so
-that whatever is made of its shape fits in memory as the file does.
+that everything made of its shape fits in memory as the file does. A folder becomes a config and named tensors
+(`read_checkpoint`), or names and shapes alone (`tensor_shapes`, for `Drafter.recognizes`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pickletools
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
@@ -35,10 +37,10 @@ WEIGHT_FILES = (
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
-# How often the bytes of one storage may be shown: heads share an output matrix, and there are not many heads.
+# Times that the bytes of one storage may be shown: heads share an output matrix, and there are not many heads.
 _MAX_SHARING = 16
 
-# In front of the bytes of files that are no zip: what wrote them, the dictionary, and names of its storages.
+# Pickles in front of the bytes of files that are no zip: their writer, the dictionary, and names of its storages.
 _LEGACY_PICKLES = 5
 
 Loader = Callable[[], Tensor]
@@ -76,7 +78,7 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def read_index(path: str) -> dict[str, str]:
-    """Name of a tensor -> file beside the index; raises `CheckpointError` for anything else in it."""
+    """The file of each tensor, by name; raises `CheckpointError` for an index that holds anything else."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: its weight_map is {_short(weight_map)}, expected names of tensors with files.")
@@ -140,18 +142,20 @@ def write_checkpoint(
 
     Args:
         file: name of the weights; a pickle where it ends with ".bin" or ".pt".
-        tensors: each with a storage of its own: a view would be saved with all of what it is a view of.
+        tensors: weights by name, on any device.
     Raises:
         CheckpointError: they cannot be written, or there are other weights (see `refuse_other_weights`).
     """
     refuse_other_weights(folder, file)
+    # Copies with storages of their own: a view would be saved with everything that it is a view of.
+    copies = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
 
     def write(path: str) -> None:
         if file.endswith(".safetensors"):
-            save_file(dict(tensors), path, metadata={"format": "pt"})
+            save_file(copies, path, metadata={"format": "pt"})
         else:
             with open(path, "wb") as opened:  # by name, the name would be in the file, and this one is a temporary one
-                torch.save(dict(tensors), opened)
+                torch.save(copies, opened)
 
     replace_files(folder, {file: write, "config.json": json_writer(config)})
 
@@ -164,7 +168,7 @@ def listed(names: Sequence[str], limit: int = 12) -> str:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Whatever the libraries raise for a file is about the file."""
+    """Turns everything that the libraries raise for a file into an error about the file."""
     try:
         yield
     except SpeculateError:
@@ -200,7 +204,7 @@ def _load_pickle(path: str, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def _check_zip(path: str, file: BinaryIO) -> None:
-    """What is unpacked is no larger than the file: torch compresses nothing."""
+    """Refuses entries that are larger unpacked than in the file: torch compresses nothing."""
     with zipfile.ZipFile(file) as archive:
         entries, size = archive.infolist(), os.fstat(file.fileno()).st_size
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
@@ -212,10 +216,10 @@ def _check_zip(path: str, file: BinaryIO) -> None:
 
 
 def _check_pickle(path: str, file: Any, count: int = 1) -> None:
-    """Torch takes what these hold for harmless: making a `bytearray` of any length is among that.
+    """Refuses pickles of other things than tensors. Torch allows more, a `bytearray` of any length among it.
 
     Args:
-        count: pickles in a row.
+        count: number of pickles in a row.
     """
     try:
         for _ in range(count):
@@ -228,7 +232,7 @@ def _check_pickle(path: str, file: Any, count: int = 1) -> None:
 
 
 def _check_storages(path: str, tensors: Mapping[str, Tensor]) -> None:
-    """What all tensors show together is not much more than what is stored: copies of views take what they show."""
+    """Refuses tensors that together show much more than is stored: a copy of a view takes all that it shows."""
     plain = [t for t in tensors.values() if t.layout == torch.strided]
     stored = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}
     shown = sum(t.numel() * t.element_size() for t in plain)
@@ -263,3 +267,91 @@ def _short(value: Any) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:100]} ... ({len(text)} characters)"
+
+
+# Prefixes that wrappers leave: DataParallel / DeepSpeed, a causal LM around the head, torch.compile.
+WRAPPERS = ("module.", "model.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder as it was read.
+
+    Attributes:
+        folder: folder of the files.
+        config: `config.json`, raw (no defaults filled in); empty when there is none.
+        tensors: tensors by name, wrapper prefixes stripped, on the CPU, in the dtype of the file. They may be mapped
+            from it: copy a tensor that is to outlive the file.
+        files: names of the weight files that were read, relative to `folder`.
+    """
+
+    folder: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    files: list[str]
+
+
+def read_checkpoint(
+    folder: str, *, strip: Sequence[str] = WRAPPERS, only: Callable[[str], bool] | None = None
+) -> Checkpoint:
+    """Reads config and weights of a folder.
+
+    Args:
+        folder: a local folder.
+        strip: prefixes that are taken off names, repeatedly and in any order. (A full causal LM like Medusa-2 needs its
+            `model.`: pass `("module.", "_orig_mod.")`.)
+        only: filter of the tensors to read, by stripped name; None reads all.
+    Raises:
+        CheckpointError: no weights, truncated or unreadable files, a pickle with anything but tensors in it, names
+            that collide after stripping, NaN or infinite weights.
+    """
+    files = weight_files(folder)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, load in named_loaders(os.path.join(folder, file)):
+            stripped = strip_prefixes(name, strip)
+            if only is not None and not only(stripped):
+                continue
+            if stripped in tensors:
+                raise CheckpointError(f"{folder}: two tensors are called {stripped!r} (one of them as {name!r}).")
+            tensors[stripped] = load()
+    check_finite(folder, tensors)
+    return Checkpoint(folder=folder, config=read_config(folder), tensors=tensors, files=files)
+
+
+def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a folder's tensors without reading weights; empty if it has no weight file that we know.
+
+    Raises:
+        CheckpointError: files that are there but cannot be read (see `read_checkpoint`).
+    """
+    if not known_weight_file(folder):
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder):
+        found = shapes_in(os.path.join(folder, file))
+        shapes.update((strip_prefixes(name, strip), shape) for name, shape in found.items())
+    return shapes
+
+
+def read_tensor(path: str, name: str) -> Tensor:
+    """One tensor of a weight file, on the CPU; raises `CheckpointError` if it is not there (see `read_checkpoint`)."""
+    for found, load in named_loaders(path):
+        if found == name:
+            tensor = load()
+            check_finite(path, {name: tensor})
+            return tensor
+    raise CheckpointError(f"{path} does not hold {name}.")
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """`config.json` as it is, or {} when there is none."""
+    path = os.path.join(folder, "config.json")
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def strip_prefixes(name: str, prefixes: Sequence[str]) -> str:
+    """`name` without any of `prefixes` in front, however many there are."""
+    while found := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
+        name = name[len(found) :]
+    return name

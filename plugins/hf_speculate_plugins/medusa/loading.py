@@ -1,40 +1,159 @@
-"""Medusa heads of any layout, read with an account of every key."""
+"""Medusa heads of every published layout, read with an account of every key and compared with their target.
+
+- "fasterdecoding": `H.L.linear.{weight,bias}` for block L of head H, `H.<layers>.weight` for its output matrix. Three
+  kinds of files: Medusa-1 (`medusa_lm_head.pt`), "version 2" (no output matrices: the target's serves all heads), and
+  Medusa-2 (a whole causal LM with `medusa_head.` in front of these names; its backbone was trained too).
+- "vllm": `blocks.H.layers.L.{weight,bias}`, `lm_heads.H.weight` or one matrix for all (`original_lm_head`), and
+  `token_map` for a truncated vocabulary; perhaps `medusa_heads.` in front.
+
+The tensors say what a file holds: published configs have no `model_type`, a wrong `medusa_num_heads`, and a
+`medusa_fc_bias` that is off by default.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from hf_speculate.errors import CheckpointError
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.files import file_names
+from hf_speculate.messages import get_logger
 
-from ...checkpoints import (
+from ..checkpoints import (
     Checkpoint,
     ConfigValues,
     KeyAccount,
     LoadReport,
+    check_stated_size,
     num_indexed,
     read_checkpoint,
     tensor_shapes,
 )
-from ..head import MedusaHeads
-from .layouts import PREFIXES, Layout, find_layout
+from .head import MedusaHeads
 
 
+logger = get_logger(__name__)
+
+
+LayoutName = Literal["fasterdecoding", "vllm"]
+
+# Prefixes that wrappers and layouts leave in front of names.
+PREFIXES = ("module.", "_orig_mod.", "medusa_heads.", "medusa_head.")
 _BACKBONE = ("model.", "lm_head.")
 _NUM_PROBES = 4
+# Relative (Frobenius). A cast fp16 -> bf16 -> fp32 differs by 0.2 %; merged fine-tunes differ by more than this.
+_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of one layout.
+
+    Attributes:
+        block_pattern: name of a block's matrix; the groups are head and layer.
+        block: names a block by head and layer.
+        output: names an output matrix by head and number of layers.
+    """
+
+    name: LayoutName
+    block_pattern: re.Pattern
+    block: Callable[[int, int], str]
+    output: Callable[[int, int], str]
+
+
+LAYOUTS = (
+    Layout(
+        name="fasterdecoding",
+        block_pattern=re.compile(r"(\d+)\.(\d+)\.linear\.weight"),
+        block=lambda head, layer: f"{head}.{layer}.linear",
+        output=lambda head, num_layers: f"{head}.{num_layers}.weight",
+    ),
+    Layout(
+        name="vllm",
+        block_pattern=re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight"),
+        block=lambda head, layer: f"blocks.{head}.layers.{layer}",
+        output=lambda head, num_layers: f"lm_heads.{head}.weight",
+    ),
+)
+
+
+def holds_heads(folder: str) -> bool:
+    """Whether the weights in `folder` are named as in one of the layouts."""
+    try:
+        return find_layout(tensor_shapes(folder, strip=PREFIXES)) is not None
+    except CheckpointError:
+        # Broken, but named like a Medusa head: this drafter has to say what is wrong with it.
+        return any(name.startswith("medusa_lm_head") for name in file_names(folder))
+
+
+def find_layout(names: Collection[str]) -> Layout | None:
+    for layout in LAYOUTS:
+        if any(layout.block_pattern.fullmatch(name) for name in names):
+            return layout
+    return None
+
+
+def check_backbone(target: PreTrainedModel, backbone: Mapping[str, Tensor], folder: str) -> None:
+    """Compares a few of the checkpoint's backbone weights with the target's.
+
+    Medusa-2 trains the backbone together with the heads (arXiv:2401.10774, section 2.2.2) and publishes both in one
+    checkpoint. On the model that it started from, such heads load and draft badly, with nothing to see.
+
+    Raises:
+        TargetMismatchError: the target has other weights. Targets whose weights cannot be compared (quantised) pass,
+            with a warning.
+    """
+    compared = 0
+    for name, theirs in backbone.items():
+        ours = _find_parameter(target, name)
+        if ours is None or not ours.is_floating_point() or ours.device.type == "meta":
+            continue
+        if ours.shape != theirs.shape:
+            raise TargetMismatchError(
+                f"{folder} holds Medusa-2 heads and the backbone they were trained with; its {name} has shape "
+                f"{tuple(theirs.shape)}, the target's {tuple(ours.shape)}. Load the target from that checkpoint."
+            )
+        ours, theirs = (tensor.detach().to("cpu", torch.float32) for tensor in (ours, theirs))
+        difference = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
+        if difference > _TOLERANCE:
+            raise TargetMismatchError(
+                f"{folder} holds Medusa-2 heads and the backbone they were trained with, and the target is another "
+                f"model: {name} differs by {difference:.1%}. Load the target from that checkpoint, or pass "
+                "check_backbone=False if the target is a quantised copy of it."
+            )
+        compared += 1
+    if backbone and not compared:
+        logger.warning_once(
+            f"{folder} holds Medusa-2 heads; whether the target is the model they were trained with could not be "
+            "checked, as its weights are quantised or named differently."
+        )
+
+
+def _find_parameter(target: PreTrainedModel, name: str) -> Tensor | None:
+    """The target's parameter, also where an adapter has been put around its layer."""
+    module, _, leaf = name.rpartition(".")
+    for candidate in (name, f"{module}.base_layer.{leaf}"):
+        try:
+            return target.get_parameter(candidate)
+        except AttributeError:
+            continue
+    return None
 
 
 @dataclass(frozen=True)
 class MedusaCheckpoint:
-    """Heads as they were read.
+    """Heads and everything else that was read with them.
 
     Attributes:
-        heads: in the dtype of the file, on the CPU.
+        heads: the heads, in the dtype of the file, on the CPU.
         config: `config.json`, raw.
-        report: what became of every tensor.
+        report: account of every tensor.
         backbone: a few tensors of the backbone that the heads were trained with, by name, when it is in the file.
     """
 
@@ -120,11 +239,7 @@ def _check_stated_sizes(config: ConfigValues, layout: Layout, heads: MedusaHeads
         stated |= {"num_heads": heads.num_heads, "num_hidden_layers": heads.num_layers}
         stated |= {"truncated_vocab_size": heads.vocab_size} if heads.vocab_size is not None else {}
     for key, found in stated.items():
-        if key in config and config.size(key) != found:
-            raise CheckpointError(
-                f"{config.where}: {key} in config.json is {config.size(key)}, that of the weights {found}: they do not "
-                "belong together, or one of them was changed."
-            )
+        check_stated_size(config, key, found)
 
 
 def _take_outputs(
@@ -149,7 +264,7 @@ def _take_outputs(
 
 
 def _stack_outputs(folder: str, outputs: list[Tensor], token_ids: Tensor | None) -> Tensor | None:
-    """[D, Vd, H]. Full matrices beside a `token_map` are allowed: the mapped rows are what counts (vLLM)."""
+    """The output matrices [D, Vd, H]. Beside a `token_map` they may be full: only the mapped rows count (vLLM)."""
     if not outputs:
         return None
     num_rows = len(outputs[0])
@@ -163,7 +278,7 @@ def _stack_outputs(folder: str, outputs: list[Tensor], token_ids: Tensor | None)
 
 
 def _checked_token_ids(folder: str, token_ids: Tensor | None) -> Tensor | None:
-    """`token_map` holds *absolute* target ids (not offsets as EAGLE's `d2t`), each once."""
+    """The `token_map`, which must hold *absolute* target ids (not offsets like EAGLE's `d2t`), each once."""
     if token_ids is None:
         return None
     token_ids = token_ids.long()

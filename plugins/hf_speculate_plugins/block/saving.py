@@ -1,0 +1,190 @@
+"""One-pass heads written in the published layouts, so that the projects of a layout load them.
+
+SpecForge's layout is read and not written: its own inference reads the slots of DSpark heads one place off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..checkpoints import speculators_section, stated_sizes, vocabulary_tensors
+from ..heads import Limit, Written
+from .head import BlockHead
+from .loading import BlockReading
+from .spec import BlockSpec
+
+
+_COMMON: tuple[Limit, ...] = (
+    ("projections with biases", lambda spec: spec.attention_bias or spec.mlp_bias),
+    ("layers without norms of queries and keys", lambda spec: not spec.qk_norm),
+    ("windows of different lengths", lambda spec: len({window for window in spec.windows if window}) > 1),
+    ("causality that is not that of its windows", lambda spec: len(_causal_kinds(spec)) > 1),
+)
+_FULL_VOCABULARY: Limit = ("a draft vocabulary of its own", lambda spec: spec.draft_vocab_size != spec.vocab_size)
+_LOGITS: Limit = (
+    "changed logits or embeddings",
+    lambda spec: (spec.embedding_scale, spec.output_multiplier, spec.softcap) != (1, 1, None),
+)
+_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+_LIMITS: dict[str, tuple[Limit, ...]] = {
+    "zlab": (
+        *_COMMON,
+        _FULL_VOCABULARY,
+        ("a Markov or confidence head", lambda spec: spec.markov is not None or spec.confidence),
+        ("slots that propose the token behind their own place", lambda spec: spec.first_slot == 0),
+        ("windows counted from the anchor", lambda spec: spec.window_from_anchor and any(spec.windows)),
+    ),
+    "deepspec": (
+        *_COMMON,
+        _FULL_VOCABULARY,
+        _LOGITS,
+        ("convolutions and a selector", lambda spec: spec.selector_rank > 0),
+        ("slots that propose the token at their own place", lambda spec: spec.first_slot == 1),
+        ("windows", lambda spec: any(spec.windows)),
+        ("causal layers", lambda spec: any(spec.causal)),
+        (
+            "features of another width than its own",
+            lambda s: s.adapts_features or s.target_hidden_size != s.hidden_size,
+        ),
+    ),
+    "speculators": (
+        *_COMMON,
+        _LOGITS,
+        ("windows counted from each slot", lambda spec: not spec.window_from_anchor and any(spec.windows)),
+        (
+            "causal layers without windows",
+            lambda s: any(c and not w for c, w in zip(s.causal, s.windows, strict=True)),
+        ),
+        ("an adapter of its features", lambda spec: spec.adapts_features),
+    ),
+}
+
+
+class BlockFiles(BlockReading):
+    """The files of one-pass heads."""
+
+    readers: ClassVar = {"vllm": "speculators", "dflash": "zlab"}
+    limits: ClassVar = _LIMITS
+
+    @classmethod
+    def default_layout(cls, spec: BlockSpec) -> str:
+        """The layout that the head was read from, or the first that can express it."""
+        layouts = sorted(("speculators", "deepspec", "zlab"), key=lambda layout: layout != spec.dialect)  # stable
+        return next((layout for layout in layouts if not cls.problems(layout, spec)), layouts[0])
+
+    @classmethod
+    def stores(cls, layout: str, spec: BlockSpec) -> dict[str, bool]:
+        return dict.fromkeys(("embed_tokens", "lm_head"), layout == "deepspec")
+
+    @classmethod
+    def written(cls, head: BlockHead, target_ids: Tensor | None, layout: str, of_target: Mapping[str, Any]) -> Written:
+        spec, tensors = head.spec, cls.stored(head, layout)
+        if target_ids is not None:
+            tensors |= vocabulary_tensors(spec, target_ids)
+        if layout == "speculators":
+            config = _speculators_config(spec, of_target)
+        else:
+            config = {**_sizes(spec), **(_zlab_config(spec) if layout == "zlab" else _deepspec_config(spec))}
+            names = {"num_target_layers": "num_target_layers", "target_name": "base_model_name_or_path"}
+            config |= {key: of_target[name] for name, key in names.items() if of_target.get(name) is not None}
+        return "model.safetensors", tensors, {**config, "dtype": str(head.dtype).removeprefix("torch.")}
+
+
+def _causal_kinds(spec: BlockSpec) -> set[tuple[bool, bool]]:
+    """(has a window, is causal) of layers, without the pair that says nothing: neither."""
+    kinds = {(window is not None, causal) for window, causal in zip(spec.windows, spec.causal, strict=True)}
+    return kinds - {(False, False)}
+
+
+def _sizes(spec: BlockSpec) -> dict[str, Any]:
+    window = next((window for window in spec.windows if window), None)
+    return {
+        "model_type": "qwen3",
+        **stated_sizes(spec),
+        "attention_bias": False,
+        "rope_parameters": dict(spec.rope),
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in spec.windows],
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
+
+
+def _zlab_config(spec: BlockSpec) -> dict[str, Any]:
+    """The config of z-lab's own files, and JetSpec's: what is special lies in `dflash_config`."""
+    nested: dict[str, Any] = {"mask_token_id": spec.mask_token_id, "target_layer_ids": _outputs(spec)}
+    config: dict[str, Any] = {"architectures": ["DFlash2DraftModel" if spec.selector_rank else "DFlashDraftModel"]}
+    if spec.target_hidden_size != spec.hidden_size:
+        config["target_hidden_size"] = spec.target_hidden_size
+    if (False, True) in _causal_kinds(spec):
+        nested["causal_head"] = True
+    if any(spec.windows):
+        config["is_causal"] = (True, True) in _causal_kinds(spec)
+    for key in _SELECTOR if spec.selector_rank else ():
+        nested[key] = getattr(spec, key)
+    for key, value, default in (
+        ("input_embedding_scale", spec.embedding_scale, 1.0),
+        ("output_multiplier", spec.output_multiplier, 1.0),
+        ("final_logit_softcapping", spec.softcap, None),
+    ):
+        if value != default:
+            nested[key] = value
+    place = nested if spec.selector_rank else config
+    place["block_size"] = spec.block_size
+    return {**config, "dflash_config": nested}
+
+
+def _deepspec_config(spec: BlockSpec) -> dict[str, Any]:
+    """The config of DeepSpec's files: everything at the top; DFlash heads are DSpark heads of Markov rank 0."""
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": spec.block_size,
+        "mask_token_id": spec.mask_token_id,
+        "target_layer_ids": _outputs(spec),
+        "markov_rank": spec.markov_rank,
+        "enable_confidence_head": spec.confidence,
+    }
+    if spec.markov is not None:
+        config |= {"markov_head_type": spec.markov, "confidence_head_with_markov": spec.confidence_with_markov}
+    return config
+
+
+def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of vllm-project/speculators: that of the layers nested, features as `hidden_states` indices."""
+    class_name = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+    is_wide = spec.target_hidden_size != spec.hidden_size
+    names = of_target.get("target_name"), of_target.get("target_architectures")
+    config: dict[str, Any] = {
+        "architectures": [class_name[spec.method]],
+        "speculators_model_type": spec.method,
+        "speculators_version": "0.9.0",
+        "block_size": spec.block_size,
+        "mask_token_id": spec.mask_token_id,
+        "sample_from_anchor": spec.first_slot == 0,
+        "sliding_window_non_causal": (True, False) in _causal_kinds(spec),
+        "aux_hidden_state_layer_ids": list(spec.feature_layers),
+        "draft_vocab_size": spec.draft_vocab_size,
+        "target_hidden_size": spec.target_hidden_size if is_wide else None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _sizes(spec),
+        "speculators_config": speculators_section(spec.method, spec.max_depth, *names),
+    }
+    if spec.method == "dspark":
+        config |= {
+            "markov_rank": spec.markov_rank,
+            "markov_head_type": spec.markov,
+            "enable_confidence_head": spec.confidence,
+            "confidence_head_with_markov": spec.confidence_with_markov,
+        }
+    if spec.method == "dflash2":
+        config |= {name: getattr(spec, name) for name in _SELECTOR}
+    return config
+
+
+def _outputs(spec: BlockSpec) -> list[int]:
+    """`feature_layers` as outputs of layers, -1 for the embeddings."""
+    return [layer - 1 for layer in spec.feature_layers]

@@ -1,0 +1,261 @@
+"""Modules that heads of decoder layers share: layers, RoPE, attention over a cache, and parts of the target."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from hf_speculate.errors import CheckpointError
+from hf_speculate.target import unhooked
+from hf_speculate.transfers import to_device
+
+from ..checkpoints import HeadSpec, LoadReport, OpenedHead
+
+
+_MAX_POSITION = 1 << 24  # longest text that RoPE is tried with; float32 counts to here
+
+Spec = TypeVar("Spec", bound=HeadSpec)
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, queries [B, heads, N, d], keys [B, kv_heads, N, d], values [B, kv_heads, N, d]) -> [B, heads, N, d]:
+mixes the values that N entries see. Decoding looks into a cache, training into whole texts or unrolled steps."""
+
+
+class CachedAttention:
+    """`Attend` for a forward that appends to a cache.
+
+    Args:
+        cache: keys and values of earlier entries; those of the forward are appended.
+        masks: additive mask for each layer [B, 1, N, M + N], or None: every entry sees all.
+        is_causal: causal mask instead, for an empty cache.
+    """
+
+    def __init__(self, cache: Cache, masks: Sequence[Tensor | None] | None = None, is_causal: bool = False):
+        self.cache, self.masks, self.is_causal = cache, masks, is_causal
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = self.cache.update(keys, values, layer)
+        mask = None if self.masks is None else self.masks[layer]
+        return scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=self.is_causal,
+            enable_gqa=keys.shape[1] != queries.shape[1],
+        )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of a head, with optional norms of queries and keys.
+
+    Args:
+        spec: sizes.
+        layer: index of the layer.
+        input_size: width of its inputs.
+        bias: whether queries, keys and values have biases.
+        output_bias: whether the output has one.
+    """
+
+    def __init__(self, spec: HeadSpec, layer: int, input_size: int, bias: bool, output_bias: bool):
+        super().__init__()
+        self.layer, self.head_dim = layer, spec.head_dim
+        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=bias)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=output_bias)
+        if spec.qk_norm:
+            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps)
+
+    def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        shape = (*inputs.shape[:2], -1, self.head_dim)
+        queries, keys = self.q_proj(inputs).view(shape), self.k_proj(inputs).view(shape)
+        values = self.v_proj(inputs).view(shape).transpose(1, 2)
+        if hasattr(self, "q_norm"):
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), *rotary)
+        mixed = attend(self.layer, queries, keys, values)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Gated feed-forward of Llama."""
+
+    def __init__(self, spec: HeadSpec):
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.activation = ACT2FN[spec.hidden_act]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(inputs)) * self.up_proj(inputs))
+
+
+class SharingHead(nn.Module, Generic[Spec]):
+    """A head that uses modules of its target instead of copies of them.
+
+    Args:
+        spec: shapes and switches of the head.
+        embed_tokens, lm_head: the target's own modules where the head has none; they are referenced, neither copied
+            nor registered as submodules (`state_dict` and `.to` do not reach them).
+
+    Attributes:
+        shared: those modules of the target by name, None where the head has its own.
+        fc: projection of the target's features.
+
+    Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
+    dtype instead (`HeadFiles`).
+    """
+
+    fc: nn.Linear
+    rotary: nn.Module
+
+    def __init__(self, spec: Spec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
+        super().__init__()
+        self.spec = spec
+        self.shared: dict[str, Any] = {"embed_tokens": embed_tokens, "lm_head": lm_head}
+        if embed_tokens is None:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if lm_head is None:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        self._quick: dict[str, nn.Module] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return self.spec.windows
+
+    def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
+        """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
+        return call_beside(self.embeddings, token_ids).to(device=self.device, dtype=self.dtype)
+
+    @property
+    def embeddings(self) -> Any:
+        """The module that looks tokens up: the head's own or the target's."""
+        return self.shared["embed_tokens"] or self.embed_tokens
+
+    @property
+    def output(self) -> Any:
+        """The module that makes draft logits: the head's own or the target's."""
+        return self.shared["lm_head"] or self.lm_head
+
+    @property
+    def draft_output(self) -> Any:
+        """The module that makes draft logits for drafting, see `quicken`."""
+        return (self._quick or {}).get("lm_head") or self.output
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether `quicken` has changed this head."""
+        return self._quick is not None
+
+    def quicken(self) -> None:
+        """Lets matrices multiply few rows in 8 bits from now on, on a CPU that has the kernel. The head's weights stay,
+        and so does the target."""
+        from hf_speculate.gguf import RoundedLinear, has_kernel, quicken  # and the room of packed targets
+
+        if not self.is_quick and self.device.type == "cpu" and has_kernel():
+            quicken(self)
+            self._quick = {}  # not registered, as what is shared
+            if RoundedLinear.suits(self.shared["lm_head"]):
+                self._quick["lm_head"] = RoundedLinear(self.shared["lm_head"])
+
+
+Head = TypeVar("Head", bound=SharingHead[Any])
+
+
+@dataclass(frozen=True)
+class LoadedHead(Generic[Head]):
+    """A head ready to draft.
+
+    Attributes:
+        head: module on the device of the target's last layer, in the target's dtype.
+        target_ids: int64 [Vd], target id of each draft id; None where they are the same.
+        report: account of every key of the checkpoint.
+    """
+
+    head: Head
+    target_ids: Tensor | None
+    report: LoadReport
+
+    @property
+    def spec(self) -> Any:
+        """Shapes and switches of the head."""
+        return self.head.spec
+
+
+def rotary_embedding(spec: HeadSpec) -> LlamaRotaryEmbedding:
+    """RoPE of a head, on the CPU: computed, not loaded, it must not end on the meta device."""
+    with torch.device("cpu"):
+        return LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=spec.hidden_size,
+                num_attention_heads=spec.num_heads,
+                head_dim=spec.head_dim,
+                max_position_embeddings=spec.max_position_embeddings,
+                rope_parameters=dict(spec.rope),
+            )
+        )
+
+
+def built_head(
+    head_class: type[Any], opened: OpenedHead[Any], embed_tokens: nn.Module | None, lm_head: nn.Module | None, kind: str
+) -> Any:
+    """A head on the meta device.
+
+    Args:
+        head_class: class of the head.
+        opened: its files.
+        embed_tokens, lm_head: modules of the target, see `SharingHead`.
+        kind: kind of head, for messages.
+    Raises:
+        CheckpointError: an unknown activation, or RoPE parameters that give no angles, for short texts or for long.
+    """
+    spec, folder = opened.spec, opened.checkpoint.folder
+    try:
+        with torch.device("meta"):
+            head = head_class(spec, embed_tokens, lm_head)
+        angles = _sample_angles(head.rotary, spec)
+    except Exception as error:  # transformers has several kinds of errors for wrong RoPE and activations
+        raise CheckpointError(
+            f"{folder}: config.json makes no {kind} ({type(error).__name__}: {error}); RoPE is {spec.rope}, the "
+            f"activation {spec.hidden_act!r}."
+        ) from error
+    if not all(part.isfinite().all() and part.shape[-1] == spec.head_dim for part in angles):
+        raise CheckpointError(f"{folder}: RoPE with {spec.rope} (config.json) gives no {spec.head_dim} angles.")
+    return head
+
+
+def _sample_angles(rotary: nn.Module, spec: HeadSpec) -> list[Tensor]:
+    """Cosines and sines at positions on both sides of every length at which a type of RoPE changes what it does."""
+    original = int(spec.rope.get("original_max_position_embeddings") or 1)
+    rotary, states = copy.deepcopy(rotary), torch.zeros(1, 1, spec.hidden_size)  # a copy: it remembers lengths
+    positions = (min(length, _MAX_POSITION) for length in (1, 2 * original, 2 * spec.max_position_embeddings))
+    return [part for position in positions for part in rotary(states, torch.tensor([[position]]))]
+
+
+def call_beside(module: Any, inputs: Tensor) -> Tensor:
+    """Calls a module of the target, or of a head, with inputs that may lie on another device. The weight of an
+    offloaded module is nowhere: its hook fetches weight and inputs."""
+    device = module.weight.device
+    return unhooked(module)(inputs if device.type == "meta" else to_device(inputs, device))
