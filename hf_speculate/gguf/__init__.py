@@ -16,7 +16,6 @@ rounded    matrices in 8 bits for what drafts, and the layers that answer by the
 shards     which file on the disk or the Hub, and models in several
 loading    all of it together
 report     what a loaded model keeps where
-random_files  files with random weights, for benchmarks and tests
 """
 
 from .angles import FIXED_ROPE as FIXED_ROPE
@@ -41,9 +40,6 @@ from .native_rows import new_rows as new_rows
 from .native_rows import served as served
 from .native_rows import tree_rows as tree_rows
 from .native_weights import WeightsInPlace as WeightsInPlace
-from .random_files import FileShape as FileShape
-from .random_files import find_recipe as find_recipe
-from .random_files import write_random_file as write_random_file
 from .report import PackingReport as PackingReport
 from .report import packing_report as packing_report
 from .rounded_layers import RoundedLinear as RoundedLinear

@@ -25,7 +25,6 @@ from hf_speculate.cache import TreeCache, as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.native_layers import MOST_ROWS
-from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.target import MAX_NATIVE_ROWS, ExactScorer, LayerType, exact_sizes, structure_key
 from hf_speculate.target import walk as walks
 from hf_speculate.target.probing import first_difference, product_sizes
@@ -37,6 +36,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import VOCAB_SIZE, random_model
 from ..support.paths import REPOSITORY
+from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 from ..support.tiers import quick
 from ..support.tiny_heads import HIDDEN, random_eagle, random_medusa
 

@@ -12,12 +12,12 @@ from hf_speculate import Speculator
 from hf_speculate.cache import as_cache
 from hf_speculate.drafting import Drafter, DraftSession
 from hf_speculate.gguf import load_model
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import CHAIN_ONLY, SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_model, random_model
+from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 BAD = VOCAB_SIZE - 1

@@ -1,8 +1,8 @@
-"""Answers written by a server that speaks OpenAI's protocol: vLLM, SGLang, `transformers serve`.
+"""Answers by a server that speaks OpenAI's protocol: vLLM, SGLang, `transformers serve`.
 
-Prompts are made by the target's own tokenizer and compared with what the server makes of them. Where it returns the
-tokens that it generated (vLLM, `return_token_ids`), these are kept; else its text is tokenised again, and the lines say
-so: other tokens may come out than went in.
+The target's own tokenizer makes the prompts, and the server's tokens must be the same. If it returns the tokens that it
+generated (vLLM, `return_token_ids`), the lines hold these. Otherwise its text is tokenised again, which may give other
+tokens, and the lines say so.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from hf_speculate.messages import get_logger
 
 from ..data import Encoder
 from .answers import Job
-from .connection import Connection, ServerError
+from .connection import Choice, Completion, Connection, ServerError
 from .engine import Engine
 from .planning import RegenerateOptions, longest_prompt
-from .replies import Choice, Completion
 
 
 logger = get_logger(__name__)
