@@ -153,8 +153,7 @@ def test_padded_batches_of_the_bundled_target():
         assert stats.accepted_tokens > 20
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("window", [8, 24])
+@pytest.mark.parametrize(("attention", "window"), [("sdpa", 8), ("eager", 24)])
 def test_padded_batches_behind_windows(attention, window):
     """Rows of different lengths cross the ends of windows at different rounds; products of these shapes are those of
     single rows, wherever this was tried."""

@@ -58,10 +58,9 @@ SOME_MODELS = (("llama", "untied", "sdpa"), ("qwen2", "tied", "eager"))
 @pytest.mark.parametrize("kind", quick(MODELS, *SOME_MODELS), ids="-".join)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
-    # 12 drafters x 2 x 2 x 2 models x 5 prompts = 480 (prompt, drafter, shape, length) combinations.
     architecture, tied, attention = kind
     model = tiny_model(architecture, tied=tied == "tied", attention=attention)
-    for length in (1, 2, 7, 16, 33):
+    for length in (1, 7, 33):
         ids = prompt(length)
         speculator = Speculator(DRAFTERS[drafter](model, ids))
         report = check_lossless(model, speculator, [ids], max_new_tokens=NEW_TOKENS)

@@ -80,7 +80,7 @@ def drafters(model, script):
     }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", quick(REQUESTS, "plain", "top_p", "min_new_tokens", "everything", "stateful"))
 @pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
 def test_the_seed_gives_the_tokens_and_the_rng_state_of_plain_generate(tiny_model, prompt, name, architecture):
     model = tiny_model(architecture)

@@ -22,6 +22,7 @@ from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.paths import SHARED
 from ...support.recording import Recording
+from ...support.tiers import quick_quarter
 
 
 GOLDEN = SHARED / "golden"
@@ -319,7 +320,7 @@ RUNS = {
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick_quarter(RUNS))
 def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
     key, head = RUNS[name]
     target, loaded, num_compared = target_of(head), loaded_head(head), 0

@@ -160,8 +160,7 @@ def verdict_of_a_stranger(choose, tree, row):
     return [*tokens, choose.randrange(3, 96)]
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("top_k", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize(("do_sample", "top_k"), [(False, 1), (True, 3)], ids=["greedy chain", "sampled tree"])
 def test_a_batch_whose_rows_end_at_different_steps_is_plain_text(tiny_model, prompt, do_sample, top_k):
     model, inputs = tiny_model("qwen2", vocab_size=24), {}
     inputs = padded(lambda n, seed: prompt(n, seed, vocab_size=24), 9, 4, 6)

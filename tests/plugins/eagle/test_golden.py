@@ -21,6 +21,7 @@ from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.paths import SHARED
 from ...support.recording import Recording
+from ...support.tiers import quick_quarter
 
 
 GOLDEN = SHARED / "golden"
@@ -232,7 +233,7 @@ class Recorded(Recording, EagleDrafter):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("name", WITH_RUNS)
+@pytest.mark.parametrize("name", quick_quarter(WITH_RUNS))
 def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
     target, loaded = target_of(name), loaded_head(name)
     runs = json.loads((golden_root / name / "meta.json").read_text())["e2e_eagenerate"]

@@ -22,6 +22,7 @@ from hf_speculate_plugins.medusa import (
 from hf_speculate_plugins.medusa.session import MedusaSession
 
 from ...support.heads import HIDDEN, MEDUSA_CHOICES, MEDUSA_LAYOUTS, VOCAB, random_heads, write_medusa_heads
+from ...support.tiers import quick, quick_quarter
 
 
 def left_padded(prompt, lengths=(9, 4, 7)):
@@ -31,10 +32,11 @@ def left_padded(prompt, lengths=(9, 4, 7)):
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("name", MEDUSA_LAYOUTS)
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True)])
-def test_text_is_the_targets_in_every_layout(tmp_path, tiny_model, prompt, name, do_sample, architecture, tied):
+@pytest.mark.parametrize("name", quick_quarter(MEDUSA_LAYOUTS))
+@pytest.mark.parametrize(
+    ("architecture", "tied", "do_sample"), [("llama", False, False), ("qwen2", True, True)], ids=["greedy", "sampling"]
+)
+def test_text_is_the_targets_in_every_layout(tmp_path, tiny_model, prompt, name, architecture, tied, do_sample):
     target = tiny_model(architecture, tied)
     speculator = AutoSpeculator.from_pretrained(write_medusa_heads(tmp_path, name), target=target)
     for inputs in ({"input_ids": prompt(8)}, left_padded(prompt)):
@@ -47,7 +49,7 @@ def test_text_is_the_targets_in_every_layout(tmp_path, tiny_model, prompt, name,
     assert speculator.stats.rounds > 0
 
 
-@pytest.mark.parametrize("name", MEDUSA_LAYOUTS)
+@pytest.mark.parametrize("name", quick_quarter(MEDUSA_LAYOUTS))
 def test_bfloat16_differences_are_ties(tmp_path, tiny_model, prompt, name):
     folder = write_medusa_heads(tmp_path, name)
     for architecture, tied, request in (("llama", False, {}), ("qwen2", True, {"do_sample": True, "seeds": (1,)})):
@@ -90,7 +92,7 @@ def test_text_is_the_targets_with_eos_penalty_and_a_second_turn(tiny_model, prom
     assert torch.equal(again, target.generate(turn, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("name", ["medusa1-2layers", "v2", "vllm-truncated"])
+@pytest.mark.parametrize("name", quick(["v2", "medusa1-2layers", "vllm-truncated"]))
 def test_medusa_keeps_the_contract_of_drafters(tiny_model, prompt, name):
     target = tiny_model()
     drafter = MedusaDrafter(copy.deepcopy(MEDUSA_LAYOUTS[name][1]), target, MedusaOptions(choices=MEDUSA_CHOICES))
