@@ -24,7 +24,7 @@ def summarize(
     """One row for each method. With several categories each row has `categories`, the main figures of each.
 
     Args:
-        batch_size, temperature: those of all runs.
+        batch_size, temperature: batch size and temperature of all runs.
         runs: the runs.
         methods: their methods.
         identical: method -> result of comparing its texts with eager's; empty where they were not compared.

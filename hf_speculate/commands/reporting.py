@@ -45,7 +45,7 @@ class LiteralConsole(Console):
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything that is drawn goes through here, ready-made `Text` as well."""
+        """Shows control characters in everything that is drawn, ready-made `Text` as well."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

@@ -57,7 +57,7 @@ class LossShape:
     Attributes:
         num_entries: E, predictions of one batch.
         num_positions: T, positions of the teacher (soft only).
-        hidden_size: of head and target.
+        hidden_size: width of head and target.
         vocab_size: columns, draft and target alike.
         train_output: whether the output matrix gets a gradient (of the same size in both forms).
         dtype: "float32" or "bfloat16", of all tensors.

@@ -39,7 +39,7 @@ class RayEngine(Engine):
 
     Args:
         section: the target, as every actor can load it.
-        options: see `RegenerateOptions`.
+        options: options for prompts and answers.
         speculator: NAME_OR_PATH:option=value,… for each actor; None: no speculator.
         actors: number of actors.
         cpus, gpus: resources of each actor. On a CPU it computes with `cpus` threads.

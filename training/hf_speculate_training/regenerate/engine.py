@@ -58,7 +58,7 @@ class LocalEngine(Engine):
     Args:
         target: the model; a PEFT-wrapped one writes with its adapter.
         tokenizer: the target's.
-        options: see `RegenerateOptions`.
+        options: options for prompts and answers.
         speculator: speculator that makes it faster; the text is the same without.
         end_ids: tokens that end a text, beside the model's own.
     """

@@ -64,7 +64,7 @@ class Planner:
 
     Args:
         tokenizer, config: the target's.
-        options: see `RegenerateOptions`.
+        options: options for prompts and answers.
         held_out: prompts kept for measuring; records like them are skipped.
     Raises:
         SpeculateError: `max_new_tokens` leaves no room for a prompt.

@@ -73,9 +73,9 @@ def regenerate(
     Args:
         target: the model; a PEFT-wrapped one writes with its adapter.
         tokenizer: the target's.
-        records: see `load_records`.
+        records: records as `load_records` returns them.
         output: the file; its folder is made if it is absent.
-        options: see `RegenerateOptions`.
+        options: options for prompts and answers; None for the defaults.
         speculator: speculator that makes it faster; the text is the same without.
         held_out: prompts kept for measuring; records like them are skipped.
         end_ids: tokens that end a text, beside the model's own.
