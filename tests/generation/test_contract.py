@@ -17,7 +17,7 @@ from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
-from ..support.tiers import quick_quarter
+from ..support.tiers import quick, quick_quarter
 
 
 NEW_TOKENS = 30
@@ -309,7 +309,7 @@ class TestStops:
             model, inputs, lambda: {"eos_token_id": eos}, script=script, kinds=("perfect chain", "mixed tree")
         )
 
-    @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 13])
+    @pytest.mark.parametrize("limit", quick([1, 2, 3, 7, 8, 13], 1, 7))
     def test_lengths(self, setting, limit):
         model, inputs, script = setting
         width = inputs["input_ids"].shape[1]

@@ -24,6 +24,7 @@ from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import INITIALIZER_RANGE, SPECIAL_TOKENS, VOCAB_SIZE, random_model
+from ..support.tiers import quick
 
 
 BORDER = 32
@@ -128,7 +129,10 @@ def assert_same_cache(mine, theirs):
     ("name", "attention"), [("phi3", "sdpa"), ("phi3", "eager"), ("phi3 windows", "sdpa"), ("phimoe", "eager")]
 )
 class TestText:
-    @pytest.mark.parametrize(("length", "do_sample"), [(24, True), (31, False), (32, True), (33, False), (40, True)])
+    @pytest.mark.parametrize(
+        ("length", "do_sample"),
+        quick([(24, True), (31, False), (32, True), (33, False), (40, True)], (24, True), (33, False)),
+    )
     def test_of_one_row(self, name, attention, length, do_sample):
         model, request = build(name, attention), {"max_new_tokens": 16, "do_sample": do_sample}
         plain = run(model, single(length), **request)

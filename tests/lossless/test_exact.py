@@ -274,6 +274,7 @@ class TestRefusals:
         assert speculator.stats.target_forwards == 0
         assert len(speculator.stats.fallbacks) == 1
 
+    @pytest.mark.rest  # flex attention takes seconds to load
     def test_another_attention(self, tiny_model):
         model = tiny_model(attention="flex_attention", dtype=torch.bfloat16)
         self.refused(model, "attn_implementation='sdpa' or 'eager', .* has 'flex_attention'")

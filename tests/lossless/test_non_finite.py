@@ -18,6 +18,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import CHAIN_ONLY, SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_model, random_model
 from ..support.random_gguf import FileShape, one_type, write_random_file
+from ..support.tiers import quick
 
 
 BAD = VOCAB_SIZE - 1
@@ -105,7 +106,7 @@ def assert_same_text(model, lengths, sampled, compile=False, **request):
     return speculator.stats
 
 
-@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.parametrize("value", quick(BROKEN))
 @pytest.mark.parametrize("lengths", [(9,), (9, 4, 7)], ids=["one row", "a padded batch"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_text_is_plains(name, lengths, value):

@@ -263,8 +263,7 @@ def test_a_draft_model_with_sliding_windows_drafts_as_it_would_write(tiny_model,
 
 
 @pytest.mark.parametrize("size", [90, 110])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("top_k", [1, 2], ids=["chain", "tree"])
+@pytest.mark.parametrize(("do_sample", "top_k"), [(False, 1), (True, 2)], ids=["greedy chain", "sampled tree"])
 def test_the_vocabularies_may_be_padded_differently(tiny_model, prompt, size, do_sample, top_k):
     target, model = tiny_model(vocab_size=96), tiny_model(vocab_size=size)
     drafter = drafter_for(target, model, depth=3, top_k=top_k)
