@@ -41,7 +41,9 @@ ChatTarget = Annotated[
 OneSpec = Annotated[
     str | None,
     typer.Option(
-        "--speculator", "-s", help="Drafter: NAME_OR_PATH:option=value,... or none (default: the best one at hand)."
+        "--speculator",
+        "-s",
+        help="Drafter: NAME_OR_PATH:option=value,... or none (default: one bundled for the target, or suffix).",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many tokens.")]
