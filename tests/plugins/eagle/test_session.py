@@ -26,8 +26,9 @@ PAIRS = [("safeailab", *kind) for kind in KINDS] + [
 
 
 class TestTextIsTheTargets:
-    @pytest.mark.parametrize(("layout", "architecture", "tied", "size"), quick_quarter(PAIRS))
-    def test_greedy_and_sampled(self, head, prompt, layout, architecture, tied, size):
+    @pytest.mark.parametrize("pair", quick_quarter(PAIRS), ids=str)
+    def test_greedy_and_sampled(self, head, prompt, pair):
+        layout, architecture, tied, size = pair
         model = target(architecture, tied)
         every_shape = layout == "safeailab" and architecture == "llama" and not tied
         shapes = SHAPES if every_shape else {"dynamic": SHAPES["dynamic"]}
@@ -42,7 +43,7 @@ class TestTextIsTheTargets:
             assert speculator.stats.rounds > 0
 
     @pytest.mark.parametrize(
-        ("layout", "shape"),
+        "pair",
         quick_quarter(
             [
                 ("safeailab", "static"),
@@ -53,7 +54,8 @@ class TestTextIsTheTargets:
             ]
         ),
     )
-    def test_conformance(self, head, prompt, layout, shape):
+    def test_conformance(self, head, prompt, pair):
+        layout, shape = pair
         drafter = EagleDrafter.from_folder(head(layout), target(), **SHAPES[shape])
         check_drafter(drafter, target(), [prompt(11)[0], prompt(6)[0]], 12)
 
