@@ -21,9 +21,8 @@ from hf_speculate.speculator import Speculator
 
 from ..data import HeldOut, Records
 from .answers import Job, line_digest
-from .engine import Engine
+from .engine import Engine, LocalEngine
 from .journal import Journal
-from .local import LocalEngine
 from .planning import Planner, RegenerateOptions
 
 
