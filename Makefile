@@ -4,7 +4,10 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests lint fix docs bench bench-quick build clean
+BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-heads bench-train
+
+.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests lint fix docs bench bench-quick \
+	$(BENCHMARKS) build clean
 
 demo: $(SETUP) smollm2
 	$(BIN)/python examples/quickstart.py
@@ -119,11 +122,16 @@ docs: $(SETUP) .venv/.installed-docs
 	$(BIN)/python -m pip install -q -e ".[docs]"
 	touch $@
 
+# The figures of users' benchmarks, on the bundled model.
 bench: $(SETUP)
-	$(BIN)/hf-speculate bench all --markdown
+	set -e; for name in generate acceptance batch loss; do $(BIN)/hf-speculate bench $$name --markdown $(ARGS); done
 
 bench-quick: $(SETUP)
 	$(BIN)/hf-speculate bench generate --quick
+
+# Benchmarks of the project itself: make bench-heads ARGS="--quick --threads 2".
+$(BENCHMARKS): bench-%: $(SETUP)
+	$(BIN)/python -m tests.benchmarks.$* $(ARGS)
 
 # What the package index gets: the source distribution, and the wheel that is built from it.
 build: $(SETUP)

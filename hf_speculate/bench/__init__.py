@@ -1,16 +1,15 @@
 """Benchmarks: `hf-speculate bench ...`. Every baseline is measured in the same run.
 
-What the figures mean:
+Definitions of the figures:
 
 - run: one `generate` call, timed on the host around the whole call (prefill, drafter's prefill and preparation
   included), with the device synchronised before and after.
 - tokens/s: new tokens of all rows / seconds, both summed over the runs of one repeat (one pass over the prompts). The
   figure is the median over the repeats; its spread is their minimum and maximum.
-- equal work: EOS is taken out of every request (`eos_token_id=None`; `min_new_tokens` would add a processor), so that
-  each method emits exactly `max_new_tokens` per row, text behind an end-of-text token included (`acceptance`, which
-  times nothing, ends texts there). The checkpoint's
-  `generation_config` is replaced by a neutral one: temperature 0 is `do_sample=False`, any other is plain sampling at
-  that temperature without top-k, top-p or penalties.
+- equal work: requests have no EOS (`eos_token_id=None`; `min_new_tokens` would add a processor), so each method emits
+  exactly `max_new_tokens` per row. Only `acceptance`, which times nothing, ends texts at EOS. A neutral
+  `generation_config` replaces the checkpoint's: temperature 0 is `do_sample=False`, any other is plain sampling at that
+  temperature without top-k, top-p or penalties.
 - interleaving: for each prompt all methods run one after the other, in an order that rotates, so that drift of the
   machine hits all of them alike. Every method has a warm-up run before.
 - seeds: a prompt has the same seed for every method and repeat; repeats vary the machine, not the text.
@@ -21,28 +20,24 @@ What the figures mean:
   and `assistant_model=` with their default settings (batch 1 only). `best_stock_speculative` is the one of them that is
   fastest at that temperature and batch size.
 - rounds, mean acceptance length, acceptance rate by depth, engine efficiency: see `hf_speculate.stats`.
-- identical: share of rows whose text is eager's token for token. The first divergence of a row is run again with the
-  same trees through `hf_speculate.testing.check_lossless`, which proves that it is a numerical tie and gives the margin
-  of that decision, or says that it is not (batches: not looked at).
+- identical: share of rows whose text is eager's token for token. At batch 1 the first divergence of a row runs again
+  with the same trees through `hf_speculate.testing.check_lossless`, which proves that it is a numerical tie and gives
+  the margin of that decision, or says that it is none.
+
+Benchmarks of the project itself, which users do not need, lie in `tests/benchmarks`.
 """
 
 from .acceptance import AcceptanceSettings as AcceptanceSettings
 from .acceptance import bench_acceptance as bench_acceptance
-from .batch import BatchSettings as BatchSettings
-from .batch import bench_batch as bench_batch
 from .commands import app as app
-from .costs import CostSettings as CostSettings
-from .costs import bench_costs as bench_costs
-from .edits import EditSettings as EditSettings
-from .edits import bench_edits as bench_edits
 from .forwards import prefilled_cache as prefilled_cache
 from .forwards import verify_ms as verify_ms
+from .generate import BatchSettings as BatchSettings
 from .generate import GenerateSettings as GenerateSettings
+from .generate import bench_batch as bench_batch
 from .generate import bench_generate as bench_generate
-from .gguf import GgufSettings as GgufSettings
-from .gguf import bench_gguf as bench_gguf
 from .loss import LossSettings as LossSettings
 from .loss import bench_loss as bench_loss
-from .profiles import AcceptanceProfile as AcceptanceProfile
-from .profiles import read_profile as read_profile
+from .methods import AcceptanceProfile as AcceptanceProfile
+from .methods import read_profile as read_profile
 from .runs import fixed_length as fixed_length

@@ -1,4 +1,4 @@
-"""How much of fixed trees is accepted: several speculators side by side, no clock involved."""
+"""`bench acceptance`: acceptance of fixed trees, several speculators side by side, no clock involved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .workload import WorkloadSettings, describe_target, load_workload
 
 @dataclass(kw_only=True)
 class AcceptanceSettings(WorkloadSettings):
-    """What to measure.
+    """Options of `bench acceptance`.
 
     `nodes` become the drafter's option `max_nodes`, unless the speculator's own options say otherwise.
     """
@@ -36,17 +36,19 @@ class AcceptanceSettings(WorkloadSettings):
     QUICK: ClassVar = {"limit": 3, "max_new_tokens": 32}
 
     nodes: Annotated[
-        list[int], typer.Option(min=1, help="Draft nodes of the fixed trees, the root not counted (repeatable).")
+        list[int],
+        typer.Option(min=1, help="Draft nodes of the fixed trees, without the root (repeatable)."),
     ] = field(default_factory=lambda: [8, 16, 32])
     temperatures: Temperatures = field(default_factory=lambda: [0.0, 1.0])
     max_new_tokens: NewTokens = 96
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Take so many tokens of each text, without chat template.")
+        int | None,
+        typer.Option(min=1, help="Cut every text to this many tokens (default: whole prompts)."),
     ] = None
-    first_token: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0
+    first_token: Annotated[int, typer.Option(min=0, help="Start the cut at this token.")] = 0
 
     def specs(self) -> list[SpeculatorSpec]:
-        """As everywhere, but that the bundled draft model drafts trees too."""
+        """Specs as everywhere, except that the bundled draft model drafts trees too."""
         return super().specs() if self.speculators else default_specs(self.target_name, branches=4)
 
     def check(self) -> None:
@@ -58,14 +60,14 @@ class AcceptanceSettings(WorkloadSettings):
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
     """Mean acceptance length and acceptance by depth of fixed trees, several speculators side by side. No clock.
 
-    Texts end where the target ends them: what it would write behind that, no drafter was made for. Trees are fixed
-    (`adaptive=False`), so that the figures do not depend on the machine's speed; they are repeatable but for near ties
-    in 16 bit.
+    Texts end where the target ends them: no drafter was made for the text behind that. Trees are fixed
+    (`adaptive=False`), so the figures do not depend on the machine's speed. They are repeatable but for near ties in 16
+    bit.
 
     Returns:
         JSON-serialisable: `rows` with `tokens_per_round` (of all rounds), `mean_acceptance_length` and its
-        `standard_error` over the prompts (jackknife), `acceptance_rate_by_depth`, and `drafted_nodes`, what was really
-        drafted a round: budgets at the end of the text and drafters that find less stay below `nodes`.
+        `standard_error` over the prompts (jackknife), `acceptance_rate_by_depth`, and `drafted_nodes` a round. The
+        latter is below `nodes` at the end of a text and for drafters that find less.
     """
     settings.check()
     specs = settings.specs()
@@ -98,7 +100,7 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
 
 
 def figures(stats: Sequence[SpeculationStats], categories: Sequence[str]) -> dict[str, Any]:
-    """The figures of one row from the statistics of its prompts."""
+    """Figures of one row from the statistics of its prompts."""
     whole = merged(stats)
     names = list(dict.fromkeys(categories))
     found: dict[str, Any] = {
@@ -122,7 +124,7 @@ def figures(stats: Sequence[SpeculationStats], categories: Sequence[str]) -> dic
 def jackknife(stats: Sequence[SpeculationStats]) -> float | None:
     """Standard error of the mean acceptance length if prompts are a sample; None for fewer than two with drafts.
 
-    Lengths of rounds within one text hang together, so prompts are what is left out, not rounds.
+    Lengths of rounds within one text depend on each other, so the jackknife leaves out prompts, not rounds.
     """
     drafted = [s for s in stats if s.rounds]
     if len(drafted) < 2:
@@ -135,7 +137,7 @@ def jackknife(stats: Sequence[SpeculationStats]) -> float | None:
 
 
 def tables(result: dict[str, Any]) -> list[Grid | str]:
-    """One line a temperature, speculator and size."""
+    """A table with one line for each temperature, speculator and size."""
     rows = result["rows"]
     cut = f" after {result['prompt_tokens']} of prompt" if result["prompt_tokens"] else ""
     columns: dict[str, Any] = {

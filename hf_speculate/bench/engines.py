@@ -1,7 +1,7 @@
-"""Other engines beside us, on the same GGUF file: each a process of another interpreter that has its package.
+"""Other engines beside us, on the same GGUF file: each is a process of another interpreter that has its package.
 
-llama.cpp is llama-cpp-python, which compiles it for the machine, or xllamacpp, a wheel of it and its server; OpenVINO
-is openvino-genai.
+`bench generate --llama-cpp` runs llama.cpp: llama-cpp-python, which compiles it for the machine, or xllamacpp, a wheel
+of it and its server.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,54 +28,54 @@ from .methods import Method
 LlamaCppPython = Annotated[
     str | None,
     typer.Option(
-        "--llama-cpp", metavar="PYTHON", help="An interpreter with llama-cpp-python or xllamacpp, beside a GGUF target."
+        "--llama-cpp",
+        metavar="PYTHON",
+        help="Measure llama.cpp on the same GGUF file: an interpreter with llama-cpp-python or xllamacpp.",
     ),
 ]
-OpenVinoPython = Annotated[
-    str | None,
-    typer.Option("--openvino", metavar="PYTHON", help="An interpreter with openvino-genai, beside a GGUF target."),
-]
-"""Options of benchmarks, see `engine_methods`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EngineKind:
     """An engine.
 
     Attributes:
-        option: by which an interpreter is given.
-        worker: what that runs.
-        methods: name of the method -> kind of speculation.
+        name: its name in tables.
+        option: option of the command line that gives its interpreter.
+        worker: script that the interpreter runs.
+        methods: name of each method -> kind of speculation.
     """
 
     name: str
     option: str
-    worker: str
+    worker: Path
     methods: dict[str, str]
 
 
-# The other kinds of llama.cpp that need no model remember earlier requests: with every prompt measured several times,
-# they would draft its own answer.
+# llama.cpp's other kinds that need no model remember earlier requests: with every prompt measured several times, they
+# would draft its own answer.
 LLAMA_CPP = EngineKind(
-    "llama.cpp", "--llama-cpp", "llamacpp_worker.py", {"llama.cpp": "none", "llama.cpp, n-gram": "ngram_simple"}
-)
-OPENVINO = EngineKind(
-    "OpenVINO", "--openvino", "openvino_worker.py", {"OpenVINO": "none", "OpenVINO, prompt lookup": "prompt_lookup"}
+    "llama.cpp",
+    "--llama-cpp",
+    Path(__file__).with_name("llamacpp_worker.py"),
+    {"llama.cpp": "none", "llama.cpp, n-gram": "ngram_simple"},
 )
 
 
 class Engine:
-    """A GGUF file in another engine, asked for one text at a time; it waits while others are measured.
+    """A GGUF file in another engine, which writes one text at a time and waits while others are measured.
 
-    It stands where a model does: the line of JSON that asks and the one that answers are part of the time.
+    It stands in for a model: both lines of JSON, the request and the answer, are part of the time.
 
     Args:
-        kind: which.
-        python: an interpreter that has it.
-        context: the most tokens of prompt and text together.
+        kind: the engine.
+        python: an interpreter that has its package.
+        path: the GGUF file.
+        threads: number of threads.
+        context: maximum number of tokens of prompt and text together.
         speculation: "none", or a kind that the engine has.
     Attributes:
-        version: of its package, and which.
+        version: name and version of its package.
         drafts: whether that package drafts as it was asked to; if not, it answers nothing.
     """
 
@@ -83,9 +83,8 @@ class Engine:
 
     def __init__(self, kind: EngineKind, python: str, path: str, threads: int, context: int, speculation: str = "none"):
         self._kind = kind
-        # By its text, not by its path: the modules beside it are not to be found.
-        source = Path(__file__).with_name(kind.worker).read_text()
-        command = [python, "-c", source, path, str(threads), str(context), speculation]
+        # By its text, not by its path: it must not find the modules beside it.
+        command = [python, "-c", kind.worker.read_text(), path, str(threads), str(context), speculation]
         # A file: nobody reads a pipe while a text is written, and a full one stops the writer.
         self._messages = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._messages}
@@ -108,10 +107,10 @@ class Engine:
     def generate(
         self, input_ids: Tensor, *, max_new_tokens: int, do_sample: bool = False, temperature: float = 1.0, **_: Any
     ) -> Any:
-        """A text after int64 [1, S], EOS not counting as an end.
+        """Writes a text behind int64 [1, S], EOS not counting as an end.
 
         Returns:
-            an object with `sequences`, int64 [1, S + new]: engines say how many tokens they wrote; these are -1.
+            An object with `sequences`, int64 [1, S + new]. Engines tell only how many tokens they wrote: these are -1.
         """
         answer = self._ask(
             prompt=input_ids[0].tolist(),
@@ -140,21 +139,23 @@ class Engine:
 
 
 @contextmanager
-def engine_methods(llama_cpp: str | None, openvino: str | None, path: str, context: int) -> Iterator[list[Method]]:
-    """Engines plain and with what they draft with from the text, with as many threads as torch has.
+def engine_methods(pythons: Mapping[EngineKind, str | None], path: str, context: int) -> Iterator[list[Method]]:
+    """Methods of other engines, plain and drafting from the text, with as many threads as torch has.
 
     Args:
-        llama_cpp, openvino: interpreters; None: not this one.
-
+        pythons: interpreter of each engine; None leaves the engine out.
+        path: the GGUF file.
+        context: maximum number of tokens of prompt and text together.
     Raises:
-        SpeculateError: no GGUF file; no such interpreter; an engine cannot load the file.
+        SpeculateError: the target is no GGUF file, there is no such interpreter, or an engine cannot load the file.
     """
-    asked = [(kind, python) for kind, python in ((LLAMA_CPP, llama_cpp), (OPENVINO, openvino)) if python is not None]
-    if asked and not path.endswith(".gguf"):
-        raise SpeculateError(f"{asked[0][0].option} runs GGUF files; the target is {path}.")
     with ExitStack() as stack:
         methods = []
-        for kind, python in asked:
+        for kind, python in pythons.items():
+            if python is None:
+                continue
+            if not path.endswith(".gguf"):
+                raise SpeculateError(f"{kind.option} runs GGUF files; the target is {path}.")
             for name, speculation in kind.methods.items():
                 engine = Engine(kind, python, path, torch.get_num_threads(), context, speculation)
                 stack.enter_context(engine)

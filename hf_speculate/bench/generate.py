@@ -1,4 +1,4 @@
-"""Tokens per second of speculators beside stock `generate`, on real prompts. Definitions: the package's docstring."""
+"""`bench generate` and `bench batch`: tokens per second beside stock `generate`; the package defines the figures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ..commands import (
     SHAPES,
     BatchSizes,
     Exact,
+    Grid,
     Layers,
+    Limit,
     NewTokens,
     Rates,
     Repeats,
     Temperatures,
+    by_depth,
     check_counts,
     check_temperatures,
     progress,
@@ -25,48 +28,59 @@ from ..commands import (
 from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..registry import SpeculatorSpec
-from .engines import LlamaCppPython, OpenVinoPython, engine_methods
+from .engines import LLAMA_CPP, LlamaCppPython, engine_methods
 from .identity import compare_texts
 from .methods import (
+    DEFAULT_RATES,
     Method,
     compiled_method,
     draft_model_of,
     eager_method,
+    read_profile,
     scripted_methods,
     speculator_methods,
     stock_speculative_methods,
 )
-from .profiles import DEFAULT_RATES, read_profile
 from .replay import record_budgets
-from .runs import (
-    batches,
-    fixed_length,
-    measure_in_turn,
-    num_steps,
-    plain_texts,
-)
+from .runs import batches, fixed_length, measure_in_turn, num_steps, plain_texts
 from .summary import headline, summarize
-from .workload import Workload, WorkloadSettings, load_workload, shape_workload
+from .workload import Workload, WorkloadSettings, describe_target, load_workload, shape_workload
+
+
+_COLUMNS = {
+    "batch": "{batch_size:d}",
+    "T": "{temperature:g}",
+    "method": "{method}",
+    "tokens/s": "{tokens_per_second[median]:.1f}",
+    "(range)": "{tokens_per_second[min]:.0f}-{tokens_per_second[max]:.0f}",
+    "x eager": "{speedup[eager]:.2f}x",
+    "x stock\ncompiled": "{speedup[stock compiled]:.2f}x",
+    "x best stock\nspeculative": "{speedup[best_stock_speculative]:.2f}x",
+    "x llama.cpp": "{speedup[llama.cpp]:.2f}x",
+    "mean acceptance\nlength": "{speculation[mean_acceptance_length]:.2f}",
+    "engine\nefficiency": "{speculation[engine_efficiency]:.3f}",
+    "identical\nto eager": "{identical[share]:.0%}",
+}
 
 
 @dataclass(kw_only=True)
 class GenerateSettings(WorkloadSettings):
-    """What to measure.
+    """Options of `bench generate`.
 
     Every pair of batch size and temperature is measured (default: greedy and 1; a shape: greedy). Stock's speculative
-    modes run at batch 1, and not at a shape: a random target repeats itself. `max_proofs` divergences of a speculator
-    are looked at again.
+    modes run at batch 1, and not at a shape: a random target repeats itself. At most `max_proofs` divergences of a
+    speculator are proven.
     """
 
     QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
 
     shape: Annotated[
         str | None,
-        typer.Option(help=f"Random weights and a scripted drafter instead of a target: {', '.join(SHAPES)}."),
+        typer.Option(help=f"Measure random weights and a scripted drafter instead: {', '.join(SHAPES)}."),
     ] = None
     layers: Layers = None
     acceptance: Rates = DEFAULT_RATES
-    nodes: Annotated[int, typer.Option(min=1, help="Of the scripted drafter's trees.")] = 16
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the scripted drafter's trees.")] = 16
     batch_sizes: BatchSizes = field(default_factory=lambda: [1])
     temperatures: Temperatures = field(default_factory=list)
     max_new_tokens: NewTokens = 128
@@ -75,15 +89,14 @@ class GenerateSettings(WorkloadSettings):
         bool | None,
         typer.Option(
             "--compile-baseline/--no-compile-baseline",
-            help="Stock with static cache and torch.compile too (default: on accelerators).",
+            help="Measure stock with static cache and torch.compile too (default: on accelerators).",
         ),
     ] = None
     prompt_lookup_num_tokens: Annotated[
-        int, typer.Option("--lookup-tokens", min=1, help="prompt_lookup_num_tokens of stock.")
+        int, typer.Option("--lookup-tokens", min=1, help="Tokens that stock's prompt lookup drafts.")
     ] = 10
     exact: Exact = False
     llama_cpp: LlamaCppPython = None
-    openvino: OpenVinoPython = None
     stock_speculative: bool = True
     max_proofs: int = 8
 
@@ -116,7 +129,7 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
     settings.check()
     workload, ours = _subject(settings)
     longest = max(len(ids) for _, ids in workload.prompts) + settings.max_new_tokens
-    with engine_methods(settings.llama_cpp, settings.openvino, target_path(workload.name), longest) as others:
+    with engine_methods({LLAMA_CPP: settings.llama_cpp}, target_path(workload.name), longest) as others:
         rows = _rows(settings, workload, [*_methods(settings, ours, workload.model), *others])
     first_size = settings.batch_sizes[0]
     headlines = {
@@ -135,7 +148,7 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
 
 
 def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Method]) -> list[dict[str, Any]]:
-    """All methods at every batch size and temperature."""
+    """Rows of all methods at every batch size and temperature."""
     model = workload.model
     requests = {size: batches(workload.prompts, size, model.device) for size in settings.batch_sizes}
     cells = [(size, temperature) for size in settings.batch_sizes for temperature in settings.temperatures]
@@ -185,3 +198,67 @@ def _methods(settings: GenerateSettings, ours: Sequence[Method], model: Generati
     if settings.stock_speculative and settings.shape is None:
         baselines += stock_speculative_methods(draft_model_of(ours), settings.prompt_lookup_num_tokens)
     return [*baselines, *ours]
+
+
+@dataclass(kw_only=True)
+class BatchSettings(WorkloadSettings):
+    """Options of `bench batch`."""
+
+    QUICK: ClassVar = {"limit": 2, "max_new_tokens": 32, "repeats": 1}
+
+    limit: Limit = 8
+    batch_sizes: BatchSizes = field(default_factory=lambda: [1, 2, 4, 8])
+    temperatures: Temperatures = field(default_factory=lambda: [0.0])
+    max_new_tokens: NewTokens = 64
+    repeats: Repeats = 3
+
+
+def bench_batch(settings: BatchSettings) -> dict[str, Any]:
+    """Throughput at several batch sizes beside plain generate, with the automatic switch on and off.
+
+    Returns:
+        The result of `bench_generate`; every speculator runs twice, adaptive and with fixed drafts.
+    """
+    texts = [spec.text for spec in settings.specs()]
+    both = [f"{text}{',' if ':' in text else ':'}adaptive={how}" for text in texts for how in ("true", "false")]
+    given: dict[str, Any] = vars(settings) | {"speculators": both}
+    only = GenerateSettings(**given, compile_baseline=False, stock_speculative=False, max_proofs=0)
+    return bench_generate(only) | {"bench": "batch"}
+
+
+def tables(result: dict[str, Any]) -> list[Grid | str]:
+    """Tables of all methods and of speed-ups by category, if there are several; then details, a line each."""
+    groups, rows = ("batch_size", "temperature"), result["rows"]
+    title = f"{describe_target(result)}, median of {result['repeats']}"
+    parts: list[Grid | str] = [Grid.of(title, rows, _COLUMNS, groups=groups)]
+    if "categories" in rows[0]:
+        columns: dict[str, Any] = dict(list(_COLUMNS.items())[:3])
+        columns |= {name: lambda row, name=name: _category(row["categories"][name]) for name in rows[0]["categories"]}
+        ours = [row for row in rows if row["kind"] != "eager"]
+        parts.append(Grid.of("x eager by category (mean acceptance length)", ours, columns, groups=groups))
+    return [*parts, *_details(rows)]
+
+
+def _details(rows: list[dict[str, Any]]) -> list[str]:
+    """Acceptance by depth and divergences, a line each."""
+    lines = []
+    for row in (row for row in rows if row["kind"] == "speculator"):
+        where = f"{row['method']}, batch {row['batch_size']}, T={row['temperature']:g}"
+        lines.append(f"acceptance by depth  {where}: {by_depth(row['speculation']['acceptance_rate_by_depth'])}")
+        for found in row["identical"]["divergences"]:
+            lines.append(f"divergence  {where}: prompt {found['prompt']}, new token {found['step']}{_verdict(found)}")
+    return ["\n".join(lines)]
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    if "is_tie" not in found:
+        return ""
+    if found["is_tie"]:
+        error = f"{found['logit_error']:.3g} of {found['max_logit']:.3g}"
+        return f": a tie, margin {found['margin']:.3g}, logit error {error}"
+    return f": {'NOT A TIE: ' if found['is_tie'] is False else ''}{found['why']}"
+
+
+def _category(figures: dict[str, Any]) -> str:
+    length = figures.get("mean_acceptance_length")
+    return f"{figures['speedup']['eager']:.2f}x" + (f" ({length:.2f})" if length else "")

@@ -1,4 +1,4 @@
-"""Is the text eager's text? Where it is not: is that a proven numerical tie, and how close was the decision?"""
+"""Comparison of a method's text with eager's, and the proof that a difference is a numerical tie."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ def compare_texts(
     """Compares a method's texts with eager's.
 
     Args:
-        runs: of all methods; texts are those of the first repeat.
-        arguments: the request that made them.
-        max_proofs: how many divergences are run again, with the same trees, for a proof.
+        model: the target.
+        method: the method whose texts are compared.
+        runs: runs of all methods; the texts of the first repeat count.
+        requests: the requests of these runs.
+        arguments: arguments of `generate` that made the texts.
+        max_proofs: maximum number of divergences to prove.
     Returns:
-        share of identical rows and the divergences; None where no equality is promised (eager itself, other engines,
-        and stock's speculative modes when sampling).
+        Share of identical rows, and the divergences. None where nothing promises equality: eager itself, other engines,
+        and stock's speculative modes when sampling.
     """
     if method.kind in ("eager", "engine") or (method.kind == "stock_speculative" and arguments["do_sample"]):
         return None
@@ -52,7 +55,7 @@ def compare_texts(
 def _proof(
     model: GenerativeModel, method: Method, request: Request, run: Run, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Both runs again, with logits: margin and error at the first divergence, and whether they make it a tie."""
+    """Margin and logit error at the first divergence, from a second run, and whether they make it a tie."""
     seed = request.index if arguments["do_sample"] else None
     speculator = replayed(method.arguments["speculator"], run.budgets)
     try:

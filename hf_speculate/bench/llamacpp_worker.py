@@ -1,7 +1,7 @@
-"""Run by another interpreter, which has xllamacpp or llama-cpp-python: answers each line of JSON on its input with one.
+"""Script for another interpreter, with xllamacpp or llama-cpp-python: answers each line of JSON on its input with one.
 
-Arguments: a GGUF file, threads, tokens of context, kind of speculation ("none", "ngram_simple"). Knows nothing of
-hf_speculate.
+Arguments: a GGUF file, threads, tokens of context, kind of speculation ("none", "ngram_simple"). The script imports
+nothing of hf_speculate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ except ImportError:
 
 
 class Server:
-    """Of xllamacpp: llama.cpp's own server, without its port: one slot, nothing kept from request to request."""
+    """xllamacpp: llama.cpp's own server, without its port. One slot, nothing kept from request to request."""
 
     drafts = True
 
@@ -36,7 +36,7 @@ class Server:
         self.version = f"xllamacpp {xllamacpp.__version__}"
 
     def generate(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
-        """Counts: tokens written and drafted, and what llama.cpp measured of itself."""
+        """Writes a text; counts its tokens and those that were drafted."""
         sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
         request = {"prompt": prompt, "n_predict": max_new_tokens, "ignore_eos": True, "cache_prompt": False}
         answer = self._server.handle_completions(request | sampling)
@@ -48,11 +48,11 @@ class Server:
 
 
 class Library:
-    """Of llama-cpp-python, which compiles llama.cpp for the machine: its C functions and samplers, one token after the
-    other. It drafts nothing.
+    """llama-cpp-python, which compiles llama.cpp for the machine: its C functions and samplers, one token at a time.
 
     Attributes:
-        drafts: whether as it was asked for; nothing is loaded if not.
+        version: name and version of the package.
+        drafts: whether it does the speculation that it was asked for ("none" only); if not, it loads nothing.
     """
 
     def __init__(self, path: str, threads: int, context: int, speculation: str):
@@ -72,7 +72,7 @@ class Library:
             raise SystemExit(f"llama.cpp cannot load {path}")
 
     def generate(self, prompt: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
-        """Counts tokens, and gives them."""
+        """Writes a text; counts and returns its tokens."""
         c, written = self._c, []
         c.llama_memory_clear(c.llama_get_memory(self._context), True)
         chain = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
@@ -93,7 +93,7 @@ class Library:
 
 def main() -> None:
     path, threads, context, speculation = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    # llama.cpp may print: what is answered goes where stdout was.
+    # llama.cpp may print: answers go where stdout was.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     kind = Server if xllamacpp else Library

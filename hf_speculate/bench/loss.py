@@ -1,4 +1,4 @@
-"""What speculation costs on text that drafts badly: the automatic switch against drafters that are never right."""
+"""`bench loss`: costs of speculation on text that drafts badly, with drafters that are never right."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from ..errors import SpeculateError
 from ..registry import SpeculatorSpec
 from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
-from .methods import Method, eager_method, speculator_method
-from .profiles import AcceptanceProfile, Texts
+from .methods import AcceptanceProfile, Method, Texts, eager_method, speculator_method
 from .runs import (
     Run,
     batches,
@@ -42,7 +41,7 @@ from .runs import (
 from .workload import WorkloadSettings, describe_target, load_workload
 
 
-# What is drafted by whom; none is ever right.
+# Drafter -> its drafts; none is ever right.
 BAD_DRAFTERS = {
     "random": "trees of random tokens, up to 12 nodes, another shape every round",
     "adversarial": "trees of 16 nodes, 5 deep, without one right token",
@@ -52,28 +51,35 @@ BAD_DRAFTERS = {
 
 @dataclass(kw_only=True)
 class LossSettings(WorkloadSettings):
-    """What to measure; without `speculators`, none."""
+    """Options of `bench loss`; without `speculators`, only bad drafters are measured."""
 
     QUICK: ClassVar = {"max_new_tokens": 64, "repeats": 1}
 
     drafters: Annotated[
         list[str],
-        typer.Option("--drafter", help=f"Repeatable. {'; '.join(f'{k}: {v}' for k, v in BAD_DRAFTERS.items())}."),
+        typer.Option(
+            "--drafter",
+            help=f"Bad drafter (repeatable; default: all). {'; '.join(f'{k}: {v}' for k, v in BAD_DRAFTERS.items())}.",
+        ),
     ] = field(default_factory=lambda: list(BAD_DRAFTERS))
     hard: Annotated[
-        bool, typer.Option("--hard", help="Built-in questions that drafts suit least: other languages, random letters.")
+        bool,
+        typer.Option("--hard", help="Ask the built-in questions that are hardest to draft for."),
     ] = False
-    temperature: Annotated[float, typer.Option(help="Above 0: sampled.")] = 0.0
+    temperature: Annotated[float, typer.Option(help="0 is greedy, above it texts are sampled.")] = 0.0
     limit: Limit = None
     max_new_tokens: NewTokens = 256
-    adaptive: Annotated[bool, typer.Option("--adaptive/--always", help="With the automatic switch.")] = True
+    adaptive: Annotated[
+        bool,
+        typer.Option("--adaptive/--always", help="Let the policy stop drafting, or always draft."),
+    ] = True
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Every call begins without what earlier ones taught the switch.")
+        bool, typer.Option("--fresh", help="Begin every call without what the policy learnt in earlier ones.")
     ] = False
     repeats: Repeats = 7
 
     def with_prompts(self) -> LossSettings:
-        """These with the prompts that are asked for: all hard ones, or one of another kind."""
+        """The settings with their prompts: all hard ones, or one of another kind."""
         if self.hard:
             return replace(self, prompts=[HARD_PROMPTS])
         return replace(self, limit=self.limit or 1)
@@ -92,12 +98,12 @@ class LossSettings(WorkloadSettings):
 
 
 def bench_loss(settings: LossSettings) -> dict[str, Any]:
-    """What speculation costs on text that drafts badly: drafters that are never right beside plain generate.
+    """Costs of speculation on text that drafts badly: drafters that are never right beside plain generate.
 
     Returns:
         JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %), `worst`, the median
-        of the prompt that loses most, `speedup_without_drafter_prefill`, where what the drafter did with the prompt is
-        left out, and `drafted_share` of the rounds that drafted at all.
+        of the prompt that loses most, `speedup_without_drafter_prefill`, and `drafted_share`, the share of rounds with
+        a draft.
     """
     settings.check()
     specs = settings.specs()
@@ -125,7 +131,7 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
 
 
 def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
-    """One drafter's row."""
+    """Row of one drafter."""
     plain, without = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name, _without_drafter_prefill)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
     rounds = stats.rounds + stats.rounds_without_draft
@@ -142,7 +148,7 @@ def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
 
 
 def _worst(runs: Sequence[Run], name: str) -> float:
-    """Of the prompt that loses most: its plain seconds over its seconds, the median of its repeats."""
+    """Plain seconds over seconds of the prompt that loses most, median of its repeats."""
     seconds = {(run.method, run.request, run.repeat): run.seconds for run in runs}
     ratios: dict[int, list[float]] = {}
     for method, request, repeat in seconds:
@@ -153,7 +159,7 @@ def _worst(runs: Sequence[Run], name: str) -> float:
 
 
 def tables(result: dict[str, Any]) -> list[Grid | str]:
-    """One line a drafter."""
+    """A table with one line for each drafter."""
     how = "automatic switch" if result["adaptive"] else "always drafting"
     if result["fresh"]:
         how += ", nothing learnt from earlier calls"

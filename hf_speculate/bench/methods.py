@@ -1,23 +1,31 @@
-"""What is compared: stock's ways to generate, and speculators."""
+"""Ways to generate that are compared: stock's, speculators, and scripted drafters whose acceptance is set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from transformers import CompileConfig, PreTrainedModel
 
 from ..commands import make_spec, neutralize
+from ..drafting import Drafter
+from ..errors import SpeculateError
 from ..models import GenerativeModel
 from ..registry import SpeculatorSpec
 from ..speculator import Speculator
-from .profiles import AcceptanceProfile, Texts
+from ..testing import ScriptedDrafter
 
 
-Kind = Literal["eager", "stock_compiled", "stock_speculative", "engine", "speculator"]
+# Every level is right in 0.7 of the rounds where the level above was.
+DEFAULT_RATES = "0.7,0.49,0.343,0.24,0.168"
 
 COMPILED = "stock compiled"
+
+Kind = Literal["eager", "stock_compiled", "stock_speculative", "engine", "speculator"]
+Texts = Mapping[tuple[int, ...], Sequence[int]]
+"""Prompt -> the tokens that plain `generate` writes after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +33,13 @@ class Method:
     """One way to generate.
 
     Attributes:
-        name: what tables call it.
-        model: what generates, where it is not the model that all methods share.
+        name: its name in tables.
         kind: all but "speculator" are baselines.
-        arguments: of `generate`, beyond those that all methods share.
-        spec: the speculator as it was asked for.
-        fresh: arguments that are made anew for every call, before the clock starts.
-        compiles: it warms up with whole passes over the requests, until one of them compiles nothing.
+        arguments: arguments of `generate` beyond those that all methods share.
+        spec: the speculator as the user named it.
+        fresh: maker of further arguments, anew for every call, before the clock starts.
+        compiles: whether it warms up with whole passes over the requests, until one of them compiles nothing.
+        model: the model that generates, where it is not the one that all methods share.
     """
 
     name: str
@@ -43,7 +51,7 @@ class Method:
     model: Any = None
 
     def forget(self) -> None:
-        """Has its drafter drop the texts of earlier requests."""
+        """Makes its drafter drop the texts of earlier requests."""
         if (speculator := self.arguments.get("speculator")) is not None:
             speculator.drafter.forget()
 
@@ -84,7 +92,7 @@ def speculator_method(name: str, speculator: Speculator, **more: Any) -> Method:
 
 
 def speculator_methods(specs: Sequence[SpeculatorSpec], target: GenerativeModel, **defaults: Any) -> list[Method]:
-    """A method for every spec, each with a speculator of its own; `defaults` are options that specs may overrule."""
+    """A method for every spec, each with a speculator of its own; options of a spec beat `defaults`."""
     return [speculator_method(spec.label, make_spec(spec, target, **defaults), spec=spec.text) for spec in specs]
 
 
@@ -98,10 +106,79 @@ def scripted_methods(texts: Texts, profile: AcceptanceProfile, vocab_size: int) 
 
 
 def draft_model_of(methods: Sequence[Method]) -> PreTrainedModel | None:
-    """The causal LM that one of the speculators drafts with: what stock assisted generation can use too."""
+    """The causal LM that one of the speculators drafts with: stock assisted generation can use it too."""
     for method in methods:
         model = getattr(method.arguments["speculator"].drafter, "model", None)
         if isinstance(model, PreTrainedModel):
             neutralize(model)
             return model
     return None
+
+
+@dataclass(frozen=True)
+class AcceptanceProfile:
+    """Set acceptance of a scripted drafter, and the shape of its trees.
+
+    Attributes:
+        rates: share of the rounds that are accepted to depth 1, 2, … (unconditional, as `SpeculationStats` has them).
+        widths: draft nodes at each depth.
+    """
+
+    rates: tuple[float, ...]
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        rates = self.rates
+        is_falling = all(deeper <= rate for rate, deeper in pairwise(rates))
+        if not rates or not is_falling or rates[0] > 1 or rates[-1] < 0:
+            raise SpeculateError(
+                "acceptance by depth is the share of rounds that get at least so deep: between 0 and 1, never rising; "
+                f"got {list(rates)}."
+            )
+
+    @classmethod
+    def of_nodes(cls, rates: Sequence[float], nodes: int) -> AcceptanceProfile:
+        """Profile with `nodes` where most rounds get; a rank is taken to be right as often as 1 / (rank + 1)²."""
+        if nodes < 1:
+            raise SpeculateError(f"a tree needs at least one node, got {nodes}.")
+        values = [
+            (share / (rank + 1) ** 2, -depth) for depth, share in enumerate((1.0, *rates[:-1])) for rank in range(nodes)
+        ]
+        depths = [-negative for _, negative in sorted(values, reverse=True)[:nodes]]
+        return cls(tuple(rates), tuple(depths.count(depth) for depth in range(max(depths) + 1)))
+
+    @property
+    def nodes(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """Probability that a level is right where the one above it is."""
+        above = (1.0, *self.rates[:-1])
+        return tuple(rate / before if before else 0.0 for rate, before in zip(self.rates, above, strict=True))
+
+    @property
+    def mean_length(self) -> float:
+        """Expected tokens of a round, bonus token included."""
+        return 1 + sum(self.rates[: len(self.widths)])
+
+    def drafter(self, texts: Texts, *, vocab_size: int, paid: Drafter | None = None) -> ScriptedDrafter:
+        """A drafter of such trees.
+
+        Args:
+            texts: prompt -> the tokens that plain `generate` writes after it.
+            vocab_size: range from which wrong tokens are drawn.
+            paid: a drafter that does its own work each round, for its cost.
+        """
+        return ScriptedDrafter(
+            texts, self.widths, accuracy=self.conditional, vocab_size=vocab_size, ranked=True, paid=paid
+        )
+
+
+def read_profile(text: str, nodes: int) -> AcceptanceProfile:
+    """Rates by depth, as `0.8,0.6,0.4`; raises `SpeculateError` for other text and for rising rates."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise SpeculateError(f"acceptance must be rates by depth as 0.8,0.6,0.4; got {text!r}.") from error
+    return AcceptanceProfile.of_nodes(rates, nodes)

@@ -1,4 +1,4 @@
-"""PNGs of results: speed-up by category, acceptance by depth, cost of a verification."""
+"""Pictures of `bench generate`: speed-up by category, acceptance by depth."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _MAX_WIDTH = 18.0  # inches
 
 
 def draw_generate(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Speed-up by category and acceptance by depth at the first batch size, a panel a temperature; see `_write`."""
+    """Draws speed-up by category and acceptance by depth at the first batch size, a panel for each temperature.
+
+    Returns:
+        The PNG files.
+    Raises:
+        SpeculateError: the folder cannot be written.
+    """
     size = result["rows"][0]["batch_size"]
     rows = [row for row in result["rows"] if row["batch_size"] == size]
     title = f"{_title(result)}, batch {size}, {result['num_prompts']} prompts, {result['max_new_tokens']} new tokens"
     return _write(folder, title, {"speedup": _speedup(rows), "acceptance": _acceptance(rows)})
 
 
-def draw_costs(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Milliseconds of a bare verification by nodes, a line a context; see `_write`."""
-    return _write(folder, _title(result), {"costs": _costs(result["rows"])})
-
-
 def _write(folder: Path, title: str, figures: dict[str, Figure]) -> list[Path]:
-    """The files, one a figure; raises `SpeculateError` where the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
@@ -48,7 +48,7 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _panels(rows: Sequence[dict[str, Any]], width: float) -> tuple[Figure, dict[float, Axes]]:
-    """One panel a temperature, with a common scale; side by side while that can be read."""
+    """One panel for each temperature, with a common scale; side by side while that can be read."""
     from matplotlib.figure import Figure
 
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
@@ -62,7 +62,7 @@ def _panels(rows: Sequence[dict[str, Any]], width: float) -> tuple[Figure, dict[
 
 
 def _speedup(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Bars over eager, a group a category, what is not ours in grey; the whiskers are the range over the repeats."""
+    """Bars over eager, a group for each category, baselines in grey; the whiskers are the range over the repeats."""
     shown = [row for row in rows if row["kind"] != "eager"]
     groups = ["all", *shown[0].get("categories", {})]
     names = list(dict.fromkeys(row["method"] for row in shown))
@@ -102,21 +102,4 @@ def _acceptance(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set(xlabel="depth", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1.02))
         axis.grid(axis="y", alpha=0.3)
         axis.legend(fontsize=7, frameon=False)
-    return figure
-
-
-def _costs(rows: Sequence[dict[str, Any]]) -> Figure:
-    """With the last form of attention: what the library takes, where it can."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2, 3.8), layout="constrained")
-    axis = figure.subplots()
-    for context in dict.fromkeys(row["context"] for row in rows):
-        shown = [row for row in rows if row["context"] == context]
-        times = [list(row["verify_ms"].values())[-1] for row in shown]
-        axis.plot([row["nodes"] for row in shown], times, "o-", ms=4, label=f"context {context}")
-    axis.set(xlabel="nodes scored, root included", ylabel="ms of one target forward")
-    axis.set_ylim(0)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, frameon=False)
     return figure

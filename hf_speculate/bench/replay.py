@@ -1,6 +1,6 @@
-"""Adaptive runs again, with the same trees: what was drafted depends on the clock, so it has to be written down.
+"""Adaptive runs again, with the same trees: the clock decides what an adaptive policy drafts, so its budgets are noted.
 
-The one module of benchmarks that knows how it is decided how much to draft.
+Nothing else in the benchmarks knows how a policy chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RecordedPolicy(DraftPolicy):
     """A policy that notes the budgets of its last request.
 
     Attributes:
-        budgets: one a round: what was drafted, and scored.
+        budgets: nodes and depth of each round, as drafted and scored.
     """
 
     is_adaptive = True
@@ -61,19 +61,19 @@ class _Noting(PolicySession):
 
 
 def record_budgets(speculator: Speculator) -> None:
-    """Has an adaptive speculator note the budgets of its requests from now on."""
+    """Makes an adaptive speculator note the budgets of its requests from now on."""
     if speculator.policy.is_adaptive and not isinstance(speculator.policy, RecordedPolicy):
         speculator.policy = RecordedPolicy(speculator.policy)
 
 
 def recorded_budgets(speculator: Any) -> Budgets | None:
-    """Those of its last request; None where none were noted."""
+    """Budgets of a speculator's last request; None where none were noted."""
     policy = getattr(speculator, "policy", None)
     return policy.budgets if isinstance(policy, RecordedPolicy) else None
 
 
 def replayed(speculator: Speculator, budgets: Budgets | None) -> Speculator:
-    """A speculator that drafts as that one did with these budgets (None: it always drafts alike)."""
+    """A speculator that drafts as `speculator` did with these budgets (None: with fixed trees)."""
     policy = {"adaptive": False} if budgets is None else {"policy": Replay(budgets)}
     again = Speculator(speculator.drafter, **policy)
     again.typical = speculator.typical

@@ -46,9 +46,14 @@ class Run:
     """One timed `generate` call.
 
     Attributes:
+        method: name of the method.
         request: index of the request.
+        category: category of its prompts.
+        repeat: number of the pass over the prompts.
+        seconds: duration of the call.
         rows: new tokens of every row.
-        budgets: what an adaptive speculator drafted a round, where that is recorded (`replay`).
+        stats: statistics of a speculator's call.
+        budgets: nodes and depth that an adaptive speculator drafted in each round, where they are noted (`replay`).
     """
 
     method: str
@@ -66,7 +71,7 @@ class Run:
 
 
 def fixed_length(max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
-    """Arguments of `generate` that all methods share: exactly so many tokens, greedy or plain sampling.
+    """Arguments of `generate` that all methods share: exactly `max_new_tokens`, greedy or plain sampling.
 
     `top_k=0`: the library's default of 50 is not plain sampling.
     """
@@ -94,7 +99,7 @@ def batches(prompts: Sequence[tuple[str, Tensor]], batch_size: int, device: torc
 def fitting(
     prompts: Sequence[tuple[str, Tensor]], model: GenerativeModel, max_new_tokens: int
 ) -> list[tuple[str, Tensor]]:
-    """The prompts that leave room for the new tokens in the target's context; raises `SpeculateError` for none."""
+    """Prompts that leave room for the new tokens in the target's context; raises `SpeculateError` for none."""
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     found = [p for p in prompts if len(p[1]) and (context is None or len(p[1]) + max_new_tokens <= context)]
     if not found:
@@ -109,7 +114,7 @@ def fitting(
 def generate_once(
     model: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any], repeat: int = 0
 ) -> Run:
-    """One call, seeded by the request."""
+    """One timed call, seeded by the request."""
     model = method.model or model
     arguments = {"speculator": None, "return_dict_in_generate": True, **arguments, **method.arguments}
     arguments |= method.fresh() if method.fresh is not None else {}
@@ -132,7 +137,7 @@ def generate_once(
 def plain_texts(
     model: GenerativeModel, requests: Sequence[Request], arguments: dict[str, Any]
 ) -> dict[tuple[int, ...], list[int]]:
-    """What plain `generate` writes after each prompt, as a scripted drafter wants it."""
+    """Text that plain `generate` writes after each prompt, as a scripted drafter wants it."""
     texts: dict[tuple[int, ...], list[int]] = {}
     for request in requests:
         run = generate_once(model, eager_method(), request, arguments)
@@ -149,10 +154,10 @@ def measure_in_turn(
     repeats: int,
     advance: Callable[[str], None],
 ) -> list[Run]:
-    """Every method on every request, `repeats` times, one after the other in an order that rotates.
+    """Runs every method on every request, `repeats` times, one after the other in an order that rotates.
 
     Drift of the machine hits all methods alike; each has a warm-up before. Drafters forget the texts of a pass before
-    the next one, which would repeat them. `advance` is called `num_steps` times.
+    the next one, which would repeat them. It calls `advance` `num_steps` times.
 
     Raises:
         SpeculateError: a method emitted another number of tokens than it was asked for.
@@ -179,7 +184,7 @@ def measure_in_turn(
 
 
 def _warm_up(model: GenerativeModel, method: Method, requests: Sequence[Request], arguments: dict[str, Any]) -> None:
-    """A few tokens behind the longest prompt; for what compiles, whole passes."""
+    """Runs a few tokens behind the longest prompt; for methods that compile, whole passes."""
     if not method.compiles:
         longest = max(requests, key=lambda request: request.length)
         count = min(arguments["max_new_tokens"], WARM_UP_TOKENS)
@@ -196,17 +201,17 @@ def _warm_up(model: GenerativeModel, method: Method, requests: Sequence[Request]
 
 
 def _num_compiled() -> int:
-    """Graphs that were compiled or recorded in this process so far."""
+    """Number of graphs that were compiled or recorded in this process so far."""
     return counters["stats"]["unique_graphs"] + Recorder.num_recorded
 
 
 def num_steps(num_methods: int, num_requests: int, repeats: int) -> int:
-    """How often `measure_in_turn` calls `advance`."""
+    """Number of times that `measure_in_turn` calls `advance`."""
     return num_methods * (repeats * num_requests + 1)
 
 
 def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
-    """The methods in the order of this turn."""
+    """Methods in the order of this turn."""
     first = turn % len(methods)
     return [*methods[first:], *methods[:first]]
 

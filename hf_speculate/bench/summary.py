@@ -1,4 +1,4 @@
-"""From single runs to the rows of a table."""
+"""Rows of a table, made of single runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ def summarize(
     methods: Sequence[Method],
     identical: Mapping[str, dict[str, Any] | None],
 ) -> list[dict[str, Any]]:
-    """One row for each method; with several categories each row has `categories`, the main figures of each.
+    """One row for each method. With several categories each row has `categories`, the main figures of each.
 
     Args:
-        identical: method -> what comparing its texts with eager's found; empty where they were not compared.
+        batch_size, temperature: batch size and temperature of all runs.
+        runs: the runs.
+        methods: their methods.
+        identical: method -> result of comparing its texts with eager's; empty where they were not compared.
     """
     categories = list(dict.fromkeys(run.category for run in runs))
     kinds = {method.name: method for method in methods}
@@ -49,7 +52,7 @@ def summarize(
 
 
 def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest speculator of one temperature and what it gains."""
+    """The fastest speculator of one temperature and its gain."""
     best = max((row for row in rows if row["kind"] == "speculator"), key=_tokens_per_second)
     identical = best["identical"]
     return {

@@ -46,10 +46,10 @@ _RANDOM_PROMPT_LENGTH, _NUM_RANDOM_PROMPTS = 256, 2
 
 @dataclass(kw_only=True)
 class WorkloadSettings:
-    """What every benchmark on real text asks for.
+    """Options of every benchmark on real text.
 
-    Without speculators: prompt lookup, and what is bundled for the bundled target. With `raw`, only the first turn of a
-    conversation is used.
+    Without speculators: prompt lookup, and whatever is bundled for the target. With `raw`, only the first turn of a
+    conversation counts.
     """
 
     target: Target = None
@@ -76,9 +76,13 @@ class Workload:
     """A target and the prompts that fit it.
 
     Attributes:
-        prompts: (category, int64 [S]) of each.
-        num_skipped: prompts that are too long.
-        eos_token_id: of the tokenizer; the model's own generation config is emptied.
+        name: name of the target.
+        model: the target.
+        prompts: (category, int64 [S]) of each prompt.
+        num_skipped: number of prompts that are too long.
+        prompt_sets: names of the prompt files.
+        uses_chat_template: whether the prompts went through it.
+        eos_token_id: the tokenizer's EOS; the model's own generation config is emptied.
     """
 
     name: str
@@ -94,7 +98,7 @@ class Workload:
         return self.model.config.get_text_config(decoder=True).vocab_size
 
     def describe(self) -> dict[str, Any]:
-        """What a result says about it."""
+        """Entries of a result that describe the workload."""
         model = self.model
         return {
             "target": self.name,
@@ -111,7 +115,7 @@ class Workload:
 
 
 def _num_parameters(model: GenerativeModel) -> int:
-    """Of the architecture: quantised weights have other shapes."""
+    """Parameters of the architecture: quantised weights have other shapes."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(model.config).num_parameters()
 
@@ -120,7 +124,8 @@ def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None
     """Loads target and prompts.
 
     Args:
-        prompt_tokens: take these tokens of every text (without a chat template); texts that end before are left out.
+        settings: target, prompts and how to read them.
+        prompt_tokens: tokens to take of every text, without a chat template; texts that end before are left out.
     """
     device, files = find_device(settings.device), settings.prompts or []
     groups = [read_prompts(path, settings.limit, settings.categories) for path in files]
@@ -152,8 +157,11 @@ def shape_workload(name: str, layers: int | None, num_prompts: int | None, dtype
     """Random weights of a shape, and random prompts of 256 tokens.
 
     Args:
-        layers: fewer than the shape has.
-        dtype: "auto" is bfloat16.
+        name: name of the shape.
+        layers: number of layers, fewer than the shape has; None for all.
+        num_prompts: number of prompts; None for two.
+        dtype: name of a dtype; "auto" is bfloat16.
+        device: name of a device; None for the accelerator if there is one.
     """
     shape = find_shape(name).with_layers(layers)
     model = shape.build(find_dtype("bfloat16" if dtype == "auto" else dtype), find_device(device))
@@ -190,7 +198,7 @@ def _cut(prompts: Sequence[tuple[str, Tensor]], taken: slice) -> list[tuple[str,
 def _later_turns(
     prompt: Prompt, model: GenerativeModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
 ) -> list[tuple[str, Tensor]]:
-    """The prompts of a conversation's later turns; the target's own greedy answers stand before them."""
+    """Prompts of a conversation's later turns, behind the target's own greedy answers."""
     found, messages = [], prompt.messages
     for turn in prompt.later_turns:
         ids = chat_ids(messages, tokenizer)[None].to(model.device)

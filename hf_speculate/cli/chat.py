@@ -1,4 +1,4 @@
-"""`hf-speculate chat`: a conversation on the terminal; its cache goes from turn to turn."""
+"""`hf-speculate chat`: a conversation on the terminal, with one cache for all turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .session import (
 )
 
 
-_COMMANDS = "/reset begins anew, /stats says what speculation did, /help lists these commands, /exit (or Ctrl-D) leaves"
+_COMMANDS = "/reset begins anew, /stats shows the statistics, /help lists these commands, /exit (or Ctrl-D) leaves"
 
 CHAT_EXAMPLES = f"""
 While chatting: {_COMMANDS}, Ctrl-C stops an answer.
@@ -42,10 +42,10 @@ Examples:
 
 
 class Conversation:
-    """Messages and the cache of what was said.
+    """Messages of a chat, and the cache of their tokens.
 
     Attributes:
-        messages: of the chat so far.
+        messages: messages so far, the system's included.
     """
 
     def __init__(self, session: Session, system: str | None):
@@ -59,7 +59,7 @@ class Conversation:
         self._forget_cache()
 
     def answer(self, text: str, write: Any) -> Typist:
-        """The answer to what the user says. An interrupted one stays in the chat as far as it came."""
+        """Answers the user. An interrupted answer stays in the chat as far as it came."""
         session, question = self._session, {"role": "user", "content": text}
         ids = chat_ids([*self.messages, question], session.tokenizer)
         self.messages.append(question)
@@ -78,7 +78,7 @@ class Conversation:
         return typist
 
     def _keep_common(self, ids: Tensor) -> None:
-        """Cuts the cache to what it has in common with the text; at least the last token has to run."""
+        """Cuts the cache to the tokens that it shares with the text; at least the last token has to run."""
         length = len(ids) - 1
         common = next((i for i, (a, b) in enumerate(zip(self._known, ids.tolist(), strict=False)) if a != b), length)
         surplus = self._cache.get_seq_length() - min(common, length, len(self._known))
@@ -110,7 +110,7 @@ def chat(
     threads: Threads = None,
     exact: Exact = False,
 ) -> None:
-    """Chat with a model that has a chat template; each line of stdin is a turn where that is no terminal."""
+    """Chat with a model that has a chat template. From a pipe, each line is a turn."""
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(
         target,
@@ -142,7 +142,7 @@ def chat(
 
 
 def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bool:
-    """One line of the user's and what comes of it; False to leave."""
+    """Reads one line of the user and acts on it; False to leave."""
     line = readable(input("> " if sys.stdin.isatty() else ""), "the line").strip()
     if line == "/exit":
         return False

@@ -1,10 +1,9 @@
-"""`hf-speculate generate`: a text, as it comes."""
+"""`hf-speculate generate`: a text, printed while it is written."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,8 +22,6 @@ from ..commands import (
     Typist,
     chat_ids,
     console,
-    find_device,
-    prepare,
     readable,
     say,
     say_json,
@@ -32,7 +29,6 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..streaming import rounds
-from .over_data import data_generator, given_options
 from .session import (
     PLAIN,
     ChatTarget,
@@ -45,7 +41,6 @@ from .session import (
     Temperature,
     TopK,
     TopP,
-    default_target,
     print_piece,
     sampling,
     set_seed,
@@ -61,8 +56,6 @@ Examples:
 
   hf-speculate generate --compare -t model.gguf -s prompt_lookup:max_ngram=4 < question.txt
 
-  hf-speculate generate --data questions.jsonl --output answers.jsonl -t ./model
-
   hf-speculate generate "def fibonacci(" --raw --draw -t examples/pycoder -s examples/pycoder-eagle3
 """
 
@@ -70,7 +63,7 @@ _WARM_UP_TOKENS = 8
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Default, or -: what comes from stdin.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to answer (default, or -: stdin).")] = None,
     target: ChatTarget = None,
     speculator: OneSpec = None,
     max_new_tokens: MaxTokens = 256,
@@ -80,8 +73,12 @@ def generate(
     seed: Seed = None,
     system: System = None,
     raw: Raw = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Plain beside it: how fast, and is it equal?")] = False,
-    draw: Annotated[bool, typer.Option("--draw", help="Draw the draft tree of every round instead.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run plain generation too: compare speed and text.")
+    ] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Draw the draft tree of every round instead of the text.")
+    ] = False,
     stats: Stats = False,
     dtype: TargetDtype = "auto",
     device: Device = None,
@@ -89,45 +86,12 @@ def generate(
     threads: Threads = None,
     exact: Exact = False,
     json_only: JsonOnly = False,
-    data: Annotated[
-        str | None, typer.Option(help="Answer every prompt of a file, folder, pattern or Hub id instead.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="With --data: JSON lines; a run that was stopped goes on with them.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --data: the first so many records.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="With --data: prompts at a time.")] = 16,
-    engine: Annotated[str, typer.Option(help="With --data: local, or ray (actors of a cluster).")] = "local",
-    actors: Annotated[int, typer.Option(min=1, help="Of --engine ray.")] = 1,
 ) -> None:
-    """Generate a text with a speculator, and print it as it comes; or the answers to a dataset's prompts."""
+    """Generate a text with a speculator, and print it as it comes."""
     if (compare or draw or stats) and speculator == PLAIN:
         raise SpeculateError(
             f"--compare, --draw and --stats show what a speculator does: --speculator {PLAIN} has none."
         )
-    if data is not None or output is not None:
-        if data is None or output is None or prompt is not None or compare or draw or system is not None:
-            raise SpeculateError("--data and --output go together, without a prompt, --system, --compare and --draw.")
-        prepare(threads)
-        figures = data_generator()(
-            data,
-            output,
-            target=target or default_target(),
-            speculator=speculator,
-            sampling=given_options(
-                max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-            ),
-            raw=raw,
-            limit=limit,
-            batch_size=batch_size,
-            dtype=dtype,
-            device=find_device(device),
-            engine=engine,
-            actors=actors,
-            exact=exact,
-        )
-        say_json(figures)
-        return
     text, system = _prompt(prompt), None if system is None else readable(system, "--system")
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(
@@ -164,7 +128,7 @@ def _prompt(given: str | None) -> str:
 
 
 def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
-    """int64 [1, S]: through the chat template, where there is one and nobody wants it raw."""
+    """Token ids, int64 [1, S]: through the chat template, where there is one and `raw` is not set."""
     if raw or not tokenizer.chat_template:
         if system is not None:
             raise SpeculateError("--system needs a chat template: the target's tokenizer has none, or --raw was given.")
@@ -176,7 +140,7 @@ def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
 
 
 def _seeding(seed: int | None) -> Callable[[], Any]:
-    """What sets the seed, now and before every run that is compared."""
+    """Function that sets the seed, now and before every run of a comparison."""
     state = torch.get_rng_state()
     restart = (lambda: set_seed(seed)) if seed is not None else lambda: torch.set_rng_state(state)
     restart()
@@ -192,7 +156,7 @@ def _single(session: Session, ids: Tensor, quiet: bool) -> dict[str, Any]:
 
 
 def _compared(session: Session, ids: Tensor, restart: Callable[[], Any], quiet: bool) -> dict[str, Any]:
-    """Plain first, then with the speculator, from the same seed, both warmed up."""
+    """Figures of plain generation and of the speculator, from the same seed, both warmed up."""
     choices = {"plain": None, "speculative": session.speculator}
     for choice in choices.values():
         session.run(ids, Typist(session.tokenizer, _silent), choice, max_new_tokens=_WARM_UP_TOKENS)

@@ -1,4 +1,4 @@
-"""Groups of commands to which other packages add theirs."""
+"""Groups of commands: those of other packages, errors in one line, help texts to the letter."""
 
 from __future__ import annotations
 
@@ -21,44 +21,42 @@ from ..messages import message, printable
 
 
 COMMANDS_GROUP = "hf_speculate.commands"
-BENCH_COMMANDS_GROUP = "hf_speculate.bench_commands"
 
-INTERRUPTED = 130  # the status that shells give to what Ctrl-C ended
+INTERRUPTED = 130  # status that shells give to a command that Ctrl-C ended
 
 
-class PluginGroup(TyperGroup):
-    """Adds the commands of other packages. Help texts are shown as they are written: rich reads no markup in them."""
-
-    entry_point_group = COMMANDS_GROUP
+class LiteralGroup(TyperGroup):
+    """Shows help texts as they are written: rich reads no markup in them."""
 
     def __init__(self, **attributes: Any):
         super().__init__(**attributes)
         _escape_help(self)
+
+    def get_command(self, ctx, cmd_name: str):
+        found = super().get_command(ctx, cmd_name)
+        if found is not None:
+            _escape_help(found)
+        return found
+
+
+class MainGroup(LiteralGroup):
+    """Adds the commands of other packages, and ends every command in order: an error is one line and a status."""
 
     def list_commands(self, ctx) -> list[str]:
         own = super().list_commands(ctx)
         return own + sorted(name for name in self.installed() if name not in own)
 
     def get_command(self, ctx, cmd_name: str):
-        own = super().get_command(ctx, cmd_name)
         points = self.installed()
-        found = _load_command(points[cmd_name]) if own is None and cmd_name in points else own
-        if found is not None:
-            _escape_help(found)
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in points:
+            return own
+        found = _load_command(points[cmd_name])
+        _escape_help(found)
         return found
 
     def installed(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self.entry_point_group)}
-
-
-class BenchGroup(PluginGroup):
-    """Of `hf-speculate bench`."""
-
-    entry_point_group = BENCH_COMMANDS_GROUP
-
-
-class MainGroup(PluginGroup):
-    """Ends every command in order: what goes wrong is one line on stderr and a status."""
+        return {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
 
     def make_context(self, info_name, args, parent=None, **extra: Any):
         with _shown_errors():
@@ -83,7 +81,7 @@ class MainGroup(PluginGroup):
 
 
 class Application(typer.Typer):
-    """The command as a whole: Ctrl-C is one line, also before the first of its own lines runs and after the last."""
+    """The command as a whole: Ctrl-C is one line, also before its own first line runs and after its last."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -104,14 +102,14 @@ def _end(told: str, status: int) -> typer.Exit:
 
 
 def _take_any_text() -> None:
-    """Bytes of stdin that are not UTF-8 come as surrogates, see `readable`; stdout shows "?" for what it lacks."""
+    """Reads bytes of stdin that are not UTF-8 as surrogates, see `readable`; stdout shows "?" for what it lacks."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
 def _has_lost_stdout() -> bool:
-    """Whether what was printed cannot be written. Then it goes nowhere, or Python would try, and fail, at its end."""
+    """True if stdout cannot be written. Its text then goes nowhere: Python would try again, and fail, at its end."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -121,11 +119,11 @@ def _has_lost_stdout() -> bool:
 
 
 def _load_command(point: EntryPoint):
-    """The command; one that cannot be imported stays in the list and says why, whatever it is called with."""
+    """The command of an entry point; one that cannot be imported stays in the list and says why when it is called."""
     try:
         loaded = point.load()
     except Exception as error:
-        if isinstance(error, SpeculateError):  # it says itself what is missing
+        if isinstance(error, SpeculateError):  # its text names what is missing
             problem = about = str(error)
         else:
             problem = f"command {point.name!r} ({point.value}) cannot be imported: {type(error).__name__}: {error}"
@@ -140,13 +138,7 @@ def _load_command(point: EntryPoint):
 
 
 def _stub(name: str, problem: str, about: str) -> typer.Typer:
-    """A command that takes any options and says what is wrong.
-
-    Args:
-        name: of the command.
-        problem: the error when it is called.
-        about: its line in the list of commands.
-    """
+    """A command that takes any options and fails with `problem`; `about` is its line in the list of commands."""
     stub = typer.Typer(add_completion=False)
 
     @stub.command(name, help=about, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -157,7 +149,7 @@ def _stub(name: str, problem: str, about: str) -> typer.Typer:
 
 
 def _escape_help(command: Any) -> None:
-    """Escapes the texts of a command and its parameters, once: the same command is asked for more than once."""
+    """Escapes the texts of a command and its parameters, once: click asks for the same command several times."""
     if getattr(command, "help_is_escaped", False):
         return
     command.help_is_escaped = True
@@ -169,7 +161,7 @@ def _escape_help(command: Any) -> None:
 
 @contextmanager
 def _shown_errors() -> Iterator[None]:
-    """Errors about a command line quote it: secrets are masked, and control characters shown as such."""
+    """Masks secrets and shows control characters in errors that quote the command line."""
     try:
         yield
     except Exception as error:

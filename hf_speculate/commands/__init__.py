@@ -1,19 +1,20 @@
-"""What every command line shares, those of plug-ins and the trainer included.
+"""Parts that all command lines share, those of plug-ins and the trainer included.
 
-Targets, speculators, prompts and devices by name (what cannot be found is a `SpeculateError` of one line); options,
-each declared once; tables, clocks, a progress bar, and the one line of JSON that a command ends in. Nothing in here
-measures anything.
+Targets, speculators, prompts and devices by name (a wrong name is a `SpeculateError` of one line); options, each
+declared once; tables, clocks, a progress bar, and the one line of JSON that a command ends in. Nothing in here measures
+anything.
 """
 
 from .machine import drafter_list as drafter_list
 from .machine import environment as environment
 from .machine import find_device as find_device
 from .machine import find_dtype as find_dtype
+from .machine import spread as spread
+from .machine import synchronize as synchronize
+from .machine import timed as timed
 from .options import BatchSizes as BatchSizes
 from .options import Category as Category
-from .options import Context as Context
 from .options import Device as Device
-from .options import Dtype as Dtype
 from .options import Exact as Exact
 from .options import GgufBackend as GgufBackend
 from .options import JsonOnly as JsonOnly
@@ -27,8 +28,6 @@ from .options import Quick as Quick
 from .options import Rates as Rates
 from .options import Raw as Raw
 from .options import Repeats as Repeats
-from .options import Rounds as Rounds
-from .options import Shape as Shape
 from .options import Specs as Specs
 from .options import Target as Target
 from .options import TargetDtype as TargetDtype
@@ -44,8 +43,8 @@ from .prompts import tokenize as tokenize
 from .reporting import LiteralConsole as LiteralConsole
 from .reporting import console as console
 from .reporting import prepare as prepare
+from .reporting import progress as progress
 from .reporting import report as report
-from .reporting import save_line as save_line
 from .reporting import say as say
 from .reporting import say_json as say_json
 from .reporting import show as show
@@ -56,22 +55,16 @@ from .shapes import SHAPES as SHAPES
 from .shapes import ModelShape as ModelShape
 from .shapes import find_shape as find_shape
 from .shapes import random_prompt as random_prompt
-from .speculators import default_specs as default_specs
-from .speculators import make_spec as make_spec
-from .speculators import parse_spec as parse_spec
-from .speculators import parse_specs as parse_specs
-from .speculators import table_specs as table_specs
 from .tables import Grid as Grid
 from .tables import by_depth as by_depth
-from .tables import ratio as ratio
 from .targets import bundled as bundled
+from .targets import default_specs as default_specs
 from .targets import default_target as default_target
 from .targets import load_target as load_target
+from .targets import make_spec as make_spec
 from .targets import neutralize as neutralize
+from .targets import parse_spec as parse_spec
+from .targets import parse_specs as parse_specs
 from .targets import target_path as target_path
-from .timing import progress as progress
-from .timing import spread as spread
-from .timing import synchronize as synchronize
-from .timing import timed as timed
 from .typing import Typist as Typist
 from .typing import side_by_side as side_by_side

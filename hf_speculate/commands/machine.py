@@ -1,9 +1,12 @@
-"""Versions and hardware: what a bug report and a benchmark result must say."""
+"""Versions, devices and clocks of this machine."""
 
 from __future__ import annotations
 
 import os
 import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -20,10 +23,10 @@ _OPTIONAL_PACKAGES = ("accelerate", "peft", "bitsandbytes", "gguf", "datasets")
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Versions, hardware and thread count as JSON-serialisable values.
+    """Versions, hardware and thread count as JSON-serialisable values: bug reports and benchmark results hold them.
 
     Args:
-        device: what was measured on; None describes the accelerator that is there.
+        device: the device of a measurement; None describes the accelerator, if there is one.
     """
     versions = {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL_PACKAGES)}
     return {
@@ -41,7 +44,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def drafter_list() -> list[dict[str, str]]:
-    """Every installed drafter: name, object, distribution, version. Imports none of them."""
+    """Name, object, distribution and version of every installed drafter. Imports none of them."""
     return [
         {
             "name": name,
@@ -82,3 +85,23 @@ def find_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise SpeculateError(f"unknown dtype {name!r}; possible: {', '.join(DTYPES)}.")
     return getattr(torch, name)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the work queued on an accelerator; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds of wall clock and the result of `call`, the device synchronised around it."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}

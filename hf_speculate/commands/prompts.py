@@ -21,7 +21,7 @@ FIELDS = ("prompt", "text", "question", "turns", "messages")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 # Written for this purpose, published nowhere else: beginnings of Python files, for the bundled target (a model of
-# Python source); questions, for models with a chat template; and what drafts suit least.
+# Python source); questions, for models with a chat template; and questions that are hard to draft for.
 _PYTHON, _CHAT, HARD_PROMPTS = (
     Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat", "hard")
 )
@@ -32,7 +32,9 @@ class Prompt:
     """One prompt before tokenisation: a text, or the messages of a chat.
 
     Attributes:
-        later_turns: what the user says after the answer, and so on (Spec-Bench, MT-Bench).
+        category: name of its group in tables.
+        content: the text, or the messages.
+        later_turns: the user's turns after the answer (Spec-Bench, MT-Bench).
     """
 
     category: str
@@ -41,25 +43,26 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """As a chat: a text is the user's message."""
+        """The prompt as a chat: a text is the user's message."""
         return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
 
 
 def builtin_prompts(limit: int | None = None, *, chat: bool = False) -> list[Prompt]:
-    """The built-in sets: beginnings of short Python files; or what people ask a chat model, in four categories."""
+    """Built-in prompts: beginnings of short Python files, or questions to a chat model in four categories."""
     return read_prompts(_CHAT if chat else _PYTHON, limit)
 
 
 def read_prompts(path: str | Path, limit: int | None = None, categories: Sequence[str] | None = None) -> list[Prompt]:
     """Prompts of a JSON-lines file.
 
-    Fields, the first that a line has: `prompt`, `text`, `question`, `turns` (Spec-Bench and MT-Bench: a list of what
-    the user says), `messages`. A list of {"role", "content"} is a chat. `category` groups prompts in the tables
-    (default: the file's name).
+    The first of these fields that a line has is its prompt: `prompt`, `text`, `question`, `turns` (Spec-Bench and
+    MT-Bench: a list of the user's turns), `messages`. A list of {"role", "content"} is a chat. `category` groups
+    prompts in the tables (default: the file's name).
 
     Args:
-        limit: at most this many, taken evenly over the categories, each in the file's order.
-        categories: only these.
+        path: the file.
+        limit: maximum number of prompts, taken evenly over the categories, each in the file's order.
+        categories: names of the categories to take; None for all.
     Raises:
         SpeculateError: no such file, no JSON, none of the fields, no prompts, an unknown category.
     """
@@ -99,12 +102,14 @@ def tokenize(prompts: Sequence[Prompt], tokenizer, *, use_chat_template: bool) -
 
 
 def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> Tensor:
-    """int64 [S]: a chat through the tokenizer's template, up to where the answer begins.
+    """Token ids of a chat up to where the answer begins, int64 [S], through the tokenizer's template.
 
     Args:
-        template: what the template is told (`enable_thinking=False`), or `chat_template=` instead of the tokenizer's.
+        messages: messages of the chat.
+        tokenizer: the target's.
+        template: arguments of the template (`enable_thinking=False`), or `chat_template=` instead of the tokenizer's.
     Raises:
-        SpeculateError: the template raises, or nothing comes of it.
+        SpeculateError: the template raises, or its prompt is empty.
     """
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
@@ -117,11 +122,11 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
 
 
 def readable(text: str, origin: str) -> str:
-    """A text that every tokenizer takes. Replaces what is no character, and says so on stderr.
+    """Replaces bytes that are no characters, so that every tokenizer takes the text, and says so on stderr.
 
     Args:
-        text: with a lone surrogate where a byte was not UTF-8, as Python reads arguments and our commands read stdin.
-        origin: where it came from, for the message.
+        text: text with a lone surrogate for each byte that was not UTF-8, as Python reads arguments and stdin.
+        origin: source of the text, for the message.
     """
     found, count = _SURROGATES.subn("\N{REPLACEMENT CHARACTER}", text)
     if count:
@@ -155,6 +160,6 @@ def _prompt_of(line: dict[str, Any], default_category: str, where: str) -> Promp
     if isinstance(value, str):
         return Prompt(category, value)
     if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
-        # What the target is to write is not part of the prompt.
+        # An answer at the end is for the target to write.
         return Prompt(category, tuple(value[:-1] if value[-1]["role"] == "assistant" else value))
     raise SpeculateError(f"{where}: {field!r} is neither a text nor a list of messages.")

@@ -1,13 +1,14 @@
-"""How results are printed: lines and tables, then one line of JSON. Nothing else in a command writes to the terminal.
+"""Output of commands: lines and tables, then one line of JSON. Nothing else in a command writes to the terminal.
 
-Texts come from files and servers, too. So no markup is read in them, and control characters are shown as such.
+Texts come from files and servers, too: consoles read no markup in them, and show control characters as such.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
 from transformers.utils import logging
@@ -26,8 +28,7 @@ from .tables import Grid
 
 
 def prepare(threads: int | None) -> None:
-    """Quietens progress bars of transformers, and what tables and statistics say themselves (which drafts do not pay);
-    sets the number of threads."""
+    """Sets the number of threads; silences progress bars of transformers, and warnings that statistics repeat."""
     logging.disable_progress_bar()
     logging.get_logger(Speculator.__module__).setLevel(ERROR)
     if threads is not None:
@@ -44,13 +45,13 @@ class LiteralConsole(Console):
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything that is drawn goes through here, ready-made `Text` as well."""
+        """Shows control characters in everything that is drawn, ready-made `Text` as well."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def console() -> Console:
-    """The console for tables on stdout; wide where that is a file or a pipe, so that no figure is cut off."""
+    """Console for tables on stdout; wide where that is a file or a pipe, so that no figure is cut off."""
     return LiteralConsole(width=None if sys.stdout.isatty() else 160)
 
 
@@ -65,7 +66,7 @@ def say_json(value: Any) -> None:
 
 
 def json_line(value: Any) -> str:
-    """The line that `say_json` prints."""
+    """Line that `say_json` prints."""
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 
@@ -88,7 +89,7 @@ def report(
 ) -> None:
     """Prints tables, then the whole result as one line of JSON, the last one of stdout.
 
-    A terminal gets the line where it was asked for; a file or a pipe always does.
+    A file or a pipe always gets the line of JSON, a terminal only with `json_only`.
     """
     line = json_line(rounded(result))
     save_line(line, out)
@@ -99,7 +100,7 @@ def report(
 
 
 def save_line(line: str, out: Path | None) -> None:
-    """Writes the line of JSON to `out` too. Where that fails, what was measured is printed before the error."""
+    """Writes the line of JSON to `out` too. Where that fails, the line is printed before the error."""
     if out is None:
         return
     try:
@@ -110,9 +111,20 @@ def save_line(line: str, out: Path | None) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to six significant digits: the rest is noise that makes the line long."""
+    """Rounds floats to six significant digits: the rest is noise that makes the line long."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Shows a bar on stderr if that is a terminal; yields the function to call after each step, with its name."""
+    steps = TextColumn("{task.description}", style="progress.description", markup=False)
+    columns = (steps, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    shown = LiteralConsole(stderr=True)
+    with Progress(*columns, console=shown, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda step: bar.update(task, advance=1, description=f"{title}: {step}")

@@ -1,4 +1,4 @@
-"""Commands made of a settings class: its fields are the options, so that each is declared, documented and set once."""
+"""Commands made of a settings class, whose fields are the options: each is declared, documented and set once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reporting import prepare, report
 from .tables import Grid
 
 
-# Divided by less than this, the logits of two tokens may overflow.
+# Logits that are divided by less than this may overflow.
 COLDEST = 1e-6
 
 _SHOWN = {"threads": Threads, "quick": Quick, "json_only": JsonOnly, "markdown": Markdown, "plot": Plot, "out": Out}
@@ -35,11 +35,14 @@ def add_command(
     """Adds a command that measures and reports.
 
     Args:
-        settings: a dataclass; fields whose annotation holds a `typer.Option` or `typer.Argument` are options. Where it
-            has `QUICK` (name of a field -> value), `--quick` puts these in the place of what was not given.
-        measure: from the settings to a JSON-serialisable result; its docstring begins with the command's help.
-        examples: the end of the help.
-        draw: from the result and a folder to the pictures written there, for `--plot`.
+        app: application that gets the command.
+        name: name of the command.
+        settings: a dataclass; fields whose annotation holds a `typer.Option` or `typer.Argument` are options. If it has
+            `QUICK` (name of a field -> value), `--quick` sets these where the user gave no value.
+        measure: function from the settings to a JSON-serialisable result; its docstring begins with the command's help.
+        tables: function from the result to its tables.
+        examples: end of the help text.
+        draw: function from the result and a folder to the pictures written there, for `--plot`.
     """
     quick_values: dict[str, Any] = getattr(settings, "QUICK", {})
     hidden = {"quick"} if not quick_values else set()
@@ -56,7 +59,7 @@ def add_command(
         try:
             if draw is not None and how["plot"] is not None:
                 parts += [f"wrote {path}" for path in draw(result, how["plot"])]
-        finally:  # what took minutes to measure is not lost for a picture
+        finally:  # a picture that fails must not cost minutes of measuring
             report(result, parts, json_only=how["json_only"], markdown=how["markdown"], out=how["out"])
 
     hints = get_type_hints(settings, include_extras=True)
@@ -70,14 +73,14 @@ def add_command(
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raises `SpeculateError` for a count below 1; None is not given."""
+    """Raises `SpeculateError` for a count below 1; None is an absent one."""
     for name, value in counts.items():
         if value is not None and value < 1:
             raise SpeculateError(f"{name.replace('_', ' ')} must be at least 1, got {value}.")
 
 
 def check_temperatures(*temperatures: float | None) -> None:
-    """Raises `SpeculateError` for one that no probabilities come of; None is not given."""
+    """Raises `SpeculateError` for a temperature that makes no probabilities; None is an absent one."""
     for value in temperatures:
         if value is not None and value != 0 and not COLDEST <= value < math.inf:
             raise SpeculateError(f"temperature {value}: possible are 0 (greedy) and numbers from {COLDEST} up.")

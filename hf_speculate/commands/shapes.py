@@ -1,4 +1,4 @@
-"""Model shapes with random weights: what costs as much as a real target, without its weights."""
+"""Models of real shapes with random weights: they cost as much as a real target."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..errors import SpeculateError
 from ..models import GenerativeModel
 
 
-# Large against what the layers add to the residual stream: every step repeats the last token by a wide margin, so that
-# rounding never changes the text that a script was made from.
+# Embeddings are large against the layers' additions to the residual stream, so every step repeats the last token by a
+# wide margin: rounding never changes the text that a script was made from.
 _EMBEDDING_STD = 4.0
 _STD = 0.02
 
@@ -39,14 +39,14 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the matrices."""
+        """Number of weights in the matrices."""
         attention = 2 * self.hidden_size * (self.hidden_size + self.num_key_value_heads * self.head_dim)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         outer = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
         return self.num_hidden_layers * layer + outer
 
     def with_layers(self, num_layers: int | None) -> ModelShape:
-        """The same with fewer layers, where all of them do not fit."""
+        """The shape with fewer layers; None keeps them all."""
         return self if num_layers is None else replace(self, num_hidden_layers=num_layers)
 
     def build(self, dtype: torch.dtype, device: torch.device) -> GenerativeModel:
@@ -78,6 +78,6 @@ def find_shape(name: str) -> ModelShape:
 
 
 def random_prompt(length: int, vocab_size: int, seed: int = 1) -> Tensor:
-    """int64 [1, length]."""
+    """Random token ids, int64 [1, length]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab_size, (1, length), generator=generator)

@@ -14,10 +14,12 @@ class Grid:
     """A table before it is drawn.
 
     Attributes:
+        title: line above the table.
         columns: headers; a line break in them is one on the terminal and a space in Markdown.
-        rows: cells, one a column.
+        rows: cells, one for each column.
         words: columns that hold words (aligned left); the others hold figures.
-        breaks: rows before which the terminal gets a line.
+        caption: line below the table.
+        breaks: indices of rows above which the terminal shows a line.
     """
 
     title: str
@@ -37,13 +39,16 @@ class Grid:
         groups: Sequence[str] = (),
         caption: str = "",
     ) -> Grid:
-        """One line a row of a result.
+        """Makes a grid with one line for each row of a result.
 
         Args:
+            title: line above the table.
+            rows: rows of the result.
             columns: header -> format of a row's values, as `{speedup[eager]:.2f}x`, or a function of the row. A cell is
-                empty where a value is absent or None; columns that no row fills are left out. Formats without a
-                format specification (`{method}`) make a column of words.
-            groups: keys of a row; where one of them changes, the terminal gets a line.
+                empty where a value is absent or None; a column that no row fills is left out. A format without a
+                format specification (`{method}`) makes a column of words.
+            groups: keys of a row; where one of them changes, the terminal shows a line.
+            caption: line below the table.
         """
         cells = {header: [_cell(form, row) for row in rows] for header, form in columns.items()}
         filled = [header for header, column in cells.items() if any(column)]
@@ -58,7 +63,7 @@ class Grid:
         )
 
     def rich(self) -> Table:
-        """For a terminal."""
+        """Table for a terminal."""
         table = Table(title=self.title, title_justify="left", caption=self.caption or None, caption_justify="left")
         for column in self.columns:
             is_words = column in self.words
@@ -70,16 +75,11 @@ class Grid:
         return table
 
     def markdown(self) -> str:
-        """For a page: the title in bold, the table, the caption below."""
+        """Text for a page: the title in bold, the table, the caption below."""
         rule = ["---" if column in self.words else "---:" for column in self.columns]
         lines = [[column.replace("\n", " ") for column in self.columns], rule, *self.rows]
         table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         return "\n\n".join(filter(None, (f"**{self.title}**", table, self.caption)))
-
-
-def ratio(value: float | None) -> str:
-    """`1.23x`, or nothing."""
-    return "" if value is None else f"{value:.2f}x"
 
 
 def by_depth(rates: Mapping[int, float]) -> str:

@@ -1,9 +1,10 @@
-"""Targets by name or path: the bundled one, a real one that a package holds, folders, Hub ids, GGUF files."""
+"""Targets and speculators as command lines name them."""
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,20 @@ from transformers import (
 from ..errors import SpeculateError, first_line
 from ..files import check_regular, file_names
 from ..models import SMOLLM2, GenerativeModel, named_file
+from ..registry import SpeculatorSpec
+from ..speculator import Speculator, make_speculator
 from .machine import find_dtype
 
 
 BUNDLED = "pycoder"
+_BUNDLED_DRAFT = "pycoder-draft"
+_FROM_TEXT = ("prompt_lookup", "suffix")
+_BUNDLED_HEADS = ("pycoder-eagle3", "pycoder-medusa")
+_SMOLLM2_HEAD = "smollm2-eagle3"
 
 
 def target_path(name_or_path: str) -> str:
-    """The path of a target that is known by its name; everything else is a path or Hub id and stays as it is.
+    """Path of a target that is known by its name; everything else is a path or Hub id and stays as it is.
 
     Raises:
         SpeculateError: its file is not on this machine.
@@ -39,13 +46,14 @@ def target_path(name_or_path: str) -> str:
 def load_target(
     name_or_path: str, dtype: str, device: torch.device, gguf_backend: str = "auto", *, neutral: bool = True
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer; raises `SpeculateError` in one line.
+    """Loads model and tokenizer; raises `SpeculateError` with a text of one line.
 
     Args:
         name_or_path: a folder or Hub id, a GGUF file, or "smollm2".
-        dtype: "auto" is the checkpoint's; of a GGUF file bfloat16, its weights stay packed.
-        gguf_backend: of `hf_speculate.load_gguf`; "dense" dequantises them.
-        neutral: ready to be measured: the checkpoint's generation config is replaced, see `neutralize`.
+        dtype: name of a dtype; "auto" is the checkpoint's, and bfloat16 for a GGUF file, whose weights stay packed.
+        device: device of the model.
+        gguf_backend: backend of `hf_speculate.load_gguf`; "dense" dequantises the weights.
+        neutral: replace the checkpoint's generation config, see `neutralize`.
     """
     if dtype != "auto":
         find_dtype(dtype)
@@ -61,7 +69,7 @@ def load_target(
     _check_place(name_or_path)
     for name in file_names(name_or_path):
         if name.endswith((".json", ".safetensors", ".bin")):
-            check_regular(Path(name_or_path, name))  # what transformers would say of a pointer of Git-LFS helps nobody
+            check_regular(Path(name_or_path, name))  # transformers' error about a pointer of Git-LFS helps nobody
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
@@ -75,7 +83,7 @@ def load_target(
 
 
 def _check_place(name_or_path: str) -> None:
-    """Raises for what is neither a folder nor the id of a repository, before the Hub is asked again and again."""
+    """Raises for a name that is neither a folder nor a repository's id, before the Hub is asked again and again."""
     if os.path.isdir(name_or_path):
         return
     if name_or_path.startswith((".", "/", "~")):
@@ -104,7 +112,7 @@ def neutralize(model: PreTrainedModel) -> None:
 
 
 def bundled(name: str) -> str | None:
-    """The folder of a model of `examples/`, looked for upwards of the current directory and beside the package."""
+    """Folder of a model of `examples/`, above the current directory or beside the package; None if it is absent."""
     here = Path.cwd()
     for root in (here, *here.parents, Path(__file__).resolve().parents[2]):
         folder = root / "examples" / name
@@ -122,3 +130,47 @@ def default_target() -> str:
             "with a path or Hub id, or run this inside a checkout."
         )
     return found
+
+
+def make_spec(spec: SpeculatorSpec, target: GenerativeModel, **defaults: Any) -> Speculator:
+    """Makes the speculator; every problem is a `SpeculateError`. Options of the spec beat `defaults`."""
+    try:
+        return make_speculator(spec.source, target, **(defaults | spec.options))
+    except (TypeError, ValueError, OSError) as error:
+        if isinstance(error, SpeculateError):
+            raise
+        raise SpeculateError(f"cannot make speculator {spec.text!r}: {first_line(error)}") from error
+
+
+def parse_spec(text: str) -> SpeculatorSpec:
+    """Spec of a text; raises `SpeculateError` for other text, and for names that are not installed."""
+    spec = SpeculatorSpec.parse(text)
+    spec.check_source()
+    return spec
+
+
+def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
+    """Specs of texts; raises `SpeculateError` also if two of them would have the same name in tables."""
+    specs = [parse_spec(text) for text in texts]
+    names = [spec.label for spec in specs]
+    if len(set(names)) != len(names):
+        raise SpeculateError(f"two speculators have the same name: {', '.join(names)}.")
+    return specs
+
+
+def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
+    """Specs for a target where the user named none: drafters from the text, and whatever is bundled for the target.
+
+    Args:
+        target: name or path of the target.
+        branches: branches of the draft model at each level; 1 is a chain.
+    """
+    if target == SMOLLM2:
+        head = bundled(_SMOLLM2_HEAD)
+        return parse_specs([*_FROM_TEXT, *([head] if head else [])])
+    if target != bundled(BUNDLED):
+        return parse_specs(list(_FROM_TEXT))
+    heads = [folder for folder in map(bundled, _BUNDLED_HEADS) if folder]
+    draft = bundled(_BUNDLED_DRAFT)
+    draft_specs = [f"draft_model:model={draft}" + (f",top_k={branches}" if branches > 1 else "")] if draft else []
+    return parse_specs([*_FROM_TEXT, *heads, *draft_specs])

@@ -1,4 +1,4 @@
-"""A text while it is written: streamed as it comes, or two of them side by side."""
+"""Texts on the terminal while they are written: one, or several side by side."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from ..messages import printable
 
 
 class Typist(TextStreamer):
-    """Hands a text on as it comes, and keeps it with its tokens and its time.
+    """Streamer that hands a text on piece by piece, and keeps its tokens and its time.
 
     Attributes:
-        tokens: so far, without the prompt.
-        seconds: from `start`, when it was made, to the last token: to be made, or `start` set, right before the call.
+        tokens: tokens so far, without the prompt.
+        start: time of the call: make the object right before it, or set this.
+        seconds: seconds from `start` to the last token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]):
@@ -48,13 +49,13 @@ class Typist(TextStreamer):
 
     @property
     def speed(self) -> str:
-        """Tokens and tokens per second, the prompt's time included."""
+        """Line with tokens and tokens per second, the prompt's time included."""
         count = len(self.tokens)
         return f"{count} tokens, {count / self.seconds:.1f} tokens/s" if self.seconds else "no tokens"
 
 
 class _Panel(BaseStreamer):
-    """One of the texts that are shown side by side."""
+    """One of several texts side by side."""
 
     def __init__(self, title: str, style: str, typist: Typist, show: Callable[[], None]):
         self.title, self.style, self.typist, self._show = title, style, typist, show
@@ -74,10 +75,12 @@ class _Panel(BaseStreamer):
 def side_by_side(
     console: Console, tokenizer: PreTrainedTokenizerBase, runs: Sequence[tuple[str, str, Callable[[BaseStreamer], Any]]]
 ) -> list[Typist]:
-    """Runs texts one after the other and shows them beside each other while they are written.
+    """Generates texts one after the other and shows them beside each other while they are written.
 
     Args:
-        runs: title, style and the call that generates, given a streamer.
+        console: console that shows them.
+        tokenizer: the target's.
+        runs: title, style and generating call (given a streamer) of each text.
     Returns:
         The texts with their times.
     """

@@ -15,7 +15,6 @@ native_ranking, native_growth  what a head proposes, and trees of it, for drafte
 rounded    matrices in 8 bits for what drafts, and the layers that answer by them (rounded_layers)
 shards     which file on the disk or the Hub, and models in several
 loading    builds the model, and reports on its packed weights
-random_files  files with random weights, for benchmarks and tests
 """
 
 from .angles import FIXED_ROPE as FIXED_ROPE
@@ -42,9 +41,6 @@ from .native_rows import new_rows as new_rows
 from .native_rows import served as served
 from .native_rows import tree_rows as tree_rows
 from .native_weights import WeightsInPlace as WeightsInPlace
-from .random_files import FileShape as FileShape
-from .random_files import find_recipe as find_recipe
-from .random_files import write_random_file as write_random_file
 from .rounded_layers import RoundedLinear as RoundedLinear
 from .rounded_layers import quicken as quicken
 from .shards import find_file as find_file

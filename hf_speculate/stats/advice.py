@@ -1,4 +1,4 @@
-"""Does it pay? One sentence on what was counted, and where it does not pay the cause that is likely."""
+"""Verdicts: one sentence on whether drafting pays, with the likely cause where it does not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .counters import Counters
 
 _LOW_LENGTH = 1.05  # tokens a round: as good as nothing is accepted
 _USUAL_FIRST = 0.6  # share accepted at depth 1: published heads of large targets show 0.62 to 0.73 for a chain
-# Of the share that a head recorded in training: other greedy text, sampled text.
+# Shares of the accuracy in training that count as usual: on other greedy text, on sampled text.
 _LEAST, _LEAST_SAMPLED = 0.8, 0.6
-# Before it is said that something does not pay: rounds, of which so many with a draft (a policy soon stops those).
+# Rounds, and rounds with a draft, before a verdict that drafting does not pay (a policy soon stops the latter).
 _MIN_ROUNDS, _MIN_DRAFTED = 50, 10
 _MARGIN = 0.95  # measured times are not as sure as counts
 
@@ -21,10 +21,10 @@ class HeadRecord:
     """A head's own record, as far as its folder has one.
 
     Attributes:
-        is_own_target: whether it drafts for the target that it was trained for, by weights, quantisation and adapters;
-            None where that is not recorded.
-        accuracy: share of its first draft tokens that were right when training ended; None where it is not recorded.
-        length: tokens a round when training ended; None where it is not recorded.
+        is_own_target: whether the target is the one of its training, by weights, quantisation and adapters; None where
+            no record says it.
+        accuracy: share of its first draft tokens that were right at the end of training; None without a record.
+        length: tokens a round at the end of training; None without a record.
     """
 
     is_own_target: bool | None = None
@@ -38,18 +38,18 @@ class HeadRecord:
 
     @property
     def recorded(self) -> str:
-        """The share to compare with, in words: "0.54 in training"."""
+        """Share to compare with, in words: "0.54 in training"."""
         return "trained heads show 0.6 to 0.7" if self.accuracy is None else f"{self.accuracy:.2f} in training"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a drafter has to say of its acceptance.
+    """A drafter's words about its acceptance.
 
     Attributes:
-        good: where it pays, a clause: "this head fits the target".
-        poor: where it does not and nothing else is known, whole sentences: what is likely, what to do.
-        record: of a trained head, which has a usual acceptance; None for other drafters.
+        good: clause for drafts that pay: "this head fits the target".
+        poor: sentences for drafts that do not pay, if nothing else is known: the likely cause, and what to do.
+        record: record of a trained head, which has a usual acceptance; None for other drafters.
     """
 
     good: str = "the drafts pay"
@@ -67,7 +67,7 @@ def of_heads(record: HeadRecord) -> Advice:
 
 
 def verdict(counts: Counters, advice: Advice) -> str:
-    """One sentence or two on all that was counted."""
+    """One or two sentences on the counts."""
     length, speedup = counts.mean_acceptance_length, counts.estimated_speedup
     if not counts.calls:
         return "nothing was generated yet."
@@ -88,14 +88,14 @@ def verdict(counts: Counters, advice: Advice) -> str:
 
 
 def shortfall(counts: Counters, advice: Advice) -> str | None:
-    """What to warn of, once enough rounds have been seen; None while all is well or little is known."""
+    """Warning, once enough rounds were seen; None while all is well or little is known."""
     is_enough = counts.rounds + counts.rounds_without_draft >= _MIN_ROUNDS and counts.rounds >= _MIN_DRAFTED
     problem = _problem(counts, margin=_MARGIN) if is_enough else ""
     return f"{problem} {_cause(counts, advice)}" if problem else None
 
 
 def _problem(counts: Counters, margin: float = 1.0) -> str:
-    """Why drafts do not pay, "" where they do or nobody knows."""
+    """Sentence that drafts do not pay; "" where they do or nobody knows."""
     length, needed = counts.mean_acceptance_length, counts.break_even_length
     if length is None or (counts.estimated_speedup or 0.0) >= 1.0:
         return ""

@@ -1,4 +1,4 @@
-"""Counting what rounds did, and the figures that follow from the counts."""
+"""Counters of rounds, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from ..round import Round
 
 
-_KEPT = 64  # last rounds of which the seconds are kept
-_FEW = 4  # rounds of a kind: fewer may be warm-ups, and say nothing of what the others take
+_KEPT = 64  # number of last rounds whose seconds are kept
+_FEW = 4  # fewer rounds of a kind may be warm-ups, and say nothing about the others
 
 
 class _Stopwatch:
@@ -39,14 +39,15 @@ class Counters:
     counted there.
 
     Attributes:
-        plain_steps: how many steps plain decoding would have taken for what rounds emitted: a step emits a token for
-            every row that a round emitted something for.
-        round_seconds_with_draft, round_seconds_without_draft: of the last rounds of whole batches, those left out in
-            which something was compiled.
-        drafts_ahead: drafts that were begun while the target verified the round before.
-        drafts_ahead_taken: those of them that were right about it.
-        ahead_seconds_saved: what the drafter took for these, while nobody waited.
-        ahead_seconds_wasted: what it took for the others.
+        plain_steps: number of steps that plain decoding would have taken for the emitted tokens. A step emits a token
+            for every row that the round emitted tokens for.
+        round_seconds_with_draft, round_seconds_without_draft: seconds of the last rounds of whole batches, without
+            those that compiled something.
+        drafts_ahead: number of drafts that began while the target verified the round before.
+        drafts_ahead_taken: number of these that had guessed that round right.
+        ahead_seconds_saved: seconds of drafting for the right ones, while nobody waited.
+        ahead_seconds_wasted: seconds of drafting for the wrong ones.
+        fallbacks: reason -> number of times that something ran otherwise than a user may expect.
     """
 
     calls: int = 0
@@ -82,12 +83,12 @@ class Counters:
         return _Stopwatch(self, counter)
 
     def take_out(self, seconds: float, counter: str) -> None:
-        """Takes time that others used out of one of the counters of seconds, and out of the total."""
+        """Subtracts time that others used from one of the counters of seconds, and from the total."""
         for name in (counter, "total_seconds"):
             setattr(self, name, getattr(self, name) - seconds)
 
     def add(self, round: Round) -> None:
-        """Counts what a round did, row by row."""
+        """Counts a round, row by row."""
         if round.is_prefill:
             self.prefill_tokens += sum(map(len, round.tokens))
             return
@@ -111,10 +112,10 @@ class Counters:
         """Counts one row's round.
 
         Args:
-            num_drafted: draft nodes (without the root).
-            depth: depth of the deepest of them.
-            num_emitted: tokens emitted.
-            num_accepted: those of them that were draft nodes; the rest (0 or 1) is the bonus token.
+            num_drafted: number of draft nodes (without the root).
+            depth: depth of the deepest one.
+            num_emitted: number of emitted tokens.
+            num_accepted: number of emitted tokens that were draft nodes; the rest (0 or 1) is the bonus token.
         """
         self.emitted_tokens += num_emitted
         if num_drafted == 0:
@@ -129,7 +130,7 @@ class Counters:
         self.accepted_to_depth.update(range(1, num_accepted + 1))
 
     def count_ahead(self, seconds: float, waited: float, *, was_right: bool) -> None:
-        """Counts a draft that was made ahead: what the drafter computed, and how long it was waited for."""
+        """Counts a draft that was made ahead: seconds of drafting, and seconds that the round waited for it."""
         self.drafts_ahead += 1
         if was_right:
             self.drafts_ahead_taken += 1
@@ -159,8 +160,8 @@ class Counters:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Tokens that a round emitted on average, with a draft or without: what drafters that do not always have one
-        are compared by. None before the first one."""
+        """Tokens that a round emitted on average, with a draft or without; None before the first one. It compares
+        drafters that do not always have a draft."""
         number = self.rounds + self.rounds_without_draft
         return self.emitted_tokens / number if number else None
 
@@ -171,8 +172,8 @@ class Counters:
 
     @property
     def shares_by_depth(self) -> dict[int, float]:
-        """Depth d -> share of all rounds with a draft that were accepted to depth >= d, as far as any was, and the
-        depth below."""
+        """Depth d -> share of all rounds with a draft that were accepted to depth >= d, up to one depth beyond the
+        deepest accepted one."""
         deepest = max(self.accepted_to_depth, default=0) + 1
         return {d: self.accepted_to_depth[d] / self.rounds for d in sorted(self.drafted_to_depth) if d <= deepest}
 
@@ -190,8 +191,8 @@ class Counters:
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Over plain decoding, prefill left out: the steps that this would have taken, each as long as a round without
-        a draft, over the time that was taken. None after fewer than four such rounds."""
+        """Speed-up over plain decoding, prefill left out: plain steps, each as long as a round without a draft, over
+        the time taken. None after fewer than four such rounds."""
         prefill = self.prefill_seconds + self.drafter_prefill_seconds
         seconds, plain = self.total_seconds - prefill, self.plain_round_seconds
         return self.plain_steps * plain / seconds if plain and seconds > 0 else None
@@ -209,7 +210,7 @@ class Counters:
         return busy / (busy + self.rest_seconds) if busy else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-serialisable values, derived figures included."""
+        """All counters and figures as JSON-serialisable values."""
         raw = {name: _plain(getattr(self, name)) for name in _names()}
         return raw | {
             "rejected_tokens": self.rejected_tokens,
@@ -225,7 +226,7 @@ class Counters:
 
 @cache
 def _names() -> tuple[str, ...]:
-    """Of the counters."""
+    """Names of the counters."""
     return tuple(each.name for each in fields(Counters))
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from .advice import Advice, shortfall, verdict
 from .counters import Counters
-from .summary import Summary
+
+
+_BAR = 24  # characters of a bar that stands for 1.0
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 @dataclass(repr=False)
 class SpeculationStats(Counters):
-    """What speculation did in one call or, cumulative, for a speculator. Times are seconds of wall clock on the host.
+    """Statistics of speculation in one call or, cumulative, of a speculator. Times are seconds on the host's clock.
 
     `print(stats)` and notebooks show `summary()`; `to_dict()` has everything.
 
     Attributes:
-        drafter: its name.
-        advice: what the drafter has to say of its acceptance.
+        drafter: name of the drafter.
+        advice: the drafter's advice about its acceptance.
     """
 
     drafter: str = field(default="", compare=False)
@@ -30,25 +35,26 @@ class SpeculationStats(Counters):
 
     @property
     def verdict(self) -> str:
-        """Whether it pays, and what to look at where it does not."""
+        """Sentence on whether drafting pays, with the likely cause where it does not."""
         return verdict(self, self.advice)
 
     @property
     def shortfall(self) -> str | None:
-        """What a user should be warned of; None while all is well or too little is known."""
+        """Warning for the user; None while all is well or too little is known."""
         return shortfall(self, self.advice)
 
-    def summary(self) -> str:
-        """Tokens a round, acceptance by depth, shares of the time, the speed-up and how it was got, fallbacks with
-        their reasons, and a verdict: a text of several lines."""
-        return self._summary().text()
-
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-serialisable values, derived figures and verdict included."""
+        """All counters and figures as JSON-serialisable values, with the verdict."""
         return super().to_dict() | {"drafter": self.drafter, "verdict": self.verdict}
 
-    def _summary(self) -> Summary:
-        return Summary.of(self, self.drafter, self.verdict)
+    def summary(self) -> str:
+        """Text of several lines: tokens a round, acceptance by depth, shares of the time, the speed-up and its source,
+        fallbacks with their reasons, and the verdict."""
+        first, *others = _lines(self)
+        bars = [("", _bar_text(depth, share)) for depth, share in self.shares_by_depth.items()]
+        bars[:1] = [("accepted to depth", bar) for _, bar in bars[:1]]
+        pairs = [first, *bars, *others, ("verdict", self.verdict)]
+        return "\n".join([_title(self), *(f"  {name:<18} {value}" for name, value in pairs)])
 
     def __str__(self) -> str:
         return self.summary()
@@ -59,4 +65,71 @@ class SpeculationStats(Counters):
         return f"SpeculationStats({self.drafter or 'no drafter'}, calls: {self.calls}, {shown})"
 
     def _repr_html_(self) -> str:
-        return self._summary().html()
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in _lines(self))
+        bars = "".join(_bar_html(depth, share) for depth, share in self.shares_by_depth.items())
+        chart = f"<tr><th>accepted to depth</th><td>{bars}</td></tr>" if bars else ""
+        end = f"<tr><th>verdict</th><td>{escape(self.verdict)}</td></tr>"
+        return f"<table><caption>{escape(_title(self))}</caption>{rows}{chart}{end}</table>"
+
+
+def _title(stats: SpeculationStats) -> str:
+    calls = f"{stats.calls} call{'' if stats.calls == 1 else 's'}"
+    tokens = stats.prefill_tokens + stats.emitted_tokens
+    speed = f", {tokens / stats.total_seconds:.1f} tokens/s" if stats.total_seconds else ""
+    return f"{stats.drafter or 'speculation'}: {calls}, {tokens} tokens{speed}"
+
+
+def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
+    """Names and values of the lines between title and verdict."""
+    length = counts.mean_acceptance_length
+    number = counts.rounds + counts.rounds_without_draft
+    overall = f"{counts.tokens_per_round:.2f} over all {number}" if number else "no rounds"
+    drafted = "none had a draft" if length is None else f"{length:.2f} in the {counts.rounds} with a draft"
+    yield "tokens a round", f"{overall}; {drafted}"
+    if counts.total_seconds:
+        yield "time", _times(counts)
+        yield "speed-up", _speedup(counts)
+    if counts.drafts_ahead:
+        yield "drafts ahead", _ahead(counts)
+    for reason, number in counts.fallbacks.most_common():
+        yield "fallback", f"{reason} ({number}x)"
+
+
+def _times(counts: Counters) -> str:
+    parts = {
+        "target": counts.target_seconds,
+        "drafter": counts.drafter_seconds,
+        "prompt": counts.prefill_seconds + counts.drafter_prefill_seconds,
+        "rest": counts.rest_seconds,
+    }
+    return ", ".join(f"{name} {seconds / counts.total_seconds:.0%}" for name, seconds in parts.items())
+
+
+def _speedup(counts: Counters) -> str:
+    speedup, plain = counts.estimated_speedup, counts.plain_round_seconds
+    number = len(counts.round_seconds_without_draft)
+    if speedup is None or plain is None:
+        few = f"only {number}" if number else "no"
+        rounds = "round" if number == 1 else "rounds"
+        return f"not known: {few} {rounds} ran without a draft (`hf-speculate generate --compare` measures it)"
+    source = f"estimated from {number} rounds without a draft ({1000 * plain:.1f} ms)"
+    return f"about {speedup:.2f}x after the prompt, {source}"
+
+
+def _ahead(counts: Counters) -> str:
+    share = counts.drafts_ahead_taken / counts.drafts_ahead
+    return (
+        f"{share:.0%} of {counts.drafts_ahead} were right: {counts.ahead_seconds_saved:.2f} s of drafting hidden, "
+        f"{counts.ahead_seconds_wasted:.2f} s in vain"
+    )
+
+
+def _bar_text(depth: int, share: float) -> str:
+    whole, part = divmod(round(share * _BAR * 8), 8)
+    drawn = "█" * whole + (_EIGHTHS[part] if part else "")
+    return f"{depth:>2} {drawn:<{_BAR}} {share:.2f}"
+
+
+def _bar_html(depth: int, share: float) -> str:
+    drawn = f'<span style="display:inline-block;background:#4c9a6a;height:0.8em;width:{10 * share:.1f}em"></span>'
+    return f"<div>{depth} {drawn} {share:.2f}</div>"

@@ -14,11 +14,9 @@ from hf_speculate.bench.workload import WorkloadSettings, load_workload
 from hf_speculate.commands import (
     Prompt,
     builtin_prompts,
-    default_target,
     make_spec,
     parse_specs,
     read_prompts,
-    table_specs,
     tokenize,
 )
 from hf_speculate.registry import SpeculatorSpec
@@ -269,9 +267,3 @@ def test_names_of_speculators_must_differ():
 def test_own_options_beat_defaults(tiny_model):
     speculator = make_spec(SpeculatorSpec.parse("prompt_lookup:depth=3"), tiny_model(), depth=7, branches=1)
     assert (speculator.drafter.options.depth, speculator.drafter.options.branches) == (3, 1)
-
-
-def test_the_table_of_the_documentation_is_about_the_bundled_heads():
-    names = [spec.label for spec in table_specs(default_target())]
-    assert {"pycoder-eagle3", "pycoder-eagle3+suffix", "pycoder-eagle3:compile=True"} <= set(names)
-    assert [spec.label for spec in table_specs("someone/model")] == ["prompt_lookup", "suffix"]

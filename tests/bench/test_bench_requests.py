@@ -25,7 +25,7 @@ from hf_speculate.bench import (
 )
 from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
-from hf_speculate.bench.generate_tables import tables as generate_tables
+from hf_speculate.bench.generate import tables as generate_tables
 from hf_speculate.bench.loss import figures as loss_figures
 from hf_speculate.bench.loss import tables as loss_tables
 from hf_speculate.bench.methods import Method, eager_method, speculator_method

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError, Speculator
 from hf_speculate.bench import (
     AcceptanceProfile,
-    AcceptanceSettings,
-    BatchSettings,
-    CostSettings,
     GenerateSettings,
-    LossSettings,
-    bench_costs,
     bench_generate,
     fixed_length,
     read_profile,
 )
-from hf_speculate.bench.costs import figures as cost_figures
-from hf_speculate.bench.costs import tables as cost_tables
-from hf_speculate.bench.forwards import bytes_read, cache_ms, count_waits, host_waits, verify_ms
 from hf_speculate.bench.methods import (
     compiled_method,
     eager_method,
@@ -38,11 +28,7 @@ from hf_speculate.cli import app
 from hf_speculate.commands import SHAPES, ModelShape, find_shape, random_prompt, shapes
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.policy.contract import Budget
-from hf_speculate.stats import SpeculationStats
-from hf_speculate.target import filler_cache
 from hf_speculate.testing import ScriptedDrafter
-
-from ..support.bench import bench, last_line, run_of
 
 
 CPU = torch.device("cpu")
@@ -93,130 +79,6 @@ def test_generate_at_a_shape(tiny_shape):
     settings.temperatures = [1.0]
     with pytest.raises(SpeculateError, match="is measured greedily"):
         bench_generate(settings)
-
-
-def test_costs_of_a_shape(tiny_shape, monkeypatch):
-    monkeypatch.setattr("hf_speculate.bench.forwards._COPIED_BYTES", 1 << 20)
-    settings = CostSettings(
-        contexts=[40, 16],
-        shape="tiny",
-        nodes=[3, 5],
-        acceptance="1,1,1,1",
-        dtype="float32",
-        exact=True,
-        max_new_tokens=10,
-        repeats=1,
-    )
-    found = bench_costs(settings)
-    assert json.loads(json.dumps(found)) == found
-    places = [(context, nodes) for context in (16, 40) for nodes in (1, 3, 5)]
-    assert [(row["context"], row["nodes"]) for row in found["rows"]] == places
-    for row in found["rows"]:
-        assert set(row["verify_ms"]) == {"stock", "folded", "exact"}
-        assert set(row["cache_ms"]) == {"ours", "stock"}
-        assert row["verify_ratio"] == 1 or row["nodes"] > 1
-    methods = ["eager", "3 nodes", "5 nodes", "automatic"]
-    assert [(row["context"], row["method"]) for row in found["rounds"]] == [(c, m) for c in (16, 40) for m in methods]
-    for row in found["rounds"]:
-        if row["method"] == "3 nodes":
-            # Right wherever it drafts: the entries that were made up are the same for all methods.
-            assert row["tokens_a_round"] == 3
-            assert row["nodes"] == 3
-            assert row["host_waits"] is None
-    steps, rounds = cost_tables(found)
-    assert [row[:2] for row in steps.rows] == [(str(c), str(n)) for c, n in places]
-    assert "stock /\nfolded" in steps.columns
-    assert "host waits" not in rounds.columns
-    assert steps.breaks == [3]
-    for wrong, message in (
-        ({"contexts": [0]}, "context must be at least 1"),
-        ({"nodes": [1]}, "at least one node"),
-        ({"speculators": ["prompt_lookup"]}, "need a target"),
-    ):
-        with pytest.raises(SpeculateError, match=message):
-            bench_costs(replace(settings, **wrong))
-
-
-def test_costs_of_a_target_and_its_drafters(bench_folders, monkeypatch, tmp_path):
-    monkeypatch.setattr("hf_speculate.bench.forwards._COPIED_BYTES", 1 << 20)
-    speculator = f"draft_model:model={bench_folders / 'draft'},top_k=2"
-    arguments = ("--context", 30, "--nodes", 4, "--max-new-tokens", 6, "--repeats", 1, "--plot", tmp_path)
-    found = last_line(bench("costs", "--target", bench_folders / "target", "-s", speculator, *arguments))
-    assert [row["nodes"] for row in found["rows"]] == [1, 4]
-    name = "draft_model:model=draft,top_k=2"
-    assert [row["method"] for row in found["rounds"]] == ["eager", f"{name}, 4 nodes", name]
-    assert 1 < found["rounds"][1]["nodes"] <= 4
-    assert found["rounds"][1]["draft_ms"] > 0
-    assert (tmp_path / "costs.png").stat().st_size > 5000
-
-
-def test_everything_runs(bench_folders, monkeypatch):
-    monkeypatch.setattr("hf_speculate.bench.everything.default_target", lambda: str(bench_folders / "target"))
-    monkeypatch.setattr("hf_speculate.bench.forwards._COPIED_BYTES", 1 << 20)
-    monkeypatch.setattr(shapes, "SHAPES", {"0.5B": ModelShape(32, 48, 2, 4, 2, 200)})
-    tiny = {"limit": 1, "max_new_tokens": 4}
-    for settings in (GenerateSettings, AcceptanceSettings, BatchSettings, LossSettings):
-        monkeypatch.setattr(settings, "QUICK", tiny | ({} if settings is AcceptanceSettings else {"repeats": 1}))
-    monkeypatch.setattr(CostSettings, "QUICK", {"contexts": [8], "nodes": [3], "max_new_tokens": 4, "repeats": 1})
-    found = last_line(bench("all", "--quick"))
-    parts = ["generate", "acceptance", "batch", "loss", "costs"]
-    assert list(found) == ["bench", "speedup", *parts]
-    assert [found[part]["bench"] for part in parts] == parts
-    assert found["speedup"] == found["generate"]["speedup"]
-    assert found["batch"]["repeats"] == 1
-
-
-def test_figures_of_a_round():
-    stats = SpeculationStats(
-        rounds=3, drafted_tokens=12, emitted_tokens=6, target_forwards=4, target_seconds=2.0, drafter_seconds=1.0
-    )
-    stats.total_seconds = 3.5
-    runs = [
-        run_of(name, repeat=repeat, seconds=seconds, rows=[[1] * 8], stats=found)
-        for repeat, pair in enumerate(((2.0, 1.0), (2.0, 4.0), (3.0, 1.0)))
-        for name, seconds, found in (("eager", pair[0], None), ("ours", pair[1], stats))
-    ]
-    found = cost_figures(runs, "ours")
-    assert found["speedup"] == {"median": 2.0, "min": 0.5, "max": 3.0}
-    assert found["tokens_per_second"]["median"] == 8.0
-    assert (found["target_ms"], found["draft_ms"], found["rest_ms"]) == (500.0, 250.0, 125.0)
-    assert (found["tokens_a_round"], found["nodes"], found["engine_efficiency"]) == (1.5, 4.0, pytest.approx(3 / 3.5))
-
-
-def test_measured_caches_stay_as_they_are(tiny_model, monkeypatch):
-    model, lengths, update = tiny_model(), set(), DynamicCache.update
-
-    def watched(*args, **kwargs):
-        states = update(*args, **kwargs)
-        lengths.add(states[0].shape[-2])
-        return states
-
-    context = filler_cache(model, 1, 20)
-    before = [layer.keys.clone() for layer in context.layers]
-    times = verify_ms(model, context, [1, 4], ("stock", "folded"), repeats=1)
-    assert set(times) == {(n, form) for n in (1, 4) for form in ("stock", "folded")}
-    monkeypatch.setattr(DynamicCache, "update", watched)
-    assert set(cache_ms(context, 4, CPU, repeats=2)) == {"ours", "stock"}
-    assert lengths == {24}  # every repeat appends behind the same 20
-    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(context.layers, before, strict=True))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_bytes_that_a_forward_reads(tied):
-    model = ModelShape(32, 48, 1, 4, 2, 500, tied).build(torch.bfloat16, CPU)
-    layers = sum(parameter.numel() for parameter in model.model.layers.parameters()) + model.model.norm.weight.numel()
-    assert bytes_read(model) == 2 * (layers + 500 * 32)
-
-
-def test_waits_are_the_runtimes_calls_that_block():
-    names = ["cudaLaunchKernel", "cudaStreamSynchronize", "hipDeviceSynchronize", "aten::item", "cudaMemcpyAsync"]
-    assert count_waits(names) == 2
-
-
-@pytest.mark.gpu
-def test_waits_are_counted():
-    ones = torch.ones(3, device="cuda")
-    assert host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
 
 
 def test_profile_from_text():

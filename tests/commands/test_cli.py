@@ -24,7 +24,7 @@ def test_no_command_shows_help_with_examples():
     assert "drafters" in shown
 
 
-@pytest.mark.parametrize("command", ["generate", "acceptance", "batch", "loss", "costs", "gguf", "all"])
+@pytest.mark.parametrize("command", ["generate", "acceptance", "batch", "loss"])
 def test_every_bench_has_help(command):
     result = run("bench", command, "--help")
     assert result.exit_code == 0
@@ -72,10 +72,9 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
 def test_absent_bundled_target_is_said_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hf_speculate.commands.targets.bundled", lambda name: None)
-    for command in ("generate", "all"):
-        result = run("bench", command)
-        assert result.exit_code == 1
-        assert "pass --target" in result.stderr
+    result = run("bench", "generate")
+    assert result.exit_code == 1
+    assert "pass --target" in result.stderr
 
 
 def greet(name: str) -> None:
@@ -96,7 +95,7 @@ def test_commands_of_other_packages(monkeypatch):
             return {"greet": greet, "group": GROUP}[self.name]
 
     points = {name: Point(name, f"other:{name}", cli.COMMANDS_GROUP) for name in ("greet", "group", "broken", "env")}
-    monkeypatch.setattr("hf_speculate.cli.groups.PluginGroup.installed", lambda self: points)
+    monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
     assert run("greet", "you").stdout == "hello you\n"
     assert run("group", "second").stdout == "two\n"
     shown = run("--help").stdout

@@ -10,11 +10,10 @@ import torch
 import hf_speculate
 from hf_speculate.commands import builtin_prompts, default_specs, load_target, target_path
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.gguf import FileShape, write_random_file
-from hf_speculate.gguf.random_files import one_type
 from hf_speculate.models import find_smollm2
 
 from ..support.inputs import character_tokenizer
+from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 CPU = torch.device("cpu")

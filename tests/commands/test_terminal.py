@@ -123,7 +123,7 @@ def test_help_is_no_markup(monkeypatch):
             return greet
 
     points = {"greet": Point("greet", "other:greet", cli.COMMANDS_GROUP)}
-    monkeypatch.setattr("hf_speculate.cli.groups.PluginGroup.installed", lambda self: points)
+    monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
     monkeypatch.setenv("COLUMNS", "300")
     for arguments in (["--help"], ["greet", "--help"]):
         result = CliRunner().invoke(cli.app, arguments)
@@ -158,7 +158,7 @@ def test_a_command_whose_packages_are_not_installed(monkeypatch):
             raise SpeculateError("training needs datasets: pip install 'hf-speculate[train]'")
 
     points = {"train": Point("train", "other:train", cli.COMMANDS_GROUP)}
-    monkeypatch.setattr("hf_speculate.cli.groups.PluginGroup.installed", lambda self: points)
+    monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
     monkeypatch.setenv("COLUMNS", "300")
     shown = CliRunner().invoke(cli.app, ["--help"]).stdout
     assert "training needs datasets: pip install 'hf-speculate[train]'" in shown

@@ -32,6 +32,15 @@ def test_paths_in_the_text_are_those_of_the_repository(page):
             assert any(REPOSITORY.glob(span)), f"{name_of(page)} names {span}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_targets_of_make_exist(page):
+    targets = set((REPOSITORY / "Makefile").read_text(encoding="utf-8").split())
+    code = [*spans(page), *(block.text for block in blocks(page))]
+    named = {name for text in code for name in re.findall(r"^make ([a-z][\w-]*)", text, re.MULTILINE)}
+    missing = {name for name in named if name not in targets and f"{name}:" not in targets}
+    assert not missing, f"{name_of(page)} names {missing}"
+
+
 def test_the_readme_is_short():
     assert len(README.read_bytes()) <= MAX_README
 

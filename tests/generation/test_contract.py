@@ -17,6 +17,7 @@ from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
+from ..support.tiers import quick, quick_quarter
 
 
 NEW_TOKENS = 30
@@ -260,7 +261,7 @@ class TestStops:
         model, inputs = tiny_model(), padded_batch(prompt, request.param)
         return model, inputs, generate(model, inputs, None, max_new_tokens=NEW_TOKENS + 8)
 
-    @pytest.mark.parametrize("place", range(12))
+    @pytest.mark.parametrize("place", quick_quarter(range(12)))
     def test_an_end_of_several_tokens_kept_in_a_state(self, setting, place):
         model, inputs, script = setting
         width, batch_size = inputs["input_ids"].shape[1], len(script)
@@ -299,7 +300,7 @@ class TestStops:
         for ours in seen[1:]:
             torch.testing.assert_close(ours, seen[0], atol=1e-3, rtol=1e-4)
 
-    @pytest.mark.parametrize("place", range(12))
+    @pytest.mark.parametrize("place", quick_quarter(range(12)))
     def test_lists_of_eos(self, setting, place):
         model, inputs, script = setting
         width = inputs["input_ids"].shape[1]
@@ -308,7 +309,7 @@ class TestStops:
             model, inputs, lambda: {"eos_token_id": eos}, script=script, kinds=("perfect chain", "mixed tree")
         )
 
-    @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 13])
+    @pytest.mark.parametrize("limit", quick([1, 2, 3, 7, 8, 13], 1, 7))
     def test_lengths(self, setting, limit):
         model, inputs, script = setting
         width = inputs["input_ids"].shape[1]
@@ -358,7 +359,7 @@ class TestStops:
 
         assert_equals_plain(model, inputs, request, script=script)
 
-    @pytest.mark.parametrize("place", range(8))
+    @pytest.mark.parametrize("place", quick_quarter(range(8)))
     def test_cache_scores_and_statistics_are_cropped_too(self, setting, place):
         model, inputs, script = setting
         width, batch_size = inputs["input_ids"].shape[1], len(script)

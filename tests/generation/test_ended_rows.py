@@ -20,6 +20,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 from ..support.criteria import EndsWithToken
 from ..support.inputs import character_tokenizer, padded_batch, random_prompt
 from ..support.models import build_tiny_model
+from ..support.tiers import quick
 
 
 VOCAB_SIZE, WIDTH, NEW_TOKENS = 96, 9, 25
@@ -69,7 +70,9 @@ def two_turns(model, inputs, request, speculator, second):
 
 
 class TestSecondTurns:
-    @pytest.mark.parametrize("is_speculative", [False, True], ids=["plain second turn", "speculative second turn"])
+    @pytest.mark.parametrize(
+        "is_speculative", quick([True, False]), ids=["speculative second turn", "plain second turn"]
+    )
     @pytest.mark.parametrize("name", REQUESTS)
     def test_masking_padding_alone_gives_stocks_second_turn(self, name, is_speculative):
         model, inputs = build_tiny_model(), padded_batch(random_prompt, (9, 4, 7, 9))

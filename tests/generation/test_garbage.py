@@ -26,8 +26,10 @@ def _drafters(text):
     }
 
 
-@pytest.mark.parametrize("name", ["empty", "scripted", "random"])
-@pytest.mark.parametrize(("num_rows", "do_sample"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("name", "num_rows", "do_sample"),
+    [("empty", 1, False), ("scripted", 1, False), ("scripted", 2, True), ("random", 2, True)],
+)
 def test_rounds_leave_nothing_to_collect(tiny_model, prompt, name, do_sample, num_rows):
     model, ids = tiny_model(), prompt(8).expand(num_rows, -1)
     request = {"input_ids": ids, "do_sample": do_sample}

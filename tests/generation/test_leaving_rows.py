@@ -33,6 +33,7 @@ from ..support.criteria import EndsRows
 from ..support.hooks import all_rows_stay
 from ..support.inputs import padded_batch
 from ..support.models import CHAIN_ONLY, build_tiny_model
+from ..support.tiers import quick
 from ..support.tiny_heads import random_eagle, random_medusa
 
 
@@ -143,7 +144,7 @@ def assert_settled(run):
 
 class TestRequests:
     @pytest.mark.parametrize("name", DRAFTERS)
-    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+    @pytest.mark.parametrize("do_sample", quick([True, False]), ids=["sampling", "greedy"])
     def test_forwards_run_the_unfinished_rows_and_everything_else_is_plains(self, prompt, batches, name, do_sample):
         model, inputs = build_tiny_model(attention="eager"), padded_batch(prompt, LENGTHS)
         for ends in ENDS[do_sample::2]:

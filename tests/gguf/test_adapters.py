@@ -13,12 +13,12 @@ from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.modules import PackedMatrix
 from hf_speculate.gguf.native import native_problem
-from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.target import outdated_peft
 from hf_speculate.testing import ScriptedDrafter, check_lossless
 
 from ..support.adapters import perturbed
 from ..support.gguf import relative_error, token_ids
+from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 from ..support.tiny_heads import write_eagle_head
 
 

@@ -13,8 +13,9 @@ import hf_speculate
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.model import plan_model
-from hf_speculate.gguf.random_files import FileShape, find_recipe, one_type, write_random_file
 from hf_speculate.gguf.reading import read_header
+
+from ..support.random_gguf import FileShape, find_recipe, one_type, write_random_file
 
 
 SHAPE = FileShape("llama", 40, 32, 64, 2, 4, 2, 128, is_tied=False)

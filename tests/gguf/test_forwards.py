@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.gguf import load_model, native
 from hf_speculate.gguf.native_layers import MOST_ROWS
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 
 from ..support.gguf import ids, modules_only
+from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]

@@ -14,10 +14,10 @@ from hf_speculate.gguf import load_model, native
 from hf_speculate.gguf.forwards import fuse
 from hf_speculate.gguf.fused import FusedForward
 from hf_speculate.gguf.native_layers import MOST_ROWS, CallStructure
-from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.target.attention import TreeAttention, fold
 
 from ..support.gguf import OTHER_CPUS, ids, modules_only
+from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]

@@ -13,8 +13,9 @@ import torch
 import hf_speculate
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.gguf import load_model
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.gguf.reading import read_header
+
+from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 KEYS = (

@@ -25,7 +25,6 @@ from hf_speculate.gguf.matrices import TensorRows
 from hf_speculate.gguf.model import plain_frequencies, plan_model
 from hf_speculate.gguf.modules import PackedEmbedding, PackedLinear, Projection
 from hf_speculate.gguf.native import native_problem
-from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.gguf.reading import read_header
 from hf_speculate.gguf.shards import find_file, part_names
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
@@ -35,6 +34,7 @@ from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookup
 
 from ..support.gguf import relative_error, token_ids
 from ..support.inputs import character_tokenizer
+from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 from ..support.tiers import quick, quick_quarter
 from ..support.tiny_heads import write_eagle_head
 

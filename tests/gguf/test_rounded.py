@@ -12,10 +12,10 @@ from torch.nn import functional
 from hf_speculate import AutoSpeculator
 from hf_speculate.gguf import NativeRanking, RoundedLinear, load_model, native, quicken
 from hf_speculate.gguf.formats import FORMATS
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.gguf.rounded import RoundedMatrix, _blocks
 from hf_speculate.gguf.rounded_layers import RoundedForward
 
+from ..support.random_gguf import FileShape, one_type, write_random_file
 from ..support.tiny_heads import write_eagle_head
 
 

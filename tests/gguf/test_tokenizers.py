@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_speculate import load_gguf
 from hf_speculate.gguf import read_model_file, read_tokenizer
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.gguf.tokenizer import PRE_TYPES
 from hf_speculate.models import find_smollm2
 
 from ..support.paths import SHARED
+from ..support.random_gguf import FileShape, one_type, write_random_file
 from ..support.tiers import quick
 from ..support.vocabularies import (
     BYTES,

@@ -9,11 +9,11 @@ from transformers import DynamicCache
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.gguf import load_model, native
 from hf_speculate.gguf.native_layers import find_sight
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.target import Scorer
 from hf_speculate.tree import DraftTree, TreeMask, TreePlan, additive
 
 from ..support.gguf import ids
+from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]

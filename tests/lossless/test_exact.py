@@ -26,7 +26,6 @@ from hf_speculate.cache import TreeCache, as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.native_layers import MOST_ROWS
-from hf_speculate.gguf.random_files import FileShape, one_type, q4_k_m, write_random_file
 from hf_speculate.target import MAX_NATIVE_ROWS, LayerType, exact_scorer, exact_sizes, structure_key
 from hf_speculate.target import walk as walks
 from hf_speculate.target.exact import first_difference, product_sizes
@@ -38,6 +37,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import VOCAB_SIZE, random_model
 from ..support.paths import REPOSITORY
+from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 from ..support.tiers import quick
 from ..support.tiny_heads import HIDDEN, random_eagle, random_medusa
 
@@ -154,8 +154,7 @@ def test_padded_batches_of_the_bundled_target():
         assert stats.accepted_tokens > 20
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("window", [8, 24])
+@pytest.mark.parametrize(("attention", "window"), [("sdpa", 8), ("eager", 24)])
 def test_padded_batches_behind_windows(attention, window):
     """Rows of different lengths cross the ends of windows at different rounds; products of these shapes are those of
     single rows, wherever this was tried."""
@@ -276,6 +275,7 @@ class TestRefusals:
         assert speculator.stats.target_forwards == 0
         assert len(speculator.stats.fallbacks) == 1
 
+    @pytest.mark.rest  # flex attention takes seconds to load
     def test_another_attention(self, tiny_model):
         model = tiny_model(attention="flex_attention", dtype=torch.bfloat16)
         self.refused(model, "attn_implementation='sdpa' or 'eager', .* has 'flex_attention'")

@@ -58,10 +58,9 @@ SOME_MODELS = (("llama", "untied", "sdpa"), ("qwen2", "tied", "eager"))
 @pytest.mark.parametrize("kind", quick(MODELS, *SOME_MODELS), ids="-".join)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
-    # 12 drafters x 2 x 2 x 2 models x 5 prompts = 480 (prompt, drafter, shape, length) combinations.
     architecture, tied, attention = kind
     model = tiny_model(architecture, tied=tied == "tied", attention=attention)
-    for length in (1, 2, 7, 16, 33):
+    for length in (1, 7, 33):
         ids = prompt(length)
         speculator = Speculator(DRAFTERS[drafter](model, ids))
         report = check_lossless(model, speculator, [ids], max_new_tokens=NEW_TOKENS)
@@ -239,7 +238,8 @@ def test_bf16_differences_are_proven_ties(tiny_model, prompt, attention):
         check_lossless(model, Speculator(scripted(model, ids, "tree", 0.8)), [ids], max_new_tokens=NEW_TOKENS)
 
 
-@pytest.mark.parametrize("drafter", quick(["perfect-tree", "mixed-wide", "random", "prompt_lookup"], "mixed-wide"))
+@pytest.mark.rest
+@pytest.mark.parametrize("drafter", ["mixed-wide", "prompt_lookup"])
 def test_a_real_model_long_text(real_llama, shared_root, drafter):
     tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
     for text in ("Once upon a time", "Lily and Tom", "The big dog"):

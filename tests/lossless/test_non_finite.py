@@ -12,12 +12,13 @@ from hf_speculate import Speculator
 from hf_speculate.cache import as_cache
 from hf_speculate.drafting import Drafter, DraftSession
 from hf_speculate.gguf import load_model
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import CHAIN_ONLY, SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_model, random_model
+from ..support.random_gguf import FileShape, one_type, write_random_file
+from ..support.tiers import quick
 
 
 BAD = VOCAB_SIZE - 1
@@ -105,7 +106,7 @@ def assert_same_text(model, lengths, sampled, compile=False, **request):
     return speculator.stats
 
 
-@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.parametrize("value", quick(BROKEN))
 @pytest.mark.parametrize("lengths", [(9,), (9, 4, 7)], ids=["one row", "a padded batch"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_text_is_plains(name, lengths, value):

@@ -80,7 +80,7 @@ def drafters(model, script):
     }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", quick(REQUESTS, "plain", "top_p", "min_new_tokens", "everything", "stateful"))
 @pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
 def test_the_seed_gives_the_tokens_and_the_rng_state_of_plain_generate(tiny_model, prompt, name, architecture):
     model = tiny_model(architecture)
@@ -94,7 +94,7 @@ def test_the_seed_gives_the_tokens_and_the_rng_state_of_plain_generate(tiny_mode
             assert torch.equal(our_rng, rng), f"{kind}: equal text, but the RNG is elsewhere"
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("top_k", quick([3, 1]))
 @pytest.mark.parametrize("name", ["plain", "everything", "stateful", "min_new_tokens"])
 def test_drafting_with_the_shared_noise_changes_no_token(tiny_model, prompt, name, top_k):
     model, draft = tiny_model(), tiny_model(seed=3)
@@ -176,7 +176,8 @@ def test_scores_and_logits_are_those_of_plain_generate(tiny_model, prompt):
     )
 
 
-@pytest.mark.parametrize("name", quick(["plain", "temperature", "top_p", "repetition_penalty"]))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
 def test_a_real_pair_keeps_the_seeds_text(real_llama, shared_root, name):
     tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
     drafter = DraftModelDrafter.for_target(real_llama, model=str(shared_root / "models" / "llama2xs"), top_k=3, depth=3)

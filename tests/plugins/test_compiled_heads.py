@@ -16,7 +16,6 @@ from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate_plugins import block, eagle
 from hf_speculate_plugins.block.drafter import BlockSession
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
@@ -39,6 +38,7 @@ from ..support.heads import (
     target,
     write_head,
 )
+from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 CHECKED = (

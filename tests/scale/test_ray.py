@@ -161,15 +161,6 @@ def test_a_full_disk(folder, of_one_process, tmp_path):
     assert lines_of(output) == of_one_process
 
 
-def test_generate_over_data(folder, tmp_path):
-    """Text by two actors, as one process writes it."""
-    for name, options in (("local", []), ("ray", ["--engine", "ray", "--actors", "2"])):
-        arguments = ["--data", str(folder / "data.jsonl"), "--output", str(tmp_path / f"{name}.jsonl")]
-        arguments += ["--target", str(folder / "target"), "--dtype", "float32", "-n", "12", "--limit", "20", *options]
-        subprocess.run([sys.executable, "-m", "hf_speculate", "generate", *arguments], check=True, timeout=240)
-    assert lines_of(tmp_path / "ray.jsonl") == lines_of(tmp_path / "local.jsonl")
-
-
 def test_what_actors_cannot_have_is_said_in_one_line(folder, tmp_path):
     process = begun(folder, tmp_path / "out.jsonl", "--speculator", "no-such-drafter")
     _, errors = process.communicate(timeout=120)

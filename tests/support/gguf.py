@@ -13,10 +13,10 @@ import torch
 from hf_speculate.gguf.backends import BACKENDS
 from hf_speculate.gguf.matrices import Matrix, TensorRows
 from hf_speculate.gguf.modules import PackedLinear
-from hf_speculate.gguf.random_files import random_blocks
 from hf_speculate.gguf.reading import GgufFile, TensorEntry, file_identity
 
 from .models import VOCAB_SIZE
+from .random_gguf import random_blocks
 
 
 CPU = torch.device("cpu")

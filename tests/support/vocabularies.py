@@ -13,7 +13,8 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.gguf import read_model_file, read_tokenizer
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
+
+from .random_gguf import FileShape, one_type, write_random_file
 
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -4,14 +4,12 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 
-from .bench.command import train_bench
 from .run.command import TRAIN_EXAMPLES, train
 from .run.launch import process_index
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command("train", epilog=TRAIN_EXAMPLES)(train)
-app.command("train-bench")(train_bench)
 
 
 @app.callback()

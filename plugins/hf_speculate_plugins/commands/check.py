@@ -222,8 +222,9 @@ def load_measured(target: str, dtype: str, device: torch.device, dense: bool = F
     if dense and quantization_label(model):
         model: Any = model.dequantize()
     # No head was trained on text behind the target's end of text.
-    ends: Any = model.config.get_text_config(decoder=True).eos_token_id
-    ends = {*(ends if isinstance(ends, list | tuple) else [ends]), tokenizer.eos_token_id} - {None}
+    of_config: Any = model.config.get_text_config(decoder=True).eos_token_id
+    of_config = of_config if isinstance(of_config, list | tuple) else [of_config]
+    ends = {*of_config, tokenizer.eos_token_id} - {None}
     model.generation_config.eos_token_id = sorted(ends) or None
     model.generation_config.pad_token_id = min(ends, default=0)
     return model, tokenizer

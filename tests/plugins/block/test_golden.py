@@ -20,6 +20,7 @@ from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.golden import CLOSE, GOLDEN, meta_of, run_of, state_for, target_of, unpadded, vectors_of
 from ...support.recording import Recording
+from ...support.tiers import quick_quarter
 
 
 WITH_ROUNDS = [
@@ -283,7 +284,7 @@ RUNS = {
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick_quarter(RUNS))
 def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
     key, head = RUNS[name]
     target, loaded, num_compared = target_of(head), loaded_head(head), 0

@@ -19,6 +19,7 @@ from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 from ...support.block_heads import KINDS, loaded_block, random_block
 from ...support.heads import PLAIN, batch_of, left_padded, target
 from ...support.pretended_device import PretendedDevice
+from ...support.tiers import quick, quick_quarter
 
 
 PAIRED = ("dspark", "gated", "reduced")
@@ -66,7 +67,7 @@ def nodes_of(tree, row=0):
     return [(path, value) for path, value in zip(paths, host.values[row], strict=True) if path]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_quarter(KINDS))
 def test_the_contract_is_kept(prompt, kind):
     model = target(dtype=torch.float64)
     check_drafter(random_block(kind, model), model, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=10)
@@ -74,7 +75,7 @@ def test_the_contract_is_kept(prompt, kind):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}])
+@pytest.mark.parametrize("sampling", quick([{"do_sample": True, "temperature": 0.8, "top_p": 0.9}, {}]))
 def test_texts_are_plains(prompt, kind, sampling):
     model = target(dtype=torch.float64)
     inputs = batch_of(prompt, 3)

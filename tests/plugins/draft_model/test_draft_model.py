@@ -160,8 +160,7 @@ def verdict_of_a_stranger(choose, tree, row):
     return [*tokens, choose.randrange(3, 96)]
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("top_k", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize(("do_sample", "top_k"), [(False, 1), (True, 3)], ids=["greedy chain", "sampled tree"])
 def test_a_batch_whose_rows_end_at_different_steps_is_plain_text(tiny_model, prompt, do_sample, top_k):
     model, inputs = tiny_model("qwen2", vocab_size=24), {}
     inputs = padded(lambda n, seed: prompt(n, seed, vocab_size=24), 9, 4, 6)
@@ -264,8 +263,7 @@ def test_a_draft_model_with_sliding_windows_drafts_as_it_would_write(tiny_model,
 
 
 @pytest.mark.parametrize("size", [90, 110])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("top_k", [1, 2], ids=["chain", "tree"])
+@pytest.mark.parametrize(("do_sample", "top_k"), [(False, 1), (True, 2)], ids=["greedy chain", "sampled tree"])
 def test_the_vocabularies_may_be_padded_differently(tiny_model, prompt, size, do_sample, top_k):
     target, model = tiny_model(vocab_size=96), tiny_model(vocab_size=size)
     drafter = drafter_for(target, model, depth=3, top_k=top_k)

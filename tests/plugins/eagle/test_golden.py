@@ -19,6 +19,7 @@ from hf_speculate_plugins.heads import CachedAttention
 
 from ...support.golden import CLOSE, GOLDEN, meta_of, run_of, state_for, target_of, unpadded, vectors_of
 from ...support.recording import Recording
+from ...support.tiers import quick_quarter
 
 
 HEADS = [
@@ -204,7 +205,7 @@ class Recorded(Recording, EagleDrafter):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-@pytest.mark.parametrize("name", WITH_RUNS)
+@pytest.mark.parametrize("name", quick_quarter(WITH_RUNS))
 def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
     target, loaded = target_of(name), loaded_head(name)
     runs = meta_of(name)["e2e_eagenerate"]

@@ -15,16 +15,22 @@ from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, EagleSession
 
 from ...support.heads import DEPTH, EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, target
 from ...support.inputs import random_prompt
+from ...support.tiers import quick_quarter
 from ...support.tiny_heads import random_eagle
 
 
+KINDS = [("llama", False, 1), ("llama", False, 3), ("llama", True, 3), ("qwen2", False, 3)]
+# A layout is loaded alike whatever the target: one with all of them, and one target for each of the others.
+PAIRS = [("safeailab", *kind) for kind in KINDS] + [
+    (layout, *KINDS[1 + index % 3])
+    for index, layout in enumerate(layout for layout in EAGLE_LAYOUTS if layout != "safeailab")
+]
+
+
 class TestTextIsTheTargets:
-    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
-    @pytest.mark.parametrize(
-        ("architecture", "tied", "size"),
-        [("llama", False, 1), ("llama", False, 3), ("llama", True, 3), ("qwen2", False, 3)],
-    )
-    def test_greedy_and_sampled(self, head, prompt, layout, architecture, tied, size):
+    @pytest.mark.parametrize("pair", quick_quarter(PAIRS), ids=str)
+    def test_greedy_and_sampled(self, head, prompt, pair):
+        layout, architecture, tied, size = pair
         model = target(architecture, tied)
         every_shape = layout == "safeailab" and architecture == "llama" and not tied
         shapes = SHAPES if every_shape else {"dynamic": SHAPES["dynamic"]}
@@ -39,20 +45,23 @@ class TestTextIsTheTargets:
             assert speculator.stats.rounds > 0
 
     @pytest.mark.parametrize(
-        ("layout", "shape"),
-        [
-            ("eagle1", "chain"),
-            ("speculators", "dynamic"),
-            ("safeailab", "static"),
-            ("speculators-parallel", "dynamic"),
-            ("speculators-parallel", "chain"),
-        ],
+        "pair",
+        quick_quarter(
+            [
+                ("safeailab", "static"),
+                ("eagle1", "chain"),
+                ("speculators", "dynamic"),
+                ("speculators-parallel", "chain"),
+                ("speculators-parallel", "dynamic"),
+            ]
+        ),
     )
-    def test_conformance(self, head, prompt, layout, shape):
+    def test_conformance(self, head, prompt, pair):
+        layout, shape = pair
         drafter = EagleDrafter.from_folder(head(layout), target(), **SHAPES[shape])
         check_drafter(drafter, target(), [prompt(11)[0], prompt(6)[0]], 12)
 
-    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    @pytest.mark.parametrize("layout", quick_quarter(EAGLE_LAYOUTS))
     def test_bfloat16_differences_are_ties(self, head, prompt, layout):
         folder = head(layout)
         for architecture, tied, request in (("llama", False, {}), ("qwen2", True, {"do_sample": True, "seeds": (1,)})):
@@ -63,8 +72,7 @@ class TestTextIsTheTargets:
             assert (report.num_cases, report.num_tokens) == (1, 16)
             assert speculator.stats.rounds > 0
 
-    @pytest.mark.parametrize("offloaded", ["layers", "layers and output"])
-    @pytest.mark.parametrize("layout", ["eagle1", "specforge"])
+    @pytest.mark.parametrize(("layout", "offloaded"), [("eagle1", "layers"), ("specforge", "layers and output")])
     def test_device_map_with_offloading(self, head, prompt, tmp_path, layout, offloaded):
         """Taps of layers that are fetched from disk; a shared output matrix that is nowhere until it is called."""
         model = copy.deepcopy(target())

@@ -14,6 +14,7 @@ from hf_speculate_plugins.eagle.steps import PlainSteps
 from hf_speculate_plugins.heads import CachedAttention, Reading
 
 from ...support.heads import EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, target
+from ...support.tiers import quick_quarter
 
 
 def from_scratch(module, states, tokens, first_position: int, path, memo: dict):
@@ -106,7 +107,7 @@ class Watch:
 class TestDraftLogitsFromScratch:
     """fp64: at every round, every node's draft logits are those of an uncached forward over its own path."""
 
-    @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
+    @pytest.mark.parametrize("layout", quick_quarter(EAGLE_LAYOUTS))
     @pytest.mark.parametrize(("shape", "size"), [("dynamic", 3), ("chain", 1), ("static", 3)])
     def test_every_node_of_every_round(self, head, prompt, monkeypatch, layout, size, shape):
         model, batch = target(dtype=torch.float64), batch_of(prompt, size)

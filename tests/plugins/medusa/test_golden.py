@@ -24,6 +24,8 @@ from hf_speculate.verification.stopping import Stopping
 from hf_speculate.verification.typical import TypicalAcceptance
 from hf_speculate_plugins.medusa.drafter import MedusaSession
 
+from ...support.tiers import quick
+
 
 FOLDERS = ("medusa1-base", "medusa1-2layers", "medusa2-full", "medusa-v2-sharedhead")
 WITH_ACCEPTANCE = FOLDERS[:3]
@@ -208,7 +210,7 @@ def _run(golden: Golden, speculator: Speculator, prompt: list[int], rounds: int,
 
 
 @folders(*WITH_E2E)
-@trees
+@pytest.mark.parametrize("tree", quick(TREES))
 @pytest.mark.parametrize("rule", ["greedy", "typical"])
 def test_golden_end_to_end(golden, tree, rule):
     """`medusa_generate` of the reference: the same text, the same accepted length in each of its rounds."""

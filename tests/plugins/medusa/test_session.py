@@ -26,12 +26,14 @@ from ...support.heads import (
     random_heads,
     write_medusa_heads,
 )
+from ...support.tiers import quick, quick_quarter
 
 
-@pytest.mark.parametrize("name", MEDUSA_LAYOUTS)
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True)])
-def test_text_is_the_targets_in_every_layout(tmp_path, tiny_model, prompt, name, do_sample, architecture, tied):
+@pytest.mark.parametrize("name", quick_quarter(MEDUSA_LAYOUTS))
+@pytest.mark.parametrize(
+    ("architecture", "tied", "do_sample"), [("llama", False, False), ("qwen2", True, True)], ids=["greedy", "sampling"]
+)
+def test_text_is_the_targets_in_every_layout(tmp_path, tiny_model, prompt, name, architecture, tied, do_sample):
     target = tiny_model(architecture, tied)
     speculator = AutoSpeculator.from_pretrained(write_medusa_heads(tmp_path, name), target=target)
     for inputs in ({"input_ids": prompt(8)}, batch_of(prompt, 3)):
@@ -44,7 +46,7 @@ def test_text_is_the_targets_in_every_layout(tmp_path, tiny_model, prompt, name,
     assert speculator.stats.rounds > 0
 
 
-@pytest.mark.parametrize("name", MEDUSA_LAYOUTS)
+@pytest.mark.parametrize("name", quick_quarter(MEDUSA_LAYOUTS))
 def test_bfloat16_differences_are_ties(tmp_path, tiny_model, prompt, name):
     folder = write_medusa_heads(tmp_path, name)
     for architecture, tied, request in (("llama", False, {}), ("qwen2", True, {"do_sample": True, "seeds": (1,)})):
@@ -87,7 +89,7 @@ def test_text_is_the_targets_with_eos_penalty_and_a_second_turn(tiny_model, prom
     assert torch.equal(again, target.generate(turn, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("name", ["medusa1-2layers", "v2", "vllm-truncated"])
+@pytest.mark.parametrize("name", quick(["v2", "medusa1-2layers", "vllm-truncated"]))
 def test_medusa_keeps_the_contract_of_drafters(tiny_model, prompt, name):
     target = tiny_model()
     drafter = MedusaDrafter(copy.deepcopy(MEDUSA_LAYOUTS[name][1]), target, MedusaOptions(choices=MEDUSA_CHOICES))

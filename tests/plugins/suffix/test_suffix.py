@@ -18,6 +18,7 @@ from hf_speculate_plugins.suffix.automaton import Race
 
 from ...support.inputs import padded_batch
 from ...support.text_drafters import start, state
+from ...support.tiers import quick
 
 
 VOCAB_SIZE = 100
@@ -46,7 +47,7 @@ def run(owner, text, *more, adapters=""):
     session.close()
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("do_sample", quick([True, False]))
 @pytest.mark.parametrize("mode", MODES)
 def test_it_changes_no_text(tiny_model, prompt, mode, do_sample):
     model = tiny_model()

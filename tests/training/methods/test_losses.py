@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_speculate_training.bench import LossShape, loss_inputs
 from hf_speculate_training.methods import (
     HardTargets,
     SoftTargets,
@@ -20,6 +19,8 @@ from hf_speculate_training.methods import (
     losses,
     plain_cross_entropy,
 )
+
+from ...benchmarks.train import LossShape, loss_inputs
 
 
 ENTRIES, POSITIONS, HIDDEN, WIDTH, VOCAB = 13, 7, 6, 5, 37

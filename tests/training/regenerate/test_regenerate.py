@@ -391,12 +391,21 @@ def test_no_room_for_the_settings(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"id": "0", "part": 0, "is_last": true, "digest": "x"}', "holds number 0 twice"),
+        ('{"id": "0", "part": 0, "is_last": true, "input_ids": [1], "num_prompt_tokens": 1}', "holds number 0 twice"),
         ('{"is_last": true}', "not written by this command"),
-        ('{"id": 5, "part": 0, "is_last": true, "digest": "x"}', "not written by this command"),
-        ('{"id": "5", "part": "0", "is_last": true, "digest": "x"}', "not written by this command"),
+        (
+            '{"id": 5, "part": 0, "is_last": true, "input_ids": [1], "num_prompt_tokens": 1}',
+            "not written by this command",
+        ),
+        (
+            '{"id": "5", "part": "0", "is_last": true, "input_ids": [1], "num_prompt_tokens": 1}',
+            "not written by this command",
+        ),
         ('{"id": "5", "part": 0, "is_last": true}', "not written by this command"),
-        ('{"id": "5", "part": 0, "is_last": true, "digest": ["x"]}', "not written by this command"),
+        (
+            '{"id": "5", "part": 0, "is_last": true, "input_ids": "x", "num_prompt_tokens": 1}',
+            "not written by this command",
+        ),
         ("[1, 2]", "not written by this command"),
         ("null", "not written by this command"),
         ("[" * 100_000, "not written by this command"),
@@ -406,7 +415,7 @@ def test_no_room_for_the_settings(tmp_path):
 def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, line, said):
     path = tmp_path / "out.jsonl"
     with Journal(path, {}) as journal:
-        journal.append([[{"id": "0", "part": 0, "digest": "x"}]])
+        journal.append([[{"id": "0", "part": 0, "input_ids": [1], "num_prompt_tokens": 1}]])
     path.write_text(path.read_text() + line + "\n")
     before = path.read_bytes()
     with pytest.raises(SpeculateError, match=said):
@@ -418,7 +427,7 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, line, said):
 def test_damaged_settings(tmp_path, settings):
     path = tmp_path / "out.jsonl"
     with Journal(path, {}) as journal:
-        journal.append([[{"id": "0", "part": 0, "digest": "x"}]])
+        journal.append([[{"id": "0", "part": 0, "input_ids": [1], "num_prompt_tokens": 1}]])
     path.with_name("out.jsonl.settings").write_text(settings)
     with pytest.raises(SpeculateError, match=r"cannot be read: give another output"):
         Journal(path, {})

@@ -18,7 +18,6 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import load_model
 from hf_speculate.gguf.backends import choose_backend
 from hf_speculate.gguf.modules import PackedLinear
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 from hf_speculate.hub import describe_identity
 from hf_speculate.hub.targets import adapter_mismatch
 from hf_speculate.models import unwrap
@@ -29,6 +28,8 @@ from hf_speculate_training.methods.eagle import new_eagle3
 from hf_speculate_training.run import recipe_from, train_head
 from hf_speculate_training.target import TargetSection, load_target
 from tests.support.training import BYTE_VOCAB_SIZE
+
+from ...support.random_gguf import FileShape, one_type, write_random_file
 
 
 METHODS = ("eagle3", "medusa")

@@ -1,8 +1,8 @@
-"""Answers written anew by the target, so that a head learns what the target says and not what the data say.
+"""Answers of the target to the prompts of a dataset, so that a head learns the target's words and not the data's.
 
 `regenerate` plans batches over the records and has the target answer them, speculatively; `write_self_prompts` draws
-the questions from the target too. What is written only grows: a run that was killed goes on where it stopped, with what
-it would have written. `write_answers` has an `Engine` answer: the target here, actors on a cluster, a server.
+the questions from the target too. The output only grows: a run that was killed goes on where it stopped, with the same
+text. `write_answers` takes any `Engine`: the target in this process, actors on a cluster, a server.
 """
 
 from .planning import Planner, RegenerateOptions

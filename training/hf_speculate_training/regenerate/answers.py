@@ -1,4 +1,4 @@
-"""Prompts to be answered, from records of any form, and what became of them."""
+"""Jobs: prompts to answer, made of records of any form, and their answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from ..data import Chat, Completion, Encoder, Example, HeldOut, Message, Plain, RecordError, Tokens, read_record
 
 
-# Tokens. Shorter texts are not called endless: lists and refrains repeat themselves too.
+# Tokens. Shorter texts do not count as endless: lists and refrains repeat themselves too.
 _SHORTEST_LOOP = 64
 
 
 @dataclass
 class Document:
-    """Tokens as the target saw and wrote them; the mask marks what it wrote."""
+    """Tokens as the target saw and wrote them; the mask marks those that it wrote."""
 
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -30,20 +30,19 @@ class Document:
 
 @dataclass
 class Job:
-    """One example on its way.
+    """One example, from its first prompt to its last answer.
 
     Attributes:
         id: number of its record, and of its piece.
-        prompt_ids: the first prompt.
-        questions: of a conversation, what is said before each later answer.
-        messages: of a conversation, what was said; None for texts.
-        tools: of a conversation, descriptions of the tools that its template is given.
-        documents: prompts and answers as tokens; one, unless the chat template rewrites what was said.
-        finish: "stop": the last answer came to its end; "length": it did not; "endless": nor would it ever have, since
-            it repeats itself; "context": the conversation would have grown beyond the target's context. Empty while
-            there is more to answer.
-        is_reencoded: whether the tokens of an answer are those that the tokenizer makes of its text, for want of those
-            that were generated.
+        prompt_ids: tokens of the first prompt.
+        questions: messages before each later answer of a conversation.
+        messages: messages of a conversation so far; None for texts.
+        tools: descriptions of tools for a conversation's template.
+        documents: prompts and answers as tokens; one, unless the chat template rewrites earlier turns.
+        finish: "stop": the last answer came to its end; "length": it did not; "endless": it never would have, since it
+            repeats itself; "context": the conversation would have grown beyond the target's context. Empty while there
+            is more to answer.
+        is_reencoded: whether tokens of an answer come from its text, because the generated ones are not known.
     """
 
     id: str
@@ -57,11 +56,11 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Tells whether a line of an earlier run answered the same prompt."""
+        """Digest of the first prompt: a line of an earlier run with another one answered another prompt."""
         return prompt_digest(self.prompt_ids)
 
     def start(self) -> list[int]:
-        """The first prompt."""
+        """Begins the document; returns the first prompt."""
         document = Document()
         document.extend(self.prompt_ids, written=False)
         self.documents = [document]
@@ -70,7 +69,7 @@ class Job:
     def take(self, answer: list[int], ended: bool, encoder: Encoder) -> None:
         """Notes an answer, end token included if it `ended`."""
         is_endless = not ended and repeats_itself(answer)
-        # What repeats itself is noted, but nobody is to learn it.
+        # An endless answer is noted, but no head is to learn it.
         self.documents[-1].extend(answer, written=not is_endless)
         if self.messages is not None:
             text = encoder.tokenizer.decode(answer, skip_special_tokens=True)
@@ -81,7 +80,7 @@ class Job:
             self.finish = "stop"
 
     def ask(self, encoder: Encoder, max_prompt: int) -> list[int] | None:
-        """The prompt of the next turn, as a chat would give it to the target; None if it is too long."""
+        """Prompt of the next turn, as a chat would give it to the target; None if it is too long."""
         assert self.messages is not None
         question = self.questions.pop(0)
         ids = encoder.chat_prompt_ids([*self.messages, *question], self.tools)
@@ -97,13 +96,8 @@ class Job:
             self.documents[-1].extend(ids, written=False)
         return ids
 
-    def text_lines(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """What is written down for readers."""
-        text = self._text(tokenizer)
-        return [{"id": self.id, "part": 0, **text, "finish": self.finish, "digest": self.digest}]
-
     def lines(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """What is written down for training: text and token ids."""
+        """Lines of the output: text and token ids of each document."""
         text = self._text(tokenizer)
         if self.is_reencoded:
             text["reencoded"] = True
@@ -124,13 +118,11 @@ class Job:
 
 def line_digest(line: Mapping[str, Any]) -> str:
     """`Job.digest` of the job that a line came from (its part 0)."""
-    if "digest" in line:
-        return line["digest"]
     return prompt_digest(line["input_ids"][: line["num_prompt_tokens"]])
 
 
 def repeats_itself(tokens: Sequence[int]) -> bool:
-    """Whether the end of a text is one passage, of at most a quarter of it, again and again: three times at least."""
+    """True if a text ends in one passage, of at most a quarter of it, three times or more."""
     longest = len(tokens) // 4
     return len(tokens) >= _SHORTEST_LOOP and any(
         list(tokens[-2 * period :]) == list(tokens[-3 * period : -period]) and 3 * period >= _SHORTEST_LOOP // 2
@@ -147,12 +139,12 @@ class Asker:
     """Makes jobs of records.
 
     Args:
-        encoder: renders and tokenises.
-        prompt_tokens: of a plain text, the tokens that are the prompt.
-        piece_tokens: cut plain texts into pieces of this many tokens; None: each has one prompt, its beginning.
-        chat: a `prompt` that is a mere text is what the user says.
-        max_prompt: longer prompts are refused.
-        held_out: prompts like these are refused.
+        encoder: renderer and tokenizer.
+        prompt_tokens: number of tokens of a plain text that are the prompt.
+        piece_tokens: tokens of the pieces that plain texts are cut into; None: one prompt, the beginning of the text.
+        chat: whether a `prompt` that is a mere text is a user's message.
+        max_prompt: maximum length of a prompt in tokens.
+        held_out: prompts kept for measuring; prompts like them are refused.
     """
 
     encoder: Encoder
@@ -163,10 +155,10 @@ class Asker:
     held_out: HeldOut | None = None
 
     def __call__(self, index: int, record: Mapping[str, Any]) -> list[Job]:
-        """The jobs of record `index`.
+        """Makes the jobs of record `index`.
 
         Raises:
-            RecordError: it cannot be answered, and why.
+            RecordError: the record cannot be answered; the text says why.
         """
         example = read_record(record, self.chat)
         if self.held_out is not None and self.held_out.is_like(example):

@@ -1,7 +1,6 @@
-"""Answers written by actors of a Ray cluster (Ray Data): each holds a target and a speculator, and takes batches.
+"""Answers by actors of a Ray cluster (Ray Data): each holds a target and a speculator, and takes batches.
 
-What an actor makes of a batch depends on the batch alone, so a batch whose actor died is answered again by another one,
-with the same text.
+An answer depends on its batch alone, so another actor can answer the batch of an actor that died, with the same text.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from hf_speculate.models import unwrap
 
 from ..target import TargetSection, load_target, load_tokenizer
 from .answers import Document, Job
-from .engine import Engine
-from .local import LocalEngine
+from .engine import Engine, LocalEngine
 from .planning import RegenerateOptions
 
 
 logger = get_logger(__name__)
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
-_MOST_BLOCKS = 4096  # what Ray takes and, where an actor dies, does again
+_MOST_BLOCKS = 4096  # Ray does a block again where an actor dies
 
 
 class RayEngine(Engine):
@@ -41,11 +39,11 @@ class RayEngine(Engine):
 
     Args:
         section: the target, as every actor can load it.
-        options: see `RegenerateOptions`.
-        speculator: NAME_OR_PATH:option=value,… of each actor's own; None: none.
-        actors: how many.
-        cpus, gpus: of each actor. On a CPU it computes with so many threads.
-        retries: so often a batch is tried again that raised.
+        options: options for prompts and answers.
+        speculator: NAME_OR_PATH:option=value,… for each actor; None: no speculator.
+        actors: number of actors.
+        cpus, gpus: resources of each actor. On a CPU it computes with `cpus` threads.
+        retries: number of times that a batch that raised is tried again.
     Raises:
         SpeculateError: Ray is not installed.
     """
@@ -70,8 +68,7 @@ class RayEngine(Engine):
         self._tokens = self._rounds = 0
 
     def settings(self) -> dict[str, Any]:
-        """As those of `LocalEngine`: a file that one began the other goes on with. The target is loaded for it once,
-        where actors are."""
+        """Settings as those of `LocalEngine`: either goes on with the other's file. An actor loads the target."""
         with _cluster() as ray:
             fingerprint: Any = ray.remote(**self._resources)(_fingerprint).remote(*self._given)
             return {"target": ray.get(fingerprint)}
@@ -90,7 +87,7 @@ class RayEngine(Engine):
                 compute=ray.data.ActorPoolStrategy(size=self._actors),
                 **self._resources,
             )
-            for row in answered.iter_rows():  # what a dead actor had begun another one does again: Ray's default
+            for row in answered.iter_rows():  # another actor does again what a dead one had begun: Ray's default
                 if row["problem"]:
                     raise SpeculateError(f"an actor could not answer a batch: {row['problem']}")
                 self._tokens += row["tokens"]
@@ -102,7 +99,7 @@ class RayEngine(Engine):
 
 
 class AnsweringActor:
-    """What an actor holds, and what it does with a batch of rows."""
+    """An actor: it holds target and speculator, and answers batches of rows."""
 
     def __init__(
         self,
@@ -119,8 +116,7 @@ class AnsweringActor:
         self._engine = LocalEngine(target, load_tokenizer(section), options, self._speculator)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list[Any]]:
-        """Answers the jobs of each row; tells how many tokens its rounds with a draft emitted, and how many these
-        were, or what went wrong."""
+        """Answers the jobs of each row; adds the number of rounds with a draft and of their tokens, or the error."""
         answered: dict[str, list[Any]] = {"jobs": [], "tokens": [], "rounds": [], "problem": []}
         for text in rows["jobs"]:
             before = self._counts()
@@ -131,11 +127,11 @@ class AnsweringActor:
         return answered
 
     def fingerprint(self) -> str:
-        """Of the target, as it was loaded here."""
+        """Fingerprint of the target, as it was loaded here."""
         return self._engine.settings()["target"]
 
     def _answered(self, text: str) -> tuple[str, str]:
-        """The jobs and "", or "" and what went wrong however often it was tried."""
+        """The answered jobs and "", or "" and the error of the last attempt."""
         problem = ""
         for attempt in range(self._retries + 1):
             batch = [_job(each) for each in json.loads(text)]
@@ -162,7 +158,7 @@ def _target(section: TargetSection, cpus: float, on_gpu: bool) -> Any:
 
 
 def _fingerprint(*given: Any) -> str:
-    """Of the target; where an actor cannot have target or speculator, this says why."""
+    """Fingerprint of the target; raises if an actor cannot load target or speculator."""
     return AnsweringActor(*given).fingerprint()
 
 
@@ -175,7 +171,7 @@ def _cluster() -> Iterator[Any]:
     """Ray, as it was set up already, or quietly on this machine and for this time.
 
     Raises:
-        SpeculateError: an actor failed for good; in one line.
+        SpeculateError: an actor failed for good.
     """
     ray: Any = import_module("ray")
     import_module("ray.data")

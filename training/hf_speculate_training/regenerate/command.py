@@ -21,8 +21,7 @@ from ..data import HeldOut, load_records
 from ..target import DtypeName, QuantizationName, TargetSection, load_config, load_target, load_tokenizer
 from .cluster import RayEngine
 from .connection import KEY_VARIABLE, Connection
-from .engine import Engine
-from .local import LocalEngine
+from .engine import Engine, LocalEngine
 from .planning import Planner, RegenerateOptions
 from .self_prompts import SelfPromptOptions, write_self_prompts
 from .server import ServerEngine
@@ -33,60 +32,92 @@ EngineName: TypeAlias = Literal["local", "ray", "server"]
 
 
 def regenerate_command(
-    target: Annotated[str, typer.Option(help="Path or Hub id of the model that writes.")],
-    output: Annotated[Path, typer.Option(help="JSON-lines file; a run that was stopped goes on with it.")],
+    target: Annotated[str, typer.Option(help="Model that writes: path or Hub id.")],
+    output: Annotated[
+        Path, typer.Option(help="Write answers to this JSON-lines file; a run that was stopped goes on with it.")
+    ],
     data: Annotated[
-        str | None, typer.Option(help="json, jsonl, parquet, csv or text file, folder, pattern, or Hub id.")
+        str | None, typer.Option(help="Prompts: json, jsonl, parquet, csv or text file, folder, pattern, or Hub id.")
     ] = None,
     self_prompts: Annotated[
         int | None,
-        typer.Option(min=1, help="Instead of data: so many prompts drawn from the target itself (a chat model)."),
+        typer.Option(min=1, help="Draw this many prompts from the target itself (a chat model) instead of --data."),
     ] = None,
     exclude: Annotated[
         list[Path] | None,
-        typer.Option(help="JSON-lines file of prompts kept for measuring: none like them is answered (repeatable)."),
+        typer.Option(help="Skip prompts like those of this JSON-lines file, kept for measuring (repeatable)."),
     ] = None,
     speculator: Annotated[
-        str, typer.Option("--speculator", "-s", help="auto, none, or NAME_OR_PATH:option=value,... ")
+        str,
+        typer.Option(
+            "--speculator", "-s", help="Drafter: auto (prompt_lookup), none, or NAME_OR_PATH:option=value,..."
+        ),
     ] = "auto",
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy (default: what the model's generation config says).")
+        float | None,
+        typer.Option(min=0, help="Sample at this temperature; 0 is greedy (default: the model's own settings)."),
     ] = None,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="With --temperature.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="With --temperature; 0 is off.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    seed: Annotated[int, typer.Option()] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first so many records.")] = None,
-    column: Annotated[list[str] | None, typer.Option(help="OURS=THEIRS, e.g. prompt=question (repeatable).")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="A prompt that is a mere text is what the user says.")] = False,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a plain text: where the target goes on.")] = 64,
-    pieces: Annotated[bool, typer.Option("--pieces", help="Plain texts: go on from the start of every piece.")] = False,
-    split: Annotated[str, typer.Option(help="Of Hub data.")] = "train",
-    config: Annotated[str | None, typer.Option(help="Of Hub data.")] = None,
-    streaming: Annotated[bool, typer.Option("--streaming", help="Do not download Hub data as a whole.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Of the target.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="PEFT adapter to put on the target.")] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Sample from the likeliest tokens of this total probability; with --temperature."
+        ),
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 is all; with --temperature.")
+    ] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop an answer after this many tokens.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answer this many prompts at a time.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first records (default: all).")] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="Rename a column of the data: OURS=THEIRS, e.g. prompt=question (repeatable)."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take a prompt that is a mere text as a user's message.")
+    ] = False,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Keep this many tokens of a plain text; the target goes on from there.")
+    ] = 64,
+    pieces: Annotated[
+        bool, typer.Option("--pieces", help="Cut plain texts into pieces, and go on from the start of each.")
+    ] = False,
+    split: Annotated[str, typer.Option(help="Split of Hub data.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Configuration of Hub data.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Read Hub data piece by piece, without downloading it as a whole.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Revision of the target.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Put this PEFT adapter on the target.")] = None,
+    dtype: Annotated[DtypeName, typer.Option(help="Dtype of the target; auto is the checkpoint's.")] = "auto",
     quantization: Annotated[QuantizationName | None, typer.Option(help="Load the target in 8 or 4 bit.")] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="GGUF file in the target's folder.")] = None,
-    device: Annotated[str | None, typer.Option(help="Default: the accelerator if there is one.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="Load this GGUF file of the target's folder.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device of the target (default: the accelerator if there is one).")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
     engine: Annotated[
-        EngineName, typer.Option(help="Who answers: this process, actors of a Ray cluster, a server.")
+        EngineName, typer.Option(help="Answer in this process, by actors of a Ray cluster, or by a server.")
     ] = "local",
     server: Annotated[
-        str | None, typer.Option(metavar="URL", help=f"Of --engine server; its key is taken from {KEY_VARIABLE}.")
+        str | None, typer.Option(metavar="URL", help=f"Address for --engine server; its key comes from {KEY_VARIABLE}.")
     ] = None,
-    server_model: Annotated[str | None, typer.Option(help="Its name there (default: the only one).")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the server at a time.")] = 32,
-    request_timeout: Annotated[float, typer.Option(min=1, help="Seconds for a whole answer of the server.")] = 600.0,
-    retries: Annotated[int, typer.Option(min=0, help="So often a request, or a batch of Ray's, is tried again.")] = 5,
-    actors: Annotated[int, typer.Option(min=1, help="Of --engine ray; each holds target and speculator.")] = 1,
-    actor_cpus: Annotated[float, typer.Option(min=0, help="Of each actor.")] = 1.0,
-    actor_gpus: Annotated[float, typer.Option(min=0, help="Of each actor.")] = 0.0,
+    server_model: Annotated[
+        str | None, typer.Option(help="Name of the model on the server (default: the only one).")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Send this many requests to the server at a time.")] = 32,
+    request_timeout: Annotated[
+        float, typer.Option(min=1, help="Wait this many seconds for a whole answer of the server.")
+    ] = 600.0,
+    retries: Annotated[int, typer.Option(min=0, help="Retry a failed request (or Ray batch) this many times.")] = 5,
+    actors: Annotated[
+        int, typer.Option(min=1, help="Start this many actors for --engine ray; each holds target and speculator.")
+    ] = 1,
+    actor_cpus: Annotated[float, typer.Option(min=0, help="CPUs of each actor.")] = 1.0,
+    actor_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each actor.")] = 0.0,
 ) -> None:
-    """Have the target write the answers of a dataset anew (and the questions): what its head should learn from."""
+    """Have the target answer the prompts of a dataset (or its own), as training data for its head."""
     if (data is None) == (self_prompts is None):
         raise SpeculateError("give the prompts to answer: either --data or --self-prompts.")
     if self_prompts is not None and engine != "local":
@@ -136,7 +167,7 @@ def regenerate_command(
         drafting, served = _speculator(speculator, model), unwrap(model).config
         if self_prompts is not None:
             drawing = SelfPromptOptions(count=self_prompts, batch_size=batch_size, seed=seed)
-            drawn = output.with_name(output.name + ".prompts")  # no data to train on
+            drawn = output.with_name(output.name + ".prompts")  # another suffix: these are no training data
             records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
             options = replace(options, chat=True)
         answering = LocalEngine(model, tokenizer, options, drafting)
@@ -161,7 +192,7 @@ def column_names(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def _texts(paths: Iterable[Path]) -> Iterator[str]:
-    """What users say in prompt files."""
+    """Users' messages of prompt files."""
     for prompt in (prompt for path in paths for prompt in read_prompts(path)):
         yield from (message["content"] for message in prompt.messages if message["role"] == "user")
         yield from prompt.later_turns

@@ -1,30 +1,32 @@
-"""Requests to a server that may be busy, restart, cut the line, or never come to an end.
+"""Requests to a server that may be busy, restart, cut the line, or never come to an end; and its answers, by a schema.
 
-The client is OpenAI's own. It knows which requests can be tried again, and waits longer each time, as long as the
-server wants where that says so. It bounds only the time between two bytes; a limit for the whole answer is added here.
+The client is OpenAI's own. It knows which requests can be tried again, and waits longer each time, or as long as the
+server asks. It bounds only the time between two bytes; this module adds a limit for the whole answer.
+
+Answers have OpenAI's form. A field that is used has its type, or the answer is refused: numbers are no texts, booleans
+no token ids, and a text holds no lone surrogates. Fields that nobody uses may hold anything.
 """
 
 from __future__ import annotations
 
 import os
+import reprlib
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import MASK
-
-from .replies import Models, first_fault, is_cut
 
 
 KEY_VARIABLE = "HF_SPECULATE_SERVER_KEY"
 
 _MAX_BYTES = 64 << 20  # of a reply; 100,000 tokens with their text are about one megabyte
 
-# Headers that say how a reply came: they are not true any more of one that was read and decoded.
+# Headers about the transfer: they are not true any more of a reply that was read and decoded.
 _OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -34,7 +36,7 @@ class ServerError(SpeculateError, RuntimeError):
     """A server cannot be reached, or does not do what it is asked for.
 
     Attributes:
-        status: of its answer, where it refused a request that it understood.
+        status: status of its answer, where it refused a request that it understood.
     """
 
     def __init__(self, message: str, status: int | None = None):
@@ -46,13 +48,13 @@ class ServerError(SpeculateError, RuntimeError):
 class Connection:
     """Requests to one server, from many threads, until it is closed.
 
-    A key that it wants is taken from the environment (`HF_SPECULATE_SERVER_KEY`), and neither logged nor written.
+    The server's key comes from the environment (`HF_SPECULATE_SERVER_KEY`), and is neither logged nor written.
 
     Args:
-        url: with or without `/v1`.
+        url: address of the server, with or without `/v1`.
         timeout: seconds for a whole answer, from the first byte sent to the last one read.
-        retries: so often a request is tried again that got no answer or a broken one, was put off (408, 409, 429), or
-            failed there (5xx).
+        retries: number of times that a request is tried again that got no answer or a broken one, was put off (408,
+            409, 429), or failed there (5xx).
     """
 
     def __init__(self, url: str, *, timeout: float = 600.0, retries: int = 5):
@@ -74,14 +76,15 @@ class Connection:
         self._portal = self._open.enter_context(start_blocking_portal(name="server"))
 
     def models(self) -> list[str]:
-        """Names of what it serves."""
+        """Names of the models that it serves."""
         return [model.id for model in self._asked("get", "/models", Models).data]
 
     def ask(self, path: str, body: dict[str, Any], form: type[Reply]) -> Reply:
-        """Its answer to a request.
+        """Sends a request and returns the answer.
 
         Args:
-            path: below `/v1`.
+            path: path below `/v1`.
+            body: body of the request.
             form: schema of the answer.
         Raises:
             ServerError: it refuses, gives no answer however often it is asked, or answers in another form.
@@ -89,7 +92,7 @@ class Connection:
         return self._asked("post", path, form, body=body)
 
     def close(self) -> None:
-        """Ends what is under way: nobody waits for it any more."""
+        """Ends requests under way: nobody waits for them any more."""
         from anyio import move_on_after
 
         async def end() -> None:
@@ -164,3 +167,71 @@ def _bounded_client(timeout: float) -> tuple[Any, type[Any]]:
             return httpx.Response(reply.status_code, headers=headers, content=bytes(content), request=reply.request)
 
     return Bounded(), httpx.Response
+
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class Message(_Reply):
+    """Text of a chat's answer. The other fields hold parts that the server has taken out of it."""
+
+    content: str | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+
+    @property
+    def is_taken_apart(self) -> bool:
+        return any((self.reasoning, self.reasoning_content, self.tool_calls))
+
+
+class Choice(_Reply):
+    """One answer. Servers that return tokens (vLLM) name those of a text's prompt here."""
+
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    message: Message | None = None
+    text: str | None = None
+    token_ids: TokenIds | None = None
+    prompt_token_ids: TokenIds | None = None
+
+
+class Usage(_Reply):
+    """Numbers of tokens."""
+
+    prompt_tokens: int | None = None
+
+
+class Completion(_Reply):
+    """Reply to a request for text, or for a chat's next turn."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
+    prompt_token_ids: TokenIds | None = None
+    usage: Usage | None = None
+
+
+class Model(_Reply):
+    """One of the models that a server has."""
+
+    id: str
+
+
+class Models(_Reply):
+    """Reply to the request for the models."""
+
+    data: list[Model]
+
+
+def is_cut(error: ValidationError) -> bool:
+    """True if the reply is no JSON: the line was cut, or somebody else answered."""
+    return error.errors(include_url=False)[0]["type"] == "json_invalid"
+
+
+def first_fault(error: ValidationError) -> str:
+    """One line on the first wrong field."""
+    fault = error.errors(include_url=False)[0]
+    place = ".".join(map(str, fault["loc"])) or "the reply"
+    return f"{place}: {fault['msg']}, found {reprlib.repr(fault['input'])}"

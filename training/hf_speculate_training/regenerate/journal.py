@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import json_writer, read_json, replace_files
@@ -20,13 +20,12 @@ from hf_speculate.files import json_writer, read_json, replace_files
 class Journal:
     """An output file of groups of lines; a group is all lines of one example.
 
-    Every line holds `id`, the example's, and `is_last`, whether the group ends with it. What was torn by a kill (an
-    unfinished line, an unfinished group) is cut off when the file is opened again. A file beside it (`.settings`)
-    holds what it was made with.
+    Every line holds the example's `id`, and `is_last`, which marks the end of its group. Opening the file again cuts
+    off a line or a group that a kill left unfinished. A file beside it (`.settings`) holds the settings.
 
     Args:
         path: the output file; its folder is made if it is absent.
-        settings: what the output depends on, JSON-serialisable. Reopening it with others raises.
+        settings: everything that the output depends on, JSON-serialisable. Reopening it with others raises.
 
     Raises:
         SpeculateError: made with other settings, being written by another process, not a file of this kind; it cannot
@@ -43,7 +42,7 @@ class Journal:
             self._lock.acquire(timeout=0)
             self._check_settings()
             self._cut_torn_end()
-            self._file = self.path.open("ab", buffering=0)  # nothing is written later than asked
+            self._file = self.path.open("ab", buffering=0)  # every write is at once
         except Timeout as error:
             raise SpeculateError(f"{self.path} is being written by another process.") from error
         except BaseException as error:
@@ -59,14 +58,14 @@ class Journal:
         self.close()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What the file holds."""
+        """Lines of the file."""
         return read_lines(self.path)
 
     def append(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Writes groups of lines; when it returns they are on the disk.
+        """Writes groups of lines to the disk.
 
         Raises:
-            SpeculateError: they could not be written; what was there before still is.
+            SpeculateError: they could not be written; the file is as before.
         """
         marked = [dict(line, is_last=line is group[-1]) for group in groups for line in group]
         data = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in marked)
@@ -142,26 +141,19 @@ class Journal:
 
 
 class _Line(BaseModel):
-    """Fields of a line that say where it belongs. The prompt is there as its digest or as its tokens."""
+    """Fields of a line that say where it belongs."""
 
     model_config = ConfigDict(strict=True)
 
     id: str
     part: int
     is_last: bool
-    digest: str | None = None
-    input_ids: list[int] | None = None
-    num_prompt_tokens: int | None = None
-
-    @model_validator(mode="after")
-    def _has_prompt(self) -> _Line:
-        if self.digest is None and (self.input_ids is None or self.num_prompt_tokens is None):
-            raise ValueError("neither a digest nor tokens")
-        return self
+    input_ids: list[int]
+    num_prompt_tokens: int
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What a journal's file holds."""
+    """Lines of a journal's file."""
     with path.open("rb") as file:
         for line in file:
             yield json.loads(line)

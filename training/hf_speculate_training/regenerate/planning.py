@@ -1,4 +1,4 @@
-"""What is to be answered: prompts of the data, in batches of about the same length, and how answers are written."""
+"""Plans of a run: options, and prompts of the data in batches of about the same length."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from ..data import Encoder, HeldOut, RecordError, Records, context_length
 from .answers import Asker, Job
 
 
-# Jobs that are sorted by length at a time: rows of equal length waste nothing on padding.
+# Number of jobs to sort by length at a time: rows of equal length waste nothing on padding.
 _WINDOW = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateOptions:
-    """How answers are written.
+    """Options for prompts and answers.
 
     Attributes:
-        temperature: 0 is greedy; None leaves temperature, top_p and top_k to the model's generation config.
-        top_p, top_k: with a temperature; 1.0 and 0 are off.
-        max_new_tokens: of one answer. Prompts that leave less room in the target's context are not answered.
+        temperature: temperature of the sampling; 0 is greedy; None leaves temperature, top_p and top_k to the model's
+            generation config.
+        top_p, top_k: limits of the sampling with a temperature; 1.0 and 0 are off.
+        max_new_tokens: maximum number of tokens of one answer. Prompts that leave less room in the target's context are
+            skipped.
         batch_size: rows at a time.
-        seed: of the sampling. A batch is a function of the data, `batch_size` and this alone: where a run was
-            interrupted changes nothing.
-        prompt_tokens: of a plain text, the tokens that are kept; the target goes on from there.
-        pieces: cut plain texts into pieces of `prompt_tokens + max_new_tokens` and go on from the start of each,
-            instead of the start of each text only.
-        chat: a `prompt` that is a mere text is what the user says.
+        seed: seed of the sampling. A batch depends on the data, `batch_size` and this alone, and not on interruptions.
+        prompt_tokens: number of tokens of a plain text to keep; the target goes on from there.
+        pieces: whether to cut plain texts into pieces of `prompt_tokens + max_new_tokens`: the target then goes on from
+            the start of each piece, instead of the start of each text only.
+        chat: whether a `prompt` that is a mere text is a user's message.
     """
 
     temperature: float | None = None
@@ -63,7 +64,7 @@ class Planner:
 
     Args:
         tokenizer, config: the target's.
-        options: see `RegenerateOptions`.
+        options: options for prompts and answers.
         held_out: prompts kept for measuring; records like them are skipped.
     Raises:
         SpeculateError: `max_new_tokens` leaves no room for a prompt.
@@ -83,7 +84,7 @@ class Planner:
         )
 
     def batches(self, records: Records, skipped: Counter[str], bar: tqdm) -> Iterator[list[Job]]:
-        """Jobs in batches of about the same length; the same records give the same batches."""
+        """Makes batches of jobs of about the same length; the same records give the same batches."""
         jobs = self._jobs(records, skipped, bar)
         while window := list(islice(jobs, _WINDOW)):
             window.sort(key=lambda job: len(job.prompt_ids))
@@ -100,7 +101,7 @@ class Planner:
 
 
 def longest_prompt(tokenizer: Any, config: PretrainedConfig, options: RegenerateOptions) -> int:
-    """Tokens of a prompt that leaves room for an answer in the target's context."""
+    """Maximum length of a prompt, in tokens, that leaves room for an answer in the target's context."""
     context = context_length(tokenizer, config)
     longest = 10**9 if context is None else context - options.max_new_tokens
     if longest < 1:

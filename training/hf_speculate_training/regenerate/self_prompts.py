@@ -1,7 +1,7 @@
-"""Prompts without a dataset: the target writes what a user might say.
+"""Prompts without a dataset: the target writes messages that a user might send.
 
-A chat model that is given its template up to where the user speaks, and nothing more, goes on with a user's message: it
-was trained on whole conversations (Magpie, arXiv 2406.08464).
+A chat model that gets its template up to where the user speaks, and nothing more, goes on with a user's message: it was
+trained on whole conversations (Magpie, arXiv 2406.08464).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SelfPromptOptions:
-    """How the user's messages are drawn.
+    """Options for drawing messages.
 
     Attributes:
-        count: how many are drawn; fewer are kept.
-        temperature, top_p: of the sampling.
-        max_new_tokens: of one message; longer ones are dropped.
+        count: number of messages to draw; fewer are kept.
+        temperature, top_p: temperature and limit of the sampling.
+        max_new_tokens: maximum number of tokens of a message; longer ones are dropped.
         batch_size: rows at a time.
-        seed: of the sampling.
+        seed: seed of the sampling.
     """
 
     count: int
@@ -62,18 +62,18 @@ def write_self_prompts(
     speculator: Speculator | None = None,
     show_progress: bool | None = None,
 ) -> tuple[Dataset, Counter[str]]:
-    """Has the target write what users say to it; goes on where an earlier run was stopped.
+    """Draws messages of users from the target; goes on where an earlier run was stopped.
 
     Args:
-        output: JSON lines of what was drawn, dropped ones included.
+        output: file for JSON lines of all messages, dropped ones included.
         others: as those of `regenerate`.
     Returns:
-        Records with one column, `prompt`, in the order of drawing; and what was dropped, by reason.
+        Records with one column, `prompt`, in the order of drawing; and numbers of dropped messages, by reason.
     Raises:
         SpeculateError: no chat template, or one whose user's turn ends in text; nothing was kept; as `regenerate`.
     """
     prefix, end_id = Encoder(tokenizer=tokenizer).user_turn()
-    # The end token stands for the message that is to be written.
+    # The end token stands for the message.
     record = {"input_ids": [*prefix, end_id], "loss_mask": [0] * len(prefix) + [1]}
     writing = RegenerateOptions(
         temperature=options.temperature,
@@ -102,7 +102,7 @@ def write_self_prompts(
 
 
 def _kept(lines: list[dict[str, Any]]) -> tuple[list[str], Counter[str]]:
-    """The messages that came to their end, each once, whatever its case and blanks."""
+    """Messages that came to their end, each once, whatever its case and blanks; and numbers of the others."""
     kept: dict[str, str] = {}
     dropped: Counter[str] = Counter()
     for line in lines:

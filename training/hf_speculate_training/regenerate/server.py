@@ -1,8 +1,8 @@
-"""Answers written by a server that speaks OpenAI's protocol: vLLM, SGLang, `transformers serve`.
+"""Answers by a server that speaks OpenAI's protocol: vLLM, SGLang, `transformers serve`.
 
-Prompts are made by the target's own tokenizer and compared with what the server makes of them. Where it returns the
-tokens that it generated (vLLM, `return_token_ids`), these are kept; else its text is tokenised again, and the lines say
-so: other tokens may come out than went in.
+The target's own tokenizer makes the prompts, and the server's tokens must be the same. If it returns the tokens that it
+generated (vLLM, `return_token_ids`), the lines hold these. Otherwise its text is tokenised again, which may give other
+tokens, and the lines say so.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from hf_speculate.messages import get_logger
 
 from ..data import Encoder
 from .answers import Job
-from .connection import Connection, ServerError
+from .connection import Choice, Completion, Connection, ServerError
 from .engine import Engine
 from .planning import RegenerateOptions, longest_prompt
-from .replies import Choice, Completion
 
 
 logger = get_logger(__name__)
@@ -37,11 +36,11 @@ class ServerEngine(Engine):
     """A model that is served elsewhere.
 
     Args:
-        connection: to the server.
-        tokenizer, config: of the target: what the server serves.
-        options: see `RegenerateOptions`. Without a temperature the server's own defaults hold.
-        model: its name there; None: the only one that the server has.
-        concurrency: requests at a time.
+        connection: connection to the server.
+        tokenizer, config: tokenizer and configuration of the model that the server has.
+        options: options for prompts and answers. Without a temperature the server's own defaults hold.
+        model: name of the model on the server; None for its only one.
+        concurrency: number of requests at a time.
     Raises:
         ServerError: the server cannot be reached, or has no such model.
     """
@@ -73,9 +72,9 @@ class ServerEngine(Engine):
         return {"server": self.model}
 
     def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
-        """A job at a time as its turns are answered; after a failure no others are begun, and those under way end.
+        """Answers several jobs at a time, and yields each when its last turn is answered.
 
-        The connection is closed in the end.
+        After a failure it begins no others, and those under way end. The connection is closed in the end.
         """
         jobs, problem, running = chain.from_iterable(batches), None, set[Future[Job]]()
         pool = ThreadPoolExecutor(self._concurrency, thread_name_prefix="regenerate")
@@ -91,7 +90,7 @@ class ServerEngine(Engine):
                 if problem is None:
                     running |= self._begun(pool, jobs, len(ended))
         finally:
-            self._connection.close()  # if some are running still, nobody wants their answers
+            self._connection.close()  # nobody wants the answers of those that still run
             pool.shutdown()
         if problem is not None:
             raise problem
@@ -124,7 +123,7 @@ class ServerEngine(Engine):
         return given
 
     def _asked(self, job: Job, body: dict[str, Any], prompt: list[int]) -> Completion:
-        """One request, in the form that the server takes: with token ids first, then without."""
+        """Sends one request in a form that the server takes: with token ids first, then without."""
         while True:
             returns, takes = self._returns_tokens, self._takes_tokens
             asked = {**body, "return_token_ids": True} if returns else body

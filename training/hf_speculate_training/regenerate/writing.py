@@ -1,8 +1,6 @@
-"""Answers written anew by the target itself, so that a head learns what the target says and not what the data say.
+"""Runs of `regenerate`: an engine answers the prompts of the data, batch by batch, into a file that only grows.
 
-Prompts come from the data, in batches of about the same length; an engine answers them, and what is answered is written
-down at once. Token ids are kept beside the text, since tokenising a text again may give other tokens than those that
-were generated.
+Lines hold token ids beside the text, since tokenising a text again may give other tokens than the generated ones.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from hf_speculate.speculator import Speculator
 
 from ..data import HeldOut, Records
 from .answers import Job, line_digest
-from .engine import Engine
+from .engine import Engine, LocalEngine
 from .journal import Journal
-from .local import LocalEngine
 from .planning import Planner, RegenerateOptions
 
 
@@ -34,16 +31,15 @@ logger = get_logger(__name__)
 
 @dataclass
 class RegenerateReport:
-    """What a run did.
+    """Figures of a run.
 
     Attributes:
-        num_written, num_found: examples written now, and found from earlier runs.
-        num_new_tokens: tokens written now.
-        num_cut: examples written now that reached `max_new_tokens`, so that they have no end.
-        num_endless: those written now that repeat themselves to no end; no token of theirs will be learnt.
-        num_reencoded: examples written now of whose answers only the text is known: token ids are those that the
-            tokenizer makes of it.
-        skipped: records that cannot be answered, by reason.
+        num_written, num_found: number of examples written now, and found from earlier runs.
+        num_new_tokens: number of tokens written now.
+        num_cut: number of examples written now that reached `max_new_tokens`, so that they have no end.
+        num_endless: number of those written now that repeat themselves to no end; no head learns their tokens.
+        num_reencoded: number of examples written now whose token ids come from the text of the answers.
+        skipped: reason -> number of records that cannot be answered.
     """
 
     num_written: int = 0
@@ -76,12 +72,12 @@ def regenerate(
     Args:
         target: the model; a PEFT-wrapped one writes with its adapter.
         tokenizer: the target's.
-        records: see `load_records`.
+        records: records as `load_records` returns them.
         output: the file; its folder is made if it is absent.
-        options: see `RegenerateOptions`.
-        speculator: speeds it up; what is written is the same without.
+        options: options for prompts and answers; None for the defaults.
+        speculator: speculator that makes it faster; the text is the same without.
         held_out: prompts kept for measuring; records like them are skipped.
-        end_ids: tokens at which a text ends, beside the model's own.
+        end_ids: tokens that end a text, beside the model's own.
         show_progress: a bar on stderr (None: if that is a terminal).
     Raises:
         SpeculateError: nothing to answer; an output made from other data, by another target or with other options.
@@ -98,17 +94,11 @@ def write_answers(
     records: Records,
     output: str | Path,
     *,
-    text_only: bool = False,
     show_progress: bool | None = None,
 ) -> RegenerateReport:
-    """`regenerate` by any engine; raises what it raises, and what the engine does.
-
-    Args:
-        text_only: lines without token ids: nobody learns from them.
-    """
+    """Does the work of `regenerate` with any engine; raises as it does, and as the engine does."""
     num_records = len(records) if hasattr(records, "__len__") else None  # type: ignore[arg-type]
     settings = {**engine.settings(), "num_records": num_records, **asdict(planner.options)}
-    settings |= {"text_only": True} if text_only else {}
     report = RegenerateReport()
     with (
         Journal(output, settings) as journal,
@@ -119,8 +109,7 @@ def write_answers(
         batches = planner.batches(records, report.skipped, bar)
         for answered in engine.answered(_missing(batches, dict(done), journal, engine.answers_whole_batches)):
             fresh = [job for job in answered if job.id not in done]
-            made = Job.text_lines if text_only else Job.lines
-            journal.append([made(job, planner.tokenizer) for job in fresh])
+            journal.append([job.lines(planner.tokenizer) for job in fresh])
             done |= {job.id: job.digest for job in fresh}
             _count(report, fresh)
             bar.set_postfix_str(f"{report.num_found + report.num_written} examples, {report.num_new_tokens} new tokens")
@@ -134,7 +123,7 @@ def write_answers(
 def _missing(
     batches: Iterable[list[Job]], done: Mapping[str, str], journal: Journal, as_whole: bool
 ) -> Iterator[list[Job]]:
-    """Batches with jobs that are not done, with or without those that are."""
+    """Batches that have jobs to do: as a whole, or without the jobs that are done."""
     for batch in batches:
         missing = [job for job in batch if not _is_done(job, done, journal)]
         if missing:

@@ -1,7 +1,7 @@
-"""Edits of code, replayed: a file is the prompt, what is "written" is the file with small changes. No clock.
+"""Acceptance on edited code: a file is the prompt, and the text is the file with small changes. No clock.
 
-Assistants spend much of their time on writing again what they were given. Small models cannot; so the text is laid
-down beforehand, and the target is made to write it.
+Assistants often write again what they were given. Small models cannot, so the target is made to write a text that was
+laid down beforehand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import typer
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from ..commands import (
+from hf_speculate.bench.acceptance import figures
+from hf_speculate.bench.methods import speculator_methods
+from hf_speculate.bench.runs import batches, fixed_length, generate_once
+from hf_speculate.commands import (
     Device,
     Grid,
     Specs,
@@ -34,11 +37,10 @@ from ..commands import (
     parse_specs,
     progress,
 )
-from ..errors import SpeculateError
-from ..registry import SpeculatorSpec
-from .acceptance import figures
-from .methods import speculator_methods
-from .runs import batches, fixed_length, generate_once
+from hf_speculate.errors import SpeculateError
+from hf_speculate.registry import SpeculatorSpec
+
+from .command import run
 
 
 _DEFAULT_SPECS = ("prompt_lookup", "suffix")
@@ -48,7 +50,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 @dataclass(kw_only=True)
 class EditSettings:
-    """What to replay. Files are modules of Python's standard library, as it is installed."""
+    """Options. Files are modules of Python's standard library, as it is installed."""
 
     QUICK: ClassVar = {"num_files": 4}
 
@@ -58,9 +60,9 @@ class EditSettings:
         default_factory=lambda: [8]
     )
     num_files: Annotated[int, typer.Option(min=1, help="Files to edit.")] = 24
-    file_tokens: Annotated[int, typer.Option(min=32, help="Of a file, so many tokens from its beginning.")] = 400
+    file_tokens: Annotated[int, typer.Option(min=32, help="Tokens taken from the beginning of a file.")] = 400
     num_edits: Annotated[int, typer.Option(min=0, help="Lines changed in each, besides a name everywhere.")] = 2
-    seed: Annotated[int, typer.Option(help="Of the edits.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the edits.")] = 0
     device: Device = None
 
     def specs(self) -> list[SpeculatorSpec]:
@@ -68,11 +70,7 @@ class EditSettings:
 
 
 def bench_edits(settings: EditSettings) -> dict[str, Any]:
-    """Acceptance on edited code: fixed trees where the text is a file of the prompt, with small changes. No clock.
-
-    Returns:
-        JSON-serialisable: `rows` as of `bench acceptance`.
-    """
+    """Acceptance on edited code, with fixed trees: the rows are those of `bench acceptance`."""
     name = settings.target or default_target()
     model, tokenizer = load_target(name, "auto", find_device(settings.device))
     edits = _replays(settings, tokenizer)
@@ -104,7 +102,7 @@ def bench_edits(settings: EditSettings) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> list[Grid | str]:
-    """One line a speculator and size."""
+    """A table with one line for each speculator and size."""
     return [
         Grid.of(
             f"Edits replayed: {result['num_files']} files of Python's standard library, {result['mean_tokens']:.0f} "
@@ -123,12 +121,7 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
 
 
 class WritesText(LogitsProcessor):
-    """Has the target write a text that is laid down.
-
-    Args:
-        prompt_length: of the one row, in tokens.
-        tokens: int64 [T], what is written.
-    """
+    """Makes the target write `tokens`, int64 [T], behind a prompt of one row."""
 
     def __init__(self, prompt_length: int, tokens: Tensor):
         self._prompt_length, self._tokens = prompt_length, tokens
@@ -161,12 +154,7 @@ def _replays(settings: EditSettings, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def edited_code(text: str, draw: random.Random, num_edits: int) -> str | None:
-    """A file with an identifier renamed, and lines dropped, added or with another number; None if it has too little.
-
-    Args:
-        draw: chooses what and where.
-        num_edits: besides the renaming.
-    """
+    """The file with an identifier renamed and `num_edits` lines dropped, added or changed; None if it is too short."""
     counts: dict[str, int] = {}
     for name in _IDENTIFIER.findall(text):
         counts[name] = counts.get(name, 0) + 1
@@ -187,3 +175,7 @@ def edited_code(text: str, draw: random.Random, num_edits: int) -> str | None:
         else:
             lines.insert(place, f"{indent}# TODO: see {draw.choice(names)}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(EditSettings, bench_edits, tables)

@@ -1,68 +1,55 @@
-"""What a round costs by nodes and by context: verifying, drafting, the cache, and what the engine adds to that.
+"""Costs of a round by nodes and by context: verifying, drafting, the cache, and what the engine adds to that.
 
-By default a shape with random weights and a scripted drafter that costs nothing, its acceptance set; with a target and
-speculators, what these cost.
+By default a shape with random weights and a scripted drafter that costs nothing, its acceptance set. With a target and
+speculators, the costs of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from ..cache import as_cache
-from ..commands import (
-    Exact,
-    Grid,
-    Layers,
-    NewTokens,
-    Rates,
-    Repeats,
-    Shape,
-    check_counts,
-    progress,
-    random_prompt,
-    ratio,
-)
-from ..errors import SpeculateError
-from ..target import filler_cache, supported_shape
-from .forwards import (
-    attention_forms,
-    bytes_read,
-    cache_ms,
-    host_waits,
-    memory_bandwidth,
-    prefilled_cache,
-    verify_ms,
-)
-from .methods import Method, eager_method, scripted_methods, speculator_methods
-from .profiles import DEFAULT_RATES, read_profile
-from .runs import (
+from hf_speculate.bench import fixed_length, prefilled_cache, read_profile, verify_ms
+from hf_speculate.bench.forwards import medians_in_turn
+from hf_speculate.bench.methods import DEFAULT_RATES, Method, eager_method, scripted_methods, speculator_methods
+from hf_speculate.bench.runs import (
     Request,
     Run,
     batches,
     beside_plain,
-    fixed_length,
     generate_once,
     measure_in_turn,
     merged,
     num_steps,
     plain_texts,
 )
-from .workload import Workload, WorkloadSettings, load_workload, shape_workload
+from hf_speculate.bench.workload import Workload, WorkloadSettings, load_workload, shape_workload
+from hf_speculate.cache import TreeCache, as_cache
+from hf_speculate.commands import Exact, Grid, Layers, NewTokens, Rates, Repeats, progress, random_prompt, synchronize
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
+from hf_speculate.target import Scorer, filler_cache, supported_shape
 
+from .command import Shape, run
+
+
+_COPIED_BYTES = 1 << 28
+_WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
 
 _STEP = {
     "context": "{context:d}",
     "nodes": "{nodes:d}",
     "verify,\nstock attention": "{verify_ms[stock]:.1f}",
     "verify,\nfolded attention": "{verify_ms[folded]:.1f}",
-    "stock /\nfolded": lambda row: ratio(row["verify_ms"]["stock"] / row["verify_ms"]["folded"]),
+    "stock /\nfolded": lambda row: f"{row['verify_ms']['stock'] / row['verify_ms']['folded']:.2f}x",
     "/ verify\nof one": "{verify_ratio:.2f}",
     "verify,\nexact": "{verify_ms[exact]:.1f}",
     "append and\nkeep": "{cache_ms[ours]:.2f}",
@@ -86,17 +73,17 @@ _ROUND = {
 
 @dataclass(kw_only=True)
 class CostSettings(WorkloadSettings):
-    """What to measure; the context is made up for a shape, the prompts' tokens for a target."""
+    """Options; the context is made up for a shape, the prompts' tokens for a target."""
 
     QUICK: ClassVar = {"contexts": [256, 2048], "nodes": [8, 32], "max_new_tokens": 24, "repeats": 1}
 
     target: Annotated[str | None, typer.Option(help="Path or Hub id, instead of a shape.")] = None
     shape: Shape = "0.5B"
     layers: Layers = None
-    contexts: Annotated[
-        list[int], typer.Option("--context", min=1, help="Entries in the cache before (repeatable).")
-    ] = field(default_factory=lambda: [256, 2048, 8192])
-    nodes: Annotated[list[int], typer.Option(min=2, help="Of a tree, root included (repeatable).")] = field(
+    contexts: Annotated[list[int], typer.Option("--context", min=1, help="Entries in the cache (repeatable).")] = field(
+        default_factory=lambda: [256, 2048, 8192]
+    )
+    nodes: Annotated[list[int], typer.Option(min=2, help="Nodes of a tree, root included (repeatable).")] = field(
         default_factory=lambda: [8, 16, 32]
     )
     acceptance: Rates = DEFAULT_RATES
@@ -104,17 +91,9 @@ class CostSettings(WorkloadSettings):
     max_new_tokens: NewTokens = 48
     repeats: Repeats = 3
 
-    def check(self) -> None:
-        """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(context=min(self.contexts), repeats=self.repeats, rounds=self.max_new_tokens - 1)
-        if min(self.nodes) < 2:
-            raise SpeculateError(f"a tree has a root and at least one node, got {min(self.nodes)} nodes.")
-        if self.speculators and not self.target:
-            raise SpeculateError("speculators need a target: a shape has random weights and a scripted drafter.")
-
 
 def bench_costs(settings: CostSettings) -> dict[str, Any]:
-    """What verifying, drafting, the cache and the engine cost a round, by nodes and by context.
+    """Costs of verifying, drafting, the cache and the engine a round, by nodes and by context.
 
     Returns:
         JSON-serialisable. `rows`, one for each context and number of nodes: `verify_ms` of a bare forward by form of
@@ -124,7 +103,8 @@ def bench_costs(settings: CostSettings) -> dict[str, Any]:
         `nodes` a round, `host_waits` a round (None on a CPU), and `speedup` over plain decoding of the same call.
         `weights_ms`: reading the weights once at the speed of a copy.
     """
-    settings.check()
+    if settings.speculators and not settings.target:
+        raise SpeculateError("speculators need a target: a shape has random weights and a scripted drafter.")
     workload, contexts = _workload(settings), sorted(settings.contexts)
     model = workload.model
     rows, rounds = [], []
@@ -158,7 +138,7 @@ def _workload(settings: CostSettings) -> Workload:
 
 
 class _Place:
-    """One context."""
+    """One context of a workload, at which everything is measured."""
 
     def __init__(self, workload: Workload, settings: CostSettings, length: int):
         self.settings, self.length = settings, length
@@ -172,7 +152,7 @@ class _Place:
             self.cache = prefilled_cache(self.model, self.prompt[None].to(self.model.device))
 
     def steps(self) -> list[dict[str, Any]]:
-        """Bare forwards, and the cache."""
+        """Rows of bare forwards, and of the cache."""
         nodes, repeats = [1, *sorted(self.settings.nodes)], 2 * self.settings.repeats + 1
         forms = attention_forms(self.model, self.cache)
         times = verify_ms(self.model, self.cache, nodes, (*forms, *(["exact"] if self.settings.exact else ())), repeats)
@@ -188,7 +168,7 @@ class _Place:
         ]
 
     def rounds(self, advance: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Plain decoding and every drafter, with trees of every size and with automatic ones."""
+        """Rows of plain decoding and every drafter, with trees of every size and with automatic ones."""
         (request,) = batches([("costs", self.prompt)], 1, self.model.device)
         arguments = fixed_length(self.settings.max_new_tokens)
         methods = self._scripted(request, arguments) if self.is_made_up else self._real()
@@ -220,7 +200,7 @@ class _Place:
         return [replace(method, fresh=fresh) for method in methods]
 
     def _host_waits(self, method: Method, request: Request, arguments: dict[str, Any]) -> float | None:
-        """A round, in a call that nothing else is measured in."""
+        """Waits a round, in a call that measures nothing else."""
         runs: list[Run] = []
         call = lambda: runs.append(generate_once(self.model, method, request, arguments))  # noqa: E731
         waits = host_waits(call, self.model.device)
@@ -228,7 +208,7 @@ class _Place:
 
 
 def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
-    """One method at one context."""
+    """Figures of one method at one context."""
     found = beside_plain(runs, name)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
     if count := stats.target_forwards:
@@ -243,8 +223,8 @@ def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
     return found
 
 
-def tables(result: dict[str, Any]) -> list[Grid | str]:
-    """One line a context and number of nodes, one a context and method."""
+def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
+    """A table by context and number of nodes, and one by context and method."""
     env, acceptance = result["environment"], result["acceptance"]
     title = f"{result['target']}, {result['dtype']}, {env['device']}, {env['threads']} threads: milliseconds"
     given = f"A drafter that costs nothing, accepted to depth 1, 2, … in {acceptance} of the rounds."
@@ -255,3 +235,79 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
             f"A round, {title}", result["rounds"], _ROUND, groups=("context",), caption=given if acceptance else ""
         ),
     ]
+
+
+def attention_forms(model: GenerativeModel, context: DynamicCache) -> tuple[str, ...]:
+    """Forms of tree masks for this model: "stock", and "folded" where KV heads would be repeated."""
+    has_groups = Scorer(model, TreeCache(deepcopy(context), batch_size=1)).attention.groups > 1
+    return ("stock", "folded") if has_groups else ("stock",)
+
+
+def cache_ms(context: DynamicCache, nodes: int, device: torch.device, repeats: int = 5) -> dict[str, float]:
+    """Milliseconds of appending N entries to all layers and keeping a path of up to four: "ours", and stock's way.
+
+    `DynamicCache` cannot keep a path: a loop over stock caches would do it in this way, the cheapest. Growing is left
+    out: buffers are large enough.
+    """
+    path = list(range(0, nodes, max(nodes // 4, 1)))[:4]
+    stock, tree = deepcopy(context), TreeCache(deepcopy(context), batch_size=1)
+    layers: list[Any] = stock.layers
+    length, before = tree.append_index, [(layer.keys, layer.values) for layer in layers]
+    new = [tuple(states[:, :, :1].repeat(1, 1, nodes, 1) for states in pair) for pair in before]
+    kept = torch.tensor([length + node for node in path], device=device)
+
+    def append(cache: Any) -> None:
+        for index, (keys, values) in enumerate(new):
+            cache.update(keys, values, index)
+
+    def ours() -> None:
+        append(tree.cache)
+        tree.keep([path])
+        tree.truncate((length,))
+
+    def theirs() -> None:
+        append(stock)
+        for layer, states in zip(layers, before, strict=True):
+            for found in (layer.keys, layer.values):
+                torch.cat([found[:, :, :length], found.index_select(2, kept)], dim=2)
+            layer.keys, layer.values = states
+
+    # Not in turn: stock's copies would leave ours a cold processor cache.
+    return {
+        name: medians_in_turn({name: call}, device, repeats)[name] for name, call in (("ours", ours), ("stock", theirs))
+    }
+
+
+def memory_bandwidth(device: torch.device, repeats: int = 5) -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    taken = medians_in_turn({"copy": lambda: target.copy_(source)}, device, repeats)["copy"]
+    return 2e3 * _COPIED_BYTES / taken
+
+
+def bytes_read(model: Any) -> int:
+    """Bytes of weights that a forward over a few tokens has to read: all but embeddings that are not tied."""
+    embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    unread = 0 if embeddings is output else embeddings.nbytes
+    parameters: Iterable[nn.Parameter] = model.parameters()
+    return sum(parameter.nbytes for parameter in parameters) - unread
+
+
+def host_waits(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Number of times that the host waited for the device during `call`; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        call()
+    return count_waits(event.name for event in found.events() or ())
+
+
+def count_waits(names: Iterable[str]) -> int:
+    """Number of waits among the runtime's calls (`cudaStreamSynchronize`, `hipStreamSynchronize`, ...)."""
+    return sum(name.endswith(_WAITS) for name in names)
+
+
+if __name__ == "__main__":
+    run(CostSettings, bench_costs, tables)

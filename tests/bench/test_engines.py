@@ -1,4 +1,4 @@
-"""`hf-speculate bench gguf`, and other engines, which answer from processes of their own."""
+"""Other engines, which answer from processes of their own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from hf_speculate.bench import GenerateSettings, GgufSettings, bench_generate, bench_gguf
-from hf_speculate.bench.engines import LLAMA_CPP, OPENVINO, Engine
-from hf_speculate.bench.generate_tables import tables as generate_tables
-from hf_speculate.bench.gguf import tables
+from hf_speculate.bench import GenerateSettings, bench_generate
+from hf_speculate.bench.engines import LLAMA_CPP, Engine
+from hf_speculate.bench.generate import tables
 from hf_speculate.errors import SpeculateError
-from hf_speculate.gguf.random_files import FileShape, one_type, write_random_file
 
+from ..benchmarks.gguf import OPENVINO
 from ..support.inputs import character_tokenizer
+from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 # What stands in for xllamacpp; every third token is drafted.
@@ -132,8 +132,6 @@ code, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
 exec(code)
 """
 
-ENGINES = {"llama_cpp": (_FAKE, LLAMA_CPP), "openvino": (_FAKE_OPENVINO, OPENVINO)}
-
 
 @pytest.fixture
 def interpreter(tmp_path):
@@ -155,34 +153,6 @@ def tiny_file(tmp_path):
     return path
 
 
-def test_packed_beside_dequantised(tiny_file):
-    settings = GgufSettings(
-        file=tiny_file,
-        backend="dequantize",
-        nodes=[4],
-        acceptance="1,1,1",
-        context=8,
-        max_new_tokens=9,
-        repeats=1,
-    )
-    result = bench_gguf(settings)
-    rows = {row["method"]: row for row in result["rows"]}
-    assert list(rows) == ["dequantised, plain", "dequantised, trees of 4", "packed, plain", "packed, trees of 4"]
-    for row in rows.values():
-        rate = row["tokens_per_second"]["median"]
-        for name in ("dequantised, plain", "packed, plain"):
-            assert row["speedup"][name] == pytest.approx(rate / rows[name]["tokens_per_second"]["median"])
-    # Right at every level: eight tokens in two rounds, each model drafted for from its own text.
-    for name in ("dequantised, trees of 4", "packed, trees of 4"):
-        assert rows[name]["speculation"]["mean_acceptance_length"] == 4
-    speed, forward, memory = tables(result)
-    assert [row[0] for row in speed.rows] == list(rows)
-    assert [row[0] for row in forward.rows] == ["packed", "dequantised"]
-    for found in result["forward"].values():
-        assert all(0 < found["products_ms"][n] < found["verify_ms"][n] * 10 for n in (1, 4, 8, 16, 32))
-    assert "dequantize, rows" in memory
-
-
 class TestEngines:
     @pytest.fixture
     def settings(self, tiny_file, monkeypatch, tmp_path):
@@ -201,21 +171,24 @@ class TestEngines:
             batch_sizes=[1, 2],
         )
 
-    @pytest.mark.parametrize("option", ENGINES)
-    def test_beside_us(self, option, settings, interpreter):
-        fake, kind = ENGINES[option]
-        setattr(settings, option, interpreter(fake, missing=0))
+    def test_beside_us(self, settings, interpreter):
+        settings.llama_cpp = interpreter(_FAKE, missing=0)
         result = bench_generate(settings)
         rows = {(row["method"], row["batch_size"], row["temperature"]): row for row in result["rows"]}
         for temperature in (0.0, 1.0):
-            for name in kind.methods:
+            for name in LLAMA_CPP.methods:
                 assert rows[name, 1, temperature]["identical"] is None
                 assert (name, 2, temperature) not in rows, "one text at a time"
             ours = rows["prompt_lookup", 1, temperature]
-            other = rows[kind.name, 1, temperature]["tokens_per_second"]["median"]
-            assert ours["speedup"][kind.name] == pytest.approx(ours["tokens_per_second"]["median"] / other)
-        grid = generate_tables(result)[0]
-        assert f"x {kind.name}" in grid.columns
+            other = rows["llama.cpp", 1, temperature]["tokens_per_second"]["median"]
+            assert ours["speedup"]["llama.cpp"] == pytest.approx(ours["tokens_per_second"]["median"] / other)
+        assert "x llama.cpp" in tables(result)[0].columns
+
+    def test_openvino(self, interpreter):
+        for kind in OPENVINO.methods.values():
+            with Engine(OPENVINO, interpreter(_FAKE_OPENVINO, missing=0), "x.gguf", 2, 8, kind) as engine:
+                found = engine.generate(torch.tensor([[4, 5]]), max_new_tokens=3, do_sample=True, temperature=1.0)
+                assert found.sequences.tolist() == [[4, 5, -1, -1, -1]]
 
     def test_llama_cpp_python_is_measured_plain(self, settings, interpreter):
         """What it drafts, it drafts in Python."""
@@ -234,19 +207,15 @@ class TestEngines:
         ):
             engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
 
-    @pytest.mark.parametrize("option", ENGINES)
-    def test_fewer_tokens_are_not_comparable(self, option, settings, interpreter):
-        fake, kind = ENGINES[option]
-        setattr(settings, option, interpreter(fake, missing=1))
-        with pytest.raises(SpeculateError, match=rf"{kind.name} emitted \[5\] tokens instead of 6"):
+    def test_fewer_tokens_are_not_comparable(self, settings, interpreter):
+        settings.llama_cpp = interpreter(_FAKE, missing=1)
+        with pytest.raises(SpeculateError, match=r"llama.cpp emitted \[5\] tokens instead of 6"):
             bench_generate(settings)
 
-    @pytest.mark.parametrize("option", ENGINES)
-    def test_other_targets(self, option, interpreter, bench_folders):
-        fake, kind = ENGINES[option]
-        options = {option: interpreter(fake, missing=0)}
-        settings = GenerateSettings(target=str(bench_folders / "target"), **options)
-        with pytest.raises(SpeculateError, match=f"{kind.option} runs GGUF files; the target is"):
+    def test_other_targets(self, interpreter, bench_folders):
+        llama_cpp = interpreter(_FAKE, missing=0)
+        settings = GenerateSettings(target=str(bench_folders / "target"), llama_cpp=llama_cpp)
+        with pytest.raises(SpeculateError, match="--llama-cpp runs GGUF files; the target is"):
             bench_generate(settings)
 
     def test_one_that_fails_says_why(self, interpreter):
@@ -261,8 +230,3 @@ class TestEngines:
             pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"),
         ):
             other.generate(torch.tensor([[1]]), max_new_tokens=2)
-
-
-def test_trees_have_a_node_beside_the_root():
-    with pytest.raises(SpeculateError, match="at least one node, got 1"):
-        bench_gguf(GgufSettings(nodes=[1]))

@@ -1,12 +1,11 @@
-"""A GGUF file with its weights packed, beside the same file dequantised, as transformers loads it."""
+"""A GGUF file with its weights packed, beside the same file dequantised, as transformers loads it; on the CPU."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,14 +17,17 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ..commands import (
-    Context,
-    Dtype,
+from hf_speculate.bench import fixed_length, prefilled_cache, read_profile, verify_ms
+from hf_speculate.bench.engines import LLAMA_CPP, EngineKind, LlamaCppPython, engine_methods
+from hf_speculate.bench.forwards import medians_in_turn
+from hf_speculate.bench.methods import DEFAULT_RATES, Method, speculator_method
+from hf_speculate.bench.runs import Request, batches, measure_in_turn, num_steps, plain_texts
+from hf_speculate.bench.summary import summarize
+from hf_speculate.commands import (
     Grid,
     NewTokens,
     Rates,
     Repeats,
-    check_counts,
     environment,
     find_dtype,
     neutralize,
@@ -34,16 +36,24 @@ from ..commands import (
     target_path,
     timed,
 )
-from ..errors import SpeculateError
-from ..models import GenerativeModel
-from ..speculator import Speculator
-from .engines import LLAMA_CPP, OPENVINO, LlamaCppPython, OpenVinoPython, engine_methods
-from .forwards import medians_in_turn, prefilled_cache, verify_ms
-from .methods import Method, speculator_method
-from .profiles import DEFAULT_RATES, read_profile
-from .runs import Request, batches, fixed_length, measure_in_turn, num_steps, plain_texts
-from .summary import summarize
+from hf_speculate.gguf import PackedMatrix, load_model, packing_report
+from hf_speculate.models import GenerativeModel
+from hf_speculate.speculator import Speculator
 
+from ..support.random_gguf import FileShape
+from .command import Context, Dtype, random_file, run
+
+
+OPENVINO = EngineKind(
+    "OpenVINO",
+    "--openvino",
+    Path(__file__).with_name("openvino_worker.py"),
+    {"OpenVINO": "none", "OpenVINO, prompt lookup": "prompt_lookup"},
+)
+OpenVinoPython = Annotated[
+    str | None,
+    typer.Option("--openvino", metavar="PYTHON", help="Measure OpenVINO too: an interpreter with openvino-genai."),
+]
 
 PACKED, DENSE = "packed", "dequantised"
 _ENGINES = (LLAMA_CPP.name, OPENVINO.name)
@@ -54,15 +64,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(kw_only=True)
 class GgufSettings:
-    """What to measure; without a file, one of Qwen2-0.5B shape with random weights is written."""
+    """Options; without a file, one of Qwen2-0.5B shape with random weights is written."""
 
     QUICK: ClassVar = {"max_new_tokens": 24, "repeats": 1}
 
     file: Annotated[Path | None, typer.Argument(help="A GGUF file, or smollm2 (default: random weights).")] = None
-    kind: Annotated[str, typer.Option("--type", help="Of the random weights: Q4_0, Q8_0, Q4_K_M ...")] = "Q4_0"
+    kind: Annotated[str, typer.Option("--type", help="Type of the random weights: Q4_0, Q8_0, Q4_K_M ...")] = "Q4_0"
     backend: Annotated[str, typer.Option(help="auto, native, native-int8, dequantize.")] = "auto"
     dtype: Dtype = "bfloat16"
-    nodes: Annotated[list[int], typer.Option(min=2, help="Of a tree, root included (repeatable).")] = field(
+    nodes: Annotated[list[int], typer.Option(min=2, help="Nodes of a tree, root included (repeatable).")] = field(
         default_factory=lambda: [4, 8]
     )
     acceptance: Rates = DEFAULT_RATES
@@ -72,32 +82,26 @@ class GgufSettings:
     max_new_tokens: NewTokens = 64
     repeats: Repeats = 3
 
-    def check(self) -> None:
-        """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(context=self.context, repeats=self.repeats, max_new_tokens=self.max_new_tokens)
-        if min(self.nodes) < 2:
-            raise SpeculateError(f"a tree has a root and at least one node, got {min(self.nodes)} nodes.")
-
 
 def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
-    """A GGUF file packed beside dequantised, plain and speculative (default: random weights at Qwen2-0.5B shape).
-
-    Greedy, on the CPU, with a scripted drafter.
+    """A GGUF file packed beside dequantised, plain and speculative, greedily, with a scripted drafter.
 
     Returns:
         JSON-serialisable. `rows`, as those of `bench_generate`: the whole call, `speedup` against every plain one.
         `forward`: milliseconds of a bare forward over N nodes behind the prompt, of its matrix products alone, and of
         the prompt. `memory`: of the file and of the packed weights.
     """
-    settings.check()
-    with _file(settings.file, settings.kind) as path:
+    shape = FileShape()
+    given = nullcontext(target_path(str(settings.file)))
+    with given if settings.file else random_file(shape, settings.kind, _vocabulary(shape.vocab_size)) as path:
         memory, models = _load(path, find_dtype(settings.dtype), settings.backend)
         prompt = random_prompt(settings.context, models[PACKED].config.vocab_size)
         requests, arguments = batches([("random", prompt[0])], 1, _CPU), fixed_length(settings.max_new_tokens)
         forward = {name: _forward(model, prompt) for name, model in models.items()}
         methods = [m for name in (DENSE, PACKED) for m in _methods(name, models[name], requests, arguments, settings)]
         longest = settings.context + settings.max_new_tokens
-        with engine_methods(settings.llama_cpp, settings.openvino, path, longest) as others:
+        pythons = {LLAMA_CPP: settings.llama_cpp, OPENVINO: settings.openvino}
+        with engine_methods(pythons, path, longest) as others:
             methods += others
             with progress("gguf", total=num_steps(len(methods), 1, settings.repeats)) as advance:
                 runs = measure_in_turn(models[PACKED], methods, requests, arguments, settings.repeats, advance)
@@ -116,8 +120,8 @@ def bench_gguf(settings: GgufSettings) -> dict[str, Any]:
     }
 
 
-def tables(result: dict[str, Any]) -> list[Grid | str]:
-    """Speed, cost of a forward, memory."""
+def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
+    """Tables of speed and of the cost of a forward, and a line on memory."""
     title = f"{result['file']}, {result['dtype']}, {result['environment']['threads']} threads"
     baselines = [row["method"] for row in result["rows"] if row["kind"] == "eager" or row["method"] in _ENGINES]
     speed = Grid.of(
@@ -147,24 +151,8 @@ def _of_one(times: dict[int, float], nodes: int) -> str:
     return f"{times[nodes]:.1f} ({times[nodes] / times[1]:.2f}x)"
 
 
-@contextmanager
-def _file(path: Path | None, kind: str) -> Iterator[str]:
-    """The file at `path`, or one with random weights for the time of the measurement."""
-    from ..gguf import FileShape, find_recipe, write_random_file
-
-    if path is not None:
-        yield target_path(str(path))
-        return
-    shape = FileShape()
-    recipe = find_recipe(kind, shape)
-    with tempfile.TemporaryDirectory() as folder:
-        written = os.path.join(folder, "random.gguf")
-        write_random_file(written, shape, recipe, metadata=_vocabulary(shape.vocab_size))
-        yield written
-
-
 def _vocabulary(size: int) -> dict[str, Any]:
-    """Metadata without which other engines do not answer: a tokenizer of bytes, a pair, and words that nobody says."""
+    """Metadata that other engines want: a tokenizer of bytes, a pair, and words that nobody says."""
     of_bytes, end = sorted(ByteLevel.alphabet()), "<|end|>"
     words = [f"<w{number}>" for number in range(size - len(of_bytes) - 2)]
     return {
@@ -179,9 +167,7 @@ def _vocabulary(size: int) -> dict[str, Any]:
 
 
 def _load(path: str, dtype: torch.dtype, backend: str) -> tuple[dict[str, Any], dict[str, GenerativeModel]]:
-    """Sizes, and the two models."""
-    from ..gguf import load_model, packing_report
-
+    """Loads the file both ways; sizes, and the two models."""
     models: dict[str, Any] = {PACKED: load_model(path, dtype=dtype, backend=backend)}
     packing = packing_report(models[PACKED])
     folder, name = os.path.split(os.path.abspath(path))
@@ -208,9 +194,7 @@ def _forward(model: GenerativeModel, prompt: Tensor) -> dict[str, Any]:
 
 
 def _products_ms(model: GenerativeModel, sizes: Sequence[int], repeats: int = 5) -> dict[int, float]:
-    """All matrix products of a forward over N tokens, one after the other without anything between them."""
-    from ..gguf import PackedMatrix
-
+    """Milliseconds of all matrix products of a forward over N tokens, without anything between them."""
     modules = [m for m in model.modules() if isinstance(m, PackedMatrix) or type(m) is torch.nn.Linear]
 
     def products(inputs: dict[int, Tensor]) -> None:
@@ -226,7 +210,7 @@ def _products_ms(model: GenerativeModel, sizes: Sequence[int], repeats: int = 5)
 def _methods(
     name: str, model: GenerativeModel, requests: list[Request], arguments: dict[str, Any], settings: GgufSettings
 ) -> list[Method]:
-    """Plain, and with trees; each model is drafted for from its own text."""
+    """Plain decoding, and trees of every size; each model is drafted for from its own text."""
     texts = plain_texts(model, requests, arguments)
     methods = [Method(name=f"{name}, plain", kind="eager", model=model)]
     for n in settings.nodes:
@@ -234,3 +218,7 @@ def _methods(
         speculator = Speculator(profile.drafter(texts, vocab_size=model.config.vocab_size), adaptive=False)
         methods.append(speculator_method(f"{name}, trees of {n}", speculator, model=model))
     return methods
+
+
+if __name__ == "__main__":
+    run(GgufSettings, bench_gguf, tables)

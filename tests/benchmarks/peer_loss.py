@@ -1,7 +1,7 @@
-"""The draft loss of the `speculators` package on the shapes of `train-bench`: a script for that package's interpreter.
+"""Draft loss of the `speculators` package on the shapes of `train.py`: a script for that package's interpreter.
 
-It wants another transformers than this project, so it is run by path (`hf-speculate train-bench --speculators-python`)
-and imports nothing of ours. Called with the shape as JSON, it prints one JSON line.
+It wants another transformers than this project, so it is run by path (`--speculators-python`) and imports nothing of
+ours. Called with the shape as JSON, it prints one JSON line.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
-"""GGUF files of real shape with random weights, for tests and benchmarks."""
+"""GGUF files of real shape with random weights."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
-from ..errors import SpeculateError
-from .formats import DENSE_TYPES, FORMATS
-
-
-if TYPE_CHECKING:
-    import gguf
+from hf_speculate.errors import SpeculateError
+from hf_speculate.gguf.formats import DENSE_TYPES, FORMATS
 
 
 # Where a block has its scale, where its offset, and which offset (in scales) puts the mean of random weights near zero.
@@ -159,8 +156,6 @@ def write_random_file(
         extra_tensors: further float32 tensors, or others in the place of those that would be random.
     """
     generator = np.random.default_rng(seed)
-    import gguf  # an extra: the package is imported without it
-
     writer = gguf.GGUFWriter(os.fspath(path), shape.architecture)
     _write_metadata(writer, shape, metadata or {})
     given = dict(extra_tensors or {})
@@ -183,8 +178,6 @@ def write_random_file(
 
 
 def _add_matrix(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    import gguf
-
     quantization = gguf.GGMLQuantizationType[kind]
     if kind in DENSE_TYPES:
         values = gguf.quantize(values, quantization)

@@ -1,7 +1,7 @@
-"""Run by another interpreter, which has openvino-genai: answers each line of JSON on its input with one.
+"""Script for another interpreter, which has openvino-genai: answers each line of JSON on its input with one.
 
-Arguments: a GGUF file, threads, tokens of context, kind of speculation ("none", "prompt_lookup"). Knows nothing of
-hf_speculate.
+Arguments: a GGUF file, threads, tokens of context, kind of speculation ("none", "prompt_lookup"). The script imports
+nothing of hf_speculate.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import openvino  # pyright: ignore[reportMissingImports]
 import openvino_genai  # pyright: ignore[reportMissingImports]
 
 
-# What its documentation drafts with.
+# The values of its documentation.
 LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
 
 
 def load(path: str, threads: int, speculation: str):
-    """Its pipeline, which reads the file itself and keeps weights in 4 bits."""
+    """OpenVINO's pipeline, which reads the file itself and keeps weights in 4 bits."""
     options = {} if speculation == "none" else {speculation: True}
     return openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **options)
 
@@ -28,7 +28,7 @@ def load(path: str, threads: int, speculation: str):
 def generate(
     pipeline, speculation: str, prompt: list[int], max_new_tokens: int, temperature: float, seed: int
 ) -> dict[str, int]:
-    """Counts the tokens written."""
+    """Writes a text and returns the number of its tokens."""
     config = openvino_genai.GenerationConfig()
     settings = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "apply_chat_template": False, "rng_seed": seed}
     if temperature:
@@ -42,7 +42,7 @@ def generate(
 
 def main() -> None:
     path, threads, speculation = sys.argv[1], int(sys.argv[2]), sys.argv[4]
-    # OpenVINO may print: what is answered goes where stdout was.
+    # OpenVINO may print: answers go where stdout was.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     pipeline = load(path, threads, speculation)

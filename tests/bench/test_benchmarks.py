@@ -1,0 +1,240 @@
+"""Benchmarks of `tests/benchmarks` at tiny sizes: each runs, and its figures belong together."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_speculate.bench import verify_ms
+from hf_speculate.commands import ModelShape, shapes
+from hf_speculate.errors import SpeculateError
+from hf_speculate.target import filler_cache
+
+from ..benchmarks import ahead, costs, edits, gguf, heads, train
+from ..benchmarks.command import run
+from ..support.random_gguf import FileShape, one_type, write_random_file
+
+
+CPU = torch.device("cpu")
+CODE = "\n".join(f"def double_{i}(value):\n    return value * {i}\n" for i in range(3)) + "\n    unused = value\n" * 4
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+
+
+@pytest.fixture(autouse=True)
+def tiny_shape(monkeypatch):
+    monkeypatch.setattr(shapes, "SHAPES", {"tiny": ModelShape(128, 192, 4, 4, 2, 128, False)})
+    monkeypatch.setattr(costs, "_COPIED_BYTES", 1 << 20)
+
+
+def test_every_benchmark_has_a_target_of_make():
+    known = {path.stem for path in Path(ahead.__file__).parent.glob("*.py") if "run(" in path.read_text()} - {"command"}
+    assert {f"bench-{name}" for name in known} <= set(MAKEFILE.read_text().split())
+
+
+def test_the_command_ends_in_one_line_of_json(monkeypatch, capsys):
+    arguments = [
+        "--shape",
+        "tiny",
+        "--rate",
+        "0.8",
+        "--depth",
+        "2",
+        "--rounds",
+        "4",
+        "--repeats",
+        "1",
+        "--context",
+        "8",
+    ]
+    monkeypatch.setattr(sys, "argv", ["ahead", *arguments, "--type", "Q8_0"])
+    with pytest.raises(SystemExit) as ended:
+        run(ahead.AheadSettings, ahead.bench_ahead, ahead.tables)
+    assert ended.value.code == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["weights"] == "Q8_0"
+    assert [row["way"] for row in found["rows"]] == [ahead.WAITS, ahead.AHEAD, ahead.SIMULATED]
+    monkeypatch.setattr(sys, "argv", ["ahead", "--shape", "70B"])
+    with pytest.raises(SystemExit, match="error: unknown shape '70B'; there are tiny"):
+        run(ahead.AheadSettings, ahead.bench_ahead, ahead.tables)
+
+
+def test_drafting_ahead():
+    settings = ahead.AheadSettings(
+        shape="tiny", rates=[1.0, 0.0], depths=[2], dtype="float32", context=8, rounds=6, repeats=1
+    )
+    result = ahead.bench_ahead(settings)
+    rows = {(row["rate"], row["way"]): row for row in result["rows"]}
+    for row in result["rows"]:
+        assert row["round_ms"] == pytest.approx(sum(row[name] for name in ("target_ms", "drafter_ms", "rest_ms")))
+    assert rows[1.0, ahead.AHEAD]["share_right"] > 0.7  # not where the text ends
+    assert rows[0.0, ahead.AHEAD]["share_right"] == 0
+    assert rows[0.0, ahead.WAITS]["speedup"] == 1
+    assert len(ahead.tables(result)[0].rows) == 6
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "share", "waited"),
+    [
+        (100.0, 20.0, 1.0, 0.0),  # hidden
+        (100.0, 200.0, 1.0, 140.0),  # one level more than the 200, 100 of them hidden
+        (100.0, 20.0, 0.0, 20.0),  # it has ended long ago
+        (100.0, 200.0, 0.0, 220.0),  # the third level, begun at 80, ends at 120
+        (100.0, 200.0, 0.5, 180.0),
+    ],
+)
+def test_two_clocks(target, drafter, share, waited):
+    row = ahead.simulated({"target_ms": target, "drafter_ms": drafter, "rest_ms": 1.0}, share, depth=5)
+    assert row["drafter_ms"] == pytest.approx(waited)
+    assert row["round_ms"] == pytest.approx(target + waited + 1.0)
+
+
+def test_heads():
+    settings = heads.HeadSettings(shape="tiny", layers=2, dtype="float32", context=8, rounds=4, repeats=1)
+    result = heads.bench_heads(settings)
+    assert [row["head"] for row in result["rows"]] == list(heads.HEADS)
+    for row in result["rows"]:
+        assert row["mean_acceptance_length"] == 1  # nothing is accepted
+        assert row["nodes"] > 2
+        assert row["round_ms"] == pytest.approx(row["target_ms"] + row["drafter_ms"] + row["rest_ms"])
+    (grid,) = heads.tables(result)
+    assert "2 of 4 layers timed, scaled to 4" in grid.title
+    assert "x plain" not in grid.columns
+    settings.heads, settings.acceptance, settings.nodes = ["eagle3-32k"], "1,1,1", 3
+    result = heads.bench_heads(settings)
+    assert result["rows"][0]["tokens_a_round"] > 3  # all but the last round emit three drafted tokens and the bonus one
+    assert "x plain" in heads.tables(result)[0].columns
+    settings.heads = ["hydra"]
+    with pytest.raises(SpeculateError, match="not hydra"):
+        heads.bench_heads(settings)
+
+
+def test_costs_of_a_shape():
+    settings = costs.CostSettings(
+        contexts=[40, 16],
+        shape="tiny",
+        nodes=[3, 5],
+        acceptance="1,1,1,1",
+        dtype="float32",
+        exact=True,
+        max_new_tokens=10,
+        repeats=1,
+    )
+    found = costs.bench_costs(settings)
+    assert json.loads(json.dumps(found)) == found
+    places = [(context, nodes) for context in (16, 40) for nodes in (1, 3, 5)]
+    assert [(row["context"], row["nodes"]) for row in found["rows"]] == places
+    assert all(set(row["verify_ms"]) == {"stock", "folded", "exact"} for row in found["rows"])
+    methods = ["eager", "3 nodes", "5 nodes", "automatic"]
+    assert [(row["context"], row["method"]) for row in found["rounds"]] == [(c, m) for c in (16, 40) for m in methods]
+    fixed = found["rounds"][1]
+    assert (fixed["tokens_a_round"], fixed["nodes"], fixed["host_waits"]) == (3, 3, None)  # right wherever it drafts
+    steps, _ = costs.tables(found)
+    assert [row[:2] for row in steps.rows] == [(str(c), str(n)) for c, n in places]
+
+
+def test_costs_of_a_target_and_its_drafters(bench_folders):
+    settings = costs.CostSettings(
+        target=str(bench_folders / "target"),
+        speculators=[f"draft_model:model={bench_folders / 'draft'},top_k=2"],
+        contexts=[30],
+        nodes=[4],
+        max_new_tokens=6,
+        repeats=1,
+    )
+    found = costs.bench_costs(settings)
+    name = "draft_model:model=draft,top_k=2"
+    assert [row["method"] for row in found["rounds"]] == ["eager", f"{name}, 4 nodes", name]
+    assert found["rounds"][1]["draft_ms"] > 0
+    settings.target = None
+    with pytest.raises(SpeculateError, match="need a target"):
+        costs.bench_costs(settings)
+
+
+def test_measured_caches_stay_as_they_are(tiny_model, monkeypatch):
+    model, lengths, update = tiny_model(), set(), DynamicCache.update
+
+    def watched(*args, **kwargs):
+        states = update(*args, **kwargs)
+        lengths.add(states[0].shape[-2])
+        return states
+
+    context = filler_cache(model, 1, 20)
+    before = [layer.keys.clone() for layer in context.layers]
+    times = verify_ms(model, context, [1, 4], ("stock", "folded"), repeats=1)
+    assert set(times) == {(n, form) for n in (1, 4) for form in ("stock", "folded")}
+    monkeypatch.setattr(DynamicCache, "update", watched)
+    assert set(costs.cache_ms(context, 4, CPU, repeats=2)) == {"ours", "stock"}
+    assert lengths == {24}  # every repeat appends behind the same 20
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(context.layers, before, strict=True))
+
+
+def test_waits_are_the_runtimes_calls_that_block():
+    names = ["cudaLaunchKernel", "cudaStreamSynchronize", "hipDeviceSynchronize", "aten::item", "cudaMemcpyAsync"]
+    assert costs.count_waits(names) == 2
+
+
+@pytest.mark.gpu
+def test_waits_are_counted():
+    ones = torch.ones(3, device="cuda")
+    assert costs.host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
+
+
+def test_packed_beside_dequantised(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_random_file(str(path), FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
+    settings = gguf.GgufSettings(
+        file=path, backend="dequantize", nodes=[4], acceptance="1,1,1", context=8, max_new_tokens=9, repeats=1
+    )
+    result = gguf.bench_gguf(settings)
+    rows = {row["method"]: row for row in result["rows"]}
+    assert list(rows) == ["dequantised, plain", "dequantised, trees of 4", "packed, plain", "packed, trees of 4"]
+    # Right at every level: eight tokens in two rounds, each model drafted for from its own text.
+    for name in ("dequantised, trees of 4", "packed, trees of 4"):
+        assert rows[name]["speculation"]["mean_acceptance_length"] == 4
+    speed, forward, memory = gguf.tables(result)
+    assert [row[0] for row in speed.rows] == list(rows)
+    assert [row[0] for row in forward.rows] == ["packed", "dequantised"]
+    assert "dequantize, rows" in memory
+
+
+def test_edits_are_small_and_those_of_the_seed():
+    found = edits.edited_code(CODE, random.Random(3), 2)
+    assert found == edits.edited_code(CODE, random.Random(3), 2) != edits.edited_code(CODE, random.Random(4), 2)
+    before, after = CODE.splitlines(), found.splitlines()
+    assert found != CODE
+    assert abs(len(before) - len(after)) <= 2
+    assert len([line for line in after if line.replace("new_", "") not in before]) <= 2
+    for text in ("", "x = 1\n" * 40, "def function(): return function\n"):
+        assert edits.edited_code(text, random.Random(0), 2) is None
+
+
+def test_edited_files_are_drafted_again(bench_folders):
+    settings = edits.EditSettings(
+        target=str(bench_folders / "target"), num_files=2, file_tokens=150, speculators=["prompt_lookup", "suffix"]
+    )
+    found = edits.bench_edits(settings)
+    assert [row["speculator"] for row in found["rows"]] == ["prompt_lookup", "suffix"]
+    for row in found["rows"]:
+        assert row["tokens_per_round"] > 3
+        assert row["drafted_nodes"] <= 8
+
+
+def test_training_losses():
+    result = train.bench_train(train.TrainSettings(methods=[], vocab=128, entries=16, device="cpu"))
+    forms = [("plain", "soft"), ("lean", "soft"), ("plain", "hard"), ("lean", "hard")]
+    assert [(row["form"], row["kind"]) for row in result["losses"]] == forms
+    assert [len(table.rows) for table in train.tables(result)] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("python", "found"), [("/nowhere/python", "cannot run /nowhere/python"), (sys.executable, "needs torch")]
+)
+def test_an_interpreter_without_speculators_gets_a_clear_error(python, found):
+    with pytest.raises(SpeculateError, match=found):
+        train.measure_peer_loss(python, "soft", train.LossShape(num_entries=16, vocab_size=128), 1)

@@ -1,0 +1,50 @@
+"""Command line of the maintainers' benchmarks: `python -m tests.benchmarks.NAME`, or `make bench-NAME`.
+
+Each benchmark is a dataclass of options, a function that measures, and one that draws tables. The last line of stdout
+is one line of JSON, as for `hf-speculate bench`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_speculate.commands import SHAPES, Grid, add_command
+from hf_speculate.errors import SpeculateError
+
+from ..support.random_gguf import FileShape, find_recipe, write_random_file
+
+
+Context = Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16.")]
+Rounds = Annotated[int, typer.Option(min=2, help="Rounds to time, about.")]
+Shape = Annotated[str, typer.Option(help=f"Shape of the random weights: {', '.join(SHAPES)}.")]
+
+
+def run(
+    settings: type[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    tables: Callable[[dict[str, Any]], Sequence[Grid | str]],
+) -> None:
+    """Runs a benchmark from the command line; an error is one line."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    add_command(app, measure.__name__, settings, measure, tables)
+    try:
+        app()
+    except SpeculateError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+@contextmanager
+def random_file(shape: FileShape, kind: str, metadata: dict[str, Any] | None = None) -> Iterator[str]:
+    """Path of a GGUF file with random weights of a type, for the time of a measurement."""
+    recipe = find_recipe(kind, shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "random.gguf"))
+        write_random_file(path, shape, recipe, metadata=metadata)
+        yield path

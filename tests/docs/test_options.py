@@ -1,0 +1,55 @@
+"""Every option and every command has a place in the pages: what no page names, no user finds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+
+from hf_speculate.cli import app
+from hf_speculate.options import EngineOptions
+from hf_speculate.registry import installed_drafters, load_drafter
+
+from .pages import PAGES, REPOSITORY, blocks, spans
+
+
+_STORY = REPOSITORY / "docs" / "log.md"
+CODE = "\n".join(
+    text for page in PAGES if page != _STORY for text in (*spans(page), *(block.text for block in blocks(page)))
+)
+BUILT_IN = [name for name, point in installed_drafters().items() if point.value.startswith("hf_speculate_plugins")]
+
+
+def unnamed(names: list[str]) -> list[str]:
+    """Names that stand in no code of any page."""
+    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", CODE)]
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Sub-commands as users type them: "bench generate"."""
+    if not hasattr(command, "list_commands"):
+        yield " ".join(path)
+        return
+    context = command.context_class(command)
+    for name in command.list_commands(context):
+        yield from commands(command.get_command(context, name), (*path, name))
+
+
+def test_options_of_the_engine():
+    assert not unnamed([each.name for each in fields(EngineOptions)])
+
+
+@pytest.mark.parametrize("drafter", BUILT_IN)
+def test_options_of_drafters(drafter):
+    kinds = load_drafter(drafter).options_classes
+    assert not unnamed([each.name for kind in kinds for each in fields(kind) if each.init])
+
+
+def test_commands():
+    names = list(commands(typer.main.get_command(app)))
+    assert "bench generate" in names
+    assert not [name for name in names if not re.search(rf"(hf-speculate |^){name}\b", CODE, re.MULTILINE)]
