@@ -24,7 +24,7 @@ from hf_speculate_training.methods.block import (
     new_block,
     warm_block,
 )
-from hf_speculate_training.run.building import build_method
+from hf_speculate_training.run.builder import build_method
 from hf_speculate_training.run.optimizers import is_layer_matrix
 from hf_speculate_training.run.recipe import MethodSection
 from hf_speculate_training.sections import RecipeError, read_section

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hf_speculate.errors import SpeculateError
 from hf_speculate_training.methods.eagle import Eagle3Method
 from hf_speculate_training.run import InterruptedTrainingError, read_recipe, recipe_from, train_head
-from hf_speculate_training.run.output_folder import locked
+from hf_speculate_training.run.folder import locked
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_finished_run_can_be_given_more_steps(finished, tmp_path):
 
 HOLDER = """
 import sys, time
-from hf_speculate_training.run.output_folder import locked
+from hf_speculate_training.run.folder import locked
 with locked(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

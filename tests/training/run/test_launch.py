@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from hf_speculate import SpeculateError
 from hf_speculate_training import read_recipe, train_head
-from hf_speculate_training.run.launch import check_launch, process_index, quiet_replicas, rows_a_step
+from hf_speculate_training.run.arguments import check_launch, process_index, quiet_replicas, rows_a_step
 
 from ...support.training import recipe_file
 
@@ -46,12 +46,12 @@ def test_replicas_are_quiet(make_args, monkeypatch, caplog):
     names = ("hf_speculate", "hf_speculate_plugins", "hf_speculate_training")
     before = {name: logging.getLogger(name).level for name in names}
     silenced = []
-    monkeypatch.setattr("hf_speculate_training.run.launch.logging.set_verbosity", lambda level: None)
+    monkeypatch.setattr("hf_speculate_training.run.arguments.logging.set_verbosity", lambda level: None)
     monkeypatch.setattr(
-        "hf_speculate_training.run.launch.logging.disable_progress_bar", lambda: silenced.append("ours")
+        "hf_speculate_training.run.arguments.logging.disable_progress_bar", lambda: silenced.append("ours")
     )
     monkeypatch.setattr(
-        "hf_speculate_training.run.launch.datasets.disable_progress_bars", lambda: silenced.append("data")
+        "hf_speculate_training.run.arguments.datasets.disable_progress_bars", lambda: silenced.append("data")
     )
     try:
         quiet_replicas(make_args())

@@ -1,19 +1,16 @@
 """Data for training: records read, encoded with a loss mask, packed into rows.
 
 `prepare_data` reads a source in any of the usual forms, marks the tokens that the target is to emit, and accounts for
-every record that cannot be used. `RowDataset` packs documents into rows, and `Collator` makes a `Batch` of rows, which
-says of every token its document, its position in it, and whether it counts.
+every record that cannot be used. `RowDataset` packs documents into rows. `Collator` makes a `Batch` of rows, with the
+document of every token, its position there, and whether it counts.
 """
 
-from .batches import NO_DOCUMENT, Batch
 from .encoding import Encoder
-from .held_out import HeldOut
 from .loading import Records, Source, load_records
-from .options import DataOptions, context_length
-from .packing import Collator, Row, RowDataset, StreamedRows, best_fit_decreasing, make_row
-from .prepared import PreparedData, documents_fingerprint
+from .packing import NO_DOCUMENT, Batch, Collator, Row, RowDataset, StreamedRows, best_fit_decreasing, make_row
+from .prepared import DataOptions, PreparedData, content_fingerprint, context_length, documents_fingerprint
 from .preparing import prepare_data
-from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens, read_record
+from .records import Chat, Completion, Example, HeldOut, Message, Plain, RecordError, Tokens, read_record
 
 
 __all__ = [
@@ -37,6 +34,7 @@ __all__ = [
     "StreamedRows",
     "Tokens",
     "best_fit_decreasing",
+    "content_fingerprint",
     "context_length",
     "documents_fingerprint",
     "load_records",

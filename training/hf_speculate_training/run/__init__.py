@@ -1,19 +1,18 @@
 """A run from recipe to head folder: read, prepare, train, measure, write.
 
-A `Recipe` is everything that a run depends on; `prepare` loads what it names, and `train_head` trains with
-`HeadTrainer` (transformers' loop), measures acceptance through the decoding loop, and writes head, card, provenance and
-curves. No training method is named here: each is found by the name in the recipe and reached through `TrainingMethod`.
+A `Recipe` holds everything that a run depends on. `build` is the one way from its sections to the parts of a run, for
+`train_head` and for `HeadTrainer` (transformers' loop) alike. A run measures acceptance through the decoding loop, and
+writes head, card, provenance and curves. No training method is named here: each is found by the name in the recipe.
 """
 
-from .arguments import HeadTrainingArguments
-from .building import adapted_target, build_method, training_arguments
-from .checkpoints import last_checkpoint, step_of
+from .arguments import HeadTrainingArguments, training_arguments
+from .builder import Run, adapted_target, build_method
 from .defaults import default_choices, recipe_values
 from .evaluation import AcceptanceEvaluation, AcceptanceOptions, Prompt, prompts_of
+from .folder import last_checkpoint, step_of
 from .guards import DivergedError, InterruptedTrainingError
-from .recipe import MethodSection, Recipe, read_recipe, recipe_from
-from .run import Run, prepare, train_head, train_prepared
-from .shipped import recipe_names
+from .recipe import MethodSection, Recipe, read_recipe, recipe_from, recipe_names
+from .run import prepare, train_head, train_prepared
 from .trainer import HeadTrainer
 
 

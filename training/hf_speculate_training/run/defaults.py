@@ -1,8 +1,9 @@
-"""A recipe for those who bring none: a target, data and a method, the rest derived from the target's size.
+"""Default recipes, derived from target, data and method by the target's size.
 
-Two kinds of targets, as the shipped recipes have them. Small ones (hidden size below 768) are trained for on a CPU or a
-small GPU, with Muon and short rows, as `pycoder-eagle3`, `qwen2-16m-eagle3` and `smollm2-eagle3` were. For larger ones
-the settings are those of EAGLE-3's own trainer and SpecForge, as in `qwen2-0.5b-eagle3` and `llama-3.1-8b-eagle3`.
+There are two kinds of targets, as in the shipped recipes. Heads of small ones (hidden size below 768) are trained on a
+CPU or a small GPU, with Muon and short rows, like `pycoder-eagle3`, `qwen2-16m-eagle3` and `smollm2-eagle3`. For larger
+targets the settings are those of EAGLE-3's own trainer and SpecForge, as in `qwen2-0.5b-eagle3` and
+`llama-3.1-8b-eagle3`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ _LARGE_HIDDEN_SIZE = 2048  # a row of theirs fills a GPU
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of a recipe, and why it is that one.
+    """One value of a recipe with its reason.
 
     Attributes:
-        place: `section.key`, or `section.key.key`.
+        place: place of the value, `section.key` or `section.key.key`.
+        value: the value.
+        why: reason for it, a comment in the file; empty for none.
     """
 
     place: str
@@ -40,26 +43,26 @@ def default_choices(target: str, data: str, method: str, output: str | None = No
     """The recipe for a target, in the order in which it is written.
 
     Args:
-        target: as `target.path` of a recipe: its configuration and tokenizer are read.
-        data: as `data.train`.
-        method: an installed one.
-        output: as `output.folder`; None: `runs/<target>-<method>`.
+        target: `target.path` of the recipe; configuration and tokenizer there are read.
+        data: `data.train` of the recipe.
+        method: name of an installed method.
+        output: `output.folder` of the recipe; None for `runs/<target>-<method>`.
     Raises:
-        SpeculateError: no such method or target.
+        SpeculateError: there is no such method or target.
     """
     section = TargetSection(path=target)
     load_method(method)
-    config = load_config(section)
+    config = load_config(section).get_text_config(decoder=True)
     has_template = bool(load_tokenizer(section).chat_template)
     folder = output or f"runs/{Path(target).stem if target.endswith('.gguf') else Path(target).name}-{method}"
     return [
         Choice("target.path", target),
         Choice("data.train", data, "the target's own answers are best: hf-speculate regenerate"),
-        *_data_choices(config.get_text_config(decoder=True), has_template),
+        *_data_choices(config, has_template),
         Choice("method.name", method),
-        *_method_choices(config.get_text_config(decoder=True), method),
-        *_training_choices(config.get_text_config(decoder=True), load_method(method).trains_target),
-        *_evaluation_choices(config.get_text_config(decoder=True)),
+        *_method_choices(config, method),
+        *_training_choices(config, load_method(method).trains_target),
+        *_evaluation_choices(config),
         Choice("output.folder", folder, "head, card, provenance, checkpoints"),
     ]
 
@@ -77,18 +80,18 @@ def recipe_values(choices: Iterable[Choice]) -> dict[str, Any]:
 
 
 def default_arguments(config: PretrainedConfig, trains_target: bool) -> dict[str, Any]:
-    """The same for `HeadTrainingArguments`, but when it evaluates and saves.
+    """Default values for `HeadTrainingArguments`, without those about evaluating and saving.
 
     Args:
-        config: the target's, of its text model.
-        trains_target: see `TrainingMethod`.
+        config: configuration of the target's text model.
+        trains_target: True for a method that trains the target too, see `TrainingMethod`.
     """
     values = recipe_values(_training_choices(config, trains_target))["training"]
     return {name: value for name, value in values.items() if name not in ("eval_steps", "save_steps")}
 
 
 def commented_recipe(choices: Iterable[Choice]) -> str:
-    """The choices as a YAML file that says why."""
+    """The choices as a YAML file, with reasons as comments."""
     lines = ["# Made by `hf-speculate train --init`. Every key: hf_speculate_training.run.recipe; anything that"]
     lines += ["# transformers.TrainingArguments knows can stand in `training`.", ""]
     open_sections: list[str] = []

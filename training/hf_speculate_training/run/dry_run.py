@@ -1,4 +1,4 @@
-"""What a recipe would do, before it does it: sizes, memory, steps, the first batch, one step measured."""
+"""The plan of a run, for `--dry-run`: sizes, memory, steps, the first batch, one measured step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from torch import Tensor
 from hf_speculate.models import unwrap
 
 from ..data import NO_DOCUMENT, Batch
-from .run import Run
+from .builder import Run
+from .run import trainer_of
 from .trainer import HeadTrainer
 
 
-_ADAM_BYTES = 16  # weight, gradient and two moments of a parameter, in float32
+_ADAM_BYTES = 16  # a parameter's weight, gradient and two moments, in float32
 _MIB = 2**20
 _SHOWN_TOKENS = 160
 
 
 def describe_run(run: Run) -> RenderableType:
-    """Tables of a run that was prepared; runs forward and backward of the first batch once, and changes nothing."""
+    """Tables about a prepared run. Runs forward and backward of the first batch, and changes nothing."""
     with tempfile.TemporaryDirectory() as elsewhere:  # a trainer makes its output folder
         run.args.output_dir = elsewhere
-        trainer = run.trainer(features=False)
+        trainer = trainer_of(run, cached=False)
     batch: Any = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     steps = trainer.num_steps()
     parts = [_sizes(run, batch), _head(run)]
@@ -90,7 +91,7 @@ def _measured_step(run: Run, trainer: HeadTrainer, batch: Any) -> tuple[float, i
 
 
 def _rendered(batch: Batch, tokenizer: Any) -> Text:
-    """The first row as text, tokens under the loss in bold, documents apart."""
+    """The first row as text, with tokens under the loss in bold."""
     text = Text()
     for ids, counts, document in _runs(batch["input_ids"][0], batch["loss_mask"][0], batch["document_ids"][0]):
         if document != NO_DOCUMENT:
@@ -99,7 +100,7 @@ def _rendered(batch: Batch, tokenizer: Any) -> Text:
 
 
 def _runs(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Iterator[tuple[list[int], bool, int]]:
-    """Stretches of tokens of one document that are all under the loss, or all not."""
+    """Stretches of tokens of one document, all of them under the loss or none."""
     keys = list(zip(loss_mask.tolist(), document_ids.tolist(), strict=True))[:_SHOWN_TOKENS]
     ids, start = input_ids.tolist(), 0
     for end in range(1, len(keys) + 1):

@@ -1,4 +1,4 @@
-"""What a head is for: mean acceptance length in the decoding loop, on prompts that it was not trained on."""
+"""Mean acceptance length in the decoding loop, the aim of a head, on prompts that it was not trained on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ACCEPTANCE = "mean_acceptance_length"
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceOptions:
-    """What is measured.
+    """Options for measuring acceptance.
 
     Attributes:
-        nodes: draft trees of so many nodes, the root not counted; the first one is `mean_acceptance_length`.
-        temperatures: 0 is greedy; the first one is `mean_acceptance_length`.
-        max_new_tokens: of every prompt, fewer where the target stops.
+        nodes: sizes of draft trees, without the root. The first one is that of `mean_acceptance_length`.
+        temperatures: temperatures, 0 for greedy decoding. The first one is that of `mean_acceptance_length`.
+        max_new_tokens: tokens to generate after a prompt; fewer if the target stops.
         batch_size: prompts decoded together.
-        seed: of sampled runs. The training's random numbers are not touched.
-        options: of the drafter, e.g. `{"depth": 6, "top_k": 6}`.
+        seed: seed of sampled runs, which leave the training's random numbers alone.
+        options: options of the drafter, e.g. `{"depth": 6, "top_k": 6}`.
     """
 
     nodes: Sequence[int] = (16,)
@@ -61,8 +61,8 @@ class AcceptanceEvaluation:
     """Runs the decoding loop with the head as it is now.
 
     Args:
-        prompts: token ids, at least one prompt.
-        options: see `AcceptanceOptions`.
+        prompts: token ids of at least one prompt.
+        options: see `AcceptanceOptions`; None for the defaults.
     """
 
     def __init__(self, prompts: Sequence[Prompt], options: AcceptanceOptions | None = None):
@@ -72,17 +72,17 @@ class AcceptanceEvaluation:
         self.options = options or AcceptanceOptions()
 
     def measure(self, target: nn.Module, method: TrainingMethod, accelerator: Any = None) -> dict[str, float]:
-        """Mean acceptance lengths: tokens that rounds with a draft emitted, the bonus token included.
+        """Mean acceptance lengths: tokens that a round with a draft emits, the bonus token included.
 
         Args:
             target: the model, wrapped or not.
-            method: what is trained; its mode and weights are left as they are.
-            accelerator: shares the prompts out among its processes, unless they share the target, which all must run
-                equally often; None: this one runs all.
+            method: the method in training; its mode and weights stay as they are.
+            accelerator: accelerator among whose processes the prompts are shared out, unless these share the target,
+                which all must run equally often. None runs all prompts in this process.
         Returns:
-            `mean_acceptance_length`, and where there are several settings `mean_acceptance_length_nodes_8`,
-            `mean_acceptance_length_nodes_8_temperature_1`, …; the same on every process. A setting in which no round
-            had a draft gives 0.
+            `mean_acceptance_length` and, for several settings, `mean_acceptance_length_nodes_8`,
+            `mean_acceptance_length_nodes_8_temperature_1`, …; the same in every process. A setting without drafts
+            gives 0.
         """
         if is_sharded(target):
             accelerator = None
@@ -124,13 +124,13 @@ class AcceptanceEvaluation:
 
 
 def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]:
-    """Prompts from documents: what precedes the first token that the target is to emit; of a plain text, where it is
-    to emit everything, the first `num_tokens` tokens.
+    """Prompts from documents: all tokens before the first one that the target is to emit.
 
     Args:
-        documents: records with `input_ids` and `loss_mask`; those of a stream are taken from the first on, others from
-            evenly spaced places.
-        count: at most so many.
+        documents: records with `input_ids` and `loss_mask`. The first ones of a stream are taken, otherwise evenly
+            spaced ones.
+        count: number of prompts at most.
+        num_tokens: length of the prompt of a plain text, all of which the target is to emit.
     """
     prompts: list[Prompt] = []
     for document in _spread(documents, count):
@@ -151,13 +151,13 @@ def _spread(documents: Any, count: int) -> Iterable[Mapping[str, Any]]:
 
 
 def evenly_spaced(size: int, count: int) -> list[int]:
-    """`count` indices (or all) spread over `size`."""
+    """`count` indices (or all) spread evenly over `size`."""
     return [index * size // count for index in range(count)] if count < size else list(range(size))
 
 
 @contextmanager
 def _plain_settings(target: GenerativeModel, temperature: float) -> Iterator[None]:
-    """Greedy or plain sampling: what a checkpoint's own settings add would make figures of two models incomparable."""
+    """Sets greedy or plain sampling: with checkpoints' own settings figures of two models could not be compared."""
     own = target.generation_config
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     eos = own.eos_token_id
@@ -176,7 +176,7 @@ def _plain_settings(target: GenerativeModel, temperature: float) -> Iterator[Non
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """Prompts of like lengths together: less padding."""
+    """Batches of prompts of similar lengths, which need less padding."""
     ordered = sorted(prompts, key=len)
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 
 from hf_speculate.messages import get_logger
 
-from ..data import Collator, Row, RowDataset, documents_fingerprint
-from ..fingerprints import content_fingerprint, target_fingerprint
+from ..data import Collator, Row, RowDataset, content_fingerprint, documents_fingerprint
+from ..target import target_fingerprint
 from .cache_index import CacheIndex, CacheKey, FeatureCacheError
 from .target_states import TargetReader
 

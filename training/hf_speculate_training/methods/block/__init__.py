@@ -1,13 +1,12 @@
-"""Training of one-pass heads: all blocks of a text at once, in the way that DeepSpec does.
+"""Training of one-pass heads: all blocks of a text at once, as DeepSpec does it.
 
-`DFlashMethod` trains heads whose slots propose by themselves, `DSparkMethod` those with a Markov head, which adds what
-the token before says. Fresh heads are shaped after the target, published ones can be gone on from.
+`DFlashMethod` trains heads whose slots propose independently, `DSparkMethod` heads with a Markov head, which looks at
+the token before. Fresh heads are shaped after the target; the training of published ones can go on.
 """
 
 from .blocks import Blocks
-from .methods import DFlashMethod, DSparkMethod
-from .new_head import new_block, warm_block
-from .options import BlockTrainingOptions, DFlashShape, DSparkShape, DSparkTrainingOptions
+from .heads import DFlashShape, DSparkShape, new_block, warm_block
+from .method import BlockTrainingOptions, DFlashMethod, DSparkMethod, DSparkTrainingOptions
 
 
 __all__ = [
