@@ -20,7 +20,7 @@ from hf_speculate_training.states import FeatureCache, FeatureCacheError, Target
 
 
 LAYERS = (1, 2, RAW_LAST)  # 2 comes after the final norm: `last_hidden`
-OPTIONS = {"batch_size": 2, "rows_per_shard": 4, "show_progress": False}
+OPTIONS = {"batch_size": 2, "rows_per_shard": 4}
 
 
 def make_rows(seed: int = 0, max_length: int = 24) -> RowDataset:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_speculate.models import unwrap
 from hf_speculate.target import output_rows
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.heads import LoadedHead, SharingHead
@@ -19,6 +21,10 @@ from ..data import Batch
 from ..sections import RecipeError
 from .contract import SMALL_HIDDEN_SIZE, CountTokens, TrainingMethod
 from .losses import Teacher
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 DRAFT_VOCAB_SIZE = "draft_vocab_size"
@@ -145,6 +151,35 @@ class HeadMethod(TrainingMethod, Generic[Head, Options]):
         self.target_ids = target_ids
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
         self.teacher = Teacher(target.get_output_embeddings(), target_ids, vocab_size)
+
+    @classmethod
+    @abstractmethod
+    def new_head(cls, target: PreTrainedModel, shape: Any, target_ids: Int[Tensor, " Vd"] | None) -> Head:
+        """A fresh head of that shape, an instance of `head_class`."""
+
+    @classmethod
+    @abstractmethod
+    def warm_head(cls, folder: str, target: PreTrainedModel) -> tuple[Head, Int[Tensor, " Vd"] | None]:
+        """A trained head (folder or Hub id) and its draft vocabulary."""
+
+    @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """A draft vocabulary for large vocabularies."""
+        size = suggested_vocabulary(config)
+        return {"head": {} if size is None else {DRAFT_VOCAB_SIZE: size}}
+
+    @classmethod
+    def for_target(cls, target: nn.Module, head: Any, options: Options, count_tokens: CountTokens) -> Self:
+        model = unwrap(target)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        target_ids = choose_vocabulary(getattr(head, DRAFT_VOCAB_SIZE, None), vocab_size, count_tokens)
+        return cls(cls.new_head(model, head, target_ids), model, target_ids, options)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
+        model = unwrap(target)
+        head, target_ids = cls.warm_head(folder, model)
+        return cls(head, model, target_ids, options)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:

@@ -12,7 +12,7 @@ from hf_speculate.commands import console, say
 from hf_speculate.errors import SpeculateError
 
 from .arguments import process_index
-from .defaults import commented_recipe, default_choices, recipe_values
+from .defaults import Choice, commented_recipe, default_choices, recipe_values
 from .dry_run import describe_run
 from .guards import InterruptedTrainingError
 from .recipe import find_recipe, read_recipe, recipe_from, recipe_names
@@ -65,8 +65,8 @@ def train(
     if init is not None:
         if overrides or (config and (target or data or method or output)):
             raise SpeculateError("--init writes a recipe as it is: edit the file instead of giving other options.")
-        text = find_recipe(config).read_text(encoding="utf-8") if config else _commented(target, data, method, output)
-        _write_recipe(text, init)
+        choices = [] if config else _choices(target, data, method, output)
+        _write_recipe(find_recipe(config).read_text("utf-8") if config else commented_recipe(choices), init)
         return
     leads = process_index() == 0
     values = {"target.path": target, "data.train": data, "method.name": method, "output.folder": output and str(output)}
@@ -91,17 +91,13 @@ def train(
         say(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
 
 
-def _choices(target: str | None, data: str | None, method: str | None, output: Path | None):
+def _choices(target: str | None, data: str | None, method: str | None, output: Path | None) -> list[Choice]:
     if target is None or data is None:
         missing = " and ".join(name for name, value in (("--target", target), ("--data", data)) if value is None)
         raise SpeculateError(
             f"{missing} must be given, or a recipe with --config: a file, or one of {', '.join(recipe_names())}."
         )
     return default_choices(target, data, method or _METHOD, output and str(output))
-
-
-def _commented(target: str | None, data: str | None, method: str | None, output: Path | None) -> str:
-    return commented_recipe(_choices(target, data, method, output))
 
 
 def _write_recipe(text: str, path: Path) -> None:

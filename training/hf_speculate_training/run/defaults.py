@@ -55,14 +55,21 @@ def default_choices(target: str, data: str, method: str, output: str | None = No
     config = load_config(section).get_text_config(decoder=True)
     has_template = bool(load_tokenizer(section).chat_template)
     folder = output or f"runs/{Path(target).stem if target.endswith('.gguf') else Path(target).name}-{method}"
+    small, large = _is_small(config), config.hidden_size >= _LARGE_HIDDEN_SIZE
+    length = 512 if small else 2048
+    context = getattr(config, "max_position_embeddings", None) or length
     return [
         Choice("target.path", target),
         Choice("data.train", data, "the target's own answers are best: hf-speculate regenerate"),
-        *_data_choices(config, has_template),
+        Choice("data.eval_fraction", 0.05, "held out for loss and acceptance; or data.eval, a file"),
+        Choice("data.max_length", min(length, context), "tokens of a row; longer plain texts are cut into pieces"),
+        Choice("data.chat", has_template, "prompt and completion through the chat template, if the target has one"),
         Choice("method.name", method),
         *_method_choices(config, method),
         *_training_choices(config, load_method(method).trains_target),
-        *_evaluation_choices(config),
+        Choice("evaluation.num_prompts", 16, "decoded at every evaluation; the best checkpoint is kept"),
+        Choice("evaluation.max_new_tokens", 64),
+        Choice("evaluation.nodes", [16 if small else 59 if large else 31], "of a draft tree"),
         Choice("output.folder", folder, "head, card, provenance, checkpoints"),
     ]
 
@@ -106,16 +113,6 @@ def commented_recipe(choices: Iterable[Choice]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _data_choices(config: PretrainedConfig, has_template: bool) -> list[Choice]:
-    length = 512 if _is_small(config) else 2048
-    context = getattr(config, "max_position_embeddings", None) or length
-    return [
-        Choice("data.eval_fraction", 0.05, "held out for loss and acceptance; or data.eval, a file"),
-        Choice("data.max_length", min(length, context), "tokens of a row; longer plain texts are cut into pieces"),
-        Choice("data.chat", has_template, "prompt and completion through the chat template, if the target has one"),
-    ]
-
-
 def _method_choices(config: PretrainedConfig, method: str) -> list[Choice]:
     why = {
         "draft_vocab_size": "the tokens that the data have most; the target's vocabulary is larger",
@@ -157,15 +154,6 @@ def _training_choices(config: PretrainedConfig, trains_target: bool) -> list[Cho
         Choice("training.bf16", is_torch_bf16_gpu_available(), "needs a GPU, or a CPU with AMX, that has it"),
         Choice("training.eval_steps", 0.1, "a share of all steps: ten evaluations, ten checkpoints"),
         Choice("training.save_steps", 0.1),
-    ]
-
-
-def _evaluation_choices(config: PretrainedConfig) -> list[Choice]:
-    nodes = 16 if _is_small(config) else 59 if config.hidden_size >= _LARGE_HIDDEN_SIZE else 31
-    return [
-        Choice("evaluation.num_prompts", 16, "decoded at every evaluation; the best checkpoint is kept"),
-        Choice("evaluation.max_new_tokens", 64),
-        Choice("evaluation.nodes", [nodes], "of a draft tree"),
     ]
 
 

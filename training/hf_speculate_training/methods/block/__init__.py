@@ -4,19 +4,12 @@
 the token before. Fresh heads are shaped after the target; the training of published ones can go on.
 """
 
-from .blocks import Blocks
-from .heads import DFlashShape, DSparkShape, new_block, warm_block
-from .method import BlockTrainingOptions, DFlashMethod, DSparkMethod, DSparkTrainingOptions
-
-
-__all__ = [
-    "BlockTrainingOptions",
-    "Blocks",
-    "DFlashMethod",
-    "DFlashShape",
-    "DSparkMethod",
-    "DSparkShape",
-    "DSparkTrainingOptions",
-    "new_block",
-    "warm_block",
-]
+from .blocks import Blocks as Blocks
+from .heads import DFlashShape as DFlashShape
+from .heads import DSparkShape as DSparkShape
+from .heads import new_block as new_block
+from .heads import warm_block as warm_block
+from .method import BlockTrainingOptions as BlockTrainingOptions
+from .method import DFlashMethod as DFlashMethod
+from .method import DSparkMethod as DSparkMethod
+from .method import DSparkTrainingOptions as DSparkTrainingOptions

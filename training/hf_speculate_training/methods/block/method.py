@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_speculate.models import unwrap
 from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions
 
 from ...data import Batch
@@ -25,7 +24,7 @@ from ...sections import RecipeError
 from ...states import TargetStates
 from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
 from ..entries import shared_size
-from ..heads import DRAFT_VOCAB_SIZE, HeadMethod, choose_vocabulary, suggested_vocabulary
+from ..heads import HeadMethod
 from .blocks import Blocks, run_blocks
 from .heads import DFlashShape, DSparkShape, new_block, warm_block
 from .slots import SlotLosses, SlotRows, decay_weights, pace_weights, slot_losses
@@ -107,31 +106,24 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         if self.options.confidence_weight and not head.spec.confidence:
             raise RecipeError("method.options.confidence_weight must be 0: the head has no confidence head.")
 
+    new_head = staticmethod(new_block)
+    warm_head = staticmethod(warm_block)
+
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
         """A draft vocabulary for large vocabularies, and DeepSpec's many blocks for large targets."""
-        size = suggested_vocabulary(config)
         options = {} if config.hidden_size < SMALL_HIDDEN_SIZE else {"anchors": _LARGE_ANCHORS}
-        return {"head": {} if size is None else {DRAFT_VOCAB_SIZE: size}, "options": options}
+        return {**super().suggested(config), "options": options}
 
     @classmethod
     def for_target(cls, target: nn.Module, head: DFlashShape, options: Options, count_tokens: CountTokens) -> Self:
-        model = unwrap(target)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
-        made = cls(new_block(model, head, target_ids), model, target_ids, options)
+        made = super().for_target(target, head, options, count_tokens)
         if made.head.spec.confidence and not options.confidence_weight:
             raise RecipeError(
                 "method.options.confidence_weight is 0, so the confidence head would learn nothing: set "
                 "method.head.confidence to false."
             )
         return made
-
-    @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
-        model = unwrap(target)
-        head, target_ids = warm_block(folder, model)
-        return cls(head, model, target_ids, options)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         batch = cast(Batch, {name: batch[name].to(self.head.device) for name in Batch.__required_keys__})

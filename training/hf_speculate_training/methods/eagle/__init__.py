@@ -4,18 +4,12 @@
 heads are shaped after the target; the training of published ones can go on.
 """
 
-from .heads import Eagle3Shape, EagleShape, new_eagle1, new_eagle3, warm_eagle
-from .method import Eagle1Method, Eagle1TrainingOptions, Eagle3Method, Eagle3TrainingOptions
-
-
-__all__ = [
-    "Eagle1Method",
-    "Eagle1TrainingOptions",
-    "Eagle3Method",
-    "Eagle3Shape",
-    "Eagle3TrainingOptions",
-    "EagleShape",
-    "new_eagle1",
-    "new_eagle3",
-    "warm_eagle",
-]
+from .heads import Eagle3Shape as Eagle3Shape
+from .heads import EagleShape as EagleShape
+from .heads import new_eagle1 as new_eagle1
+from .heads import new_eagle3 as new_eagle3
+from .heads import warm_eagle as warm_eagle
+from .method import Eagle1Method as Eagle1Method
+from .method import Eagle1TrainingOptions as Eagle1TrainingOptions
+from .method import Eagle3Method as Eagle3Method
+from .method import Eagle3TrainingOptions as Eagle3TrainingOptions

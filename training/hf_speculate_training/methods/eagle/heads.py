@@ -68,11 +68,14 @@ class Eagle3Shape(EagleShape):
 
     Attributes:
         hidden_size: width Hd; None for the target's. A wider or narrower head has embeddings of its own.
-        num_heads, num_kv_heads: numbers of heads; None for as many as fit `hidden_size`, see `new_eagle3`.
-        feature_layers: hidden states of the target that the head reads, see `new_eagle3`.
-        own_embeddings: True gives the head embeddings of its own, which are trained; None only if it must have them.
+        num_heads, num_kv_heads: numbers of heads; None for as many as fit `hidden_size` with the target's head size
+            and grouping.
+        feature_layers: hidden states of the target that the head reads, as in `EagleSpec`. None takes 2, L // 2 and
+            L - 3, as other engines assume for files that do not say, or three spread evenly over fewer than 6 layers.
+        own_embeddings: True gives the head embeddings of its own, at first a copy of the target's; None only if it must
+            have them.
         own_output: False keeps the target's output matrix, or its rows for the draft vocabulary, which are not
-            trained; the layout "compact" leaves them out of the files.
+            trained; the layout "compact" leaves them out of the files. Otherwise the head trains a copy of these rows.
         draft_vocab_size: number of the most frequent tokens of the training data to draft with; None for the target's
             vocabulary.
         norm_before_fc, fc_norm: switches of `EagleSpec`.
@@ -109,16 +112,7 @@ def new_eagle3(
     Args:
         target: the target.
         target_ids: tokens of the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
-        hidden_size: width Hd; None for the target's. A wider or narrower head has embeddings of its own.
-        intermediate_size: intermediate size; None keeps the target's ratio to the hidden size.
-        num_heads, num_kv_heads: numbers of heads; None for as many as fit `hidden_size` with the target's head size
-            and grouping.
-        feature_layers: layers as in `EagleSpec`. None takes hidden states 2, L // 2 and L - 3, as other engines assume
-            for files that do not say. For targets of fewer than 6 layers it takes three that are spread evenly.
-        own_embeddings: True gives the head embeddings of its own, at first a copy of the target's; None only if it must
-            have them.
-        own_output: True gives it an output matrix of its own, at first a copy of the target's rows. False takes these
-            rows themselves, or the target's matrix if there are no `target_ids`.
+        hidden_size, …, own_output: fields of `Eagle3Shape`.
         switches: further fields of `EagleSpec` (`num_layers`, `norm_before_residual`, `fc_norm`, `windows`, …).
 
     Raises:

@@ -8,30 +8,25 @@ the target's distribution at token i + 1 + k. Tokens are those of the text, neve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_speculate.models import unwrap
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions
 
 from ...data import Batch
 from ...states import TargetStates
-from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
+from ..contract import SMALL_HIDDEN_SIZE, StepOutput
 from ..entries import Entries, Normalizer, tokens_ahead
-from ..heads import DRAFT_VOCAB_SIZE, HeadMethod, choose_vocabulary, suggested_vocabulary
+from ..heads import DRAFT_VOCAB_SIZE, HeadMethod
 from ..losses import EntryLosses, SoftTargets, cross_entropy
 from .heads import Eagle3Shape, EagleShape, new_eagle1, new_eagle3, warm_eagle
 from .unrolled import StepMemory, UnrolledAttention, step_masks
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +95,7 @@ class EagleMethod(HeadMethod[EagleHead, Options]):
         self.entry_layers = head.spec.entry_layers(config.num_hidden_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
 
-    @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
-        model = unwrap(target)
-        head, target_ids = warm_eagle(folder, model)
-        return cls(head, model, target_ids, options)
+    warm_head = staticmethod(warm_eagle)
 
     def unroll(self, batch: Batch, states: TargetStates) -> list[Float[Tensor, "B S Hd"]]:
         """Inputs of the output matrix at every token, for each unrolled step."""
@@ -168,20 +159,13 @@ class Eagle3Method(EagleMethod[Eagle3TrainingOptions]):
     options_class = Eagle3TrainingOptions
 
     @classmethod
-    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-        """A draft vocabulary for large vocabularies, and fewer unrolled steps for small heads."""
-        size = suggested_vocabulary(config)
-        options = {"steps": 5} if config.hidden_size < SMALL_HIDDEN_SIZE else {}
-        return {"head": {} if size is None else {DRAFT_VOCAB_SIZE: size}, "options": options}
+    def new_head(cls, target: PreTrainedModel, shape: Eagle3Shape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
+        return new_eagle3(target, target_ids, **shape.given(DRAFT_VOCAB_SIZE))
 
     @classmethod
-    def for_target(
-        cls, target: nn.Module, head: Eagle3Shape, options: Eagle3TrainingOptions, count_tokens: CountTokens
-    ) -> Self:
-        model = unwrap(target)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
-        return cls(new_eagle3(model, target_ids, **head.given(DRAFT_VOCAB_SIZE)), model, target_ids, options)
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """A draft vocabulary for large vocabularies, and fewer unrolled steps for small heads."""
+        return {**super().suggested(config), "options": {"steps": 5} if config.hidden_size < SMALL_HIDDEN_SIZE else {}}
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         entries = Entries.of(batch, self.options.steps, self.head.device)
@@ -205,11 +189,13 @@ class Eagle1Method(EagleMethod[Eagle1TrainingOptions]):
     options_class = Eagle1TrainingOptions
 
     @classmethod
-    def for_target(
-        cls, target: nn.Module, head: EagleShape, options: Eagle1TrainingOptions, count_tokens: CountTokens
-    ) -> Self:
-        model = unwrap(target)
-        return cls(new_eagle1(model, **head.given()), model, None, options)
+    def new_head(cls, target: PreTrainedModel, shape: EagleShape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
+        return new_eagle1(target, **shape.given())
+
+    @classmethod
+    def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+        """Nothing: the head has the target's vocabulary."""
+        return {}
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         entries = Entries.of(batch, self.options.steps, self.head.device)
