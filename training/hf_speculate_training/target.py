@@ -1,4 +1,4 @@
-"""The target of a run: which one, loaded, with its tokenizer and its fingerprint.
+"""The target of a run, loaded with its tokenizer, and its fingerprint.
 
 A `TargetSection` names a model in any form that heads can draft for: a folder or Hub id, quantised or not, or a GGUF
 file, with a PEFT adapter or without. It is loaded frozen, in `eval()` mode.
@@ -219,7 +219,7 @@ def mesh_of_processes(device: torch.device) -> Any:
 
 
 def is_sharded(target: nn.Module) -> bool:
-    """Whether parts of the target are with other processes."""
+    """True if other processes hold parts of the target."""
     return any(isinstance(parameter, DTensor) for parameter in target.parameters())
 
 

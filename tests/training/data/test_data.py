@@ -240,7 +240,7 @@ def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
 @pytest.mark.parametrize("form", ["torch", "numpy"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_datasets_that_are_read_as_tensors(tmp_path, form, streaming):
-    """As `speculators` saves its own: records are lists for us."""
+    """`speculators` saves its data this way; for us records are lists."""
     records = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 1]]}).with_format(form)
     records.save_to_disk(tmp_path / "saved")
     found = load_records(records.to_iterable_dataset() if streaming else str(tmp_path / "saved"))

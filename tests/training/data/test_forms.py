@@ -60,7 +60,7 @@ def test_conversations_are_truncated_and_the_share_is_said(byte_tokenizer, write
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_prompt_without_an_answer_is_not_learnt_from(byte_tokenizer, write_lines, streaming):
-    """Of a list of prompts, or of preferences, nothing but the end of text would be learnt."""
+    """Prompts alone, or preferences, would teach nothing but the end of text."""
     byte_tokenizer.chat_template = None
     asked = [{"prompt": "ab", "chosen": "c", "rejected": "d"}] * 2
     with pytest.raises(SpeculateError, match=r"without an answer|no document of the stream can be used"):
@@ -77,7 +77,7 @@ TOOL_TEMPLATE = (
 
 
 def shown(tokenizer, path) -> list[tuple[str, str]]:
-    """Of each document, all of it and what of it is learnt."""
+    """Each document, and the part of it that is learnt."""
     rows = prepare_data(path, tokenizer).train
     return [
         (tokenizer.decode(ids), tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]))
@@ -150,7 +150,7 @@ MISTRAL = (
 
 @pytest.mark.parametrize("turns", ["together", "separate"])
 def test_a_system_message_that_moves(byte_tokenizer, write_lines, turns):
-    """It ends no run: the record is skipped, or, turn by turn, is what `generate` would be given with its answer."""
+    """The run goes on: the record is skipped, or, turn by turn, is the prompt of `generate` with its answer."""
     byte_tokenizer.chat_template = MISTRAL
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     records = [{"messages": chat}, {"messages": [{"role": "system", "content": "Be kind."}, *chat]}]

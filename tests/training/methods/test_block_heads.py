@@ -78,7 +78,7 @@ class TestShapes:
         [(1, (0,)), (2, (0, 1)), (5, (2, 3, 4)), (6, (2, 3, 4)), (28, (2, 14, 26)), (36, (2, 18, 34))],
     )
     def test_the_layers_that_are_read(self, depth, layers):
-        """From 6 layers on z-lab's rule: outputs 1 to L - 3, whose hidden states have one more."""
+        """z-lab's rule holds from 6 layers on: outputs 1 to L - 3, whose hidden states have one more."""
         model = build_tiny_model(num_layers=depth)
         assert new_block(model, DFlashShape(num_layers=1)).spec.feature_layers == layers
 

@@ -219,7 +219,7 @@ class TestGguf:
         assert target["quantization"] == {"quant_method": "gguf", "types": ["Q8_0"], "backends": [fastest, "rows"]}
 
     def test_the_head_begins_with_the_packed_output_rows(self, gguf_path):
-        """What is packed cannot be read, but asked: the same rows as those of the dequantised file."""
+        """Packed rows cannot be read, but computed: they equal those of the dequantised file."""
         packed, dense = (load_model(gguf_path, dtype=torch.float32, backend=name) for name in ("auto", "dense"))
         assert isinstance(packed.lm_head, PackedLinear)
         ids = torch.tensor([3, 50, 200])

@@ -144,7 +144,7 @@ def test_without_resume_a_run_is_not_overwritten(long_recipe, uninterrupted, tmp
 
 
 class TestOtherInputs:
-    """What a run is resumed with must be what it began with; nothing is touched otherwise."""
+    """A run resumes only with what it began with; nothing is touched otherwise."""
 
     @pytest.fixture
     def folder(self, uninterrupted, tmp_path):
@@ -250,7 +250,7 @@ def test_a_finished_run_is_left_alone(finished, caplog):
 
 
 def test_a_run_that_was_killed_before_its_head_was_written_only_writes_it(finished, tmp_path):
-    """Its last checkpoint is of the last step: transformers' loop would train one more."""
+    """The last checkpoint is of the last step; transformers' loop would train one more."""
     folder = tmp_path / "out"
     shutil.copytree(finished["output"]["folder"], folder)
     head = (folder / "model.safetensors").read_bytes()

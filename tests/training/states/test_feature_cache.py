@@ -276,7 +276,7 @@ def test_notes_of_another_cache_are_refused(reader, rows, tmp_path):
 
 @pytest.mark.parametrize("content", ["empty", "no offsets", "short", "falling"])
 def test_a_shard_that_does_not_hold_its_rows(reader, rows, tmp_path, content):
-    """Its checksum is right: whoever wrote the file wrote that, too."""
+    """The checksum is right, since the same hand wrote it."""
     write_features(tmp_path, reader, rows, **OPTIONS)
     path = tmp_path / "features-00001.safetensors"
     tensors = load_file(path)

@@ -219,6 +219,6 @@ def _common_end(one: str, other: str) -> int:
 
 
 def has_generation_marks(tokenizer: Any) -> bool:
-    """Whether the chat template marks what the assistant writes."""
+    """True if the chat template marks the assistant's words."""
     template = tokenizer.chat_template
     return isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

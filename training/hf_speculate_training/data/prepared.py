@@ -1,4 +1,4 @@
-"""Documents that are ready to be trained on: how they are to be read, and what became of the records."""
+"""Options for reading data, the documents that are made of them, and an account of the records."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def prepare_data(
     Args:
         source: a source as `load_records` takes it.
         tokenizer: the target's tokenizer.
-        options: see `DataOptions`; None for the defaults.
+        options: options for reading; None for the defaults.
         target_config: the target's configuration, for its context length and vocabulary; None checks neither.
         end_ids: tokens at which the target stops; None for the tokenizer's eos token.
     Raises:

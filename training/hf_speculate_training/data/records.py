@@ -248,7 +248,7 @@ class HeldOut:
         self._runs.pop(0, None)
 
     def is_like(self, example: Example) -> bool:
-        """Whether a user's message in this example, or its text, is like a held-out one. Token ids always pass."""
+        """True if a user's message in this example, or its text, is like a held-out one. Token ids always pass."""
         return any(self._shares(_words(text)) for text in _asked(example))
 
     def _shares(self, words: list[str]) -> bool:

@@ -244,7 +244,7 @@ class Medusa2Method(_Medusa[Medusa2TrainingOptions]):
         heads: the heads, with parameters in float32.
         target: a PEFT model with one active adapter that can be switched off (LoRA and its kin), as
             `peft.get_peft_model` makes it.
-        options: see `Medusa2TrainingOptions`; None for the defaults.
+        options: options of the training; None for the defaults.
     Raises:
         TargetMismatchError: the target has no adapter, or one that is not trainable.
 

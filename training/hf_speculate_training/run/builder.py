@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -275,8 +276,9 @@ def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: 
         prompts = prompts_of(held_out.train, section.num_prompts, section.prompt_tokens)
     else:
         return []
-    context = unwrap(target).config.get_text_config(decoder=True).max_position_embeddings
-    fitting = [prompt for prompt in prompts if len(prompt) + section.max_new_tokens <= context]
+    context = getattr(unwrap(target).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = math.inf if context is None else context - section.max_new_tokens
+    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
     if prompts and not fitting:
         raise SpeculateError(
             f"none of the {len(prompts)} evaluation prompts leaves room for {section.max_new_tokens} new tokens in the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel, unwrap
@@ -62,7 +63,7 @@ class AcceptanceEvaluation:
 
     Args:
         prompts: token ids of at least one prompt.
-        options: see `AcceptanceOptions`; None for the defaults.
+        options: options for measuring; None for the defaults.
     """
 
     def __init__(self, prompts: Sequence[Prompt], options: AcceptanceOptions | None = None):
@@ -112,14 +113,15 @@ class AcceptanceEvaluation:
         devices = [] if target.device.type == "cpu" else [target.device]
         with torch.random.fork_rng(devices=devices), _plain_settings(target, temperature), torch.inference_mode():
             torch.manual_seed(self.options.seed)
-            for batch in _batches(prompts, self.options.batch_size):
-                input_ids, attention_mask = _left_padded(batch, target)
-                target.generate(
-                    input_ids,
-                    attention_mask=attention_mask,
-                    max_new_tokens=self.options.max_new_tokens,
-                    speculator=speculator,
+            ordered, size = sorted(prompts, key=len), self.options.batch_size  # similar lengths need less padding
+            for start in range(0, len(ordered), size):
+                batch = ordered[start : start + size]
+                ids, mask = (
+                    pad_sequence(rows, batch_first=True, padding_side="left").to(target.device)
+                    for rows in (batch, [torch.ones_like(prompt) for prompt in batch])
                 )
+                length = self.options.max_new_tokens
+                target.generate(ids, attention_mask=mask, max_new_tokens=length, speculator=speculator)
         return speculator.stats
 
 
@@ -133,7 +135,9 @@ def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]
         num_tokens: length of the prompt of a plain text, all of which the target is to emit.
     """
     prompts: list[Prompt] = []
-    for document in _spread(documents, count):
+    is_stream = not hasattr(documents, "__len__")
+    spread = documents if is_stream else (documents[index] for index in evenly_spaced(len(documents), count))
+    for document in spread:
         ids, mask = torch.as_tensor(document["input_ids"]), torch.as_tensor(document["loss_mask"])
         start = int(mask.int().argmax())
         length = start if start > 0 else min(num_tokens, len(ids) // 2)
@@ -142,12 +146,6 @@ def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]
         if len(prompts) == count:
             break
     return prompts
-
-
-def _spread(documents: Any, count: int) -> Iterable[Mapping[str, Any]]:
-    if not hasattr(documents, "__len__"):
-        return documents
-    return (documents[index] for index in evenly_spaced(len(documents), count))
 
 
 def evenly_spaced(size: int, count: int) -> list[int]:
@@ -173,20 +171,3 @@ def _plain_settings(target: GenerativeModel, temperature: float) -> Iterator[Non
     finally:
         target.generation_config = own
         target.train(was_training)
-
-
-def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """Batches of prompts of similar lengths, which need less padding."""
-    ordered = sorted(prompts, key=len)
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
-
-
-def _left_padded(prompts: Sequence[Prompt], target: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = prompt
-        attention_mask[row, width - len(prompt) :] = 1
-    return input_ids.to(target.device), attention_mask.to(target.device)

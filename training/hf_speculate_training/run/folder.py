@@ -1,4 +1,4 @@
-"""The output folder of a run: whether it can be used, one process at a time in it, and its checkpoints.
+"""The output folder of a run, which one process at a time may use, and its checkpoints.
 
 A second process would write over the first one's checkpoints.
 """

@@ -97,7 +97,7 @@ def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tenso
 
     Args:
         target: the target.
-        shape: see `DFlashShape`, `DSparkShape`. Without `feature_layers` the head reads three of the target's states,
+        shape: the head's shape. Without `feature_layers` the head reads three of the target's states,
             spread over the outputs of layers 1 to L - 3 (z-lab's rule). Of targets with fewer than 6 layers it reads
             the last three before the final norm.
         target_ids: tokens of the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
