@@ -172,11 +172,6 @@ class TestCommand:
             assert part in result.output
         assert not Path(recipe_values["output"]["folder"]).exists()
 
-    def test_errors_are_speculate_errors(self, recipe_values, tmp_path):
-        result = self.run(recipe_values, tmp_path, "--set", "training.learnin_rate=1")
-        assert isinstance(result.exception, SpeculateError)
-        assert "Did you mean 'learning_rate'" in str(result.exception)
-
 
 METHODS = ("eagle3", "medusa")
 

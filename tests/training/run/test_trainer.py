@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.hub import permissions, repositories
 from hf_speculate.models import unwrap
-from hf_speculate.testing import check_lossless
 from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArguments, MethodSection
 from hf_speculate_training.data import Collator, RowDataset, prepare_data
 from hf_speculate_training.methods import StepOutput
@@ -104,30 +102,11 @@ def test_thirty_steps_raise_acceptance(make_trainer, target, data, kind):
     assert losses[-1] < losses[0]
 
 
-def test_an_adapted_target(make_trainer, saved_target, data, tmp_path):
-    """A head for a LoRA-adapted target reads the adapted states, and drafts for it losslessly."""
-    lora = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(saved_target), lora)
-    adapted.eval().requires_grad_(False)
-    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
-    trainer = make_trainer(target=adapted)
-    batch = Collator()([data.rows()[0]])
-    with torch.no_grad(), adapted.disable_adapter():
-        plain = trainer.reader(batch).last_hidden
-    assert not torch.allclose(trainer.reader(batch).last_hidden, plain)
-    trainer.train()
-    for name, tensor in adapted.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-    trainer.save_model(str(tmp_path / "head"))
-    speculator = AutoSpeculator.from_pretrained(tmp_path / "head", target=adapted)
-    report = check_lossless(adapted, speculator, [torch.arange(5, 15)], max_new_tokens=20, eos_token_id=None)
-    assert report.num_cases == 1
-    assert speculator.stats.rounds > 0
-
-
 def test_checkpoints_hold_the_head_alone(make_trainer, target):
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     trainer = make_trainer(save_strategy="steps", save_steps=2, max_steps=2)
     trainer.train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
     folder = Path(last_checkpoint(trainer.args.output_dir) or "")
     weights = load_file(folder / "model.safetensors")
     assert set(weights) == {f"head.{name}" for name, _ in trainer.method.head.named_parameters()}
