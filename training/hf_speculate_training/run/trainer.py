@@ -98,7 +98,7 @@ class HeadTrainer(Trainer):
             train_dataset,
             eval_dataset,
             options=data_options,
-            evaluation=EvaluationSection() if evaluation is None else evaluation or None,
+            evaluation=EvaluationSection() if evaluation in (None, True) else evaluation or None,
             tokenizer=processing_class,
         )
         if data_collator is None and parts.tokenizer is not None:
