@@ -100,14 +100,14 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
     `BlockTrainingOptions.term_weights`, not yet weighed, and `cross_entropy`.
     """
 
+    new_head = staticmethod(new_block)
+    warm_head = staticmethod(warm_block)
+
     def __init__(self, head: BlockHead, target: PreTrainedModel, *args: Any, **kwargs: Any):
         super().__init__(head, target, *args, **kwargs)
         self.feature_layers = tuple(dict.fromkeys(head.spec.feature_layers))
         if self.options.confidence_weight and not head.spec.confidence:
             raise RecipeError("method.options.confidence_weight must be 0: the head has no confidence head.")
-
-    new_head = staticmethod(new_block)
-    warm_head = staticmethod(warm_block)
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:

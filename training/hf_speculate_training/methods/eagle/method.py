@@ -89,13 +89,13 @@ class EagleMethod(HeadMethod[EagleHead, Options]):
     `new_eagle3`, `new_eagle1` and `warm_eagle` make its heads; arguments are `HeadMethod`'s.
     """
 
+    warm_head = staticmethod(warm_eagle)
+
     def __init__(self, head: EagleHead, target: PreTrainedModel, *args: Any, **kwargs: Any):
         super().__init__(head, target, *args, **kwargs)
         config = target.config.get_text_config(decoder=True)
         self.entry_layers = head.spec.entry_layers(config.num_hidden_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
-
-    warm_head = staticmethod(warm_eagle)
 
     def unroll(self, batch: Batch, states: TargetStates) -> list[Float[Tensor, "B S Hd"]]:
         """Inputs of the output matrix at every token, for each unrolled step."""
