@@ -33,7 +33,6 @@ QUICK = (
     "training/*test_data.py",
     "training/*test_losses.py",
     "training/*test_optimizers.py",
-    "training/*test_packing.py",
     "training/*test_recipe.py",
 )
 

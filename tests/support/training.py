@@ -12,9 +12,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_speculate import Speculator
 from hf_speculate_training.data import NO_DOCUMENT, Batch
+from hf_speculate_training.methods import StepOutput
 
 from .models import VOCAB_SIZE
 from .models import build_tiny_model as build_tiny_model
@@ -84,3 +87,54 @@ def packed(*rows: list[int], masked: float = 0.0) -> Batch:
         document_ids=torch.tensor(documents),
         loss_mask=(torch.rand(len(rows), size) >= masked) & (torch.tensor(documents) != NO_DOCUMENT),
     )
+
+
+def assert_same_gradients(module: nn.Module, ours: torch.Tensor, theirs: torch.Tensor, rtol: float = 1e-6) -> None:
+    """Two losses have the same gradients, relative to the largest of each parameter; and every parameter learns."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    both = (torch.autograd.grad(loss, parameters) for loss in (ours, theirs))
+    for name, grad, wanted in zip(names, *both, strict=True):
+        scale = float(wanted.abs().max())
+        assert scale > 0, f"nothing is learnt by {name}"
+        assert float((grad - wanted).abs().max()) <= rtol * scale, name
+
+
+def assert_nothing_learnt(module: nn.Module, output: StepOutput) -> None:
+    """The loss is 0, and every parameter has a gradient, of zeros."""
+    output.loss.backward()
+    assert output.loss.item() == 0
+    assert all((p.grad == 0).all() for p in module.parameters())
+    assert all(value.isfinite() for value in output.metrics.values())
+
+
+def own_text(target: Any, length: int, vocab_size: int = VOCAB_SIZE) -> tuple[torch.Tensor, Batch]:
+    """Two prompts of 5 tokens, and the target's greedy text after them, of this length, as a batch."""
+    torch.manual_seed(0)
+    prompts = torch.randint(3, vocab_size, (2, 5))
+    batch = packed([length], [length])
+    batch["input_ids"] = target.generate(prompts, max_new_tokens=length - 5, do_sample=False)
+    return prompts, batch
+
+
+def learn_by_heart(method: Any, batch: Batch, states: Any, depth: int, num_steps: int, lr: float) -> StepOutput:
+    """Trains until every draft of `depth` tokens is right; returns the last output."""
+    optimizer = torch.optim.Adam(method.parameters(), lr=lr)
+    for step in range(num_steps):
+        method.on_step(step, num_steps)
+        optimizer.zero_grad()
+        output = method(batch, states)
+        if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(depth)):
+            return output
+        output.loss.backward()
+        optimizer.step()
+    raise AssertionError(f"not learnt: {output.metrics}")
+
+
+def assert_every_draft_is_accepted(target: Any, drafter: Any, prompts: torch.Tensor, text: torch.Tensor) -> Speculator:
+    """A drafter that knows `text` by heart drafts it, to the last token."""
+    speculator = Speculator(drafter)
+    length = text.shape[1] - prompts.shape[1]
+    again = target.generate(prompts, max_new_tokens=length, do_sample=False, speculator=speculator)
+    assert torch.equal(again, text)
+    assert set(speculator.stats.acceptance_rate_by_depth.values()) == {1.0}
+    return speculator

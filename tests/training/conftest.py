@@ -31,7 +31,7 @@ def write_lines(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _own_datasets_cache(tmp_path, monkeypatch):
-    """What `datasets` converts and maps stays in the test's folder."""
+    """Keeps the files of `datasets` in the test's folder."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
 
 

@@ -1,11 +1,11 @@
 """Training of speculative heads for hf_speculate: methods, data, trainer, recipes. See training/README.md.
 
-`train_head(read_recipe(...))` runs a recipe; `HeadTrainer` trains from target, method and data set, as TRL's trainers
+`train_head(read_recipe(...))` runs a recipe. `HeadTrainer` trains from target, method and data set, as TRL's trainers
 do, or with parts of your own. A training method of your own is a `TrainingMethod`; `hf_speculate_training.methods` has
-what the built-in ones are made from.
+the parts of the built-in ones.
 """
 
-from . import extras as extras  # the first: it says what is missing
+from . import extras as extras  # first: it names missing packages
 from .data import Batch, DataOptions
 from .methods import StepOutput, TrainingMethod, installed_methods
 from .run import (

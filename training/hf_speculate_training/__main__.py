@@ -1,11 +1,11 @@
-"""`python -m hf_speculate_training train`: the command as a module, which is what `accelerate launch -m` starts."""
+"""The command as a module, `python -m hf_speculate_training train`, for `accelerate launch -m`."""
 
 import typer
 
 from hf_speculate.errors import SpeculateError
 
+from .run.arguments import process_index
 from .run.command import TRAIN_EXAMPLES, train
-from .run.launch import process_index
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

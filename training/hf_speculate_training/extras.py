@@ -1,4 +1,4 @@
-"""What training needs besides what the core needs, and the one line that says how to get it: looked at on import."""
+"""The check on import for packages that training needs beside those of the core."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from hf_speculate.errors import SpeculateError
 
 
-# Imported by everything here; peft and matplotlib are, too, but only where they are used.
+# All modules import these; peft and matplotlib are imported only where they are used.
 _NEEDED = ("accelerate", "datasets", "filelock", "pydantic", "yaml")
 
 

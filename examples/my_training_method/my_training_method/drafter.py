@@ -18,10 +18,10 @@ CONFIG, WEIGHTS = "recurrent_head.json", "recurrent_head.safetensors"
 
 
 class RecurrentHead(nn.Module):
-    """From the state at a token and the embedding of the next one, [..., H] both, the state at that next one.
+    """A head that computes the state at a token from the state before and the token's embedding, [..., H] all three.
 
-    The target's embeddings and output matrix do the rest, so a file holds two small matrices. A fresh head gives the
-    state back as it is.
+    The target's embeddings and output matrix do the rest, so a file holds two small matrices. A fresh head returns the
+    state unchanged.
     """
 
     def __init__(self, hidden_size: int, width: int):

@@ -1,4 +1,4 @@
-"""Its training: unrolled over the text, against the target's own distribution at every step."""
+"""Training of a `RecurrentHead`: unrolled over the text, against the target's own distribution at every step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .drafter import RecurrentDrafter, RecurrentHead, load_head
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentShape:
-    """`method.head` of a recipe: `width` of the hidden layer; None: the target's hidden size."""
+    """A recipe's `method.head`: `width` of the hidden layer; None for the target's hidden size."""
 
     width: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentOptions:
-    """`method.options` of a recipe: unrolled `steps`, and `decay`, by which each weighs less than the one before."""
+    """A recipe's `method.options`: unrolled `steps`, and `decay`, the factor from the weight of one to the next."""
 
     steps: int = 3
     decay: float = 0.8

@@ -1,8 +1,9 @@
-"""Records of every form, their loss masks, what is refused, and the split."""
+"""Records of every form, their loss masks, refused ones, the split; packing, rows, the collator."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 
 import datasets
@@ -12,10 +13,14 @@ from transformers import LlamaConfig
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate_training.data import (
+    NO_DOCUMENT,
     Collator,
     DataOptions,
     Encoder,
     RecordError,
+    RowDataset,
+    StreamedRows,
+    best_fit_decreasing,
     load_records,
     prepare_data,
     read_record,
@@ -56,7 +61,9 @@ def documents_of(records: Sequence[dict], tokenizer, write_lines, **options):
     return prepare_data(write_lines(records), tokenizer, DataOptions(**options))
 
 
-def test_chat_counts_answers_and_their_end_only(byte_tokenizer):
+@pytest.mark.parametrize("template", [None, MARKED], ids=["plain", "marked"])
+def test_chat_counts_answers_and_their_end_only(byte_tokenizer, template):
+    byte_tokenizer.chat_template = template or byte_tokenizer.chat_template
     (document,) = encode(byte_tokenizer, {"messages": CHAT})
     assert byte_tokenizer.decode(document.input_ids) == byte_tokenizer.apply_chat_template(CHAT, tokenize=False)
     parts = [part for part in emitted(byte_tokenizer, document).split(".") if part]
@@ -115,15 +122,6 @@ def test_tokens_as_they_are(byte_tokenizer):
         read_record({"input_ids": [7, 8], "labels": [1]})
 
 
-def test_template_with_marks(byte_tokenizer):
-    byte_tokenizer.chat_template = MARKED
-    (document,) = encode(byte_tokenizer, {"messages": CHAT})
-    assert [part for part in emitted(byte_tokenizer, document).split(".") if part] == [
-        "yes<|im_end|>",
-        "no\n<|im_end|>",
-    ]
-
-
 def test_template_that_rewrites_history(byte_tokenizer):
     byte_tokenizer.chat_template = REWRITING
     with pytest.raises(SpeculateError, match="turns='separate'"):
@@ -176,27 +174,9 @@ def test_empty_data(byte_tokenizer, tmp_path):
         prepare_data(datasets.Dataset.from_dict({"text": []}), byte_tokenizer)
     with pytest.raises(SpeculateError, match="no such file"):
         prepare_data(tmp_path / "absent.jsonl", byte_tokenizer)
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(SpeculateError, match=r"cannot read the data .*broken.jsonl"):
-        prepare_data(tmp_path / "broken.jsonl", byte_tokenizer)
     (tmp_path / "image.png").write_bytes(b"x")
     with pytest.raises(SpeculateError, match=r"\.png.*give one of .json"):
         prepare_data(tmp_path / "image.png", byte_tokenizer)
-    (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed" / "1.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    (tmp_path / "mixed" / "2.jsonl").write_text('{"id": "7", "messages": [{"role": "user", "content": "a"}]}\n')
-    with pytest.raises(SpeculateError, match="2 files, read as one table: their columns must be the same"):
-        prepare_data(tmp_path / "mixed", byte_tokenizer)
-
-
-def test_unknown_columns(byte_tokenizer, write_lines):
-    path = write_lines([{"frage": "a", "antwort": "b"}])
-    with pytest.raises(SpeculateError, match="found: frage, antwort"):
-        prepare_data(path, byte_tokenizer)
-    with pytest.raises(SpeculateError, match="no column 'nope'; there are: frage, antwort"):
-        prepare_data(path, byte_tokenizer, DataOptions(columns={"prompt": "nope"}))
-    named = DataOptions(columns={"prompt": "frage", "completion": "antwort"})
-    assert prepare_data(path, byte_tokenizer, named).report.num_documents == 1
 
 
 @pytest.mark.parametrize(
@@ -260,7 +240,7 @@ def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
 @pytest.mark.parametrize("form", ["torch", "numpy"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_datasets_that_are_read_as_tensors(tmp_path, form, streaming):
-    """As `speculators` saves its own: records are lists for us."""
+    """`speculators` saves its data this way; for us records are lists."""
     records = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 1]]}).with_format(form)
     records.save_to_disk(tmp_path / "saved")
     found = load_records(records.to_iterable_dataset() if streaming else str(tmp_path / "saved"))
@@ -328,3 +308,90 @@ def test_loss_mask_reaches_the_batch(byte_tokenizer, write_lines):
     assert batch["loss_mask"].dtype == torch.bool
     counted = byte_tokenizer.decode(batch["input_ids"][batch["loss_mask"]])
     assert counted == "yes<|im_end|>no\n<|im_end|>abc<|im_end|>"
+
+
+def best_fit_reference(lengths, capacity):
+    """Every row looked at for every item."""
+    rows = []
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fitting = [row for row in rows if sum(lengths[i] for i in row) + lengths[item] <= capacity]
+        if not fitting:
+            rows.append([item])
+            continue
+        fullest = max(sum(lengths[i] for i in row) for row in fitting)
+        next(row for row in reversed(fitting) if sum(lengths[i] for i in row) == fullest).append(item)
+    return rows
+
+
+def documents(lengths):
+    ids = [[100 * number + i for i in range(length)] for number, length in enumerate(lengths)]
+    masks = [[i % 2 == 1 for i in range(length)] for length in lengths]
+    return datasets.Dataset.from_dict({"input_ids": ids, "loss_mask": masks, "length": list(lengths)})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_best_fit_decreasing(seed):
+    choose = random.Random(seed)
+    capacity = choose.choice([8, 64, 100])
+    lengths = [choose.randint(1, capacity) for _ in range(choose.randint(1, 200))]
+    rows = best_fit_decreasing(lengths, capacity)
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths))), "each item once"
+    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    fill = [
+        sorted(sum(lengths[i] for i in row) for row in packed)
+        for packed in (rows, best_fit_reference(lengths, capacity))
+    ]
+    assert fill[0] == fill[1], "the same rows as the plain search, up to ties"
+    assert best_fit_decreasing(lengths, capacity) == rows
+
+
+def test_best_fit_limits():
+    assert best_fit_decreasing([], 8) == []
+    assert best_fit_decreasing([8, 8], 8) == [[0], [1]]
+    with pytest.raises(SpeculateError, match="9 tokens does not fit into rows of 8"):
+        best_fit_decreasing([1, 9], 8)
+
+
+def test_rows_hold_every_document_once():
+    data = documents([5, 3, 8, 2, 6])
+    rows = RowDataset(data, max_length=8)
+    assert [rows.row_length(i) for i in range(len(rows))] == [len(rows[i]["input_ids"]) for i in range(len(rows))]
+    assert rows.fill == pytest.approx(24 / (8 * len(rows)))
+    found = []
+    for i in range(len(rows)):
+        row = rows[i]
+        for number in row["document_ids"].unique().tolist():
+            part = row["document_ids"] == number
+            assert row["position_ids"][part].tolist() == list(range(int(part.sum())))
+            found.append((row["input_ids"][part].tolist(), row["loss_mask"][part].tolist()))
+    assert sorted(found) == sorted(zip(data["input_ids"], data["loss_mask"], strict=True))
+
+
+def test_rows_without_packing():
+    rows = RowDataset(documents([5, 3]), max_length=8, packing=False)
+    assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == [5, 3]
+
+
+def test_streamed_rows_are_packed_in_windows():
+    data = documents([5, 3, 8, 2, 6, 2])
+    rows = list(StreamedRows(data, max_length=8, window=3))
+    assert [len(row["input_ids"]) for row in rows] == [8, 8, 8, 2], "5 + 3 and 8, then 6 + 2 and 2"
+    assert sorted(torch.cat([row["input_ids"] for row in rows]).tolist()) == sorted(
+        token for ids in data["input_ids"] for token in ids
+    )
+
+
+@pytest.mark.parametrize("length", [None, 12])
+def test_collator_pads_with_a_document_of_its_own(length):
+    rows = RowDataset(documents([5, 3, 6]), max_length=8)
+    batch = Collator(pad_token_id=9, length=length)([rows[0], rows[1]])
+    width = length or 8
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(batch, (2, width))
+    padding = batch["document_ids"] == NO_DOCUMENT
+    assert padding.sum() == 2 * width - 14
+    assert (batch["input_ids"][padding] == 9).all()
+    assert not batch["loss_mask"][padding].any()
+    for row, is_padding in zip(batch["position_ids"], padding, strict=True):
+        assert row[is_padding].tolist() == list(range(int(is_padding.sum())))
+    with pytest.raises(SpeculateError, match="6 tokens does not fit into the collator's length 4"):
+        Collator(length=4)([rows[0], rows[1]])

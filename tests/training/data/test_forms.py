@@ -40,13 +40,6 @@ def test_columns_of_others_are_prompt_and_completion(record, prompt, completion)
     assert [message["content"] for message in chat.messages] == [prompt, completion]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_unknown_columns_are_named(byte_tokenizer, write_lines, streaming):
-    path = write_lines([{"frage": "1+1?", "antwort": "2"}])
-    with pytest.raises(SpeculateError, match=r"question \+ answer.*found: frage, antwort.*data\.columns"):
-        prepare_data(path, byte_tokenizer, DataOptions(streaming=streaming))
-
-
 def test_a_text_file_is_cut_into_pieces_that_can_be_held_out(byte_tokenizer, tmp_path):
     """One long document, of which truncation would keep 16 of 400 tokens; its pieces are on both sides."""
     text = "".join(f"{i:04}" for i in range(100))
@@ -67,7 +60,7 @@ def test_conversations_are_truncated_and_the_share_is_said(byte_tokenizer, write
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_prompt_without_an_answer_is_not_learnt_from(byte_tokenizer, write_lines, streaming):
-    """Of a list of prompts, or of preferences, nothing but the end of text would be learnt."""
+    """Prompts alone, or preferences, would teach nothing but the end of text."""
     byte_tokenizer.chat_template = None
     asked = [{"prompt": "ab", "chosen": "c", "rejected": "d"}] * 2
     with pytest.raises(SpeculateError, match=r"without an answer|no document of the stream can be used"):
@@ -84,7 +77,7 @@ TOOL_TEMPLATE = (
 
 
 def shown(tokenizer, path) -> list[tuple[str, str]]:
-    """Of each document, all of it and what of it is learnt."""
+    """Each document, and the part of it that is learnt."""
     rows = prepare_data(path, tokenizer).train
     return [
         (tokenizer.decode(ids), tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]))
@@ -157,7 +150,7 @@ MISTRAL = (
 
 @pytest.mark.parametrize("turns", ["together", "separate"])
 def test_a_system_message_that_moves(byte_tokenizer, write_lines, turns):
-    """It ends no run: the record is skipped, or, turn by turn, is what `generate` would be given with its answer."""
+    """The run goes on: the record is skipped, or, turn by turn, is the prompt of `generate` with its answer."""
     byte_tokenizer.chat_template = MISTRAL
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     records = [{"messages": chat}, {"messages": [{"role": "system", "content": "Be kind."}, *chat]}]
@@ -235,14 +228,15 @@ def test_cells_of_csv_are_texts(byte_tokenizer, tmp_path, streaming):
     assert read_record({"question": "1+1", "answer": 2}) == Completion("1+1", "2")
 
 
-def test_columns_of_a_stream_can_be_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"frage": "a", "antwort": "b"}\n')
-    named = {"prompt": "frage", "completion": "antwort"}
-    assert list(load_records(tmp_path / "a.jsonl", streaming=True, columns=named)) == [
-        {"prompt": "a", "completion": "b"}
-    ]
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_can_be_named(byte_tokenizer, write_lines, streaming):
+    path = write_lines([{"frage": "1+1?", "antwort": "2"}])
+    with pytest.raises(SpeculateError, match=r"question \+ answer.*found: frage, antwort.*data\.columns"):
+        prepare_data(path, byte_tokenizer, DataOptions(streaming=streaming))
     with pytest.raises(SpeculateError, match="no column 'nope'; there are: frage, antwort"):
-        load_records(tmp_path / "a.jsonl", streaming=True, columns={"prompt": "nope"})
+        prepare_data(path, byte_tokenizer, DataOptions(columns={"prompt": "nope"}, streaming=streaming))
+    named = load_records(path, streaming=streaming, columns={"prompt": "frage", "completion": "antwort"})
+    assert list(named) == [{"prompt": "1+1?", "completion": "2"}]
 
 
 def test_missing_packages_are_one_line_with_the_command(monkeypatch):

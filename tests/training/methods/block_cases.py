@@ -22,7 +22,7 @@ from hf_speculate_training.methods.block import (
     DSparkTrainingOptions,
     new_block,
 )
-from hf_speculate_training.methods.block.base import BaseBlockMethod
+from hf_speculate_training.methods.block.method import BlockMethod
 from hf_speculate_training.states import TargetReader, TargetStates
 from tests.support import heads
 
@@ -46,7 +46,7 @@ def target(dtype: torch.dtype = torch.float64):
     return heads.target(dtype=dtype, initializer_range=0.15)
 
 
-def method(name: str = "dspark", dtype=torch.float64, truncated: bool = False, **options) -> BaseBlockMethod:
+def method(name: str = "dspark", dtype=torch.float64, truncated: bool = False, **options) -> BlockMethod:
     """A method around a head that has learnt something: no weight of it is 0."""
     fields, switches = SHAPES[name]
     fields = dict(fields)
@@ -66,15 +66,15 @@ def method(name: str = "dspark", dtype=torch.float64, truncated: bool = False, *
     return DFlashMethod(head, model, ids, BlockTrainingOptions(**options)).train()
 
 
-def states_of(made: BaseBlockMethod, batch: Batch) -> TargetStates:
+def states_of(made: BlockMethod, batch: Batch) -> TargetStates:
     return TargetReader(target(made.head.dtype), made.feature_layers)(batch)
 
 
-def run(made: BaseBlockMethod, batch: Batch):
+def run(made: BlockMethod, batch: Batch):
     return made(batch, states_of(made, batch))
 
 
-def all_blocks(made: BaseBlockMethod, batch: Batch) -> Blocks:
+def all_blocks(made: BlockMethod, batch: Batch) -> Blocks:
     """At every possible anchor."""
     return Blocks.drawn(batch, batch["input_ids"].shape[1], made.head.spec.max_depth, at_random=False)
 
@@ -91,7 +91,7 @@ def alone(head: BlockHead, features, batch: Batch, row: int, anchor: int) -> tor
     return head(head.block_ids(batch["input_ids"][row, anchor, None]), positions, CachedAttention(cache, masks))[0]
 
 
-def proposals(made: BaseBlockMethod, batch: Batch):
+def proposals(made: BlockMethod, batch: Batch):
     """Every proposal that counts, one after the other, by loops: `(block, k, draft logits, target logits, label,
     confidence logit)`, logits over the draft vocabulary and the label a token."""
     head, states = made.head, states_of(made, batch)

@@ -24,13 +24,13 @@ from hf_speculate_training.methods.block import (
     new_block,
     warm_block,
 )
-from hf_speculate_training.run.building import build_method
+from hf_speculate_training.run.builder import build_method
 from hf_speculate_training.run.optimizers import is_layer_matrix
 from hf_speculate_training.run.recipe import MethodSection
 from hf_speculate_training.sections import RecipeError, read_section
 from hf_speculate_training.states import TargetReader
 from tests.support.models import build_tiny_model
-from tests.support.training import packed
+from tests.support.training import assert_every_draft_is_accepted, learn_by_heart, own_text, packed
 
 from .block_cases import DEPTH, KEPT, VOCAB, method, run, states_of, target
 
@@ -78,7 +78,7 @@ class TestShapes:
         [(1, (0,)), (2, (0, 1)), (5, (2, 3, 4)), (6, (2, 3, 4)), (28, (2, 14, 26)), (36, (2, 18, 34))],
     )
     def test_the_layers_that_are_read(self, depth, layers):
-        """From 6 layers on z-lab's rule: outputs 1 to L - 3, whose hidden states have one more."""
+        """z-lab's rule holds from 6 layers on: outputs 1 to L - 3, whose hidden states have one more."""
         model = build_tiny_model(num_layers=depth)
         assert new_block(model, DFlashShape(num_layers=1)).spec.feature_layers == layers
 
@@ -164,34 +164,18 @@ class TestLearning:
         """The text is the target's own greedy one, so a head that knows the batch drafts it to the last token."""
         model = copy.deepcopy(target(torch.float32))
         model.lm_head.weight *= 60  # a random target has no clear preferences, and whoever learns its distribution none
-        torch.manual_seed(0)
-        prompts = torch.randint(3, VOCAB, (2, 5))
-        text = model.generate(prompts, max_new_tokens=24, do_sample=False)
-        batch = packed([29], [29])
-        batch["input_ids"], batch["loss_mask"][:, :5] = text, False
+        prompts, batch = own_text(model, 29, VOCAB)
+        batch["loss_mask"][:, :5] = False
         kind, shape = (DFlashMethod, DFlashShape) if name == "dflash" else (DSparkMethod, DSparkShape)
         head = shape(block_size=4, intermediate_size=128)
         made = kind.for_target(model, head, kind.options_class(ce_weight=1.0), pytest.fail).train()
         states = TargetReader(model, made.feature_layers)(batch)
-        optimizer = torch.optim.Adam(made.parameters(), lr=5e-3)
-        first = None
-        for _ in range(300):
-            optimizer.zero_grad()
-            output = made(batch, states)
-            first = first or float(output.loss.detach())
-            if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(4)):
-                break
-            output.loss.backward()
-            optimizer.step()
-        else:
-            pytest.fail(f"not learnt: {output.metrics}")
+        first = float(made(batch, states).loss.detach())
+        output = learn_by_heart(made, batch, states, 4, num_steps=300, lr=5e-3)
         assert float(output.loss.detach()) < first / 2
-        speculator = Speculator(made.drafter(model, top_k=1))
-        again = model.generate(prompts, max_new_tokens=24, do_sample=False, speculator=speculator)
-        assert torch.equal(again, text)
-        # 1 token of the prefill, then rounds of 5 tokens and a last one of 3.
-        assert speculator.stats.rounds == 2 * 5
-        assert set(speculator.stats.acceptance_rate_by_depth.values()) == {1.0}
+        drafter = made.drafter(model, top_k=1)
+        speculator = assert_every_draft_is_accepted(model, drafter, prompts, batch["input_ids"])
+        assert speculator.stats.rounds == 2 * 5  # 1 token of the prefill, then rounds of 5 tokens and a last one of 3
 
     def test_training_goes_on_after_a_drafter_was_made(self):
         made = method(dtype=torch.float32)

@@ -197,7 +197,7 @@ class Called(nn.Module):
 class TestTeacher:
     @pytest.mark.parametrize("truncated", [True, False])
     def test_columns_and_argmax(self, truncated, monkeypatch):
-        monkeypatch.setattr("hf_speculate_training.methods.teacher._BLOCK", POSITIONS * 10)
+        monkeypatch.setattr("hf_speculate_training.methods.losses._BLOCK", POSITIONS * 10)
         problem = Problem(truncated=truncated)
         logits = problem.hidden @ problem.lm_head.weight.T
         assert torch.equal(problem.teacher.argmax(problem.hidden), logits.argmax(-1))
@@ -206,7 +206,7 @@ class TestTeacher:
 
     @pytest.mark.parametrize("truncated", [True, False])
     def test_an_output_layer_that_can_only_be_called(self, truncated, monkeypatch):
-        monkeypatch.setattr("hf_speculate_training.methods.teacher._BLOCK", 3 * (VOCAB + 12))
+        monkeypatch.setattr("hf_speculate_training.methods.losses._BLOCK", 3 * (VOCAB + 12))
         problem = Problem(truncated=truncated)
         called = Called(problem.lm_head)
         teacher = Teacher(called, problem.target_ids, VOCAB + 12)

@@ -23,7 +23,14 @@ from hf_speculate_training.methods.medusa import (
 )
 from hf_speculate_training.states import TargetReader, TargetStates
 from tests.support.models import VOCAB_SIZE, build_tiny_model
-from tests.support.training import packed
+from tests.support.training import (
+    assert_every_draft_is_accepted,
+    assert_nothing_learnt,
+    assert_same_gradients,
+    learn_by_heart,
+    own_text,
+    packed,
+)
 
 
 HEADS = 3
@@ -96,11 +103,7 @@ class TestLossAgainstLoops:
         output = made(batch, states_of(made, batch))
         expected, accuracies = slow_loss(made, batch)
         torch.testing.assert_close(output.loss, expected, rtol=1e-6, atol=0)
-        names, parameters = zip(*made.named_parameters(), strict=True)
-        ours, theirs = (torch.autograd.grad(loss, parameters) for loss in (output.loss, expected))
-        for name, grad, wanted in zip(names, ours, theirs, strict=True):
-            assert float(wanted.abs().max()) > 0, f"nothing is learnt by {name}"
-            assert float((grad - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max()), name
+        assert_same_gradients(made, output.loss, expected)
         assert [float(output.metrics[f"accuracy_{k}"]) for k in range(HEADS)] == pytest.approx(accuracies)
 
     @pytest.mark.parametrize("shape", SHAPES)
@@ -108,10 +111,7 @@ class TestLossAgainstLoops:
         made = method(shape)
         batch = packed([7, 8, -3])
         batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-        output = made(batch, states_of(made, batch))
-        output.loss.backward()
-        assert output.loss.item() == 0
-        assert all((p.grad == 0).all() for p in made.parameters())
+        assert_nothing_learnt(made, made(batch, states_of(made, batch)))
 
 
 class TestDecodingComputesTheSame:
@@ -133,45 +133,21 @@ class TestDecodingComputesTheSame:
             assert worst <= tolerance, t
 
 
-def learnt(made: MedusaMethod, batch: Batch, states, num_steps: int = 200, lr: float = 1e-2) -> None:
-    optimizer = torch.optim.Adam(made.parameters(), lr=lr)
-    for step in range(num_steps):
-        made.on_step(step, num_steps)
-        optimizer.zero_grad()
-        output = made(batch, states)
-        if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(HEADS)):
-            return
-        output.loss.backward()
-        optimizer.step()
-    pytest.fail(f"not learnt: {output.metrics}")
-
-
-def own_text(target, seed: int = 0) -> tuple[torch.Tensor, Batch]:
-    torch.manual_seed(seed)
-    prompts = torch.randint(3, VOCAB_SIZE, (2, 5))
-    text = target.generate(prompts, max_new_tokens=17, do_sample=False)
-    batch = packed([22], [22])
-    batch["input_ids"] = text
-    return prompts, batch
-
-
 class TestLearning:
     @pytest.mark.parametrize("soft", [False, True])
     def test_overfitting_one_batch_accepts_every_draft(self, soft):
         target = copy.deepcopy(build_tiny_model())
         target.lm_head.weight *= 30 if soft else 1  # a distribution with a clear preference, for the soft loss
-        prompts, batch = own_text(target)
+        prompts, batch = own_text(target, 22)
         batch["loss_mask"][:, :5] = False
         made = MedusaMethod(
             new_medusa(target, HEADS, 2, shared_lm_head=False), target, MedusaTrainingOptions(soft=soft)
         )
         states = TargetReader(target, made.feature_layers)(batch)
-        learnt(made, batch, states)
-        speculator = Speculator(made.drafter(target, choices=[(0,), (0, 0), (0, 0, 0)]))
-        again = target.generate(prompts, max_new_tokens=17, do_sample=False, speculator=speculator)
-        assert torch.equal(again, batch["input_ids"])
+        learn_by_heart(made, batch, states, HEADS, num_steps=200, lr=1e-2)
+        drafter = made.drafter(target, choices=[(0,), (0, 0), (0, 0, 0)])
+        speculator = assert_every_draft_is_accepted(target, drafter, prompts, batch["input_ids"])
         assert speculator.stats.rounds == 2 * 4  # 1 token of the prefill, then 4 rounds of 4 a row
-        assert set(speculator.stats.acceptance_rate_by_depth.values()) == {1.0}
 
     def test_a_fresh_head_says_what_the_target_says(self):
         target = build_tiny_model()
@@ -281,7 +257,7 @@ class TestMedusa2:
     def test_the_adapter_is_pulled_back_to_the_targets_text_and_the_heads_learn(self, tmp_path):
         model = adapted(sharp=8.0)
         with model.disable_adapter():
-            prompts, batch = own_text(model)
+            prompts, batch = own_text(model, 22)
         made = self.made(model, heads_share=0.2, warmup_share=0.2)
         optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
         history = []

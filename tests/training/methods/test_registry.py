@@ -1,19 +1,31 @@
-"""Installed training methods: found by entry point, with helpful errors; what each gives a recipe to say."""
+"""Installed training methods are found by entry point; a third party's is trained by a recipe and drafts losslessly."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from hf_speculate import AutoSpeculator, installed_drafters
+from hf_speculate.cli import app
 from hf_speculate.errors import SpeculateError
+from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_training.methods import GROUP, check_method, installed_methods, load_method
 from hf_speculate_training.methods.eagle import Eagle3Method
+from hf_speculate_training.run import read_recipe, recipe_from, train_head
 from hf_speculate_training.sections import RecipeError
+from tests.support.entry_points import assert_comes_and_goes, install_example, replaced_entry_points
+from tests.support.paths import REPOSITORY
+from tests.support.training import recipe_file
 
-from ...support.entry_points import replaced_entry_points
 
-
+EXAMPLE = REPOSITORY / "examples" / "my_training_method"
 EAGLE3 = "hf_speculate_training.methods.eagle:Eagle3Method"
 
 
@@ -75,3 +87,116 @@ def test_what_is_no_method_is_refused(install):
     install(("drafter", "hf_speculate_plugins.eagle:EagleDrafter"))
     with pytest.raises(SpeculateError, match="not a TrainingMethod class"):
         load_method("drafter")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    return install_example("my_training_method", tmp_path_factory.mktemp("third_party"))
+
+
+@pytest.fixture(scope="module")
+def installed(site):
+    """The package is installed in this process, and gone afterwards."""
+
+    def forget():
+        installed_methods.cache_clear()
+        installed_drafters.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "my_training_method"]:
+            del sys.modules[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        forget()
+        yield
+    forget()
+
+
+@pytest.fixture(scope="module")
+def trained(installed, make_recipe_values, tmp_path_factory):
+    """A recipe's plain values, and the folder of the head that `hf-speculate train` made of it."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    values = make_recipe_values(folder / "out")
+    values["method"] = {"name": "recurrent", "head": {"width": 48}, "options": {"steps": 2}}
+    values["training"] |= {"max_steps": 60, "per_device_train_batch_size": 12, "learning_rate": 2e-2}
+    values["training"] |= {"logging_steps": 10, "eval_steps": 30}
+    values["evaluation"] |= {"num_prompts": 6, "max_new_tokens": 24}
+    result = CliRunner().invoke(app, ["train", "--config", str(recipe_file(values, folder))])
+    assert result.exit_code == 0, result.output
+    return values, folder / "out"
+
+
+@pytest.fixture
+def target(saved_target):
+    return AutoModelForCausalLM.from_pretrained(saved_target).eval()
+
+
+def test_it_comes_and_goes_with_its_metadata(site):
+    assert_comes_and_goes(site, installed_methods, "recurrent", "my-training-method")
+
+
+def test_it_learns(trained):
+    _, folder = trained
+    history = json.loads((folder / "checkpoint-60" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    lengths = [entry["eval_mean_acceptance_length"] for entry in history if "eval_mean_acceptance_length" in entry]
+    assert losses[-1] < 0.9 * losses[0], losses
+    assert lengths[-1] > lengths[0] > 1.1, lengths
+    found = json.loads((folder / "provenance.json").read_text())
+    assert found["head"]["method"] == "recurrent"
+    assert found["recipe"]["method"]["options"] == {"steps": 2}
+
+
+def test_what_it_wrote_drafts_losslessly(trained, target):
+    _, folder = trained
+    speculator = AutoSpeculator.from_pretrained(folder, target=target)
+    assert speculator.drafter.name == "recurrent"
+    prompts = [torch.randint(3, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 4)]
+    report = check_lossless(target, speculator, prompts, max_new_tokens=24, eos_token_id=None, do_sample=False)
+    assert report.num_cases == 2
+    assert speculator.stats.rounds > 0
+    check_drafter(speculator.drafter, target, prompts, max_new_tokens=8)
+
+
+def test_it_is_gone_on_from(trained, target, tmp_path):
+    values, folder = trained
+    again = {
+        **values,
+        "method": {"name": "recurrent", "start_from": str(folder)},
+        "output": {"folder": str(tmp_path / "out")},
+    }
+    again["training"] = values["training"] | {"max_steps": 1, "learning_rate": 0.0, "eval_steps": 1}
+    further = train_head(recipe_from(again))
+    ours, theirs = (AutoSpeculator.from_pretrained(path, target=target).drafter.head for path in (further, folder))
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"name": "recurent"}, "unknown training method 'recurent'.*Did you mean 'recurrent'.*Installed: dflash, "),
+        ({"name": "recurrent", "options": {"step": 2}}, "unknown key 'step' in method.options.*Did you mean 'steps'"),
+        ({"name": "recurrent", "options": {"steps": 0}}, "method.options cannot be used: steps must be at least 1"),
+        ({"name": "recurrent", "head": {"width": "wide"}}, "method.head cannot be used: width: input should be"),
+        ({"name": "recurrent", "adapter": {"r": 2}}, "recurrent leaves it as it is"),
+    ],
+)
+def test_what_a_recipe_cannot_say(installed, recipe_values, method, message):
+    recipe_values["method"] = method
+    with pytest.raises(RecipeError, match=message):
+        train_head(recipe_from(recipe_values))
+    assert not Path(recipe_values["output"]["folder"]).exists()
+
+
+def test_its_own_recipe_can_be_read(installed):
+    assert read_recipe(EXAMPLE / "recipe.yaml").method.name == "recurrent"
+
+
+def test_decoding_needs_no_trainer():
+    """Only who trains needs what training needs."""
+    assert "hf_speculate_training" not in (EXAMPLE / "my_training_method" / "drafter.py").read_text()
+
+
+def test_an_example_stays_an_example():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (EXAMPLE / "my_training_method").glob("*.py")}
+    assert max(lengths.values()) <= 110, f"{lengths}: too long to be read as an example"

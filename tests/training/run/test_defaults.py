@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator, cli
 from hf_speculate_training.methods import installed_methods, load_method
 from hf_speculate_training.run import default_choices, defaults, read_recipe, recipe_from, recipe_names, recipe_values
-from hf_speculate_training.run.shipped import find_recipe
+from hf_speculate_training.run.recipe import find_recipe
 from hf_speculate_training.sections import RecipeError
 from tests.support.paths import REPOSITORY
 

@@ -1,17 +1,19 @@
-"""What can fail is found before the first step, and before anything is written."""
+"""Failures are found before the first step, and before anything is written; processes know their place."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_speculate.errors import SpeculateError, UploadError
-from hf_speculate_training.run import preflight, prepare, recipe_from, train_head
+from hf_speculate_training.run import HeadTrainer, preflight, prepare, recipe_from, train_head
+from hf_speculate_training.run.arguments import check_launch, process_index, quiet_replicas, rows_a_step
 
 
 @pytest.fixture
@@ -115,8 +117,6 @@ class TestDisk:
 
 
 def test_a_failing_evaluation_does_not_take_the_head_along(recipe_values, monkeypatch, saved_target):
-    from hf_speculate_training.run.trainer import HeadTrainer
-
     def evaluate(self, *args, **kwargs):
         raise MemoryError("evaluated to death")
 
@@ -147,3 +147,62 @@ def test_the_cards_snippet_runs_as_it_is_written(recipe_values, saved_target, tm
     plain = model.generate(**names["inputs"], max_new_tokens=128)
     if "adapter" not in method:  # which changes the target's text
         assert capsys.readouterr().out == tokenizer.decode(plain[0], skip_special_tokens=True) + "\n"
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    """Factory of training arguments."""
+    return lambda **given: TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **given)
+
+
+def test_a_process_takes_one_device(make_args, caplog):
+    args = make_args(per_device_train_batch_size=4)
+    assert args.n_gpu <= 1  # and the devices were counted
+    args._n_gpu = 3
+    assert args.train_batch_size == 12
+    check_launch(args)
+    assert args.train_batch_size == 4
+    assert "3 devices are there, this process uses the first" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["true", "True", "1"])
+def test_fsdp_of_accelerate_is_refused_before_anything_is_written(recipe_values, tmp_path, monkeypatch, value):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
+    with pytest.raises(SpeculateError, match="not with accelerate's --use_fsdp"):
+        train_head(recipe_from(recipe_values))
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_a_step(make_args):
+    assert rows_a_step(make_args(per_device_train_batch_size=3, gradient_accumulation_steps=4)) == 12
+
+
+def test_replicas_are_quiet(make_args, monkeypatch, caplog):
+    names = ("hf_speculate", "hf_speculate_plugins", "hf_speculate_training")
+    before = {name: logging.getLogger(name).level for name in names}
+    silenced = []
+    monkeypatch.setattr("hf_speculate_training.run.arguments.logging.set_verbosity", lambda level: None)
+    monkeypatch.setattr(
+        "hf_speculate_training.run.arguments.logging.disable_progress_bar", lambda: silenced.append("ours")
+    )
+    monkeypatch.setattr(
+        "hf_speculate_training.run.arguments.datasets.disable_progress_bars", lambda: silenced.append("data")
+    )
+    try:
+        quiet_replicas(make_args())
+        assert not silenced
+        monkeypatch.setattr(TrainingArguments, "should_log", False)
+        quiet_replicas(make_args(log_level_replica="error"))
+        assert silenced == ["ours", "data"]
+        logging.getLogger("hf_speculate_training.run.run").warning("said by another process")
+        assert not caplog.records
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def test_place_among_processes(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert process_index() == 0
+    monkeypatch.setenv("RANK", "3")
+    assert process_index() == 3

@@ -140,7 +140,7 @@ def test_nothing_private_is_uploaded(pushed, saved_target):
 
 @pytest.mark.parametrize("name", ["provenance.json", "recipe.yaml", "README.md"])
 def test_nor_is_it_beside_the_head(pushed, saved_target, name):
-    """Where somebody may upload it by hand."""
+    """Somebody may upload the folder by hand."""
     _, place = pushed
     text = (place / "out" / name).read_text()
     for private in (str(place), str(saved_target), TOKEN, WANDB_KEY, '"abc"'):

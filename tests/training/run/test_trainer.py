@@ -1,4 +1,4 @@
-"""The trainer: what it learns, logs, keeps, and when it stops."""
+"""The trainer: what it learns, logs, keeps, and when it stops; and as people know it from TRL, with names alone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_speculate import AutoSpeculator
+from hf_speculate.hub import repositories
 from hf_speculate.models import unwrap
-from hf_speculate.testing import check_lossless
-from hf_speculate_training import HeadTrainer, HeadTrainingArguments
-from hf_speculate_training.data import Collator, DataOptions, prepare_data
+from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArguments, MethodSection
+from hf_speculate_training.data import Collator, RowDataset, prepare_data
 from hf_speculate_training.methods import StepOutput
 from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
 from hf_speculate_training.methods.medusa import MedusaMethod, new_medusa
@@ -28,6 +28,9 @@ from hf_speculate_training.run import (
     recipe_from,
     train_head,
 )
+from hf_speculate_training.sections import RecipeError
+from tests.support.hub import FakeHub
+from tests.support.training import END, build_byte_tokenizer
 
 
 @pytest.fixture
@@ -99,30 +102,11 @@ def test_thirty_steps_raise_acceptance(make_trainer, target, data, kind):
     assert losses[-1] < losses[0]
 
 
-def test_an_adapted_target(make_trainer, saved_target, data, tmp_path):
-    """A head for a LoRA-adapted target reads the adapted states, and drafts for it losslessly."""
-    lora = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(saved_target), lora)
-    adapted.eval().requires_grad_(False)
-    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
-    trainer = make_trainer(target=adapted)
-    batch = Collator()([data.rows()[0]])
-    with torch.no_grad(), adapted.disable_adapter():
-        plain = trainer.reader(batch).last_hidden
-    assert not torch.allclose(trainer.reader(batch).last_hidden, plain)
-    trainer.train()
-    for name, tensor in adapted.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-    trainer.save_model(str(tmp_path / "head"))
-    speculator = AutoSpeculator.from_pretrained(tmp_path / "head", target=adapted)
-    report = check_lossless(adapted, speculator, [torch.arange(5, 15)], max_new_tokens=20, eos_token_id=None)
-    assert report.num_cases == 1
-    assert speculator.stats.rounds > 0
-
-
 def test_checkpoints_hold_the_head_alone(make_trainer, target):
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     trainer = make_trainer(save_strategy="steps", save_steps=2, max_steps=2)
     trainer.train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
     folder = Path(last_checkpoint(trainer.args.output_dir) or "")
     weights = load_file(folder / "model.safetensors")
     assert set(weights) == {f"head.{name}" for name, _ in trainer.method.head.named_parameters()}
@@ -255,3 +239,111 @@ def test_early_stopping_and_the_best_checkpoint(recipe_values):
     found = json.loads((folder / "provenance.json").read_text())["training"]
     assert found["steps"] == 2
     assert found["best_step"] == 1
+
+
+CHATS = Dataset.from_list(
+    [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i} is {i * i}."}]}
+        for i in range(8)
+    ]
+)
+FORMS = {
+    "messages": CHATS,
+    "text": Dataset.from_list([{"text": f"{i} squared is {i * i}."} for i in range(8)]),
+    "prompt + completion": Dataset.from_list([{"prompt": f"{i}?", "completion": f" It is {i * i}."} for i in range(8)]),
+}
+
+
+@pytest.fixture
+def args(tmp_path):
+    return HeadTrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_names_and_a_data_set_are_enough(saved_target, args, form):
+    trainer = HeadTrainer(str(saved_target), method="eagle3", train_dataset=FORMS[form], args=args)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert isinstance(trainer.method, Eagle3Method)
+    assert trainer.method.options.steps == 5  # by the target's size
+    trainer.save_model()
+    target = AutoModelForCausalLM.from_pretrained(saved_target)
+    assert AutoSpeculator.from_pretrained(args.output_dir, target=target).drafter.name == "eagle"
+    found = json.loads((Path(args.output_dir) / "provenance.json").read_text())
+    assert found["training"]["steps"] == 2
+    assert len(found["target"]["fingerprint"]) == 64
+    assert set(found["files"]) == {"README.md", "config.json", "model.safetensors"}
+
+
+def test_the_same_head_from_names_and_from_parts_of_ones_own(saved_target, args, byte_tokenizer):
+    named = HeadTrainer(str(saved_target), method=MethodSection(name="medusa"), train_dataset=CHATS, args=args)
+    named.train()
+    model = AutoModelForCausalLM.from_pretrained(saved_target).eval().requires_grad_(False)
+    data = prepare_data(CHATS, byte_tokenizer, target_config=model.config, end_ids=[END])
+    own = HeadTrainer(
+        model, "medusa", args, data_collator=Collator(0), train_dataset=data.rows(), processing_class=byte_tokenizer
+    )
+    assert own.target is model
+    assert own.method.options.soft  # suggested; a section says what it says
+    assert not named.method.options.soft
+    own = HeadTrainer(model, named.method, args, train_dataset=CHATS)
+    assert own.method is named.method
+    assert own.processing_class.chat_template == byte_tokenizer.chat_template
+
+
+def test_data_that_are_held_out_measure_acceptance(saved_target, args):
+    args.eval_strategy = "steps"
+    trainer = HeadTrainer(
+        str(saved_target),
+        train_dataset=CHATS,
+        args=args,
+        data_options=DataOptions(eval_fraction=0.4, chat=True, packing=False),
+    )
+    assert isinstance(trainer.train_dataset, RowDataset)
+    assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 8
+    assert "eval_mean_acceptance_length" in trainer.evaluate()
+    trainer.save_model()
+    assert "mean acceptance length" in (Path(args.output_dir) / "README.md").read_text()
+    for evaluation in (False, AcceptanceEvaluation(trainer.evaluation.prompts[:1])):
+        other = HeadTrainer(
+            trainer.target, trainer.method, args, train_dataset=CHATS, eval_dataset=CHATS, evaluation=evaluation
+        )
+        assert other.evaluation is (evaluation or None)
+
+
+def test_without_arguments_they_go_by_the_targets_size(saved_target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = HeadTrainer(str(saved_target), train_dataset=CHATS)
+    assert Path(trainer.args.output_dir).name == f"{saved_target.name}-eagle3"
+    assert (trainer.args.muon, trainer.args.learning_rate, trainer.args.num_train_epochs) == (True, 4e-3, 4)
+
+
+def test_a_draft_vocabulary_is_chosen_by_the_data(saved_target, args):
+    method = MethodSection(name="eagle3", head={"draft_vocab_size": 40})
+    trainer = HeadTrainer(str(saved_target), method=method, train_dataset=CHATS, args=args)
+    assert len(trainer.method.draft_vocabulary) == 40
+    rows = trainer.train_dataset
+    with pytest.raises(RecipeError, match="chosen by the training data, and there are none"):
+        HeadTrainer(trainer.target, method, args, train_dataset=rows, processing_class=build_byte_tokenizer())
+
+
+def test_push_to_hub_uploads_the_head(saved_target, args, tmp_path, monkeypatch):
+    hub = FakeHub(tmp_path / "hub")
+    monkeypatch.setattr(repositories, "HfApi", hub)
+    args.hub_model_id = "me/head"
+    trainer = HeadTrainer(str(saved_target), train_dataset=CHATS, args=args)
+    trainer.push_to_hub(private=True, token="t")
+    assert hub.calls[0] == ("create_repo", "me/head", True)
+    uploaded = hub.folder("me/head")
+    assert sorted(path.name for path in uploaded.iterdir()) == [
+        "README.md", "config.json", "model.safetensors", "provenance.json"
+    ]  # fmt: skip
+    target = AutoModelForCausalLM.from_pretrained(saved_target)
+    assert AutoSpeculator.from_pretrained(uploaded, target=target).drafter.name == "eagle"

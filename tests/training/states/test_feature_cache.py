@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import pickle
+import re
 from collections import namedtuple
 
 import pytest
@@ -20,7 +21,7 @@ from hf_speculate_training.states import FeatureCache, FeatureCacheError, Target
 
 
 LAYERS = (1, 2, RAW_LAST)  # 2 comes after the final norm: `last_hidden`
-OPTIONS = {"batch_size": 2, "rows_per_shard": 4, "show_progress": False}
+OPTIONS = {"batch_size": 2, "rows_per_shard": 4}
 
 
 def make_rows(seed: int = 0, max_length: int = 24) -> RowDataset:
@@ -177,15 +178,10 @@ def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_mo
         "dtype": (reader, rows, {"dtype": torch.bfloat16}),
     }
     for name, (other_reader, other_rows, options) in asked.items():
-        found, wanted = (
-            getattr(key, name) for key in (cache_key(reader, rows), cache_key(other_reader, other_rows, **options))
-        )
-        with pytest.raises(FeatureCacheError, match="holds other states than those asked for") as caught:
+        keys = cache_key(reader, rows), cache_key(other_reader, other_rows, **options)
+        found, wanted = (re.escape(repr(getattr(key, name))) for key in keys)
+        with pytest.raises(FeatureCacheError, match=f"other states than .*: it has {name} {found}, not {wanted}. Give"):
             write_features(tmp_path, other_reader, other_rows, **OPTIONS, **options)
-        assert f"{name} {list(found) if name == 'layers' else found!r}" in str(caught.value).replace("(", "[").replace(
-            ")", "]"
-        )
-        assert (repr(wanted) if name != "layers" else "(1, 2)") in str(caught.value)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -276,7 +272,7 @@ def test_notes_of_another_cache_are_refused(reader, rows, tmp_path):
 
 @pytest.mark.parametrize("content", ["empty", "no offsets", "short", "falling"])
 def test_a_shard_that_does_not_hold_its_rows(reader, rows, tmp_path, content):
-    """Its checksum is right: whoever wrote the file wrote that, too."""
+    """The checksum is right, since the same hand wrote it."""
     write_features(tmp_path, reader, rows, **OPTIONS)
     path = tmp_path / "features-00001.safetensors"
     tensors = load_file(path)

@@ -16,7 +16,6 @@ from hf_speculate.drafting import RAW_LAST
 from hf_speculate_training import read_recipe, train_head
 from hf_speculate_training.data import Collator, RowDataset
 from hf_speculate_training.run import prepare
-from hf_speculate_training.run.preflight import feature_folder
 from hf_speculate_training.states import (
     FeatureCacheError,
     ForeignFeatures,
@@ -161,7 +160,7 @@ def test_a_run_on_them_has_the_losses_of_one_online(recipe_values, tmp_path):
     )
     run = prepare(cached, write=False)
     reader = TargetReader(run.target, run.method.feature_layers)
-    write_foreign_features(feature_folder(cached), reader, run.data.train.rows("train"))
+    write_foreign_features(cached.feature_folder, reader, run.train_rows())
     before = sorted(path.name for path in (tmp_path / "hs").iterdir())
     train_head(cached)
     assert sorted(path.name for path in (tmp_path / "hs").iterdir()) == before, "nothing of ours is written there"

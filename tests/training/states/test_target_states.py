@@ -68,7 +68,7 @@ def test_packed_equals_plain(tiny_model, architecture, attention):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_explicit_mask_equals_plain(tiny_model, attention):
-    """What a model gets that does not tell packed documents apart by itself."""
+    """The mask for a model that does not tell packed documents apart by itself."""
     model = tiny_model(attention=attention)
     reader = TargetReader(model, LAYERS)
     reader.mask = "explicit"

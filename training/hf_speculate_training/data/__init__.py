@@ -1,46 +1,34 @@
 """Data for training: records read, encoded with a loss mask, packed into rows.
 
 `prepare_data` reads a source in any of the usual forms, marks the tokens that the target is to emit, and accounts for
-every record that cannot be used. `RowDataset` packs documents into rows, and `Collator` makes a `Batch` of rows, which
-says of every token its document, its position in it, and whether it counts.
+every record that cannot be used. `RowDataset` packs documents into rows. `Collator` makes a `Batch` of rows, with the
+document of every token, its position there, and whether it counts.
 """
 
-from .batches import NO_DOCUMENT, Batch
-from .encoding import Encoder
-from .held_out import HeldOut
-from .loading import Records, Source, load_records
-from .options import DataOptions, context_length
-from .packing import Collator, Row, RowDataset, StreamedRows, best_fit_decreasing, make_row
-from .prepared import PreparedData, documents_fingerprint
-from .preparing import prepare_data
-from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens, read_record
-
-
-__all__ = [
-    "NO_DOCUMENT",
-    "Batch",
-    "Chat",
-    "Collator",
-    "Completion",
-    "DataOptions",
-    "Encoder",
-    "Example",
-    "HeldOut",
-    "Message",
-    "Plain",
-    "PreparedData",
-    "RecordError",
-    "Records",
-    "Row",
-    "RowDataset",
-    "Source",
-    "StreamedRows",
-    "Tokens",
-    "best_fit_decreasing",
-    "context_length",
-    "documents_fingerprint",
-    "load_records",
-    "make_row",
-    "prepare_data",
-    "read_record",
-]
+from .encoding import Encoder as Encoder
+from .loading import Records as Records
+from .loading import Source as Source
+from .loading import load_records as load_records
+from .packing import NO_DOCUMENT as NO_DOCUMENT
+from .packing import Batch as Batch
+from .packing import Collator as Collator
+from .packing import Row as Row
+from .packing import RowDataset as RowDataset
+from .packing import StreamedRows as StreamedRows
+from .packing import best_fit_decreasing as best_fit_decreasing
+from .packing import make_row as make_row
+from .prepared import DataOptions as DataOptions
+from .prepared import PreparedData as PreparedData
+from .prepared import content_fingerprint as content_fingerprint
+from .prepared import context_length as context_length
+from .prepared import documents_fingerprint as documents_fingerprint
+from .preparing import prepare_data as prepare_data
+from .records import Chat as Chat
+from .records import Completion as Completion
+from .records import Example as Example
+from .records import HeldOut as HeldOut
+from .records import Message as Message
+from .records import Plain as Plain
+from .records import RecordError as RecordError
+from .records import Tokens as Tokens
+from .records import read_record as read_record

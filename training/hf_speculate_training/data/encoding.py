@@ -1,4 +1,4 @@
-"""Examples as tokens, with a mark on those that the target is to emit."""
+"""Documents of tokens made from examples, with a mark on the tokens that the target is to emit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_speculate.errors import SpeculateError, first_line
 from .records import Chat, Completion, Example, Message, Plain, RecordError, Tokens
 
 
-# Stands for a user's message where only what is around it matters.
+# A user's message, where only what is around it matters.
 _MESSAGE = "a message"
 
 # White space between prompt and answer at most, and characters that must be alike before it, in `_start_of_answer`.
@@ -38,14 +38,14 @@ class Encoder:
     """Turns examples into documents.
 
     Args:
-        tokenizer: the target's.
-        end_ids: tokens at which the target stops. The end-of-turn token belongs to what it emits; what a template
-            writes behind it does not.
-        turns: "together": a conversation is one document, with a loss on every assistant turn. "separate": every
-            assistant turn is a document of its own after the history that the template shows there; right for
-            templates that rewrite earlier turns (those that drop the reasoning of all but the last).
-        append_eos: whether plain texts and completions end with the tokenizer's eos token, as documents that the target
-            was trained on do.
+        tokenizer: the target's tokenizer.
+        end_ids: tokens at which the target stops. It emits the end-of-turn token, but not what a template writes
+            behind that.
+        turns: "together" makes one document of a conversation, with a loss on every assistant turn. "separate" makes a
+            document of every assistant turn, after the history that the template shows there. Templates that rewrite
+            earlier turns (and drop, say, the reasoning of all but the last) need it.
+        append_eos: True ends plain texts and completions with the tokenizer's eos token, as the target's own training
+            documents end.
     """
 
     tokenizer: Any
@@ -58,7 +58,7 @@ class Encoder:
 
         Raises:
             SpeculateError: the tokenizer has no chat template, or one whose turns cannot be told apart.
-            RecordError: this example cannot be rendered; others may.
+            RecordError: this example cannot be rendered, others perhaps can.
         """
         if isinstance(example, Tokens):
             return [Encoded(list(example.input_ids), list(example.loss_mask))]
@@ -75,20 +75,19 @@ class Encoder:
         return self._chat(example)
 
     def text_prompt_ids(self, text: str) -> list[int]:
-        """What `generate` is given for a text to go on with: without the eos token that some tokenizers append."""
+        """The prompt for continuing a text, without the eos token that some tokenizers append."""
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def chat_prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-        """What `generate` is given for the assistant's next turn."""
+        """The prompt for the assistant's next turn."""
         return self._tokenized(self._rendered(messages, True, tools))["input_ids"]
 
     def user_turn(self) -> tuple[list[int], int]:
-        """What `generate` is given for the user's first message, and the token that ends such a message.
+        """The prompt for the user's first message, and the token that ends such a message.
 
         Raises:
-            SpeculateError: no chat template, or one that ends a user's message in another way than by a token of its
-                own.
+            SpeculateError: there is no chat template, or no special token ends a user's message in it.
         """
         text = self._rendered([{"role": "user", "content": _MESSAGE}], False)
         before, _, after = text.partition(_MESSAGE)
@@ -107,7 +106,7 @@ class Encoder:
         return Encoded([*encoded.input_ids, eos], [*encoded.loss_mask, True])
 
     def _completion(self, example: Completion) -> Encoded:
-        """The prompt is tokenised alone, as `generate` would be given it; what follows is what it would emit."""
+        """Prompt and completion, each tokenised alone: `generate` would get the one and emit the other."""
         prompt = self.text_prompt_ids(example.prompt)
         completion = self.tokenizer(example.completion, add_special_tokens=False, verbose=False)["input_ids"]
         return Encoded([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
@@ -126,13 +125,13 @@ class Encoder:
         return [self._masked(text, spans)]
 
     def _last_turn(self, messages: Sequence[Message], tools: Sequence[Any]) -> Encoded:
-        """The prompt as it is rendered for `generate`, and the answer as the template writes it behind."""
+        """The prompt as rendered for `generate`, followed by the answer as the template writes it."""
         before, text = self._rendered(messages[:-1], True, tools), self._rendered(messages, False, tools)
         start = len(before) if text.startswith(before) else _start_of_answer(before, text, messages[-1]["content"])
         return self._masked(before + text[start:], [(len(before), len(before) + len(text) - start)])
 
     def _marked(self, messages: Sequence[Message], tools: Sequence[Any]) -> Encoded:
-        """Templates with `{% generation %}` say themselves what the assistant writes."""
+        """A conversation whose template marks the assistant's words with `{% generation %}`."""
         self._rendered(messages, False, tools)  # for its errors
         encoded = self.tokenizer.apply_chat_template(
             list(messages),
@@ -144,7 +143,7 @@ class Encoder:
         return Encoded(encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]])
 
     def _span(self, messages: Sequence[Message], index: int, text: str, tools: Sequence[Any]) -> tuple[int, int]:
-        """Where turn `index` stands in the rendered conversation, in characters."""
+        """First and last character of turn `index` in the rendered conversation."""
         before = self._rendered(messages[:index], True, tools)
         after = self._rendered(messages[: index + 1], False, tools)
         if after.startswith(before) and text.startswith(after):
@@ -196,11 +195,10 @@ class Encoder:
 
 
 def _start_of_answer(before: str, text: str, content: str) -> int:
-    """Where the answer begins in a rendered conversation that does not begin with the rendered prompt.
+    """The character at which the answer begins in a rendered conversation that does not begin with the prompt.
 
-    Mistral's templates put a system message before the *last* message of the user: the conversation with the answer
-    has it elsewhere, and ends like the prompt all the same. Only a little white space may come before the answer's
-    own words.
+    Mistral's templates put a system message before the *last* message of the user. The conversation with the answer
+    has it elsewhere, yet ends like the prompt. Only a little white space may come before the answer's own words.
 
     Raises:
         RecordError: there is no such place.
@@ -215,12 +213,12 @@ def _start_of_answer(before: str, text: str, content: str) -> int:
 
 
 def _common_end(one: str, other: str) -> int:
-    """Characters at the end that two texts have in common."""
+    """Number of characters at the end that two texts have in common."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def has_generation_marks(tokenizer: Any) -> bool:
-    """Whether the chat template marks what the assistant writes."""
+    """True if the chat template marks the assistant's words."""
     template = tokenizer.chat_template
     return isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

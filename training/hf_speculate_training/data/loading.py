@@ -1,10 +1,11 @@
-"""Where data comes from: local files, folders, glob patterns, Hub ids, or a dataset that exists already."""
+"""The records of a source: local files, folders, glob patterns, Hub ids, or a dataset that exists already."""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,9 +23,10 @@ from datasets import (
 from datasets.exceptions import DatasetGenerationError
 
 from hf_speculate.errors import SpeculateError, first_line
+from hf_speculate.messages import get_logger
 
-from .folders import data_files, suffix_of
 
+logger = get_logger(__name__)
 
 Records: TypeAlias = Dataset | IterableDataset
 Source: TypeAlias = str | os.PathLike | Records
@@ -43,6 +45,15 @@ BUILDERS = {
 }
 # Of files that cannot be read: Arrow's and pandas' errors are ValueErrors; an empty stream stops at once.
 _ERRORS = (OSError, ValueError, DatasetGenerationError, StopIteration)
+_COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+_ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # no data, but beside them
+# The words by which the Hub knows splits, in names of files and folders.
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 
 
 def load_records(
@@ -58,14 +69,14 @@ def load_records(
     """The records of a source, as they are.
 
     Args:
-        source: a json, jsonl, parquet, arrow, csv or text file in UTF-8 (compressed too), a folder of them (or one that
-            `Dataset.save_to_disk` wrote), a glob pattern, a Hub id, or a dataset. A text file is
-            one record, `text`: blank lines mean too many things. Of a folder, see `data_files`.
-        split: of Hub ids, saved datasets, and folders whose files are named after splits.
-        config, revision: of Hub ids.
-        streaming: read on the way instead of converting everything first.
+        source: a json, jsonl, parquet, arrow, csv or text file in UTF-8 (compressed too), a folder of them (see
+            `data_files`) or one that `Dataset.save_to_disk` wrote, a glob pattern, a Hub id, or a dataset. A text file
+            is one record, `text`: blank lines mean too many things.
+        split: split of a Hub id, a saved dataset, or a folder whose files are named after splits.
+        config, revision: configuration and revision of a Hub id.
+        streaming: True reads records when they are needed, False converts all of them first.
         columns: our name -> the source's name, e.g. `{"prompt": "question", "completion": "answer"}`.
-        limit: the first so many records only.
+        limit: number of records to read; None for all.
     Raises:
         SpeculateError: nothing there, not readable, no records, no such column.
     """
@@ -80,14 +91,14 @@ def load_records(
 
 
 def describe_source(source: Source) -> str:
-    """How messages and provenance name a source."""
+    """The name of a source in messages and provenance."""
     if isinstance(source, Dataset):
         return f"Dataset({len(source)} records, fingerprint {source._fingerprint})"
     return "IterableDataset" if isinstance(source, IterableDataset) else os.fspath(source)
 
 
 def _plain(records: Records) -> Records:
-    """Records of lists and numbers: others save theirs to be read as tensors. A transform of the user's stays."""
+    """Records of lists and numbers, not the tensors as which some data sets are saved. A user's transform stays."""
     kind = records.format["type"] if isinstance(records, Dataset) else getattr(records._formatting, "format_type", None)
     return records if kind in (None, "custom") else records.with_format(None)
 
@@ -114,7 +125,7 @@ def _open(source: str | os.PathLike, split: str, config: str | None, revision: s
 
 
 def _local_files(name: str, split: str) -> list[str] | None:
-    """Files to read; none for a folder that `save_to_disk` wrote; None if the name is not of this machine."""
+    """The files to read: none for a folder that `save_to_disk` wrote, None for a name that is not of this machine."""
     path = Path(name).expanduser()
     if path.is_file():
         return [str(path)]
@@ -164,11 +175,13 @@ def _load(builder: str, files: list[str], streaming: bool) -> Any:
 
 
 def _streamed(name: str, builder: str, files: list[str], first: str) -> Iterator[dict[str, Any]]:
-    """The records of files, one file after the other; what is wrong with one is found on the way.
+    """The records of one file after the other. A file that cannot be read is noticed when its turn comes.
 
     Args:
-        files: some of the source's: processes share them out.
-        first: the source's first file, which says what columns all of them have.
+        name: the source's name in messages.
+        builder: builder of `datasets`.
+        files: this process' share of the source's files.
+        first: the source's first file, whose columns all others must have.
     """
     try:
         columns = set(next(iter(_load(builder, [first], streaming=True)), {}))
@@ -201,3 +214,58 @@ def _problem(name: str, files: list[str] | None, error: BaseException) -> str:
     together = f" ({len(files)} files, read as one table: their columns must be the same)" if len(files) > 1 else ""
     encoding = " Files must be in UTF-8: `iconv -f latin1 -t utf-8` converts." if "utf" in line.lower() else ""
     return f"cannot read the data {name!r}{together}: {line}{encoding}"
+
+
+def data_files(folder: Path, split: str, suffixes: Collection[str]) -> list[str]:
+    """Files of a folder that hold the records of a split, sorted.
+
+    Hidden files, READMEs and licences are left out. A word in the name of a file or of a folder above it says its
+    split, as on the Hub (`test.jsonl`, `data/train-00000.parquet`). Files without such a word belong to "train"; if
+    none has one, all files belong to any split. Python files have no split: `test_parser.py` is a text like any other.
+
+    Args:
+        split: name of the split; `train[:10%]` counts as `train`.
+        suffixes: suffixes of data files.
+    Raises:
+        SpeculateError: names say splits, and none is the one asked for.
+    """
+    inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+    found = [path for path in shown if suffix_of(path) in suffixes and path.name.lower() not in _ABOUT]
+    splits = {path: _split_of(path) for path in found}
+    if not any(splits.values()):
+        return [str(folder / path) for path in found]
+    asked = split.partition("[")[0]
+    asked = _SPLIT_OF.get(asked, asked)
+    chosen = [path for path in found if (splits[path] or "train") == asked]
+    names = sorted({name or "train" for name in splits.values()})
+    if not chosen:
+        raise SpeculateError(
+            f"the data {str(folder)!r} have no split {split!r}; there are: {', '.join(names)}. Possible: one of these "
+            "(data.split), or the path of a file."
+        )
+    if len(chosen) < len(found):
+        logger.warning_once(
+            f"of {len(found)} data files in {folder} the {len(chosen)} of the split {asked!r} are read; there are also "
+            f"{', '.join(name for name in names if name != asked)}."
+        )
+    return [str(folder / path) for path in chosen]
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that says what is in a file, without that of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    while suffixes and suffixes[-1] in _COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _split_of(path: Path) -> str | None:
+    """The split of a file, by the innermost name that has a word for one."""
+    if suffix_of(path) == ".py":
+        return None
+    for part in reversed(path.parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        if found := next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), None):
+            return found
+    return None

@@ -1,4 +1,4 @@
-"""Rows of documents: best-fit packing, and the collator that makes a `Batch` of rows."""
+"""Rows of documents, best-fit packed, and the batches that methods are given."""
 
 from __future__ import annotations
 
@@ -8,21 +8,49 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import get_worker_info
+from typing_extensions import TypedDict
 
 from hf_speculate.errors import SpeculateError
 
-from .batches import NO_DOCUMENT, Batch
+
+# `document_ids` of padding.
+NO_DOCUMENT = -1
+
+
+class _Required(TypedDict):
+    input_ids: Int[Tensor, "B S"]
+    position_ids: Int[Tensor, "B S"]
+    document_ids: Int[Tensor, "B S"]
+    loss_mask: Bool[Tensor, "B S"]
+
+
+class Batch(_Required, total=False):
+    """B rows of S tokens.
+
+    Attributes:
+        input_ids: int64 [B, S].
+        position_ids: int64 [B, S], restart at 0 in each document of a row; padding is a document of its own.
+        document_ids: int64 [B, S], 0, 1, … within a row; `NO_DOCUMENT` at padding.
+        loss_mask: bool [B, S], True for tokens that the target is to emit (assistant or completion tokens).
+        features: the target's hidden states [B, S, H] by layer (`TargetStates.features`); only from a cache.
+        last_hidden: the target's last states [B, S, H] (`TargetStates.last_hidden`); only from a cache.
+    """
+
+    features: dict[int, Float[Tensor, "B S H"]]
+    last_hidden: Float[Tensor, "B S H"]
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Packs items into rows: the longest first, each into the row with the least room that takes it.
 
     Args:
-        lengths: of the items, each from 1 to `capacity`.
+        lengths: tokens of each item, from 1 to `capacity`.
+        capacity: tokens of a row.
     Returns:
         Indices of the items of each row. The same lengths give the same rows.
     """
@@ -70,17 +98,16 @@ class RowDataset(TorchDataset):
 
     Args:
         documents: records with `input_ids`, `loss_mask` and `length`.
-        max_length: tokens of a row.
-        packing: several documents a row; otherwise one.
+        max_length: tokens of a row at most.
+        packing: True puts several documents into a row, False one.
     """
 
     def __init__(self, documents: Any, max_length: int, packing: bool = True):
         self.max_length = max_length
         self.documents = documents.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
         self.lengths: list[int] = list(documents["length"])
-        self.rows = (
-            best_fit_decreasing(self.lengths, max_length) if packing else [[i] for i in range(len(self.lengths))]
-        )
+        one_each = [[i] for i in range(len(self.lengths))]
+        self.rows = best_fit_decreasing(self.lengths, max_length) if packing else one_each
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,7 +126,7 @@ class RowDataset(TorchDataset):
 
 
 class StreamedRows(TorchIterableDataset):
-    """Rows of documents that are read on the way, packed within windows of `window` documents."""
+    """Rows of streamed documents, packed within windows of `window` documents."""
 
     def __init__(
         self, documents: Iterable[Mapping[str, Any]], max_length: int, packing: bool = True, window: int = 512
@@ -119,7 +146,7 @@ class StreamedRows(TorchIterableDataset):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to the stream, which may shuffle by it."""
+        """Tells the stream the epoch; it may shuffle by it."""
         pass_on: Callable[[int], None] | None = getattr(self.documents, "set_epoch", None)
         if pass_on is not None:
             pass_on(epoch)
@@ -134,8 +161,8 @@ class Collator:
     """Pads rows on the right to a common length; the states of rows from a cache are padded with zeros.
 
     Args:
-        pad_token_id: fills `input_ids`; any id of the vocabulary will do.
-        length: pad to this length always (static shapes); None: to the longest row of the batch.
+        pad_token_id: token that fills `input_ids`; any id of the vocabulary will do.
+        length: length of every row (static shapes); None for that of the longest row of the batch.
     """
 
     def __init__(self, pad_token_id: int | None = None, length: int | None = None):

@@ -1,33 +1,103 @@
-"""Documents that are ready to be trained on, and what became of the records that they were made from."""
+"""Options for reading data, the documents that are made of them, and an account of the records."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+from transformers import PretrainedConfig
 
 from hf_speculate.errors import SpeculateError
 
 from .loading import Records
-from .options import DataOptions
 from .packing import RowDataset, StreamedRows
+
+
+DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Options for reading data.
+
+    Attributes:
+        max_length: tokens of a document and of a row at most; None for the target's context, at most 2048.
+        long: treatment of longer documents. "truncate" keeps their beginning; "drop" leaves them out; "split" makes
+            pieces, of which none sees the one before; "auto" splits plain texts and truncates the rest.
+        chat: True renders `prompt` and `completion` as a chat if they are mere texts.
+        turns, append_eos: options of `Encoder`.
+        packing: True puts several documents into a row, see `best_fit_decreasing`.
+        eval_fraction: share of the records that is held out. A hash of the content and `seed` chooses, so the same
+            record is always on the same side. If a side of a few plain texts would be empty, pieces are held out.
+        seed: seed of that choice.
+        columns, split, config, revision, streaming, limit: options of `load_records`.
+        num_proc: processes that tokenise; None for this one.
+    """
+
+    max_length: int | None = None
+    long: Literal["auto", "truncate", "drop", "split"] = "auto"
+    chat: bool = False
+    turns: Literal["together", "separate"] = "together"
+    append_eos: bool = True
+    packing: bool = True
+    eval_fraction: float = 0.0
+    seed: int = 0
+    columns: Mapping[str, str] = field(default_factory=dict)
+    split: str = "train"
+    config: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+    limit: int | None = None
+    num_proc: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, possible in (("long", ("auto", "truncate", "drop", "split")), ("turns", ("together", "separate"))):
+            if getattr(self, name) not in possible:
+                raise SpeculateError(f"data option {name}={getattr(self, name)!r}: possible are {', '.join(possible)}.")
+        if not 0 <= self.eval_fraction < 1:
+            raise SpeculateError(f"eval_fraction must be at least 0 and below 1, got {self.eval_fraction}.")
+
+
+def context_length(tokenizer: Any, config: PretrainedConfig | None) -> int | None:
+    """Number of positions that the target was made for; None if neither tokenizer nor configuration says."""
+    known = []
+    if config is not None:
+        known.append(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None))
+    known.append(tokenizer.model_max_length)
+    sizes = [size for size in known if isinstance(size, int) and 0 < size < 10**9]  # tokenizers say 1e30 for unknown
+    return min(sizes) if sizes else None
+
+
+def resolve_max_length(asked: int | None, tokenizer: Any, config: PretrainedConfig | None) -> int:
+    """The length that was asked for, or the default; raises `SpeculateError` if the target cannot take it."""
+    context = context_length(tokenizer, config)
+    if asked is None:
+        return min(DEFAULT_MAX_LENGTH, context or DEFAULT_MAX_LENGTH)
+    if asked < 2:
+        raise SpeculateError(f"max_length must be at least 2, got {asked}.")
+    if context is not None and asked > context:
+        raise SpeculateError(
+            f"max_length={asked} was asked for, but the target's context is {context} tokens: at most that is possible."
+        )
+    return asked
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of the records; `None` counts are unknown because the data are streamed.
+    """An account of the records. Counts of streamed data are unknown, None.
 
     Attributes:
-        source: where they came from.
+        source: name of the source.
         fingerprint: sha256 over all documents that were kept (ids and masks, in order); of a stream, over its name.
-        num_documents, num_tokens, num_loss_tokens: of training and evaluation together.
-        num_eval_documents: those of them that are held out.
-        num_given_tokens: of the records as they came, before anything was truncated or dropped.
-        notes: how many documents were truncated or dropped, and why.
+        num_documents, num_tokens, num_loss_tokens: counts over training and evaluation together.
+        num_eval_documents: number of documents that are held out.
+        num_given_tokens: tokens of the records before anything was truncated or dropped.
+        notes: number of documents that were truncated or dropped, by the reason.
     """
 
     source: str
@@ -40,7 +110,7 @@ class DataReport:
     notes: Mapping[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """What of the data is used, in a line."""
+        """The share of the data that is used, in a line."""
         if not self.num_given_tokens or self.num_tokens is None:
             return f"{self.source}: streamed"
         share = self.num_tokens / self.num_given_tokens
@@ -50,7 +120,7 @@ class DataReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For provenance: JSON-serialisable."""
+        """The report for provenance, JSON-serialisable."""
         return asdict(self)
 
 
@@ -60,8 +130,9 @@ class PreparedData:
 
     Attributes:
         train, evaluation: `datasets` objects; `evaluation` is None when nothing is held out.
-        max_length: the longest that a document can be.
-        options: as given.
+        max_length: tokens of a document at most.
+        report: account of the records.
+        options: the options as given.
     """
 
     train: Records
@@ -71,7 +142,7 @@ class PreparedData:
     options: DataOptions
 
     def rows(self, which: Literal["train", "evaluation"] = "train") -> RowDataset | StreamedRows:
-        """Rows for `Collator`, packed if the options say so."""
+        """Rows for `Collator`, packed if the options say so; raises `SpeculateError` if nothing is held out."""
         documents: Any = self.train if which == "train" else self.evaluation
         if documents is None:
             raise SpeculateError("no data are held out: set eval_fraction, or give evaluation data of their own.")
@@ -88,3 +159,8 @@ def documents_fingerprint(documents: Dataset) -> str:
             digest.update(np.asarray(column.value_lengths(), dtype=np.int32).tobytes())
             digest.update(column.flatten().to_numpy(zero_copy_only=False).astype(kind).tobytes())
     return digest.hexdigest()
+
+
+def content_fingerprint(content: Any) -> str:
+    """sha256 over something JSON-serialisable."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""From a source to documents of tokens: encoded, cut to length, split into training and evaluation, accounted for."""
+"""Documents of tokens made from a source: encoded, cut to length, split into training and evaluation, counted."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from transformers import PretrainedConfig
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import get_logger
 
-from ..fingerprints import content_fingerprint
 from . import encoding
 from . import records as records_module
 from .encoding import Encoded, Encoder
 from .loading import Source, describe_source, load_records
-from .options import DataOptions, resolve_max_length
-from .prepared import DataReport, PreparedData, documents_fingerprint
+from .prepared import (
+    DataOptions,
+    DataReport,
+    PreparedData,
+    content_fingerprint,
+    documents_fingerprint,
+    resolve_max_length,
+)
 from .records import Plain, RecordError, read_record
 
 
@@ -58,14 +63,14 @@ def prepare_data(
     """Reads, encodes and splits data.
 
     Args:
-        source: see `load_records`.
-        tokenizer: the target's.
-        options: see `DataOptions`.
-        target_config: for the target's context length and vocabulary.
-        end_ids: tokens at which the target stops (default: the tokenizer's eos token).
+        source: a source as `load_records` takes it.
+        tokenizer: the target's tokenizer.
+        options: options for reading; None for the defaults.
+        target_config: the target's configuration, for its context length and vocabulary; None checks neither.
+        end_ids: tokens at which the target stops; None for the tokenizer's eos token.
     Raises:
-        SpeculateError: no records, none that can be used, none with a token that the target is to emit, a
-            `max_length` beyond the target's context; a chat without a template.
+        SpeculateError: there are no records, none that can be used, or none with a token that the target is to emit;
+            `max_length` is beyond the target's context; a chat has no template.
     """
     options = options or DataOptions()
     max_length = resolve_max_length(options.max_length, tokenizer, target_config)
@@ -122,7 +127,7 @@ def prepare_data(
 
 
 def _check_columns(records: Sequence[Mapping[str, Any]], options: DataOptions, name: str) -> None:
-    """Of a stream, whose first rows are read in the first step. Raises `SpeculateError` if no record can be read."""
+    """Raises `SpeculateError` if none of a stream's first records can be read, long before the first step would."""
     problems = []
     for record in records:
         try:
@@ -136,7 +141,7 @@ def _check_columns(records: Sequence[Mapping[str, Any]], options: DataOptions, n
 
 
 def _code_fingerprint() -> str:
-    """`datasets` keeps what `map` made, under a hash of the arguments; a change of this code must change it."""
+    """sha256 of this code. `datasets` caches `map` by its arguments, so one of them must change with the code."""
     return content_fingerprint(
         [inspect.getsource(module) for module in (encoding, records_module, sys.modules[__name__])]
     )
@@ -171,7 +176,7 @@ def _encode_batch(
 
 
 def _pieces(document: Encoded, max_length: int, long: str) -> list[tuple[Encoded, str]]:
-    """A document in the form in which it is used, with a note on what happened to it."""
+    """The pieces of a document that are used, each with a note on what happened to it."""
     ids, mask = document.input_ids, document.loss_mask
     if len(ids) > max_length and long == "drop":
         return [(document, f"{_DROPPED}longer than max_length")]
@@ -206,7 +211,7 @@ def _check_ids(document: Encoded, vocab_size: int | None, index: int) -> None:
 
 
 def _bucket(document: Encoded, seed: int) -> float:
-    """Where between 0 and 1 the content falls."""
+    """A number from 0 to 1 for the content, always the same."""
     content = np.asarray(document.input_ids, dtype=np.int64).tobytes()
     return int(_hash(f"{seed} ", content)[:13], 16) / 16**13
 
@@ -261,13 +266,13 @@ def _split(documents: Any, max_length: int, options: DataOptions, report: DataRe
 
 
 def _sides(documents: Any, fraction: float) -> tuple[Any, Any]:
-    """What is trained on, and what is held out."""
+    """The training documents, and those that are held out."""
     shared = {"input_columns": "bucket", "fn_kwargs": {"fraction": fraction}}
     return documents.filter(_in_train, **shared), documents.filter(_in_eval, **shared)
 
 
 def _own_bucket(piece: dict[str, Any], seed: int) -> dict[str, float]:
-    """Of a piece for itself, whatever it is a piece of."""
+    """The bucket of a piece by itself, whatever document it is from."""
     return {"bucket": _bucket(Encoded(piece["input_ids"], piece["loss_mask"]), seed)}
 
 

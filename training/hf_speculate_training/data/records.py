@@ -1,16 +1,17 @@
-"""What a record says, whatever its columns are called.
+"""Records as examples, whatever their columns are called, and the test for records like held-out prompts.
 
-Read are, the first that a record has: `messages` (role, content), `conversations` (ShareGPT: from, value),
-`prompt` + `completion` (texts, or lists of messages), `text`, `input_ids` (with `loss_mask`, `assistant_masks`,
-`completion_mask` or `labels`). Of what others call prompt and completion, `question` + `answer`, Alpaca's `instruction`
-(+ `input`) + `output` and their like are known. Conversations take `tools` and, where no message is a system message,
-`system`; what others write as texts in them (arguments of calls, whole lists of tools) is parsed.
+The first of these columns that a record has is read: `input_ids` (with `loss_mask`, `assistant_masks`,
+`completion_mask` or `labels`), `messages` (role, content), `conversations` (ShareGPT: from, value), `prompt` +
+`completion` (texts, or lists of messages), other names of such pairs (`question` + `answer`, Alpaca's `instruction`
+(+ `input`) + `output` and their like), `text`. Conversations take `tools` and, if no message is a system message,
+`system`. Texts in place of JSON in them (arguments of calls, whole lists of tools) are parsed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from hf_speculate.errors import SpeculateError
 Message: TypeAlias = dict[str, Any]
 
 _MASKS = ("loss_mask", "assistant_masks", "completion_mask")
-# What is asked, what may stand below it, what is answered; by the columns of well-known data sets.
+# Columns of the question, of what may stand below it, and of the answer, in well-known data sets.
 _ASKED_AND_ANSWERED = (
     ("instruction", "input", "output"),  # Alpaca
     ("instruction", "context", "response"),  # Dolly
@@ -34,6 +35,7 @@ _ASKED_AND_ANSWERED = (
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 _ROLES |= {"function_call": "assistant", "observation": "tool"}  # LLaMA-Factory
 _IGNORED_LABEL = -100
+_WORD = re.compile(r"\w+")
 
 
 class RecordError(SpeculateError, ValueError):
@@ -42,10 +44,11 @@ class RecordError(SpeculateError, ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in OpenAI's form; what the assistant says is what the target is to emit.
+    """Messages in OpenAI's form. The target is to emit what the assistant says.
 
     Attributes:
-        tools: descriptions of the tools that the template is given, in OpenAI's form.
+        messages: the messages, with "role" and "content" at least.
+        tools: descriptions of tools for the template, in OpenAI's form.
     """
 
     messages: tuple[Message, ...]
@@ -79,13 +82,13 @@ Example: TypeAlias = Chat | Completion | Plain | Tokens
 
 
 def read_record(record: Mapping[str, Any], as_chat: bool = False) -> Example:
-    """What a record says.
+    """The example that a record holds.
 
     Args:
         record: columns and values; columns that are None count as absent.
-        as_chat: `prompt` and `completion` are what user and assistant say, also where they are mere texts.
+        as_chat: True takes `prompt` and `completion` for messages of user and assistant, even as mere texts.
     Raises:
-        RecordError: none of the known columns, or one of them is not what it should be.
+        RecordError: the record has none of the known columns, or one that does not hold what it should.
     """
     given = {name: value for name, value in record.items() if value is not None}
     example = _example(given, as_chat)
@@ -118,7 +121,7 @@ def _example(given: Mapping[str, Any], as_chat: bool) -> Example | None:
 
 
 def _text(value: Any) -> Any:
-    """A number as it is written; anything else as it is."""
+    """Numbers as texts; anything else unchanged."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -162,8 +165,7 @@ def _messages(value: Any, column: str) -> tuple[Message, ...]:
 
 
 def _message(message: Mapping[str, Any], column: str) -> Message:
-    # Arrow gives every message of a data set the same keys, None where a message has not got one.
-    given = {key: value for key, value in message.items() if value is not None}
+    given = {key: value for key, value in message.items() if value is not None}  # Arrow adds absent keys as None
     role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", None))
     if not isinstance(role, str):
         raise RecordError(f"a message of {column} has no role")
@@ -214,7 +216,7 @@ def _parsed(text: Any, what: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every object of a column the same keys, null where one has not got one."""
+    """`value` without the nulls that Arrow adds: it gives every object of a column the same keys."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
@@ -224,3 +226,46 @@ def _joined_parts(parts: list[Any], column: str) -> str:
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise RecordError(f"a message of {column} holds more than text")
     return "".join(part["text"] for part in parts)
+
+
+class HeldOut:
+    """Prompts that are kept for measuring. Records that share `num_words` words in a row with one are like it.
+
+    Shared runs of words are the usual test for contamination (GPT-3, appendix C). Case and punctuation do not count. A
+    held-out text with fewer words is found where it stands whole.
+
+    Args:
+        texts: the held-out texts.
+        num_words: length of a run, in words.
+    """
+
+    def __init__(self, texts: Iterable[str], num_words: int = 8):
+        self.num_words = num_words
+        self._runs: dict[int, set[tuple[str, ...]]] = {}
+        for words in map(_words, texts):
+            length = min(num_words, len(words))
+            self._runs.setdefault(length, set()).update(_runs_of(words, length))
+        self._runs.pop(0, None)
+
+    def is_like(self, example: Example) -> bool:
+        """True if a user's message in this example, or its text, is like a held-out one. Token ids always pass."""
+        return any(self._shares(_words(text)) for text in _asked(example))
+
+    def _shares(self, words: list[str]) -> bool:
+        return any(not runs.isdisjoint(_runs_of(words, length)) for length, runs in self._runs.items())
+
+
+def _asked(example: Example) -> list[str]:
+    if isinstance(example, Chat):
+        return [message["content"] for message in example.messages if message["role"] == "user"]
+    if isinstance(example, Tokens):
+        return []
+    return [example.text if isinstance(example, Plain) else example.prompt]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _runs_of(words: list[str], length: int) -> set[tuple[str, ...]]:
+    return {tuple(words[start : start + length]) for start in range(len(words) - length + 1)}

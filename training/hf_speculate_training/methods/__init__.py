@@ -1,51 +1,39 @@
-"""Training methods: what one is, how an installed one is found, and what several of them are made from.
+"""Training methods: their contract, how installed ones are found, and the parts that several of them share.
 
-A `TrainingMethod` is a module around a decode head that turns a batch and the target's states into a loss; it is found
-by name through the entry-point group `hf_speculate.training_methods`, the built-in ones (`block`, `eagle`, `medusa`)
-like any other. Entries (which predictions count), losses (plain and lean in memory), the teacher and the draft
-vocabulary are the parts that they share, and that a method of your own can take.
+A `TrainingMethod` is a module around a decode head that turns a batch and the target's states into a loss. It is found
+by name through the entry-point group `hf_speculate.training_methods`; the built-in ones (`block`, `eagle`, `medusa`)
+are found like any other. They share entries (the predictions that count), losses (plain and lean in memory), the
+teacher and the draft vocabulary. A method of your own can take these parts, too.
 """
 
-from .contract import SMALL_HIDDEN_SIZE, CountTokens, NoOptions, StepOutput, TrainingMethod
-from .entries import Entries, Normalizer, counted_entries, emitting_positions, tokens_ahead
-from .losses import EntryLosses, HardTargets, SoftTargets, Targets, lean_cross_entropy, plain_cross_entropy
-from .processes import shared_size
-from .registry import GROUP, check_method, installed_methods, load_method
-from .teacher import Teacher, TeacherRows
-from .vocabulary import choose_vocabulary, count_tokens, draft_vocabulary, suggested_vocabulary
-from .weights import copy_rows, detached_copy, target_rows, trainable
-
-
-__all__ = [
-    "GROUP",
-    "SMALL_HIDDEN_SIZE",
-    "CountTokens",
-    "Entries",
-    "EntryLosses",
-    "HardTargets",
-    "NoOptions",
-    "Normalizer",
-    "SoftTargets",
-    "StepOutput",
-    "Targets",
-    "Teacher",
-    "TeacherRows",
-    "TrainingMethod",
-    "check_method",
-    "choose_vocabulary",
-    "copy_rows",
-    "count_tokens",
-    "counted_entries",
-    "detached_copy",
-    "draft_vocabulary",
-    "emitting_positions",
-    "installed_methods",
-    "lean_cross_entropy",
-    "load_method",
-    "plain_cross_entropy",
-    "shared_size",
-    "suggested_vocabulary",
-    "target_rows",
-    "tokens_ahead",
-    "trainable",
-]
+from .contract import GROUP as GROUP
+from .contract import SMALL_HIDDEN_SIZE as SMALL_HIDDEN_SIZE
+from .contract import CountTokens as CountTokens
+from .contract import NoOptions as NoOptions
+from .contract import StepOutput as StepOutput
+from .contract import TrainingMethod as TrainingMethod
+from .contract import check_method as check_method
+from .contract import installed_methods as installed_methods
+from .contract import load_method as load_method
+from .entries import Entries as Entries
+from .entries import Normalizer as Normalizer
+from .entries import counted_entries as counted_entries
+from .entries import emitting_positions as emitting_positions
+from .entries import shared_size as shared_size
+from .entries import tokens_ahead as tokens_ahead
+from .heads import choose_vocabulary as choose_vocabulary
+from .heads import copy_rows as copy_rows
+from .heads import count_tokens as count_tokens
+from .heads import detached_copy as detached_copy
+from .heads import draft_vocabulary as draft_vocabulary
+from .heads import suggested_vocabulary as suggested_vocabulary
+from .heads import target_rows as target_rows
+from .heads import trainable as trainable
+from .losses import EntryLosses as EntryLosses
+from .losses import HardTargets as HardTargets
+from .losses import SoftTargets as SoftTargets
+from .losses import Targets as Targets
+from .losses import Teacher as Teacher
+from .losses import TeacherRows as TeacherRows
+from .losses import lean_cross_entropy as lean_cross_entropy
+from .losses import plain_cross_entropy as plain_cross_entropy

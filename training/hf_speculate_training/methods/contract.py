@@ -1,7 +1,11 @@
-"""What a training method is: a module around a decode head that turns a batch and the target's states into a loss.
+"""The contract of a training method, and how installed ones are found.
 
-The head that is trained is the module that decodes, so training and decoding cannot compute different things. The
-target is never a submodule: `state_dict` holds what is trained and nothing else.
+A method is a module around a decode head that turns a batch and the target's states into a loss. The head that is
+trained is the module that decodes, so training and decoding cannot compute different things. The target is never a
+submodule: `state_dict` holds what is trained and nothing else.
+
+Methods are found through the entry-point group `hf_speculate.training_methods`, built-in ones too. Listing them imports
+nothing. A method is imported when a recipe asks for it, so a broken dependency of one does not hide the others.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from jaxtyping import Float, Int
@@ -17,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.drafting import Drafter, SavedHead
+from hf_speculate.registry import find_installed, load_installed, unknown_name_message
 
 from ..data import Batch
 from ..sections import RecipeError
@@ -27,7 +34,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Targets below are trained for on CPUs and small GPUs, with what was found there (docs/log.md); see `suggested`.
+GROUP = "hf_speculate.training_methods"
+_WHAT = "training method"
+# Hidden size below which heads are trained on CPUs and small GPUs, with other settings; see `suggested`.
 SMALL_HIDDEN_SIZE = 768
 
 # Counts how often the training data have the target emit each token, int64 [V]. It reads all of them.
@@ -36,12 +45,12 @@ CountTokens: TypeAlias = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a forward of a method gives.
+    """The result of a method's forward.
 
     Attributes:
         loss: scalar with a graph.
-        metrics: detached scalars by name. `loss_k` and `accuracy_k` belong to unrolled step (or head) k: the mean loss
-            of the entries that it counts, and the share of those where the draft's best token is the target's.
+        metrics: detached scalars by name. For unrolled step (or head) k, `loss_k` is the mean loss of its entries, and
+            `accuracy_k` the share of them whose best draft token is the target's.
     """
 
     loss: Float[Tensor, ""]
@@ -50,26 +59,26 @@ class StepOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """Of a method, or a head, that has nothing to choose."""
+    """Options of a method or a head that has none."""
 
 
 class TrainingMethod(nn.Module, ABC):
     """A head and how it is trained; the class is an entry point of the group `hf_speculate.training_methods`.
 
-    A recipe's `method.head` and `method.options` are read into two dataclasses of the method's own: a key that is no
-    field is refused with a suggestion, values are checked against the annotations, and what `__post_init__` refuses
-    with a `ValueError` is an error of the recipe. What is trained is float32, on the device of the target's last layer.
+    A recipe's `method.head` and `method.options` are read into two dataclasses of the method's own. A key that is no
+    field is refused with a suggestion, values are checked against the annotations, and a `ValueError` of
+    `__post_init__` is an error of the recipe. Trained parameters are float32, on the device of the target's last layer.
 
     Class attributes:
-        name: of the entry point, `method.name` in recipes.
+        name: name of the entry point, `method.name` in recipes.
         head_class: dataclass of a new head's shape.
         options_class: dataclass of the method's options.
-        trains_target: whether an adapter of the target learns too. Its states then come with a graph, never from a
-            cache, and its adapter's parameters are among those of the method.
+        trains_target: True if an adapter of the target learns too. The target's states then come with a graph, never
+            from a cache, and the adapter's parameters are among those of the method.
 
     Attributes:
-        feature_layers: the states of the target that `forward` reads, as `Drafter.feature_layers`. The state after the
-            final norm, `TargetStates.last_hidden`, always comes along.
+        feature_layers: hidden states of the target that `forward` reads, as `Drafter.feature_layers`. The state after
+            the final norm, `TargetStates.last_hidden`, always comes along.
     """
 
     name: ClassVar[str]
@@ -80,8 +89,11 @@ class TrainingMethod(nn.Module, ABC):
 
     @classmethod
     def adapted(cls, target: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
-        """The target with the adapter that is trained, from a recipe's `method.adapter`; here: the target as it is.
+        """The target with the adapter that is trained; unchanged unless a method overrides this.
 
+        Args:
+            target: the target as loaded.
+            adapter: fields of the adapter, a recipe's `method.adapter`.
         Raises:
             RecipeError: an adapter for a method that trains none, none for one that does, or an unknown key of it.
         """
@@ -93,10 +105,12 @@ class TrainingMethod(nn.Module, ABC):
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-        """What a recipe's section `method` should say for a target: any of `head`, `options` and `adapter`.
+        """Suggested values for a recipe's section `method`: any of `head`, `options` and `adapter`.
 
         Args:
-            config: the target's, of its text model. Where this says nothing, the defaults of the dataclasses hold.
+            config: configuration of the target's text model.
+        Returns:
+            Values by part and key. The defaults of the dataclasses hold for all others.
         """
         return {}
 
@@ -106,45 +120,51 @@ class TrainingMethod(nn.Module, ABC):
         """The method around a fresh head.
 
         Args:
-            target: frozen, as `adapted` gave it; `hf_speculate.speculator.unwrap` looks through PEFT.
+            target: the frozen target that `adapted` returned; `hf_speculate.models.unwrap` looks through PEFT.
             head: an instance of `head_class`.
             options: an instance of `options_class`.
-            count_tokens: for a draft vocabulary, see `choose_vocabulary`; to be called only where one is asked for.
+            count_tokens: function that counts tokens for a draft vocabulary, see `choose_vocabulary`. It reads all
+                data: call it only if the head has such a vocabulary.
         Raises:
-            RecipeError, TargetMismatchError: a head that cannot be, or not for this target.
+            RecipeError, TargetMismatchError: the head cannot be made, or not for this target.
         """
 
     @classmethod
     def from_folder(cls, folder: str, target: nn.Module, options: Any) -> Self:
-        """The method around a trained head to go on from (folder or Hub id)."""
+        """The method around a trained head (folder or Hub id), whose training goes on."""
         raise RecipeError(f"{cls.name} cannot go on from a trained head: leave method.start_from out.")
 
     @abstractmethod
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
-        """The loss of a batch of B rows of S tokens. In `eval()` mode without noise.
+        """The loss of a batch of B rows of S tokens, without noise in `eval()` mode.
 
-        Every trained parameter must get a gradient (it may be 0), also where nothing counts: DDP waits for all.
+        Every trained parameter must get a gradient, even if nothing counts (it may be 0): DDP waits for all of them.
         """
 
     @abstractmethod
     def drafter(self, target: PreTrainedModel, **options: Any) -> Drafter:
-        """A drafter with the weights as they are now, in the target's dtype, to evaluate and to save.
+        """A drafter with the present weights, in the target's dtype, to evaluate and to save.
 
-        It shares memory with what is trained where the dtypes agree; the trained parameters are left as they are.
-        Options are those of the drafter's class.
+        It may share memory with the trained parameters, which stay as they are. Options are those of the drafter.
         """
 
     def evaluation_drafter(self, target: PreTrainedModel, num_nodes: int, **options: Any) -> Drafter:
-        """The drafter whose acceptance is measured, with trees of `num_nodes` nodes, the root not counted.
+        """The drafter whose acceptance is measured.
 
         Args:
+            target: the target.
+            num_nodes: nodes of its draft trees, without the root.
             options: a recipe's `evaluation.options`.
         """
         return self.drafter(target, max_nodes=num_nodes, **options)
 
     def save(self, folder: str | os.PathLike, target: PreTrainedModel, layout: str | None = None) -> SavedHead:
-        """Writes the head, and what else belongs to it, in a layout of its drafter (None: the drafter's default).
+        """Writes the head and all that belongs to it.
 
+        Args:
+            folder: output folder.
+            target: the target.
+            layout: a layout of the drafter; None for its default.
         Raises:
             CheckpointError: the layout cannot express the head; nothing has been written then.
         """
@@ -154,10 +174,34 @@ class TrainingMethod(nn.Module, ABC):
         """Called before optimiser step `step` (from 0) of `num_steps`: for methods with stages."""
 
     def check_layout(self, target: PreTrainedModel, layout: str | None) -> None:
-        """Raises `CheckpointError` if `save` could not write the head in `layout`; asked before the first step."""
+        """Raises `CheckpointError` if `save` could not write the head in `layout`. Called before the first step."""
         self.drafter(target).check_layout(layout)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
         """The target's token of each draft column, ascending; None where they are the same."""
         return None
+
+
+@lru_cache(maxsize=1)
+def installed_methods() -> dict[str, EntryPoint]:
+    """Entry points of all installed methods by name; raises `SpeculateError` if two distributions claim one."""
+    return find_installed(GROUP, _WHAT)
+
+
+def check_method(name: str) -> None:
+    """Raises `RecipeError`, with a suggestion, unless a method of that name is installed."""
+    names = installed_methods()
+    if name not in names:
+        raise RecipeError(unknown_name_message(name, names, _WHAT, " in method.name"))
+
+
+def load_method(name: str) -> type[TrainingMethod]:
+    """The method installed under `name`.
+
+    Raises:
+        RecipeError: there is none; the message has a suggestion.
+        SpeculateError: the object that is installed under that name is no `TrainingMethod`.
+    """
+    check_method(name)
+    return load_installed(installed_methods()[name], TrainingMethod)

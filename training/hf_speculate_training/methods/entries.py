@@ -1,4 +1,4 @@
-"""Which predictions count, and which of the target's distributions each is compared with.
+"""Entries: the predictions that count, each with the distribution of the target that it is compared with.
 
 An entry is (step, row, index): unrolled step (or Medusa head) k at token i of a row. It predicts token i + 2 + k, and
 its teacher is the target's distribution at token i + 1 + k. (Token i + 1 is the root when decoding: the target chose
@@ -8,26 +8,25 @@ it.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..data import NO_DOCUMENT, Batch
-from .processes import shared_size
 
 
 Normalizer = Literal["all", "counted"]
 
 
 def counted_entries(batch: Batch, num_steps: int) -> Bool[Tensor, "K B S"]:
-    """Which entries of each unrolled step (or head) decoding will ask for.
+    """The entries of each unrolled step (or head) that decoding will use.
 
-    Entry i of step k sits at token i and predicts token i + 2 + k after tokens i + 1 … i + 1 + k: it counts if all of
-    these are tokens that the target is to emit, and in the document of token i. (The first token of an answer is chosen
-    by the target itself after the prompt, and no draft crosses the user's next turn.)
+    Entry i of step k sits at token i and predicts token i + 2 + k after tokens i + 1 … i + 1 + k. It counts if the
+    target is to emit all of these, in the document of token i. (The target itself chooses the first token of an answer
+    after the prompt, and no draft crosses the user's next turn.)
     """
     document_ids, loss_mask = batch["document_ids"], batch["loss_mask"].bool()
     emitted = loss_mask & (document_ids != NO_DOCUMENT)
@@ -65,13 +64,13 @@ class Entries:
     """E entries of a batch, by step, then row, then index.
 
     Attributes:
-        counted: bool [K, B, S], which entries there are.
-        step: int64 [E], the step of each.
-        label: int64 [E], the token of the text that each predicts.
-        teacher_row: int64 [E], index into the T positions at which the teacher is needed.
+        counted: bool [K, B, S], True where there is an entry.
+        step: int64 [E], the step of each entry.
+        label: int64 [E], the token of the text that each entry predicts.
+        teacher_row: int64 [E], the teacher of each entry, as index into the T positions at which one is needed.
         teacher_positions: bool [B, S], those positions.
-        num_eligible: float [K], how many entries each step had before `only`.
-        num_tokens: float scalar, tokens of the batch, without padding.
+        num_eligible: float [K], number of entries of each step before `only`.
+        num_tokens: float scalar, number of tokens of the batch, without padding.
     """
 
     counted: Bool[Tensor, "K B S"]
@@ -84,7 +83,7 @@ class Entries:
 
     @classmethod
     def of(cls, batch: Batch, num_steps: int, device: torch.device) -> Entries:
-        """All entries that decoding asks for, see `counted_entries`."""
+        """All entries that decoding will use, see `counted_entries`."""
         counted = counted_entries(batch, num_steps).to(device)
         step, row, index = counted.nonzero(as_tuple=True)
         positions = index + 1 + step
@@ -100,29 +99,24 @@ class Entries:
         return len(self.step)
 
     def only(self, kept: Bool[Tensor, " E"]) -> Entries:
-        """A part of the entries; the numbers and the teacher's positions stay."""
+        """A part of the entries. The numbers and the teacher's positions stay."""
         counted = self.counted.clone()
         counted[self.counted] = kept
-        return Entries(
-            counted,
-            self.step[kept],
-            self.label[kept],
-            self.teacher_row[kept],
-            self.teacher_positions,
-            self.num_eligible,
-            self.num_tokens,
-        )
+        parts = {name: getattr(self, name)[kept] for name in ("step", "label", "teacher_row")}
+        return replace(self, counted=counted, **parts)
 
     def gather(self, states: Sequence[Float[Tensor, "B S H"]]) -> Float[Tensor, "E H"]:
-        """The entries' rows of one tensor a step."""
+        """The rows of the entries, from one tensor for each step."""
         return torch.cat([step[mask] for step, mask in zip(states, self.counted, strict=True)])
 
     def weights(self, decay: float, normalizer: Normalizer) -> Float[Tensor, " E"]:
-        """Weight of each entry's loss: `decay**step / n`, n as `shared_size` has it.
+        """Weight of each entry's loss: `decay**step / n`.
 
         Args:
-            normalizer: n is the number of all tokens of the batch ("all", as SafeAILab, SpecForge and DeepSpec divide:
-                steps that reach past the end of an answer count less) or of the step's entries ("counted").
+            decay: factor from one step to the next.
+            normalizer: meaning of n, taken over all processes (`shared_size`). "all" is the number of tokens of the
+                batch, by which SafeAILab, SpecForge and DeepSpec divide; steps that reach past the end of an answer
+                then count less. "counted" is the number of the step's entries.
         """
         num_steps = len(self.counted)
         steps = torch.arange(num_steps, device=self.step.device)
@@ -135,8 +129,13 @@ class Entries:
     def metrics(
         self, losses: Float[Tensor, " E"], hits: Bool[Tensor, " E"], learnt: Bool[Tensor, " E"] | None = None
     ) -> dict[str, Float[Tensor, ""]]:
-        """`loss_k`, the mean over a step's entries (those that are `learnt`), and `accuracy_k`, hits of a step over its
-        eligible entries; 0 where a step has none."""
+        """`loss_k` and `accuracy_k` of every step k; 0 for a step without entries.
+
+        Args:
+            losses: loss of each entry.
+            hits: True for entries whose best draft token is right; the accuracy is their share of the eligible ones.
+            learnt: True for entries that are in the mean loss; None for all.
+        """
         num_steps = len(self.counted)
         counted = torch.ones_like(self.step, dtype=torch.float32) if learnt is None else learnt.float()
         zeros = torch.zeros(num_steps, device=self.step.device)
@@ -145,3 +144,21 @@ class Entries:
         accuracies = zeros.index_add(0, self.step, hits.float()) / self.num_eligible.clamp(min=1)
         named = {f"loss_{k}": mean_losses[k] for k in range(num_steps)}
         return named | {f"accuracy_{k}": accuracies[k] for k in range(num_steps)}
+
+
+def shared_size(size: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """The divisor of a process' sums that makes the mean of all losses the loss of all rows together.
+
+    DDP averages gradients as if all processes learnt from equally much. If each divided by a count of its own, a token
+    would count more in a process that has few. This is one small all-reduce, made only if gradients are computed.
+
+    Args:
+        size: the count of this process; all processes call this with the same shape.
+    Returns:
+        The mean over the processes; `size` itself if there is one process, or no gradient is computed.
+    """
+    if not (distributed.is_available() and distributed.is_initialized() and torch.is_grad_enabled()):
+        return size
+    total = size.detach().clone()
+    distributed.all_reduce(total)
+    return total / distributed.get_world_size()

@@ -1,10 +1,13 @@
-"""Cross-entropy of draft logits against the target's distribution or against tokens: readable, and lean in memory.
+"""Cross-entropy of draft logits against the target's distribution (the teacher) or against tokens.
 
     loss = sum_e w_e * -sum_v p_ev log q_ev,    q_e = softmax(states_e @ output.T)
 
 over E entries with weights w. Both forms give the same value and the same gradients. `plain_cross_entropy` is the
 reference: it makes the whole [E, Vd] several times over. `lean_cross_entropy` streams the log-sum-exp over chunks of
-the vocabulary and makes each chunk anew in the backward, so that what it holds is a chunk, whatever the vocabulary.
+the vocabulary and makes each chunk anew in the backward, so it holds one chunk, whatever the vocabulary.
+
+`lm_head(last_hidden)` of a whole batch is the largest tensor of training (128 000 columns in fp32: half a megabyte a
+token). The `Teacher` therefore makes only the columns that are needed, if the output layer is an ordinary matrix.
 """
 
 from __future__ import annotations
@@ -16,22 +19,126 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from .teacher import TeacherRows
+from hf_speculate.target import is_dense
 
 
+# Elements of a block of logits; 2**24 in fp32 are 64 MiB.
+_BLOCK = 1 << 24
 # Bytes that a chunk of the vocabulary may take, all temporaries together.
 CHUNK_BYTES = 1 << 27
 # Columns of a chunk at least: thinner matrix products are slow.
 _MIN_COLUMNS = 128
 
 
+class Teacher:
+    """The target's output layer, read by columns.
+
+    Args:
+        lm_head: the target's output layer, referenced and registered nowhere.
+        target_ids: int64 [Vd], tokens of the draft vocabulary; None for the whole vocabulary.
+        vocab_size: size V of the target's vocabulary.
+    """
+
+    def __init__(self, lm_head: nn.Module | None, target_ids: Int[Tensor, " Vd"] | None, vocab_size: int):
+        self.lm_head: Any = lm_head
+        self.vocab_size = vocab_size
+        self.target_ids = target_ids
+        self.draft_ids: Tensor | None = None  # draft column of every token, -1 outside the draft vocabulary
+        if target_ids is not None:
+            self.draft_ids = torch.full((vocab_size,), -1)
+            self.draft_ids[target_ids.cpu()] = torch.arange(len(target_ids))
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the output layer is a plain matrix, whose rows can be read one by one."""
+        return is_dense(self.lm_head)
+
+    @torch.no_grad()
+    def read(self, hidden: Float[Tensor, "T H"]) -> TeacherRows:
+        """The distributions at T positions, over the draft vocabulary."""
+        return TeacherRows(self, hidden.detach())
+
+    @torch.no_grad()
+    def argmax(self, hidden: Float[Tensor, "T H"]) -> Int[Tensor, " T"]:
+        """The target's best tokens over its whole vocabulary, computed block by block."""
+        if not len(hidden):
+            return torch.zeros(0, dtype=torch.long, device=hidden.device)
+        if not self.is_dense:
+            blocks = hidden.split(max(_BLOCK // self.vocab_size, 1))
+            return torch.cat([self._call(block).argmax(-1) for block in blocks])
+        best = best_ids = None
+        for start in range(0, self.vocab_size, step := max(_BLOCK // len(hidden), 1)):
+            logits = self._dense(hidden, slice(start, start + step))
+            values, ids = logits.max(-1)
+            if best is None or best_ids is None:
+                best, best_ids = values, ids
+            else:
+                best_ids = torch.where(values > best, ids + start, best_ids)
+                best = torch.maximum(values, best)
+        assert best_ids is not None
+        return best_ids
+
+    def to_draft(self, token_ids: Int[Tensor, "*N"]) -> Int[Tensor, "*N"]:
+        """Draft columns of tokens; -1 for those outside the draft vocabulary."""
+        if self.draft_ids is None:
+            return token_ids
+        self.draft_ids = self.draft_ids.to(token_ids.device)
+        return self.draft_ids[token_ids]
+
+    def _dense(self, hidden: Tensor, rows: slice | Tensor) -> Tensor:
+        weight = self.lm_head.weight[rows]
+        bias = None if self.lm_head.bias is None else self.lm_head.bias[rows]
+        with torch.autocast(hidden.device.type, enabled=False):  # the target decodes in its own dtype
+            return functional.linear(hidden.to(weight.device, weight.dtype), weight, bias).to(hidden.device)
+
+    def _call(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            device = self.lm_head.weight.device
+            placed = hidden if device.type == "meta" else hidden.to(device)  # offloaded: its hooks place the input
+            return self.lm_head(placed).to(hidden.device)
+
+
+class TeacherRows:
+    """A teacher at T positions: `columns(start, stop)` are logits over a part of the draft vocabulary.
+
+    Output layers that are not dense (quantised, adapted) can only be called. Their columns are computed block by block
+    at the start and kept in the target's dtype.
+    """
+
+    def __init__(self, teacher: Teacher, hidden: Float[Tensor, "T H"]):
+        self.teacher, self.hidden = teacher, hidden
+        self._kept: Tensor | None = None
+        if not teacher.is_dense:
+            ids = teacher.target_ids
+            blocks = hidden.split(max(_BLOCK // teacher.vocab_size, 1))
+            logits = (teacher._call(block) for block in blocks)
+            self._kept = torch.cat([row if ids is None else row[:, ids.to(row.device)] for row in logits])
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def columns(self, start: int, stop: int) -> Float[Tensor, "T C"]:
+        """Logits of draft columns `start` to `stop`, in the target's dtype."""
+        if self._kept is not None:
+            return self._kept[:, start:stop]
+        ids = self.teacher.target_ids
+        if ids is None:
+            return self.teacher._dense(self.hidden, slice(start, stop))
+        return self.teacher._dense(self.hidden, ids[start:stop].to(self.teacher.lm_head.weight.device))
+
+
 @dataclass(frozen=True)
 class EntryLosses:
-    """What a loss gives: `loss` is the weighted sum, with a graph; `each` the E unweighted losses and `best` the best
-    column of each, without."""
+    """The result of a loss.
+
+    Attributes:
+        loss: weighted sum, with a graph.
+        each: unweighted loss of each entry, without a graph.
+        best: best draft column of each entry.
+    """
 
     loss: Float[Tensor, ""]
     each: Float[Tensor, " E"]
@@ -39,24 +146,27 @@ class EntryLosses:
 
 
 class Targets(ABC):
-    """What E entries are compared with: a distribution p over the columns for each.
+    """The distributions p over the columns with which E entries are compared.
 
     `add` is called for one chunk after the other, each column once, before `expected` and `subtract_from`.
+
+    Class attributes:
+        temporaries: number of tensors as large as a chunk that live at once.
     """
 
     temporaries: int
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets what was added."""
+        """Forgets all chunks."""
 
     @abstractmethod
     def add(self, logits: Float[Tensor, "E C"], start: int) -> None:
-        """Takes the draft logits of columns from `start` on into the sum of `expected`."""
+        """Adds the draft logits of columns from `start` on to the sum of `expected`."""
 
     @abstractmethod
     def expected(self) -> Float[Tensor, " E"]:
-        """sum_v p_ev z_ev over all logits z that were added."""
+        """`sum_v p_ev z_ev` over all logits z that were added."""
 
     @abstractmethod
     def subtract_from(self, values: Float[Tensor, "E C"], start: int) -> None:
@@ -64,7 +174,7 @@ class Targets(ABC):
 
     @abstractmethod
     def cross_entropy(self, logits: Float[Tensor, "E Vd"]) -> Float[Tensor, " E"]:
-        """-sum_v p_ev log softmax(logits)_ev of whole rows of logits, for the reference."""
+        """`-sum_v p_ev log softmax(logits)_ev` of whole rows of logits, for the reference."""
 
 
 class SoftTargets(Targets):
@@ -142,7 +252,7 @@ class HardTargets(Targets):
         return functional.cross_entropy(logits, self.labels, reduction="none")
 
     def _inside(self, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Which labels are among the columns of `like`, and where."""
+        """For each label: True if it is among the columns of `like`, and its place there."""
         local = self.labels - start
         return (local >= 0) & (local < like.shape[1]), local.clamp(0, like.shape[1] - 1)[:, None]
 
@@ -153,9 +263,9 @@ def plain_cross_entropy(
     targets: Targets,
     weights: Float[Tensor, " E"],
 ) -> EntryLosses:
-    """The reference; `output` may be any module, also one that is no plain matrix.
+    """The reference. `output` is a matrix or any module that makes logits.
 
-    Logits are taken to at least float32 before anything is summed.
+    Logits become at least float32 before anything is summed.
     """
     if isinstance(output, Tensor):
         logits = functional.linear(states, output.to(states.dtype) if states.dtype != output.dtype else output)
@@ -183,10 +293,30 @@ def lean_cross_entropy(
     return EntryLosses(*_LeanCrossEntropy.apply(states, output, targets, weights, chunk))  # type: ignore[misc]
 
 
+def cross_entropy(
+    states: Float[Tensor, "E Hd"],
+    output: Float[Tensor, "Vd Hd"] | nn.Module,
+    targets: Targets,
+    weights: Float[Tensor, " E"],
+    *,
+    lean: bool,
+) -> EntryLosses:
+    """`lean_cross_entropy` if it is asked for and possible, else `plain_cross_entropy`.
+
+    Args:
+        output: an output matrix or layer. Layers that are no plain matrix (quantised, adapted) can only be called.
+    """
+    if isinstance(output, nn.Linear) and is_dense(output) and (lean or output.bias is None):
+        output = output.weight.to(states.device)
+    if lean and isinstance(output, Tensor):
+        return lean_cross_entropy(states, output, targets, weights)
+    return plain_cross_entropy(states, output, targets, weights)
+
+
 class _LeanCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, output, targets: Targets, weights, chunk: int):
-        """Gives loss, losses of the entries, best columns."""
+        """Returns the loss, the losses of the entries and their best columns."""
         ctx.targets, ctx.chunk, ctx.dtype = targets, chunk, _product_dtype(states, output)
         with torch.autocast(states.device.type, enabled=False):
             rows = states.to(ctx.dtype)
@@ -241,14 +371,14 @@ def _logits(rows: Tensor, output: Tensor, start: int, chunk: int) -> Tensor:
 
 
 def _difference(logits: Tensor, normalizer: Tensor, targets: Targets, start: int) -> Tensor:
-    """q - p of a chunk, the gradient of an entry's loss by its logits; made in their place."""
+    """`q - p` of a chunk, the gradient of an entry's loss by its logits, computed in place."""
     draft_probs = logits.sub_(normalizer[:, None]).exp_()
     targets.subtract_from(draft_probs, start)
     return draft_probs
 
 
 def _product_dtype(states: Tensor, output: Tensor) -> torch.dtype:
-    """In which matrix products are taken: that of autocast where it is on, as for any linear layer."""
+    """The dtype of matrix products: that of autocast if it is on, as for any linear layer."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -256,5 +386,5 @@ def _product_dtype(states: Tensor, output: Tensor) -> torch.dtype:
 
 
 def _summing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums over a vocabulary are never taken in 16 bits."""
+    """The dtype of sums over a vocabulary, never of 16 bits."""
     return torch.promote_types(dtype, torch.float32)

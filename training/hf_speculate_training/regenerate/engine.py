@@ -20,7 +20,7 @@ from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
 
 from ..data import Encoder
-from ..fingerprints import target_fingerprint
+from ..target import target_fingerprint
 from .answers import Job
 from .planning import RegenerateOptions, longest_prompt
 

@@ -1,45 +1,31 @@
 """A run from recipe to head folder: read, prepare, train, measure, write.
 
-A `Recipe` is everything that a run depends on; `prepare` loads what it names, and `train_head` trains with
-`HeadTrainer` (transformers' loop), measures acceptance through the decoding loop, and writes head, card, provenance and
-curves. No training method is named here: each is found by the name in the recipe and reached through `TrainingMethod`.
+A `Recipe` holds everything that a run depends on. `build` is the one way from its sections to the parts of a run, for
+`train_head` and for `HeadTrainer` (transformers' loop) alike. A run measures acceptance through the decoding loop, and
+writes head, card, provenance and curves. No training method is named here: each is found by the name in the recipe.
 """
 
-from .arguments import HeadTrainingArguments
-from .building import adapted_target, build_method, training_arguments
-from .checkpoints import last_checkpoint, step_of
-from .defaults import default_choices, recipe_values
-from .evaluation import AcceptanceEvaluation, AcceptanceOptions, Prompt, prompts_of
-from .guards import DivergedError, InterruptedTrainingError
-from .recipe import MethodSection, Recipe, read_recipe, recipe_from
-from .run import Run, prepare, train_head, train_prepared
-from .shipped import recipe_names
-from .trainer import HeadTrainer
-
-
-__all__ = [
-    "AcceptanceEvaluation",
-    "AcceptanceOptions",
-    "DivergedError",
-    "HeadTrainer",
-    "HeadTrainingArguments",
-    "InterruptedTrainingError",
-    "MethodSection",
-    "Prompt",
-    "Recipe",
-    "Run",
-    "adapted_target",
-    "build_method",
-    "default_choices",
-    "last_checkpoint",
-    "prepare",
-    "prompts_of",
-    "read_recipe",
-    "recipe_from",
-    "recipe_names",
-    "recipe_values",
-    "step_of",
-    "train_head",
-    "train_prepared",
-    "training_arguments",
-]
+from .arguments import HeadTrainingArguments as HeadTrainingArguments
+from .arguments import training_arguments as training_arguments
+from .builder import Run as Run
+from .builder import adapted_target as adapted_target
+from .builder import build_method as build_method
+from .defaults import default_choices as default_choices
+from .defaults import recipe_values as recipe_values
+from .evaluation import AcceptanceEvaluation as AcceptanceEvaluation
+from .evaluation import AcceptanceOptions as AcceptanceOptions
+from .evaluation import Prompt as Prompt
+from .evaluation import prompts_of as prompts_of
+from .folder import last_checkpoint as last_checkpoint
+from .folder import step_of as step_of
+from .guards import DivergedError as DivergedError
+from .guards import InterruptedTrainingError as InterruptedTrainingError
+from .recipe import MethodSection as MethodSection
+from .recipe import Recipe as Recipe
+from .recipe import read_recipe as read_recipe
+from .recipe import recipe_from as recipe_from
+from .recipe import recipe_names as recipe_names
+from .run import prepare as prepare
+from .run import train_head as train_head
+from .run import train_prepared as train_prepared
+from .trainer import HeadTrainer as HeadTrainer

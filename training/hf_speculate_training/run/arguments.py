@@ -1,43 +1,145 @@
-"""What the trainer can be told: `transformers.TrainingArguments` with the defaults of head training."""
+"""Arguments of the trainer: the defaults of head training, those of a recipe, and the way the process was started."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from logging import getLogger
+from typing import Any, get_args, get_type_hints
 
+import datasets
+import torch
 from transformers import TrainingArguments
+from transformers.utils import logging
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
+
+from ..sections import RecipeError, field_names, refuse_unknown, validated
+from .evaluation import ACCEPTANCE
+from .recipe import Recipe
+
+
+logger = get_logger(__name__)
+
+# Types of arguments that pydantic checks; transformers checks the rest.
+_PLAIN = {bool, int, float, str, type(None)}
+# Arguments that other sections of a recipe set.
+_ELSEWHERE = {
+    "output_dir": "output.folder",
+    "push_to_hub": "output.push_to_hub",
+    "hub_model_id": "output.push_to_hub",
+    "hub_private_repo": "output.private",
+    "resume_from_checkpoint": "the option --resume",
+    "remove_unused_columns": "nothing: it must stay as it is",
+}
 
 
 @dataclass
 class HeadTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the defaults of head training (EAGLE's optimizer, SpecForge's rate and clipping).
 
-    Everything that `TrainingArguments` knows can be set. Different defaults: `learning_rate` 1e-4, `adam_beta2` 0.95,
-    `lr_scheduler_type` "cosine", `warmup_steps` 4 % of all steps, `max_grad_norm` 0.5, `num_train_epochs` 10,
-    `logging_steps` 10, `save_total_limit` 2, `logging_nan_inf_filter` False (a loss that is not a number stops the
-    run), `remove_unused_columns` False and `label_names` (a batch is no model's arguments), tokens counted; of several
-    processes `ddp_find_unused_parameters` False (methods give every parameter a gradient) and `log_level_replica`
-    "error" (what is said is said once). New: `muon` and `adamw_learning_rate`, see `MuonWithAdamW`.
+    Attributes:
+        muon: True takes Muon for the layers' matrices at `learning_rate`, and AdamW for the rest, see `MuonWithAdamW`.
+        adamw_learning_rate: learning rate of that AdamW; None for half of `learning_rate`.
     """
 
-    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
-    muon: bool = field(
-        default=False,
-        metadata={"help": "Muon for the layers' matrices at `learning_rate`, AdamW for the rest."},
-    )
-    adamw_learning_rate: float | None = field(
-        default=None, metadata={"help": "Of that AdamW; None: half of `learning_rate`."}
-    )
-    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
-    lr_scheduler_type: Any = field(default="cosine", metadata={"help": "Learning rate schedule."})
-    warmup_steps: float = field(default=0.04, metadata={"help": "Steps, or a share of all steps if below 1."})
-    max_grad_norm: float = field(default=0.5, metadata={"help": "Norm to which gradients are clipped."})
-    num_train_epochs: float = field(default=10.0, metadata={"help": "Passes over the data."})
-    logging_steps: float = field(default=10, metadata={"help": "Steps between two log entries."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept, the best one among them."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Not used: such a loss stops the run."})
-    include_num_input_tokens_seen: Any = field(default="all", metadata={"help": "Count tokens, padding included."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False."})
-    label_names: list[str] | None = field(default_factory=lambda: ["loss_mask"], metadata={"help": "Not used."})
-    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every parameter has a gradient."})
-    log_level_replica: str = field(default="error", metadata={"help": "Log level of processes but the first."})
+    muon: bool = False
+    adamw_learning_rate: float | None = None
+    learning_rate: float = 1e-4
+    adam_beta2: float = 0.95
+    lr_scheduler_type: Any = "cosine"
+    warmup_steps: float = 0.04  # below 1 it is a share of all steps
+    max_grad_norm: float = 0.5
+    num_train_epochs: float = 10.0
+    logging_steps: float = 10
+    save_total_limit: int | None = 2
+    logging_nan_inf_filter: bool = False  # a loss that is not a number stops the run
+    include_num_input_tokens_seen: Any = "all"
+    remove_unused_columns: bool = False  # a batch is no model's arguments
+    label_names: list[str] | None = field(default_factory=lambda: ["loss_mask"])
+    ddp_find_unused_parameters: bool | None = False  # every parameter gets a gradient
+    log_level_replica: str = "error"  # one process logs for all
+
+
+def training_arguments(recipe: Recipe) -> HeadTrainingArguments:
+    """The arguments of a recipe's `training` section.
+
+    A run with evaluation data evaluates and saves every 500 steps unless told otherwise, and keeps the checkpoint with
+    the best mean acceptance length.
+
+    Raises:
+        RecipeError: `TrainingArguments` does not have a key, or it belongs to another section.
+    """
+    given = {"use_cpu": not torch.accelerator.is_available(), **recipe.training}
+    for name, place in _ELSEWHERE.items():
+        if name in given:
+            raise RecipeError(f"training.{name} is not set in this section but by {place}.")
+    refuse_unknown(given, field_names(HeadTrainingArguments), "training")
+    given |= _typed(given)
+    if recipe.evaluates:
+        every, strategy = given.get("eval_steps", 500), given.get("eval_strategy", "steps")
+        defaults = {
+            "eval_strategy": "steps",
+            "eval_steps": every,
+            "save_strategy": strategy,
+            "save_steps": every,
+            "metric_for_best_model": f"eval_{ACCEPTANCE}" if recipe.evaluation.num_prompts else "eval_loss",
+            "load_best_model_at_end": strategy != "no",
+        }
+        given = {**defaults, **given}
+    try:
+        return HeadTrainingArguments(output_dir=recipe.output.folder, **given)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"the section training cannot be used: {error}") from error
+
+
+def _typed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers, flags and texts among training arguments, checked: `TrainingArguments` takes any type for them."""
+    hints = get_type_hints(HeadTrainingArguments)
+    plain = {name: hints[name] for name in given if set(get_args(hints[name]) or (hints[name],)) <= _PLAIN}
+    kind: Any = TypedDict("Training", plain)  # type: ignore[misc]
+    return validated(kind, {name: given[name] for name in plain}, "the section training")
+
+
+def check_launch(args: TrainingArguments) -> None:
+    """Leaves one device to a process: `torch.nn.DataParallel`, which `Trainer` would use, knows nothing of the target.
+
+    Raises:
+        SpeculateError: FSDP of `Trainer` or accelerate is on. It would shard the head, and all processes but the first
+            would load the target without its weights.
+    """
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
+        where = "training.fsdp" if args.fsdp else "accelerate's --use_fsdp"
+        raise SpeculateError(
+            f"heads are trained with a copy in every process, not with {where}. Possible: leave that out, and for a "
+            "target that is too large for one device set target.shard=true, which shards its layers."
+        )
+    if args.n_gpu > 1:
+        logger.warning(
+            f"{args.n_gpu} devices are there, this process uses the first. All of them: accelerate launch -m "
+            "hf_speculate_training train ..."
+        )
+        args._n_gpu = 1
+
+
+def quiet_replicas(args: TrainingArguments) -> None:
+    """Lets one process speak: all others log only errors, and show no progress bars."""
+    logging.set_verbosity(args.get_process_log_level())
+    if not args.should_log:
+        for package in ("hf_speculate", "hf_speculate_plugins", "hf_speculate_training"):
+            getLogger(package).setLevel(args.get_process_log_level())
+        logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+
+
+def rows_a_step(args: TrainingArguments) -> int:
+    """Rows of one optimizer step, over all processes."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def process_index() -> int:
+    """Index of this process among those that train together; 0 if it is the only one."""
+    return int(os.environ.get("RANK", "0"))

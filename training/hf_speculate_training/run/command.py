@@ -1,4 +1,4 @@
-"""`hf-speculate train`."""
+"""The command `hf-speculate train`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import typer
 from hf_speculate.commands import console, say
 from hf_speculate.errors import SpeculateError
 
-from .defaults import commented_recipe, default_choices, recipe_values
+from .arguments import process_index
+from .defaults import Choice, commented_recipe, default_choices, recipe_values
 from .dry_run import describe_run
 from .guards import InterruptedTrainingError
-from .launch import process_index
-from .recipe import read_recipe, recipe_from
+from .recipe import find_recipe, read_recipe, recipe_from, recipe_names
 from .run import prepare, train_head
-from .shipped import find_recipe, recipe_names
 
 
 _METHOD = "eagle3"
-_INTERRUPTED = 130  # what a shell gives for Ctrl-C
+_INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
 TRAIN_EXAMPLES = """
 Examples:
@@ -42,29 +41,32 @@ Examples:
 
 def train(
     config: Annotated[
-        str | None, typer.Option("--config", "-c", help="The recipe: a YAML file, or the name of a shipped one.")
+        str | None, typer.Option("--config", "-c", help="Recipe: a YAML file, or the name of a shipped recipe.")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="The model to draft for: folder, Hub id or GGUF file.")] = None,
-    data: Annotated[str | None, typer.Option(help="What to train on: file, folder, pattern or Hub id.")] = None,
-    method: Annotated[str | None, typer.Option(help=f"eagle3, medusa, … (without a recipe: {_METHOD}).")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the head (default: runs/TARGET-METHOD).")] = None,
+    target: Annotated[str | None, typer.Option(help="Model to draft for: a folder, Hub id or GGUF file.")] = None,
+    data: Annotated[str | None, typer.Option(help="Training data: a file, folder, pattern or Hub id.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help=f"Training method: eagle3, medusa, … (default without a recipe: {_METHOD}).")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the head (default: runs/TARGET-METHOD).")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value, wins over everything (repeatable).")
+        list[str] | None,
+        typer.Option("--set", help="Set section.key=value of the recipe, above all other options (repeatable)."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Load everything, print sizes, steps and the first batch; write nothing.")
     ] = False,
     init: Annotated[
-        Path | None, typer.Option(help="Write the recipe, with comments, to this file (- prints it); train nothing.")
+        Path | None, typer.Option(help="Write the recipe with comments to this file (- prints it) and train nothing.")
     ] = None,
 ) -> None:
-    """Train a head for a target: from target and data alone, or by a recipe."""
+    """Train a head for a target, from target and data alone or by a recipe."""
     if init is not None:
         if overrides or (config and (target or data or method or output)):
             raise SpeculateError("--init writes a recipe as it is: edit the file instead of giving other options.")
-        text = find_recipe(config).read_text(encoding="utf-8") if config else _commented(target, data, method, output)
-        _write_recipe(text, init)
+        choices = [] if config else _choices(target, data, method, output)
+        _write_recipe(find_recipe(config).read_text("utf-8") if config else commented_recipe(choices), init)
         return
     leads = process_index() == 0
     values = {"target.path": target, "data.train": data, "method.name": method, "output.folder": output and str(output)}
@@ -89,17 +91,13 @@ def train(
         say(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
 
 
-def _choices(target: str | None, data: str | None, method: str | None, output: Path | None):
+def _choices(target: str | None, data: str | None, method: str | None, output: Path | None) -> list[Choice]:
     if target is None or data is None:
         missing = " and ".join(name for name, value in (("--target", target), ("--data", data)) if value is None)
         raise SpeculateError(
             f"{missing} must be given, or a recipe with --config: a file, or one of {', '.join(recipe_names())}."
         )
     return default_choices(target, data, method or _METHOD, output and str(output))
-
-
-def _commented(target: str | None, data: str | None, method: str | None, output: Path | None) -> str:
-    return commented_recipe(_choices(target, data, method, output))
 
 
 def _write_recipe(text: str, path: Path) -> None:
@@ -114,6 +112,6 @@ def _write_recipe(text: str, path: Path) -> None:
     say(f"wrote {path}; go on with: hf-speculate train --config {path}", err=True)
 
 
-# An app, so that the examples are in the help.
+# An app, so that the help shows the examples.
 train_app = typer.Typer(add_completion=False)
 train_app.command("train", epilog=TRAIN_EXAMPLES)(train)

@@ -1,8 +1,9 @@
-"""A recipe for those who bring none: a target, data and a method, the rest derived from the target's size.
+"""Default recipes, derived from target, data and method by the target's size.
 
-Two kinds of targets, as the shipped recipes have them. Small ones (hidden size below 768) are trained for on a CPU or a
-small GPU, with Muon and short rows, as `pycoder-eagle3`, `qwen2-16m-eagle3` and `smollm2-eagle3` were. For larger ones
-the settings are those of EAGLE-3's own trainer and SpecForge, as in `qwen2-0.5b-eagle3` and `llama-3.1-8b-eagle3`.
+There are two kinds of targets, as in the shipped recipes. Heads of small ones (hidden size below 768) are trained on a
+CPU or a small GPU, with Muon and short rows, like `pycoder-eagle3`, `qwen2-16m-eagle3` and `smollm2-eagle3`. For larger
+targets the settings are those of EAGLE-3's own trainer and SpecForge, as in `qwen2-0.5b-eagle3` and
+`llama-3.1-8b-eagle3`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ _LARGE_HIDDEN_SIZE = 2048  # a row of theirs fills a GPU
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of a recipe, and why it is that one.
+    """One value of a recipe with its reason.
 
     Attributes:
-        place: `section.key`, or `section.key.key`.
+        place: place of the value, `section.key` or `section.key.key`.
+        value: the value.
+        why: reason for it, a comment in the file; empty for none.
     """
 
     place: str
@@ -40,26 +43,33 @@ def default_choices(target: str, data: str, method: str, output: str | None = No
     """The recipe for a target, in the order in which it is written.
 
     Args:
-        target: as `target.path` of a recipe: its configuration and tokenizer are read.
-        data: as `data.train`.
-        method: an installed one.
-        output: as `output.folder`; None: `runs/<target>-<method>`.
+        target: `target.path` of the recipe; configuration and tokenizer there are read.
+        data: `data.train` of the recipe.
+        method: name of an installed method.
+        output: `output.folder` of the recipe; None for `runs/<target>-<method>`.
     Raises:
-        SpeculateError: no such method or target.
+        SpeculateError: there is no such method or target.
     """
     section = TargetSection(path=target)
     load_method(method)
-    config = load_config(section)
+    config = load_config(section).get_text_config(decoder=True)
     has_template = bool(load_tokenizer(section).chat_template)
     folder = output or f"runs/{Path(target).stem if target.endswith('.gguf') else Path(target).name}-{method}"
+    small, large = _is_small(config), config.hidden_size >= _LARGE_HIDDEN_SIZE
+    length = 512 if small else 2048
+    context = getattr(config, "max_position_embeddings", None) or length
     return [
         Choice("target.path", target),
         Choice("data.train", data, "the target's own answers are best: hf-speculate regenerate"),
-        *_data_choices(config.get_text_config(decoder=True), has_template),
+        Choice("data.eval_fraction", 0.05, "held out for loss and acceptance; or data.eval, a file"),
+        Choice("data.max_length", min(length, context), "tokens of a row; longer plain texts are cut into pieces"),
+        Choice("data.chat", has_template, "prompt and completion through the chat template, if the target has one"),
         Choice("method.name", method),
-        *_method_choices(config.get_text_config(decoder=True), method),
-        *_training_choices(config.get_text_config(decoder=True), load_method(method).trains_target),
-        *_evaluation_choices(config.get_text_config(decoder=True)),
+        *_method_choices(config, method),
+        *_training_choices(config, load_method(method).trains_target),
+        Choice("evaluation.num_prompts", 16, "decoded at every evaluation; the best checkpoint is kept"),
+        Choice("evaluation.max_new_tokens", 64),
+        Choice("evaluation.nodes", [16 if small else 59 if large else 31], "of a draft tree"),
         Choice("output.folder", folder, "head, card, provenance, checkpoints"),
     ]
 
@@ -77,18 +87,18 @@ def recipe_values(choices: Iterable[Choice]) -> dict[str, Any]:
 
 
 def default_arguments(config: PretrainedConfig, trains_target: bool) -> dict[str, Any]:
-    """The same for `HeadTrainingArguments`, but when it evaluates and saves.
+    """Default values for `HeadTrainingArguments`, without those about evaluating and saving.
 
     Args:
-        config: the target's, of its text model.
-        trains_target: see `TrainingMethod`.
+        config: configuration of the target's text model.
+        trains_target: True for a method that trains the target too, see `TrainingMethod`.
     """
     values = recipe_values(_training_choices(config, trains_target))["training"]
     return {name: value for name, value in values.items() if name not in ("eval_steps", "save_steps")}
 
 
 def commented_recipe(choices: Iterable[Choice]) -> str:
-    """The choices as a YAML file that says why."""
+    """The choices as a YAML file, with reasons as comments."""
     lines = ["# Made by `hf-speculate train --init`. Every key: hf_speculate_training.run.recipe; anything that"]
     lines += ["# transformers.TrainingArguments knows can stand in `training`.", ""]
     open_sections: list[str] = []
@@ -101,16 +111,6 @@ def commented_recipe(choices: Iterable[Choice]) -> str:
         comment = f" # {choice.why}" if choice.why else ""
         lines.append(f"{'  ' * len(sections)}{key}: {json.dumps(choice.value, ensure_ascii=False)}{comment}")
     return "\n".join(lines) + "\n"
-
-
-def _data_choices(config: PretrainedConfig, has_template: bool) -> list[Choice]:
-    length = 512 if _is_small(config) else 2048
-    context = getattr(config, "max_position_embeddings", None) or length
-    return [
-        Choice("data.eval_fraction", 0.05, "held out for loss and acceptance; or data.eval, a file"),
-        Choice("data.max_length", min(length, context), "tokens of a row; longer plain texts are cut into pieces"),
-        Choice("data.chat", has_template, "prompt and completion through the chat template, if the target has one"),
-    ]
 
 
 def _method_choices(config: PretrainedConfig, method: str) -> list[Choice]:
@@ -154,15 +154,6 @@ def _training_choices(config: PretrainedConfig, trains_target: bool) -> list[Cho
         Choice("training.bf16", is_torch_bf16_gpu_available(), "needs a GPU, or a CPU with AMX, that has it"),
         Choice("training.eval_steps", 0.1, "a share of all steps: ten evaluations, ten checkpoints"),
         Choice("training.save_steps", 0.1),
-    ]
-
-
-def _evaluation_choices(config: PretrainedConfig) -> list[Choice]:
-    nodes = 16 if _is_small(config) else 59 if config.hidden_size >= _LARGE_HIDDEN_SIZE else 31
-    return [
-        Choice("evaluation.num_prompts", 16, "decoded at every evaluation; the best checkpoint is kept"),
-        Choice("evaluation.max_new_tokens", 64),
-        Choice("evaluation.nodes", [nodes], "of a draft tree"),
     ]
 
 

@@ -1,10 +1,10 @@
-"""What a recipe would do, before it does it: sizes, memory, steps, the first batch, one step measured."""
+"""The plan of a run, for `--dry-run`: sizes, memory, steps, the first batch, one measured step."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,60 +16,59 @@ from torch import Tensor
 from hf_speculate.models import unwrap
 
 from ..data import NO_DOCUMENT, Batch
-from .run import Run
+from .builder import Run
+from .run import trainer_of
 from .trainer import HeadTrainer
 
 
-_ADAM_BYTES = 16  # weight, gradient and two moments of a parameter, in float32
+_ADAM_BYTES = 16  # a parameter's weight, gradient and two moments, in float32
 _MIB = 2**20
 _SHOWN_TOKENS = 160
 
 
 def describe_run(run: Run) -> RenderableType:
-    """Tables of a run that was prepared; runs forward and backward of the first batch once, and changes nothing."""
+    """Tables about a prepared run. Runs forward and backward of the first batch, and changes nothing."""
     with tempfile.TemporaryDirectory() as elsewhere:  # a trainer makes its output folder
         run.args.output_dir = elsewhere
-        trainer = run.trainer(features=False)
+        trainer = trainer_of(run, cached=False)
     batch: Any = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    steps = trainer.num_steps()
-    parts = [_sizes(run, batch), _head(run)]
+    steps, accumulated = trainer.num_steps(), run.args.gradient_accumulation_steps
     seconds, peak = _measured_step(run, trainer, batch)
     tokens = int((batch["document_ids"] != NO_DOCUMENT).sum())
-    accumulated = run.args.gradient_accumulation_steps
-    total = seconds * steps * accumulated
-    plan = _table("plan", "value")
-    plan.add_row("optimizer steps", f"{steps:,}")
-    plan.add_row("tokens a step", f"{tokens * accumulated * run.args.world_size:,}")
-    plan.add_row("first batch, forward and backward", f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s (measured)")
-    plan.add_row("all steps at that speed", f"{total / 60:,.0f} min (computed, without evaluations)")
+    plan = {
+        "optimizer steps": f"{steps:,}",
+        "tokens a step": f"{tokens * accumulated * run.args.world_size:,}",
+        "first batch, forward and backward": f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s (measured)",
+        "all steps at that speed": f"{seconds * steps * accumulated / 60:,.0f} min (computed, without evaluations)",
+    }
     if peak is not None:
-        plan.add_row("peak memory of that batch", f"{peak / _MIB:,.0f} MiB (measured, device)")
-    return Group(*parts, plan, Text("first row, what the target is to emit in bold:"), _rendered(batch, run.tokenizer))
+        plan["peak memory of that batch"] = f"{peak / _MIB:,.0f} MiB (measured, device)"
+    shapes = {name: " x ".join(map(str, parameter.shape)) for name, parameter in run.method.named_parameters()}
+    return Group(
+        _table("memory", "MiB (computed)", _memory(run, batch)),
+        _table("tensor of the head", "shape", shapes),
+        _table("plan", "value", plan),
+        Text("first row, what the target is to emit in bold:"),
+        _rendered(batch, run.tokenizer),
+    )
 
 
-def _sizes(run: Run, batch: Batch) -> Table:
+def _memory(run: Run, batch: Batch) -> dict[str, str]:
+    """MiB of target, head and states, by what they are."""
     model = unwrap(run.target)
-    target_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() for p in run.method.parameters() if p.requires_grad)
     rows, length = batch["input_ids"].shape
     hidden = model.config.get_text_config(decoder=True).hidden_size
     kept = len(set(run.method.feature_layers)) + 1
-    state_bytes = rows * length * hidden * kept * model.dtype.itemsize
-    table = _table("memory", "MiB (computed)")
-    table.add_row(f"target, {model.dtype}".replace("torch.", ""), f"{target_bytes / _MIB:,.1f}")
-    table.add_row(f"head, {trained:,} trained parameters with AdamW", f"{trained * _ADAM_BYTES / _MIB:,.1f}")
-    table.add_row(f"target's states of a batch, {rows} x {length} x {kept} x {hidden}", f"{state_bytes / _MIB:,.1f}")
-    table.add_row(
-        "without activations, together", f"{(target_bytes + trained * _ADAM_BYTES + state_bytes) / _MIB:,.1f}"
-    )
-    return table
-
-
-def _head(run: Run) -> Table:
-    table = _table("tensor of the head", "shape")
-    for name, parameter in run.method.named_parameters():
-        table.add_row(name, " x ".join(map(str, parameter.shape)))
-    return table
+    sizes = {
+        f"target, {model.dtype}".replace("torch.", ""): sum(p.numel() * p.element_size() for p in model.parameters()),
+        f"head, {trained:,} trained parameters with AdamW": trained * _ADAM_BYTES,
+        f"target's states of a batch, {rows} x {length} x {kept} x {hidden}": (
+            rows * length * hidden * kept * model.dtype.itemsize
+        ),
+    }
+    sizes["without activations, together"] = sum(sizes.values())
+    return {name: f"{size / _MIB:,.1f}" for name, size in sizes.items()}
 
 
 def _measured_step(run: Run, trainer: HeadTrainer, batch: Any) -> tuple[float, int | None]:
@@ -90,7 +89,7 @@ def _measured_step(run: Run, trainer: HeadTrainer, batch: Any) -> tuple[float, i
 
 
 def _rendered(batch: Batch, tokenizer: Any) -> Text:
-    """The first row as text, tokens under the loss in bold, documents apart."""
+    """The first row as text, with tokens under the loss in bold."""
     text = Text()
     for ids, counts, document in _runs(batch["input_ids"][0], batch["loss_mask"][0], batch["document_ids"][0]):
         if document != NO_DOCUMENT:
@@ -99,7 +98,7 @@ def _rendered(batch: Batch, tokenizer: Any) -> Text:
 
 
 def _runs(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Iterator[tuple[list[int], bool, int]]:
-    """Stretches of tokens of one document that are all under the loss, or all not."""
+    """Stretches of tokens of one document, all of them under the loss or none."""
     keys = list(zip(loss_mask.tolist(), document_ids.tolist(), strict=True))[:_SHOWN_TOKENS]
     ids, start = input_ids.tolist(), 0
     for end in range(1, len(keys) + 1):
@@ -108,8 +107,10 @@ def _runs(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Iterato
             start = end
 
 
-def _table(*columns: str) -> Table:
+def _table(name: str, value: str, rows: Mapping[str, str]) -> Table:
     table = Table()
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    table.add_column(name, overflow="fold")
+    table.add_column(value, justify="right", overflow="fold")
+    for row in rows.items():
+        table.add_row(*row)
     return table

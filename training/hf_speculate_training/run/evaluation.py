@@ -1,8 +1,8 @@
-"""What a head is for: mean acceptance length in the decoding loop, on prompts that it was not trained on."""
+"""Mean acceptance length in the decoding loop, the aim of a head, on prompts that it was not trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel, unwrap
@@ -28,15 +29,15 @@ ACCEPTANCE = "mean_acceptance_length"
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceOptions:
-    """What is measured.
+    """Options for measuring acceptance.
 
     Attributes:
-        nodes: draft trees of so many nodes, the root not counted; the first one is `mean_acceptance_length`.
-        temperatures: 0 is greedy; the first one is `mean_acceptance_length`.
-        max_new_tokens: of every prompt, fewer where the target stops.
+        nodes: sizes of draft trees, without the root. The first one is that of `mean_acceptance_length`.
+        temperatures: temperatures, 0 for greedy decoding. The first one is that of `mean_acceptance_length`.
+        max_new_tokens: tokens to generate after a prompt; fewer if the target stops.
         batch_size: prompts decoded together.
-        seed: of sampled runs. The training's random numbers are not touched.
-        options: of the drafter, e.g. `{"depth": 6, "top_k": 6}`.
+        seed: seed of sampled runs, which leave the training's random numbers alone.
+        options: options of the drafter, e.g. `{"depth": 6, "top_k": 6}`.
     """
 
     nodes: Sequence[int] = (16,)
@@ -61,8 +62,8 @@ class AcceptanceEvaluation:
     """Runs the decoding loop with the head as it is now.
 
     Args:
-        prompts: token ids, at least one prompt.
-        options: see `AcceptanceOptions`.
+        prompts: token ids of at least one prompt.
+        options: options for measuring; None for the defaults.
     """
 
     def __init__(self, prompts: Sequence[Prompt], options: AcceptanceOptions | None = None):
@@ -72,17 +73,17 @@ class AcceptanceEvaluation:
         self.options = options or AcceptanceOptions()
 
     def measure(self, target: nn.Module, method: TrainingMethod, accelerator: Any = None) -> dict[str, float]:
-        """Mean acceptance lengths: tokens that rounds with a draft emitted, the bonus token included.
+        """Mean acceptance lengths: tokens that a round with a draft emits, the bonus token included.
 
         Args:
             target: the model, wrapped or not.
-            method: what is trained; its mode and weights are left as they are.
-            accelerator: shares the prompts out among its processes, unless they share the target, which all must run
-                equally often; None: this one runs all.
+            method: the method in training; its mode and weights stay as they are.
+            accelerator: accelerator among whose processes the prompts are shared out, unless these share the target,
+                which all must run equally often. None runs all prompts in this process.
         Returns:
-            `mean_acceptance_length`, and where there are several settings `mean_acceptance_length_nodes_8`,
-            `mean_acceptance_length_nodes_8_temperature_1`, …; the same on every process. A setting in which no round
-            had a draft gives 0.
+            `mean_acceptance_length` and, for several settings, `mean_acceptance_length_nodes_8`,
+            `mean_acceptance_length_nodes_8_temperature_1`, …; the same in every process. A setting without drafts
+            gives 0.
         """
         if is_sharded(target):
             accelerator = None
@@ -112,28 +113,31 @@ class AcceptanceEvaluation:
         devices = [] if target.device.type == "cpu" else [target.device]
         with torch.random.fork_rng(devices=devices), _plain_settings(target, temperature), torch.inference_mode():
             torch.manual_seed(self.options.seed)
-            for batch in _batches(prompts, self.options.batch_size):
-                input_ids, attention_mask = _left_padded(batch, target)
-                target.generate(
-                    input_ids,
-                    attention_mask=attention_mask,
-                    max_new_tokens=self.options.max_new_tokens,
-                    speculator=speculator,
+            ordered, size = sorted(prompts, key=len), self.options.batch_size  # similar lengths need less padding
+            for start in range(0, len(ordered), size):
+                batch = ordered[start : start + size]
+                ids, mask = (
+                    pad_sequence(rows, batch_first=True, padding_side="left").to(target.device)
+                    for rows in (batch, [torch.ones_like(prompt) for prompt in batch])
                 )
+                length = self.options.max_new_tokens
+                target.generate(ids, attention_mask=mask, max_new_tokens=length, speculator=speculator)
         return speculator.stats
 
 
 def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]:
-    """Prompts from documents: what precedes the first token that the target is to emit; of a plain text, where it is
-    to emit everything, the first `num_tokens` tokens.
+    """Prompts from documents: all tokens before the first one that the target is to emit.
 
     Args:
-        documents: records with `input_ids` and `loss_mask`; those of a stream are taken from the first on, others from
-            evenly spaced places.
-        count: at most so many.
+        documents: records with `input_ids` and `loss_mask`. The first ones of a stream are taken, otherwise evenly
+            spaced ones.
+        count: number of prompts at most.
+        num_tokens: length of the prompt of a plain text, all of which the target is to emit.
     """
     prompts: list[Prompt] = []
-    for document in _spread(documents, count):
+    is_stream = not hasattr(documents, "__len__")
+    spread = documents if is_stream else (documents[index] for index in evenly_spaced(len(documents), count))
+    for document in spread:
         ids, mask = torch.as_tensor(document["input_ids"]), torch.as_tensor(document["loss_mask"])
         start = int(mask.int().argmax())
         length = start if start > 0 else min(num_tokens, len(ids) // 2)
@@ -144,20 +148,14 @@ def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]
     return prompts
 
 
-def _spread(documents: Any, count: int) -> Iterable[Mapping[str, Any]]:
-    if not hasattr(documents, "__len__"):
-        return documents
-    return (documents[index] for index in evenly_spaced(len(documents), count))
-
-
 def evenly_spaced(size: int, count: int) -> list[int]:
-    """`count` indices (or all) spread over `size`."""
+    """`count` indices (or all) spread evenly over `size`."""
     return [index * size // count for index in range(count)] if count < size else list(range(size))
 
 
 @contextmanager
 def _plain_settings(target: GenerativeModel, temperature: float) -> Iterator[None]:
-    """Greedy or plain sampling: what a checkpoint's own settings add would make figures of two models incomparable."""
+    """Sets greedy or plain sampling: with checkpoints' own settings figures of two models could not be compared."""
     own = target.generation_config
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     eos = own.eos_token_id
@@ -173,20 +171,3 @@ def _plain_settings(target: GenerativeModel, temperature: float) -> Iterator[Non
     finally:
         target.generation_config = own
         target.train(was_training)
-
-
-def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-    """Prompts of like lengths together: less padding."""
-    ordered = sorted(prompts, key=len)
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
-
-
-def _left_padded(prompts: Sequence[Prompt], target: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = prompt
-        attention_mask[row, width - len(prompt) :] = 1
-    return input_ids.to(target.device), attention_mask.to(target.device)

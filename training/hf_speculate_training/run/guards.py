@@ -1,4 +1,4 @@
-"""What ends a run before its last step: a loss that is not a number, and Ctrl-C."""
+"""Two ends of a run before its last step: a loss that is not a number, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import get_logger
 
 from ..methods import TrainingMethod
-from .checkpoints import last_checkpoint
+from .folder import last_checkpoint
 
 
 logger = get_logger(__name__)
 
 
 class DivergedError(SpeculateError, RuntimeError):
-    """The loss or a gradient is not a number any more; the checkpoints hold what was good."""
+    """The loss or a gradient is not a number any more; the checkpoints hold the last good weights."""
 
 
 class InterruptedTrainingError(SpeculateError, RuntimeError):
-    """Ctrl-C ended a run; `checkpoint` holds it."""
+    """Ctrl-C ended a run, which `checkpoint` holds."""
 
     exit_code = 130
 
@@ -38,7 +38,7 @@ class InterruptedTrainingError(SpeculateError, RuntimeError):
 
 
 class DivergenceGuard(TrainerCallback):
-    """Tells the method which step it is, and stops before the optimizer takes a gradient that is not a number."""
+    """Tells the method its step, and stops before the optimizer takes a gradient that is not a number."""
 
     def __init__(self, method: TrainingMethod):
         self.method = method
@@ -49,7 +49,7 @@ class DivergenceGuard(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control: TrainerControl, **kwargs) -> None:
         optimizer = kwargs["optimizer"]
         if getattr(optimizer, "scaler", None) is not None:
-            return  # of fp16: it skips such steps itself, they are how it finds its scale
+            return  # fp16's scaler finds its scale by such steps, and skips them itself
         gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
@@ -68,9 +68,9 @@ def diverged(what: str, value: float, args: TrainingArguments, state: TrainerSta
 
 
 class Interruption(TrainerCallback):
-    """Ctrl-C ends a run after the step that it is in, with a checkpoint; a second one ends it at once.
+    """Ends a run on Ctrl-C after its present step, with a checkpoint. A second Ctrl-C ends it at once.
 
-    With several processes it stays Python's own: they could not agree on a step.
+    With several processes Ctrl-C stays Python's own: they could not agree on a step.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Interruption(TrainerCallback):
 
     @contextmanager
     def listening(self, num_processes: int) -> Iterator[None]:
-        """While this is open, Ctrl-C is ours. Threads other than the main one are sent no signals."""
+        """Catches Ctrl-C while it is open. Only the main thread gets signals."""
         if num_processes > 1 or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -94,7 +94,7 @@ class Interruption(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        # Before the loop ends in its own way, which may delete the checkpoint where few are kept.
+        # The loop's own end may delete the checkpoint if few are kept.
         if self._asked:
             checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             raise InterruptedTrainingError(checkpoint, "trainer.train(resume_from_checkpoint=True)")

@@ -23,11 +23,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Two optimizers that step together.
 
     Args:
-        named_parameters: of the head; those that are not trained are left out.
-        lr: of Muon.
-        adamw_lr: of AdamW; None: half of `lr`.
-        betas, eps: of AdamW.
-        weight_decay: of Muon; embeddings, norms and biases do not decay.
+        named_parameters: parameters of the head; those that are not trained are left out.
+        lr: learning rate of Muon.
+        adamw_lr: learning rate of AdamW; None for half of `lr`.
+        betas, eps: settings of AdamW.
+        weight_decay: weight decay of Muon; embeddings, norms and biases do not decay.
     Raises:
         SpeculateError: this torch has no Muon.
     """
@@ -73,10 +73,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Schedules write the rates of `param_groups`: these are the parts' own groups."""
+        """Shares the parts' own groups, whose rates schedules write."""
         self.param_groups = [group for part in self._parts for group in part.param_groups]
 
 
 def is_layer_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon takes the parameter: a matrix, and not one with a row a token."""
+    """True for parameters of Muon: matrices that do not have one row for each token."""
     return parameter.ndim == 2 and not any(part in name for part in _TOKEN_MATRICES)

@@ -1,4 +1,4 @@
-"""What would fail after hours, found before the first step: Hub, trackers, layout, evaluation, disk."""
+"""Checks before the first step for failures that would come after hours: Hub, trackers, layout, evaluation, disk."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from torch import nn
-from transformers import integrations
+from transformers import PreTrainedModel, TrainingArguments, integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_speculate.errors import SpeculateError
@@ -20,25 +19,21 @@ from ..data import RowDataset
 from ..methods import TrainingMethod
 from ..sections import RecipeError
 from ..states import feature_bytes, is_foreign
-from .arguments import HeadTrainingArguments
-from .building import has_evaluation
-from .evaluation import Prompt
-from .inputs import RunData
+from .builder import Run
 from .recipe import Recipe
 
 
-# Of the extra `trackers`; others have their own name.
+# Trackers of the extra `trackers`; the packages of others have their name.
 _TRACKERS_EXTRA = ("tensorboard", "trackio")
 _GIB = 2**30
-# A trained parameter in a checkpoint: itself and the two moments of AdamW, in float32.
-_CHECKPOINT_BYTES = 12
+_CHECKPOINT_BYTES = 12  # a trained parameter and its two moments of AdamW, in float32
 
 
-def check_services(recipe: Recipe, args: HeadTrainingArguments) -> None:
-    """Trackers and the Hub, before anything is loaded.
+def check_services(recipe: Recipe, args: TrainingArguments) -> None:
+    """Checks trackers and the Hub, before anything is loaded.
 
     Raises:
-        RecipeError: a tracker that is unknown or not installed; streamed data without a number of steps.
+        RecipeError: a tracker is unknown or not installed; streamed data have no number of steps.
         UploadError: the repository cannot be written to.
     """
     _check_trackers(args.report_to)
@@ -48,18 +43,25 @@ def check_services(recipe: Recipe, args: HeadTrainingArguments) -> None:
         check_upload(recipe.output.push_to_hub)
 
 
-def check_output(recipe: Recipe, target: nn.Module, method: TrainingMethod) -> None:
-    """Raises `SpeculateError` if the head cannot be written in the layout that is asked for."""
+def check_run(run: Run) -> None:
+    """Raises `SpeculateError` if the parts of a run do not go together, or its head or evaluation cannot be made."""
+    recipe, target, method = run.recipe, unwrap(run.target), run.method
+    is_cached = recipe.features.source == "cache"
+    if method.trains_target and is_cached:
+        raise RecipeError(f"{method.name} trains the target, whose states change: features.source must be online.")
+    if recipe.target.shard and (method.trains_target or is_cached):
+        other = f"method {method.name}, which trains the target" if method.trains_target else "features.source=cache"
+        raise RecipeError(f"target.shard does not go with {other}: processes would run the target unequally often.")
     try:
-        method.check_layout(unwrap(target), recipe.output.layout)
+        method.check_layout(target, recipe.output.layout)
     except SpeculateError as error:
         raise SpeculateError(f"output.layout={recipe.output.layout}: {error}") from error
+    _check_evaluation(run)
 
 
-def check_evaluation(recipe: Recipe, target: nn.Module, method: TrainingMethod, prompts: Sequence[Prompt]) -> None:
-    """Raises `RecipeError` if acceptance is to be measured and cannot be, now or as the recipe says."""
-    section = recipe.evaluation
-    if not has_evaluation(recipe):
+def _check_evaluation(run: Run) -> None:
+    section = run.recipe.evaluation
+    if not run.recipe.evaluates:
         if section.prompts is not None:
             raise RecipeError(
                 "evaluation.prompts are given, but no evaluation data, and without these nothing is evaluated: set "
@@ -68,26 +70,24 @@ def check_evaluation(recipe: Recipe, target: nn.Module, method: TrainingMethod, 
         return
     if not section.num_prompts:
         return
-    if not prompts:
+    if run.evaluation is None:
         raise RecipeError(
             "no evaluation prompt can be made of the evaluation data: they hold no document of two tokens or more. "
             "Possible: evaluation.prompts (a file), other data, or evaluation.num_prompts=0 (the loss decides)."
         )
     try:
-        method.evaluation_drafter(unwrap(target), section.nodes[0], **section.options)
+        run.method.evaluation_drafter(unwrap(run.target), section.nodes[0], **section.options)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"evaluation.options cannot be used: {error}") from error
 
 
-def check_disk(
-    recipe: Recipe, args: HeadTrainingArguments, target: nn.Module, method: TrainingMethod, data: RunData
-) -> None:
+def check_disk(run: Run) -> None:
     """Raises `SpeculateError` if feature cache and checkpoints do not fit on their disks."""
-    needs = [(recipe.output.folder, "checkpoints and head", _output_bytes(args, target, method))]
-    rows = data.train.rows("train") if recipe.features.source == "cache" else None
-    folder = feature_folder(recipe)
+    folder, target = run.recipe.feature_folder, unwrap(run.target)
+    needs = [(str(run.folder), "checkpoints and head", _output_bytes(run.args, target, run.method))]
+    rows = run.train_rows() if run.recipe.features.source == "cache" else None
     if isinstance(rows, RowDataset) and not is_foreign(folder):
-        needs.append((folder, "feature cache", feature_bytes(folder, unwrap(target), method.feature_layers, rows)))
+        needs.append((folder, "feature cache", feature_bytes(folder, target, run.method.feature_layers, rows)))
     disks: dict[int, list[tuple[str, str, int]]] = {}
     for need in needs:
         disks.setdefault(os.stat(_existing(need[0])).st_dev, []).append(need)
@@ -99,11 +99,6 @@ def check_disk(
                 f"the disk is too small: {listed} (computed), and {free / _GIB:.2f} GiB are free. Possible: another "
                 "folder, training.save_total_limit=1, features.source=online."
             )
-
-
-def feature_folder(recipe: Recipe) -> str:
-    """Where the recipe's feature cache is."""
-    return recipe.features.folder or f"{recipe.output.folder}-features"
 
 
 def _check_trackers(names: str | Sequence[str] | None) -> None:
@@ -119,21 +114,21 @@ def _check_trackers(names: str | Sequence[str] | None) -> None:
 
 
 def _is_installed(tracker: str) -> bool:
-    """As transformers sees it; by name where it has no function for it."""
+    """True if transformers finds the tracker, or a package of that name if it has no function for it."""
     test = getattr(integrations, f"is_{tracker.replace('_', '')}_available", None)
     return test() if test is not None else find_spec(tracker) is not None
 
 
-def _output_bytes(args: HeadTrainingArguments, target: nn.Module, method: TrainingMethod) -> int:
-    """At least: the checkpoints that are kept and the one being written, and the head with the target's matrices."""
+def _output_bytes(args: TrainingArguments, target: PreTrainedModel, method: TrainingMethod) -> int:
+    """Bytes of the kept checkpoints, of one more, and of the head with the target's matrices; a lower bound."""
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     kept = 0 if args.save_strategy == "no" else args.save_total_limit or 1
-    shared = [unwrap(target).get_input_embeddings(), unwrap(target).get_output_embeddings()]
+    shared = [target.get_input_embeddings(), target.get_output_embeddings()]
     head = sum(p.numel() * p.element_size() for module in shared if module is not None for p in module.parameters())
     return trained * _CHECKPOINT_BYTES * (kept + 1) + trained * 4 + head
 
 
 def _existing(folder: str) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest existing one above it."""
     path = Path(folder).expanduser().resolve()
     return next(place for place in (path, *path.parents) if place.exists())

@@ -1,6 +1,6 @@
-"""What a head was made from and with: `provenance.json` beside it, written when a run starts and again when it ends.
+"""The record of a head's making: `provenance.json` beside it, written when a run starts and again when it ends.
 
-It is uploaded with the head: neither tokens nor paths of the machine are in it.
+It is uploaded with the head, so it holds neither tokens nor paths of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_speculate.gguf import packing_report
 from hf_speculate.hub import LOCAL_RECIPE_FILE, PROVENANCE_FILE, RECIPE_FILE, describe_identity, public_provenance
 from hf_speculate.models import unwrap
 
-from ..fingerprints import target_fingerprint
+from ..target import target_fingerprint
 from .recipe import Recipe
 
 
@@ -29,18 +29,17 @@ _FORMAT = 1
 
 
 def describe_use(target: nn.Module, tokenizer: Any) -> dict[str, Any]:
-    """The target, what it is known by where the head is used, and the chat template of the training texts (None: the
-    tokenizer has none); JSON-serialisable."""
+    """The target, its identity for users of the head, and the training texts' chat template; JSON-serialisable."""
     template = getattr(tokenizer, "chat_template", None)
     return {
-        "target": describe_target(target),
+        "target": _target(target),
         "identity": describe_identity(unwrap(target)),
         "chat_template": template if isinstance(template, str) else None,
     }
 
 
-def describe_target(target: nn.Module) -> dict[str, Any]:
-    """Name, revision, dtype, quantisation, adapters and a fingerprint of the weights; JSON-serialisable."""
+def _target(target: nn.Module) -> dict[str, Any]:
+    """Name, revision, dtype, quantisation, adapters and a fingerprint of the weights."""
     model = unwrap(target)
     config = model.config
     return {
@@ -57,8 +56,8 @@ def describe_target(target: nn.Module) -> dict[str, Any]:
 
 
 def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], folder: str | os.PathLike) -> None:
-    """Raises `SpeculateError` if a run is resumed with something else than it was started with."""
-    # As they are written; fingerprints tell what paths do not.
+    """Raises `SpeculateError` if a run is resumed with another target, data set, head or batch than at its start."""
+    # In the form of the file, which has no paths: fingerprints tell more.
     before, now = (public_provenance({kind: each})[kind] for each in (before, now))
     different = {key: (before.get(key), now.get(key)) for key in before.keys() | now.keys()}
     different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
@@ -71,7 +70,7 @@ def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], fol
 
 
 def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> None:
-    """Writes `provenance.json` at once or not at all, of the allowed fields; adds format, time and environment."""
+    """Writes the allowed fields to `provenance.json`, with format, time and environment, completely or not at all."""
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     plain = json.loads(json.dumps(content, default=str))
     stated = {"format": _FORMAT, "written": written, **plain, "environment": environment()}
@@ -79,7 +78,7 @@ def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> N
 
 
 def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
-    """Writes `recipe.yaml` as it may be uploaded; and as it can be run again, where paths of this machine are in it."""
+    """Writes `recipe.yaml` for uploading, and a copy that can be run again if paths of this machine are in it."""
     public, local = recipe.to_yaml(publish=True), recipe.to_yaml()
     local_path = Path(folder) / LOCAL_RECIPE_FILE
     if public == local:
@@ -91,7 +90,7 @@ def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
 
 
 def _quantization(model: nn.Module) -> Any:
-    """The configuration of a quantised model; of packed GGUF files their types of blocks, and what multiplies them."""
+    """The configuration of a quantised model; for packed GGUF files the types of blocks and their backends."""
     if packed := packing_report(model).in_memory:
         types, backends = zip(*packed, strict=True)
         return {"quant_method": "gguf", "types": sorted(set(types)), "backends": sorted(set(backends))}

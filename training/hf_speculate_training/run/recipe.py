@@ -1,21 +1,22 @@
 """Recipes: everything that a training run depends on, in one YAML file.
 
     target:      the model that the head is to draft for
-    data:        what it is trained on, see `hf_speculate_training.data.DataOptions`
-    method:      an installed one (eagle3, medusa, …), the shape of the head and the options of the method
-    features:    the target's states computed in the loop, or read from a cache
-    training:    anything that `transformers.TrainingArguments` knows
-    evaluation:  how acceptance is measured during the run
+    data:        the training data, see `hf_speculate_training.data.DataOptions`
+    method:      an installed method (eagle3, medusa, …), its options, and the shape of the head
+    features:    source of the target's states: computed in the loop, or read from a cache
+    training:    any field of `transformers.TrainingArguments`
+    evaluation:  measurement of acceptance during the run
     output:      folder, layout, Hub
 
-Unknown keys are refused, and so are tokens: a recipe is written beside the head and uploaded with it.
-`training/recipes/` holds examples, which are shipped: `find_recipe` knows them by name.
+Unknown keys are refused, and so are tokens: a recipe is written beside the head and uploaded with it. The recipes in
+`training/recipes/` are shipped: `find_recipe` knows them by name.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,23 +28,36 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.files import read_bytes
 from hf_speculate.hub import public_recipe
 from hf_speculate.messages import find_secret, masked
+from hf_speculate.registry import unknown_name_message
 
 from ..data import DataOptions
 from ..methods import check_method
-from ..sections import RecipeError, field_names, refuse_unknown, validated
+from ..sections import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    RecipeError,
+    check_plain,
+    field_names,
+    parse_yaml,
+    refuse_unknown,
+    validated,
+)
 from ..target import TargetSection
 from .evaluation import AcceptanceOptions
-from .recipe_yaml import MAX_BYTES, MAX_DEPTH, check_plain, parse_yaml
-from .shipped import find_recipe
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# A wheel has the recipes inside the package, a checkout beside it.
+_FOLDERS = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(DataOptions):
-    """`DataOptions`, and where the data are.
+    """`DataOptions` and the places of the data.
 
     Attributes:
-        train: a file, folder, glob pattern or Hub id.
-        eval: the same for evaluation; None: `eval_fraction` of `train`.
+        train: training data: a file, folder, glob pattern or Hub id.
+        eval: evaluation data; None for `eval_fraction` of `train`.
     """
 
     train: str
@@ -52,14 +66,14 @@ class DataSection(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSection:
-    """What is trained, and how.
+    """The training method and its head.
 
     Attributes:
-        name: of an installed method (entry-point group `hf_speculate.training_methods`).
+        name: name of an installed method (entry-point group `hf_speculate.training_methods`).
         head: shape of a new head, the fields of the method's `head_class`.
         start_from: folder of a trained head to go on from, instead of `head`.
-        adapter: of methods that train the target too: the LoRA that learns with the head, fields of `peft.LoraConfig`.
-        options: of the method (unrolled steps, weights of the losses, …), the fields of its `options_class`.
+        adapter: fields of `peft.LoraConfig`, for methods that train the target too: the LoRA that learns with the head.
+        options: options of the method (unrolled steps, weights of the losses, …), the fields of its `options_class`.
     """
 
     name: str
@@ -71,11 +85,11 @@ class MethodSection:
 
 @dataclass(frozen=True, kw_only=True)
 class FeaturesSection:
-    """Where the target's states come from.
+    """The source of the target's states.
 
     Attributes:
-        source: "online": a forward of the target in every step. "cache": written to disk once, then read.
-        folder: of the cache; None: beside the output. One with vLLM's files (`hs_0.safetensors`, …) is read as it is.
+        source: "online" runs the target in every step; "cache" writes its states to disk once, then reads them.
+        folder: folder of the cache; None for one beside the output. vLLM's files (`hs_0.safetensors`, …) are read, too.
     """
 
     source: Literal["online", "cache"] = "online"
@@ -84,14 +98,14 @@ class FeaturesSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection(AcceptanceOptions):
-    """`AcceptanceOptions`, and which prompts.
+    """`AcceptanceOptions` and the prompts.
 
     Attributes:
-        prompts: a JSON-lines file as `hf-speculate bench generate --prompts` reads; None: from the evaluation data.
-        num_prompts: so many of them; 0 measures no acceptance.
-        prompt_tokens: of a plain text this many tokens are the prompt.
-        num_rows: rows of the evaluation data for loss and accuracy; None: all.
-        patience: stop after so many evaluations without a better one; None: never.
+        prompts: a JSON-lines file as `hf-speculate bench generate --prompts` reads; None takes the evaluation data.
+        num_prompts: number of prompts; 0 measures no acceptance.
+        prompt_tokens: number of tokens of a plain text that are its prompt.
+        num_rows: rows of the evaluation data for loss and accuracy; None for all.
+        patience: number of evaluations without a better one after which the run stops; None for no limit.
     """
 
     prompts: str | None = None
@@ -103,13 +117,13 @@ class EvaluationSection(AcceptanceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSection:
-    """What is written.
+    """The output of a run.
 
     Attributes:
-        folder: of the head; checkpoints go into `checkpoint-<step>` folders in it.
-        layout: a published one; None: the drafter's default.
-        push_to_hub: repository to upload the head to, "owner/name"; None: none.
-        private: whether a new repository is private; None: the owner's default.
+        folder: folder of the head; checkpoints go into `checkpoint-<step>` folders in it.
+        layout: a published layout; None for the drafter's default.
+        push_to_hub: repository "owner/name" to which the head is uploaded; None for no upload.
+        private: True makes a new repository private; None for the owner's default.
         notes: Markdown for the model card.
     """
 
@@ -122,7 +136,7 @@ class OutputSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole run. `training` is checked when its `HeadTrainingArguments` are made."""
+    """A whole run, by sections. `training` is checked when its `HeadTrainingArguments` are made."""
 
     target: TargetSection
     data: DataSection
@@ -135,29 +149,60 @@ class Recipe:
     def __post_init__(self) -> None:
         _refuse_secrets(self.to_dict())
 
+    @property
+    def evaluates(self) -> bool:
+        """True if the run has evaluation data."""
+        return self.data.eval is not None or self.data.eval_fraction > 0
+
+    @property
+    def feature_folder(self) -> str:
+        """Folder of the feature cache."""
+        return self.features.folder or f"{self.output.folder}-features"
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, defaults included."""
+        """The recipe as plain values, defaults included."""
         return dataclasses.asdict(self)
 
     def to_yaml(self, *, publish: bool = False) -> str:
-        """The file that `read_recipe` reads, without anything that looks like a token.
+        """The recipe as a file that `read_recipe` reads, without anything that looks like a token.
 
         Args:
-            publish: cut paths of this machine to their last part.
+            publish: True cuts paths of this machine to their last part.
         """
         content = _plain(self.to_dict())
         shown = public_recipe(content) if publish else masked(content)
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
+def recipe_names() -> list[str]:
+    """The names of all shipped recipes."""
+    return sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")})
+
+
+def find_recipe(name_or_path: str | os.PathLike) -> Path:
+    """The file of a recipe: the path itself, or the shipped recipe of that name.
+
+    Raises:
+        RecipeError: there is neither; the message has a suggestion.
+    """
+    path = Path(name_or_path)
+    name = os.fspath(name_or_path)
+    if path.exists() or path.suffix.lower() in (".yaml", ".yml", ".json") or path.name != name:
+        return path
+    found = next((folder / f"{name}.yaml" for folder in _FOLDERS if (folder / f"{name}.yaml").is_file()), None)
+    if found is None:
+        raise RecipeError(f"{unknown_name_message(name, recipe_names(), 'recipe')} Or give the path of a file.")
+    return found
+
+
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from a YAML file.
+    """The recipe in a YAML file.
 
     Args:
-        path: of the file, or the name of one that is shipped, see `recipe_names`.
-        overrides: `section.key=value`, with values as YAML writes them; they win over the file.
+        path: path of the file, or the name of a shipped recipe, see `recipe_names`.
+        overrides: texts `section.key=value`, with values as in YAML, which win over the file.
     Raises:
-        RecipeError: no such file, no YAML, unknown keys, wrong types.
+        RecipeError: there is no such file, it is no YAML, a key is unknown, or a value has the wrong type.
     """
     try:
         text = read_bytes(find_recipe(path), MAX_BYTES).decode("utf-8")
@@ -170,7 +215,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def recipe_from(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from plain values; `overrides` as of `read_recipe`; raises `RecipeError`."""
+    """The recipe of plain values; `overrides` and errors are those of `read_recipe`."""
     check_plain(content)
     content = copy.deepcopy(dict(content))
     for override in overrides:
@@ -217,7 +262,7 @@ def _override(content: dict[str, Any], text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, dicts for mappings: what YAML writes without tags."""
+    """`value` with lists for tuples and dicts for mappings, which YAML writes without tags."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

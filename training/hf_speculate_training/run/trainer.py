@@ -1,6 +1,6 @@
-"""Training of a head on `transformers.Trainer`: the loop, precision, schedules, checkpoints and reports are its own.
+"""Training of a head on `transformers.Trainer`, which has the loop, precision, schedules, checkpoints and reports.
 
-What is trained is a `TrainingMethod`; the target stays outside, so neither the optimizer nor a checkpoint ever sees it.
+Its model is a `TrainingMethod`. The target stays outside, so neither the optimizer nor a checkpoint ever sees it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.target import adapter_fingerprints
 
-from ..data import NO_DOCUMENT, Batch, DataOptions
+from ..data import NO_DOCUMENT, Batch, Collator, DataOptions
 from ..methods import TrainingMethod, shared_size
 from ..states import TargetReader
+from ..target import TargetSection
 from .arguments import HeadTrainingArguments
-from .checkpoints import STATE_FILE, check_checkpoint, last_checkpoint, step_of
+from .builder import arguments_for, build
 from .evaluation import AcceptanceEvaluation
+from .folder import STATE_FILE, check_checkpoint, last_checkpoint, step_of
 from .guards import DivergedError, DivergenceGuard, Interruption, diverged
 from .optimizers import MuonWithAdamW
-from .parts import resolved
 from .provenance import describe_use, write_provenance
-from .recipe import MethodSection
+from .recipe import EvaluationSection, MethodSection
 
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_SHARE = "share"  # of a batch in the loss of its step
+_SHARE = "share"  # key of a batch's share in the loss of its step
 
 
 class HeadTrainer(Trainer):
@@ -51,22 +52,22 @@ class HeadTrainer(Trainer):
         HeadTrainer("Qwen/Qwen2-0.5B-Instruct", method="eagle3", train_dataset=dataset).train()
 
     Args:
-        target: the model that the head is to draft for: plain, PEFT-wrapped, quantised, or its folder, Hub id or GGUF
-            file. It is read, never saved.
-        method: what is trained and how its loss is computed; or the name of an installed method, whose head then has a
-            shape for the target's size; or a `MethodSection`, which says the shape.
-        args: see `HeadTrainingArguments`. None, with a method by name: as `hf-speculate train` has them.
-        data_collator: None: `Collator`.
+        target: the model that the head is to draft for (plain, PEFT-wrapped or quantised), or its folder, Hub id or
+            GGUF file. It is read, never saved.
+        method: the training method around its head; or the name of an installed method, whose head gets a shape for the
+            target's size; or a `MethodSection` with the shape.
+        args: arguments of the trainer; None for those of `hf-speculate train`, with a method by name.
+        data_collator: function that makes a batch of rows; None for `Collator`.
         train_dataset, eval_dataset: a `datasets.Dataset` (or file, folder, Hub id) of messages, prompt + completion,
             text or token ids; or rows of `hf_speculate_training.data`, which may carry the target's states.
-        processing_class: the target's tokenizer; None: the one beside the target.
-        evaluation: measures mean acceptance length at every evaluation. None: on 16 prompts of `eval_dataset`, where
-            that is raw data; False does not.
-        data_options: how raw data are read, see `DataOptions`.
-        callbacks, optimizers, optimizer_cls_and_kwargs: as `Trainer` has them.
+        processing_class: the target's tokenizer; None for the one beside the target.
+        evaluation: measurement of the mean acceptance length at every evaluation. None takes 16 prompts of
+            `eval_dataset`, if that is raw data; False measures nothing.
+        data_options: options for reading raw data, see `DataOptions`.
+        callbacks, optimizers, optimizer_cls_and_kwargs: arguments of `Trainer`.
 
-    Logged, averaged since the last entry: `loss` and what the method reports (`accuracy_0`, …); at an evaluation
-    `eval_loss`, `eval_accuracy_0`, …, `eval_mean_acceptance_length`, which `metric_for_best_model` can name.
+    Log entries are means since the last one: `loss` and the method's metrics (`accuracy_0`, …). An evaluation logs
+    `eval_loss`, `eval_accuracy_0`, …, and `eval_mean_acceptance_length`, which `metric_for_best_model` can name.
     """
 
     _tag_names = ("hf-speculate", "speculative-decoding")
@@ -87,25 +88,29 @@ class HeadTrainer(Trainer):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         data_options: DataOptions | None = None,
     ):
-        parts = resolved(
-            target,
-            method,
+        is_path = isinstance(target, str | os.PathLike)
+        section = TargetSection(path=os.fspath(target)) if is_path else target
+        args = arguments_for(section, method) if args is None else args
+        parts = build(
             args,
+            section,
+            method,
             train_dataset,
             eval_dataset,
-            processing_class,
-            data_collator,
-            evaluation,
-            data_options,
+            options=data_options,
+            evaluation=EvaluationSection() if evaluation in (None, True) else evaluation or None,
+            tokenizer=processing_class,
         )
+        if data_collator is None and parts.tokenizer is not None:
+            data_collator = Collator(parts.tokenizer.pad_token_id)
         self._interruption = Interruption()
         super().__init__(
             model=parts.method,
-            args=parts.args,
-            data_collator=parts.data_collator,
-            train_dataset=parts.train_dataset,
-            eval_dataset=parts.eval_dataset,
-            processing_class=parts.processing_class,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=parts.train_rows(),
+            eval_dataset=parts.evaluation_rows(),
+            processing_class=parts.tokenizer,
             callbacks=[DivergenceGuard(parts.method), self._interruption, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
@@ -137,8 +142,7 @@ class HeadTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The batches of a step. Where they are several, each counts by its tokens: their losses are as that of one
-        batch of all their rows."""
+        """The batches of a step. Each counts by its tokens, so that several are like one large batch."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(batches) > 1:
             tokens = torch.stack([(batch["document_ids"] != NO_DOCUMENT).sum() for batch in batches])
@@ -160,7 +164,7 @@ class HeadTrainer(Trainer):
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
-        """Loss and the method's figures over the split, then acceptance through the decoding loop."""
+        """Measures loss and the method's metrics over the split, then acceptance in the decoding loop."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._drain("eval")
         if self.evaluation is not None:
@@ -174,14 +178,14 @@ class HeadTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """Trains; `resume_from_checkpoint=True` goes on from the last checkpoint that was written completely.
+        """Trains; `resume_from_checkpoint=True` goes on from the last complete checkpoint.
 
-        A checkpoint of the last step is loaded, or the best one where that is kept, and nothing is trained.
+        From a checkpoint of the last step nothing is trained: it is loaded, or the best one if that is kept.
 
         Raises:
-            SpeculateError: nothing to resume from, or a checkpoint of another head.
+            SpeculateError: there is nothing to resume, or the checkpoint is of another head.
             DivergedError: the loss or a gradient is not a number.
-            InterruptedTrainingError: Ctrl-C; a checkpoint was written first.
+            InterruptedTrainingError: Ctrl-C was pressed; a checkpoint was written first.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -200,7 +204,7 @@ class HeadTrainer(Trainer):
         """Optimizer steps of the whole run.
 
         Raises:
-            SpeculateError: the data have no length, and `max_steps` does not say it.
+            SpeculateError: the data have no length, and `max_steps` is not set.
         """
         try:
             return self.set_initial_training_values(self.args, self.get_train_dataloader())[6]
@@ -208,10 +212,7 @@ class HeadTrainer(Trainer):
             raise SpeculateError(f"training.max_steps must be set: streamed data have no length ({error}).") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Checkpoints hold the training state; called by a user, this writes the head in its default layout.
-
-        Beside it: its model card, and `provenance.json`, which says what it was made for and with.
-        """
+        """Writes the head in its default layout with card and provenance; `Trainer` itself writes checkpoints."""
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
@@ -230,13 +231,14 @@ class HeadTrainer(Trainer):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Writes the head to `args.output_dir` and uploads it, without checkpoints; waits for the end always.
+        """Writes the head to `args.output_dir`, uploads it without checkpoints, and waits for the end.
 
         Args:
-            commit_message, token, revision, private: as of `Trainer`. The repository is `args.hub_model_id`, or the
-                folder's name.
+            commit_message, token, revision, private: arguments of `Trainer.push_to_hub`. The repository is
+                `args.hub_model_id`, or the folder's name.
+            blocking: not used.
         Raises:
-            UploadError: the Hub did not take it; the head is in the folder.
+            UploadError: the Hub did not take the head, which is in the folder.
         """
         self.save_model()
         if not self.is_world_process_zero():
@@ -251,7 +253,7 @@ class HeadTrainer(Trainer):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing: a checkpoint is no head. `push_to_hub` uploads that."""
+        """Uploads nothing: a checkpoint is no head."""
 
     def _origin(self) -> dict[str, Any]:
         evaluations = [entry for entry in self.state.log_history if "eval_loss" in entry]
@@ -265,7 +267,7 @@ class HeadTrainer(Trainer):
         }
 
     def _restore(self, checkpoint: str) -> TrainOutput:
-        """What `Trainer.train` leaves behind at its end; its own loop would train one more step."""
+        """Loads a checkpoint of the last step, from which `Trainer`'s own loop would train one more."""
         logger.warning(f"{checkpoint} is of the last step: nothing is left to train.")
         self.state = TrainerState.load_from_json(os.path.join(checkpoint, STATE_FILE))
         best = self.state.best_model_checkpoint
@@ -275,7 +277,7 @@ class HeadTrainer(Trainer):
         return TrainOutput(self.state.global_step, 0.0, {})
 
     def _collect(self, mode: str, metrics: dict[str, Tensor]) -> None:
-        """Adds without waiting for the device; `_drain` reads."""
+        """Adds metrics without waiting for the device; `_drain` reads them."""
         sums, counts = self._sums[mode], self._counts[mode]
         for name, value in metrics.items():
             value = torch.as_tensor(value, device=self.args.device).detach().float()

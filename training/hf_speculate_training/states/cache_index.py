@@ -1,4 +1,4 @@
-"""The index of a feature cache: what it is of, its shards, their checksums."""
+"""The index of a feature cache: its key, its shards, their checksums."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _KINDS: dict[str, Any] = {
     "shards": dict,
 }
 _SHARD_KINDS: dict[str, Any] = {"bytes": int, "sha256": str}
-# More than any cache has; shards are counted one by one.
+# Bounds above any cache, since shards are counted one by one.
 _MOST_ROWS, _MOST_SHARDS = 1 << 32, 1 << 22
 
 
 class FeatureCacheError(SpeculateError, ValueError):
-    """A cache of other states than those that were asked for, an unfinished or a broken one, or a full disk."""
+    """A cache holds other states than those that were asked for, is unfinished or broken, or the disk is full."""
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What the states are of; a cache is used for nothing else.
+    """The key of a cache, which is used for nothing else.
 
     Attributes:
         target: fingerprint of the model, adapters included.
         data: fingerprint of the rows, in order.
-        layers: the hidden states.
-        dtype: in which they are kept.
+        layers: layers of the hidden states.
+        dtype: data type of the files.
     """
 
     target: str
@@ -59,10 +59,10 @@ class CacheKey:
 
 
 class CacheIndex:
-    """`cache.json`: rewritten as a whole after every shard, which appears under its name when it is whole.
+    """The file `cache.json`, rewritten as a whole after every shard. A shard appears under its name when it is whole.
 
-    Where several processes write, each notes its shards in a file of its own (`cache-1.json`, …); `gather` takes them
-    into `cache.json`, those of a run that was killed included.
+    Each of several writing processes notes its shards in a file of its own (`cache-1.json`, …). `gather` takes these
+    notes into `cache.json`, also those of a killed run.
     """
 
     def __init__(self, folder: Path, key: CacheKey, num_rows: int, rows_per_shard: int, shards: dict[str, Any]):
@@ -72,7 +72,7 @@ class CacheIndex:
 
     @classmethod
     def open(cls, folder: Path, key: CacheKey, num_rows: int, rows_per_shard: int) -> CacheIndex:
-        """The index of a cache that is to be completed, or a new one."""
+        """The index of a cache to complete, or of a new one."""
         if (folder / INDEX_FILE).exists():
             index = cls.read(folder)
             index.check_key(key)
@@ -92,13 +92,13 @@ class CacheIndex:
         return cls(folder, *_read_index(path))
 
     def of_process(self, number: int) -> CacheIndex:
-        """The same for one of several writers."""
+        """The index of one of several writers."""
         index = CacheIndex(self.folder, self.key, self.num_rows, self.rows_per_shard, dict(self._shards))
         index._file = f"cache-{number}.json"
         return index
 
     def gather(self) -> None:
-        """Takes what several writers noted into `cache.json`."""
+        """Takes the notes of several writers into `cache.json`."""
         notes = sorted(self.folder.glob("cache-*.json"))
         for path in notes:
             if (found := _read_index(path))[:3] != (self.key, self.num_rows, self.rows_per_shard):
@@ -129,7 +129,7 @@ class CacheIndex:
             )
 
     def has(self, shard: int) -> bool:
-        """Whether a shard is there, as large as it was written."""
+        """True if a shard is there, as large as it was written."""
         name = self.shard_name(shard)
         known, path = self._shards.get(name), self.folder / name
         return known is not None and path.is_file() and path.stat().st_size == known["bytes"]
@@ -180,10 +180,10 @@ class CacheIndex:
 
 
 def _read_index(path: Path) -> tuple[CacheKey, int, int, dict[str, Any]]:
-    """Key, number of rows, rows in a shard, and the entries of shards by name, each of them a file of this folder.
+    """Key, number of rows, rows of a shard, and the entries of shards by file name.
 
     Raises:
-        FeatureCacheError: the file is no index, or not of this version.
+        FeatureCacheError: the file is no index, or one of another version.
     """
     try:
         found = read_json(path)
@@ -205,7 +205,7 @@ def _read_index(path: Path) -> tuple[CacheKey, int, int, dict[str, Any]]:
 
 
 def _check_shards(path: Path, shards: dict[str, Any], count: int) -> None:
-    """An entry names a shard of this cache: names come from the file, and files are opened by them."""
+    """Refuses entries that are no shards of this cache: files are opened by the names in the index."""
     for name, entry in shards.items():
         number = re.fullmatch(r"features-(\d{5,9})\.safetensors", name)
         if number is None or name != _shard_name(int(number[1])) or int(number[1]) >= count:

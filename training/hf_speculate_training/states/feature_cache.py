@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 
 from hf_speculate.messages import get_logger
 
-from ..data import Collator, Row, RowDataset, documents_fingerprint
-from ..fingerprints import content_fingerprint, target_fingerprint
+from ..data import Collator, Row, RowDataset, content_fingerprint, documents_fingerprint
+from ..target import target_fingerprint
 from .cache_index import CacheIndex, CacheKey, FeatureCacheError
 from .target_states import TargetReader
 
@@ -45,7 +45,7 @@ _ROW_TENSORS = ("input_ids", "position_ids", "document_ids", "loss_mask")
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which rows go into which shard, and how much that is."""
+    """The rows of each shard, and their size."""
 
     key: CacheKey
     lengths: Sequence[int]
@@ -75,24 +75,22 @@ def write_features(
     batch_size: int = 8,
     rows_per_shard: int = 64,
     ignore_space: bool = False,
-    show_progress: bool | None = None,
 ) -> FeatureCache:
-    """Computes the states of all rows, or those that an earlier run has not, and opens the cache.
+    """Computes the states of all rows that the cache lacks, and opens it.
 
     Processes that train together share the shards out: all of them call this, with one folder for all.
 
     Args:
-        folder: made if it is absent.
-        reader: of the target.
-        rows: of the data (streams cannot be cached).
-        dtype: to keep the states in (None: the target's; others round).
-        batch_size: rows at a time.
-        rows_per_shard: a multiple of `batch_size` is best.
-        ignore_space: begin also where the disk has less room than is needed.
-        show_progress: a bar on stderr (None: if that is a terminal).
+        folder: folder of the cache; an absent one is made.
+        reader: reader of the target.
+        rows: rows of the data. Streams cannot be cached.
+        dtype: data type of the files; None for the target's. Others round.
+        batch_size: rows that run together.
+        rows_per_shard: rows of a file, best a multiple of `batch_size`.
+        ignore_space: True begins even if the disk seems too small.
     Raises:
-        FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small, or
-            got full (the shards before stay, and a later run goes on after them).
+        FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small or
+            got full. Complete shards stay, and a later run goes on after them.
     """
     if not isinstance(rows, RowDataset):
         raise FeatureCacheError("streamed data cannot be cached: their rows are not known beforehand.")
@@ -106,7 +104,7 @@ def write_features(
         _meet()
         index = CacheIndex.read(path)
         index.check_key(key)
-        _write_missing(index, reader, rows, batch_size, ignore_space, show_progress)
+        _write_missing(index, reader, rows, batch_size, ignore_space)
         _meet()
         if rank == 0:
             index.gather()
@@ -115,14 +113,14 @@ def write_features(
 
 
 class FeatureCache(Dataset):
-    """Rows with the target's states, for a sampler and `Collator`: `Batch.features` and `Batch.last_hidden` come along.
+    """Rows with the target's states (`Batch.features` and `Batch.last_hidden`), for a sampler and `Collator`.
 
     Args:
-        folder: of a complete cache.
-        key: what it must be of; None: whatever it is.
-        verify: compare every shard with its checksum (reads all of it).
+        folder: folder of a complete cache.
+        key: key that the cache must have; None for any.
+        verify: True compares every shard with its checksum, which reads all of it.
     Raises:
-        FeatureCacheError: not a cache, not of `key`, unfinished, broken.
+        FeatureCacheError: the folder is no cache, or one that has another key, is unfinished or broken.
     """
 
     def __init__(self, folder: str | os.PathLike, key: CacheKey | None = None, *, verify: bool = True):
@@ -157,7 +155,7 @@ class FeatureCache(Dataset):
         row["last_hidden"] = file.get_slice("last_hidden")[start:end]
         names = set(file.keys())
         row["features"] = {
-            # What comes after the final norm is there already.
+            # `last_hidden` is the state after the final norm, which is kept once.
             layer: file.get_slice(f"features.{layer}")[start:end]
             if f"features.{layer}" in names
             else row["last_hidden"]
@@ -166,7 +164,7 @@ class FeatureCache(Dataset):
         return row
 
     def _check_shard(self, shard: int) -> None:
-        """Raises `FeatureCacheError` unless a shard holds its rows: a checksum says nothing of that."""
+        """Raises `FeatureCacheError` unless a shard holds its rows, which its checksum cannot tell."""
         path, first = self.folder / self._index.shard_name(shard), shard * self._rows_per_shard
         num_rows = min(self._rows_per_shard, self._num_rows - first)
         try:
@@ -181,7 +179,7 @@ class FeatureCache(Dataset):
             raise FeatureCacheError(f"{path} does not hold {num_rows} rows with states. Remove it and write it again.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files stay in the process that opened them (workers of a data loader open their own)."""
+        """The state without open files: workers of a data loader open their own."""
         return {**self.__dict__, "_files": {}}
 
     def _file(self, shard: int) -> Any:
@@ -191,7 +189,7 @@ class FeatureCache(Dataset):
 
 
 def cache_key(reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None = None) -> CacheKey:
-    """The key of the states that `reader` gives for `rows`."""
+    """The key of the states of `rows` that `reader` computes."""
     return CacheKey(
         target=target_fingerprint(reader.target),
         data=content_fingerprint([documents_fingerprint(rows.documents), rows.rows]),
@@ -203,7 +201,7 @@ def cache_key(reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None 
 def feature_bytes(
     folder: str | os.PathLike, target: PreTrainedModel, feature_layers: Sequence[int], rows: RowDataset
 ) -> int:
-    """Bytes that a cache in `folder` is still to grow by, by what it holds already. Computes no states."""
+    """Number of bytes by which a cache in `folder` will still grow; computes no states."""
     key = CacheKey("", "", tuple(sorted(feature_layers)), str(target.dtype).removeprefix("torch."))
     plan = _plan(key, target, rows, rows_per_shard=1)
     held = sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
@@ -219,14 +217,9 @@ def _plan(key: CacheKey, target: PreTrainedModel, rows: RowDataset, rows_per_sha
 
 
 def _write_missing(
-    index: CacheIndex,
-    reader: TargetReader,
-    rows: RowDataset,
-    batch_size: int,
-    ignore_space: bool,
-    show_progress: bool | None,
+    index: CacheIndex, reader: TargetReader, rows: RowDataset, batch_size: int, ignore_space: bool
 ) -> None:
-    """Writes this process' share of the shards that are missing."""
+    """Writes this process' share of the missing shards."""
     plan = _plan(index.key, reader.target, rows, index.rows_per_shard)
     missing = [shard for shard in range(plan.num_shards) if not index.has(shard)]
     if not missing:
@@ -234,21 +227,19 @@ def _write_missing(
     rank, count = _process()
     _check_space(index.folder, plan, missing, ignore_space)
     writer = index if count == 1 else index.of_process(rank)
-    disable = True if rank else None if show_progress is None else not show_progress
-    with tqdm(missing[rank::count], desc="caching features", unit="shard", disable=disable) as bar:
-        for shard in bar:
-            writer.add(shard, _states_of(reader, rows, plan, shard, batch_size))
+    for shard in tqdm(missing[rank::count], desc="caching features", unit="shard", disable=True if rank else None):
+        writer.add(shard, _states_of(reader, rows, plan, shard, batch_size))
 
 
 def _process() -> tuple[int, int]:
-    """Number of this process among those that train together, and how many these are."""
+    """Index of this process among those that train together, and their number."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
 
 
 def _meet() -> None:
-    """All processes are here."""
+    """Waits for all processes."""
     if _process()[1] > 1:
         distributed.barrier()
 

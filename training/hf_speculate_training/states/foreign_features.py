@@ -1,9 +1,9 @@
 """Hidden states that vLLM wrote for `speculators` 0.9, read as a feature cache; and ours in their layout.
 
-A folder holds one file a document, `hs_<number>.safetensors`: `token_ids` int64 [S] and `hidden_states` [S, K + 1, H],
-the K states that a head reads and, last, the one before the final norm (read from `speculators/train/data.py`,
-`models/eagle3/core.py` and `hs_connectors/transfer.py`, 0.9.0). Which states these are the files do not say: they are
-compared with the target's own. Documents are found by their tokens, so a data set need not be in the same order.
+A folder holds one file for each document, `hs_<number>.safetensors`: `token_ids` int64 [S] and `hidden_states`
+[S, K + 1, H], the K states that a head reads and, last, the one before the final norm (read from
+`speculators/train/data.py`, `models/eagle3/core.py` and `hs_connectors/transfer.py`, 0.9.0). The files do not say which
+states these are: comparing with the target's own tells. Documents are found by their tokens, in any order.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from .target_states import TargetReader
 
 _PREFIX, _SUFFIX = "hs_", ".safetensors"
 _TRIED = 3  # documents that are compared with the target's own states
-# Relative distance of what is the same but for rounding in 16 bit, there and here; another layer's is far above.
+# Relative distance of equal states that both sides rounded to 16 bits; other layers are far more distant.
 _TOLERANCE = 0.1
 _FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f")
 
 
 def is_foreign(folder: str | os.PathLike) -> bool:
-    """Whether a folder holds states in this layout."""
+    """True if a folder holds states in this layout."""
     return next(_files(folder), None) is not None
 
 
 class ForeignFeatures(Dataset):
-    """Rows with states that were written elsewhere, as `FeatureCache` has them.
+    """Rows with states that were written elsewhere, in the form of `FeatureCache`.
 
     Args:
-        folder: of the files.
-        reader: of the target; its decoder runs over three documents, to find out which states the files hold.
-        rows: of the data.
+        folder: folder of the files.
+        reader: reader of the target, whose decoder runs over three documents to find out which states the files hold.
+        rows: rows of the data.
     Raises:
-        FeatureCacheError: a broken file; documents without one; states that the target does not have, or not those
-            that `reader` is to give.
+        FeatureCacheError: a file is broken or missing; its states are not the target's, or not those of `reader`.
     """
 
     def __init__(self, folder: str | os.PathLike, reader: TargetReader, rows: RowDataset):
@@ -78,7 +77,7 @@ class ForeignFeatures(Dataset):
         return row
 
     def _found(self, reader: TargetReader) -> dict[int, int]:
-        """Column of each hidden state that the files hold, of those that are wanted."""
+        """Column of each hidden state that the files hold."""
         numbers = sorted(self._paths)[:: max(len(self._paths) // _TRIED, 1)][:_TRIED]
         every = TargetReader(reader.target, (*range(self._last + 1), RAW_LAST))
         found: dict[int, int] = {}
@@ -102,10 +101,10 @@ class ForeignFeatures(Dataset):
 
 
 def write_foreign_features(folder: str | os.PathLike, reader: TargetReader, rows: RowDataset) -> int:
-    """Writes the states of all documents of `rows`, in their order; returns how many. Files that are there stay.
+    """Writes the states of all documents of `rows` in their order, and returns their number. Existing files stay.
 
     Raises:
-        FeatureCacheError: a file of that name is of another document; one cannot be written. Those before are whole.
+        FeatureCacheError: a file of that name is of another document, or one cannot be written. Those before are whole.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -142,7 +141,7 @@ def _files(folder: str | os.PathLike) -> Iterator[Path]:
 
 
 def _paths_by_tokens(folder: Path) -> dict[bytes, Path]:
-    """Every file by what it is of; reads the tokens of all."""
+    """All files by the digest of their tokens, which are read."""
     found = {}
     for path in sorted(_files(folder)):
         digest, shape = _tokens_and_shape(path)
@@ -153,7 +152,7 @@ def _paths_by_tokens(folder: Path) -> dict[bytes, Path]:
 
 
 def _tokens_and_shape(path: Path) -> tuple[bytes, list[int]]:
-    """What a file is of, and the shape of its states."""
+    """Digest of a file's tokens, and the shape of its states."""
     try:
         with safe_open(path, framework="pt") as file:
             return _digest(file.get_tensor("token_ids").numpy()), file.get_slice("hidden_states").get_shape()
@@ -162,7 +161,7 @@ def _tokens_and_shape(path: Path) -> tuple[bytes, list[int]]:
 
 
 def _paths_of(rows: RowDataset, paths: Mapping[bytes, Path], folder: Path) -> dict[int, Path]:
-    """The file of every document that is in a row."""
+    """Files of all documents that are in rows."""
     wanted = [number for row in rows.rows for number in row]
     found = {number: paths.get(_digest(np.asarray(rows.documents[number]["input_ids"]))) for number in wanted}
     missing = [number for number, path in found.items() if path is None]
@@ -176,7 +175,7 @@ def _paths_of(rows: RowDataset, paths: Mapping[bytes, Path], folder: Path) -> di
 
 
 def _nearest(reader: TargetReader, rows: RowDataset, number: int, states: Tensor) -> list[tuple[int, float]]:
-    """Of every column of a document's states [S, K, H] the hidden state that it is nearest to, and how far it is."""
+    """The nearest hidden state of every column of a document's states [S, K, H], with its relative distance."""
     output = reader(_batch(rows.documents[number]))
     own = {layer: value[0].float().cpu() for layer, value in output.features.items()}
     chosen = []

@@ -1,4 +1,4 @@
-"""What a head learns from: the target's hidden states at every token of a batch."""
+"""The target's hidden states at every token of a batch, from which a head learns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_speculate.models import GenerativeModel, unwrap
 from ..data import Batch
 
 
-# Largest difference between what should be equal, as a share of the largest value: rounding is far below these, another
-# document's tokens far above.
+# Largest difference of equal states, as a share of the largest value. Rounding lies far below, another document's
+# tokens far above.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_TOLERANCE = 0.1
 
@@ -28,8 +28,8 @@ class TargetStates:
     """Hidden states of the target, in its dtype and where it left them.
 
     Attributes:
-        features: [B, S, H] by layer, the keys of `Drafter.feature_layers` (`RAW_LAST` included).
-        last_hidden: [B, S, H] after the final norm: the output matrix makes the logits of it.
+        features: states [B, S, H] by layer, the keys of `Drafter.feature_layers` (`RAW_LAST` included).
+        last_hidden: states [B, S, H] after the final norm, from which the output matrix makes the logits.
     """
 
     features: dict[int, Float[Tensor, "B S H"]]
@@ -40,18 +40,17 @@ class TargetReader:
     """Runs the target's decoder over packed batches; its output matrix is not run.
 
     Args:
-        target: the model; PEFT adapters and quantised weights are used as they are.
-        feature_layers: as in `Drafter.feature_layers`.
-        train_target: keep the graph, for methods that train the target's adapters too.
+        target: the model, with its PEFT adapters and quantised weights.
+        feature_layers: layers as in `Drafter.feature_layers`.
+        train_target: True keeps the graph, for methods that train the target's adapters too.
 
     Attributes:
-        mask: "positions" where the model itself keeps packed documents apart by their position ids, "explicit" where
-            it has to be given an additive mask [B, 1, S, S].
+        mask: "positions" if the model itself keeps packed documents apart by their position ids, "explicit" if it needs
+            an additive mask [B, 1, S, S].
 
     Raises:
-        TargetMismatchError: no such layer; logits that are more than the output matrix times the last hidden state
-            (soft caps, scales), which a head with that matrix would miss; a model that lets packed documents see each
-            other.
+        TargetMismatchError: there is no such layer; the logits are more than the output matrix times the last hidden
+            state (soft caps, scales), which a head with that matrix would miss; packed documents see each other.
     """
 
     def __init__(self, target: nn.Module, feature_layers: Sequence[int], *, train_target: bool = False):
@@ -67,7 +66,7 @@ class TargetReader:
             self._choose_mask()
 
     def __call__(self, batch: Batch) -> TargetStates:
-        """The states at every token of a batch; those that came from a cache are handed back as they are."""
+        """The states at every token of a batch; those from a cache unchanged."""
         if "last_hidden" in batch and "features" in batch:
             features = batch["features"]
             return TargetStates({layer: features[layer] for layer in self.feature_layers}, batch["last_hidden"])
@@ -123,7 +122,7 @@ class TargetReader:
             )
 
     def _choose_mask(self) -> None:
-        """Two documents in a row must look as each alone, whatever the attention implementation makes of it."""
+        """Chooses the mask with which two documents in a row have the states of each alone."""
         ids, positions = self._probe(6)
         alone = [self._run(part, positions[:, :3]).last_hidden for part in ids.split(3, dim=1)]
         expected = torch.cat([torch.cat(alone, dim=1), self._run(ids, positions).last_hidden])
@@ -154,6 +153,6 @@ class TargetReader:
 
 
 def visible(document_ids: Int[Tensor, "B S"]) -> Bool[Tensor, "B S S"]:
-    """Which keys (last axis) a query sees: earlier tokens of its own document, and itself."""
+    """Mask of the keys (last axis) that a query sees: earlier tokens of its own document, and itself."""
     same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()

@@ -1,23 +1,15 @@
-"""Training of one-pass heads: all blocks of a text at once, in the way that DeepSpec does.
+"""Training of one-pass heads: all blocks of a text at once, as DeepSpec does it.
 
-`DFlashMethod` trains heads whose slots propose by themselves, `DSparkMethod` those with a Markov head, which adds what
-the token before says. Fresh heads are shaped after the target, published ones can be gone on from.
+`DFlashMethod` trains heads whose slots propose independently, `DSparkMethod` heads with a Markov head, which looks at
+the token before. Fresh heads are shaped after the target; the training of published ones can go on.
 """
 
-from .blocks import Blocks
-from .methods import DFlashMethod, DSparkMethod
-from .new_head import new_block, warm_block
-from .options import BlockTrainingOptions, DFlashShape, DSparkShape, DSparkTrainingOptions
-
-
-__all__ = [
-    "BlockTrainingOptions",
-    "Blocks",
-    "DFlashMethod",
-    "DFlashShape",
-    "DSparkMethod",
-    "DSparkShape",
-    "DSparkTrainingOptions",
-    "new_block",
-    "warm_block",
-]
+from .blocks import Blocks as Blocks
+from .heads import DFlashShape as DFlashShape
+from .heads import DSparkShape as DSparkShape
+from .heads import new_block as new_block
+from .heads import warm_block as warm_block
+from .method import BlockTrainingOptions as BlockTrainingOptions
+from .method import DFlashMethod as DFlashMethod
+from .method import DSparkMethod as DSparkMethod
+from .method import DSparkTrainingOptions as DSparkTrainingOptions

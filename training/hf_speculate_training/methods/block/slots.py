@@ -1,7 +1,7 @@
-"""The losses of single proposals, by groups of them, and how much each weighs.
+"""Losses and weights of single proposals.
 
-Logits over the vocabulary are the largest tensors of training, and the losses need several of that size, so they are
-made for a few proposals at a time and made anew in the backward. (`lean_cross_entropy` goes by columns instead; the L1
+Logits over the vocabulary are the largest tensors of training, and the losses need several of that size. So they are
+made for a few proposals at a time, and again in the backward. (`lean_cross_entropy` goes by columns instead, but the L1
 distance needs the normalisers of both distributions before its first column.)
 """
 
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_speculate_plugins.block import BlockHead
 
-from ..losses import CHUNK_BYTES
-from ..teacher import Teacher
+from ..losses import CHUNK_BYTES, Teacher
 
 
 # [E, Vd] tensors that live at once in a backward: logits, both distributions and the gradients of all.
@@ -27,8 +26,8 @@ _TEMPORARIES = 8
 _PACE = 0.5
 
 SlotLosses = dict[str, Tensor]
-"""Of E proposals, [E] each: "cross_entropy" against the text's token (0 where the draft vocabulary lacks it), "l1" and
-"kl" against the target's distribution, with a graph; "best", the best draft column, int64."""
+"""Tensors [E] of E proposals. With a graph: "cross_entropy" against the text's token (0 if the draft vocabulary lacks
+it), "l1" and "kl" against the target's distribution. Without: "best", the best draft column, int64."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,11 @@ class SlotRows:
     """E proposals.
 
     Attributes:
-        states: [E, H], of their slots.
-        markov: [E, r], what the Markov head's output matrix takes; None without one.
-        labels: int64 [E], the draft column of the text's token, -1 if there is none.
-        teachers: int64 [E], rows of `hidden`.
-        hidden: [T, Ht], the target's last hidden states.
+        states: [E, H], states of their slots.
+        markov: [E, r], inputs of the Markov head's output matrix; None without such a head.
+        labels: int64 [E], draft column of the text's token, -1 if there is none.
+        teachers: int64 [E], row of each proposal's teacher in `hidden`.
+        hidden: [T, Ht], last hidden states of the target.
     """
 
     states: Float[Tensor, "E H"]
@@ -58,9 +57,9 @@ class SlotRows:
 
 
 def slot_losses(head: BlockHead, teacher: Teacher, rows: SlotRows, names: Collection[str]) -> SlotLosses:
-    """The losses of these names, the cross-entropy in any case, and the best columns."""
+    """The losses of these names, always the cross-entropy, and the best columns."""
     size = max(CHUNK_BYTES // (4 * _TEMPORARIES * head.spec.draft_vocab_size), 1)
-    starts = range(0, max(len(rows), 1), size)  # no proposals are a part, too: parameters wait for their gradient
+    starts = range(0, max(len(rows), 1), size)  # without proposals, too, parameters need a gradient
     parts = []
     for start in starts:
         args = (head, teacher, rows.part(slice(start, start + size)), names)
@@ -89,7 +88,7 @@ def _part_losses(head: BlockHead, teacher: Teacher, rows: SlotRows, names: Colle
 
 @torch.no_grad()
 def _log_target(teacher: Teacher, rows: SlotRows, like: Float[Tensor, "E Vd"]) -> Float[Tensor, "E Vd"]:
-    """The target's log-probabilities over the draft vocabulary; neighbouring blocks have the same teachers."""
+    """The target's log-probabilities over the draft vocabulary. Neighbouring blocks share teachers."""
     needed, where = rows.teachers.unique(return_inverse=True)
     logits = teacher.read(rows.hidden[needed]).columns(0, like.shape[1])
     return logits.to(like).log_softmax(-1)[where]
@@ -98,7 +97,7 @@ def _log_target(teacher: Teacher, rows: SlotRows, like: Float[Tensor, "E Vd"]) -
 def draft_logits(
     head: BlockHead, states: Float[Tensor, "E H"], markov: Float[Tensor, "E r"] | None
 ) -> Float[Tensor, "E Vd"]:
-    """What decoding computes: the slots' own logits and what the Markov head adds."""
+    """The logits of decoding: those of the slots, plus the bias of the Markov head."""
     shared = head.shared["lm_head"]
     if shared is not None and shared.weight.is_floating_point() and not torch.is_autocast_enabled(states.device.type):
         states = states.to(shared.weight.dtype)  # a 16-bit matrix of the target's would be as large in float32 again
@@ -107,20 +106,21 @@ def draft_logits(
 
 
 def decay_weights(counted: Bool[Tensor, "B A D"], decay: float | None) -> Float[Tensor, "B A D"]:
-    """`exp(-k / decay)` for the k-th proposal of a block; 1 for None."""
+    """Weights `exp(-k / decay)` of the k-th proposal of a block; 1 for None."""
     depths = torch.arange(counted.shape[-1], device=counted.device)
     weights = torch.ones_like(depths, dtype=torch.float32) if decay is None else torch.exp(-depths / decay)
     return weights * counted
 
 
 def pace_weights(confidence: Float[Tensor, "B A D"], counted: Bool[Tensor, "B A D"]) -> Float[Tensor, "B A D"]:
-    """D-PACE: what a better k-th proposal adds to the expected length of the draft.
+    """Weights of D-PACE: the length that a better k-th proposal adds to the expected draft.
 
     Source: arXiv:2605.18810, equations 7 and 8: `w_k = sum over m >= k of prod over i <= m of q_i`, with the draft's
     probabilities of the text's tokens smoothed to (q + 1) / 2.
 
     Args:
         confidence: those probabilities.
+        counted: True for proposals that count.
     """
     smoothed = ((1 - _PACE) * confidence + _PACE) * counted
     return smoothed.cumprod(-1).flip(-1).cumsum(-1).flip(-1)

@@ -1,23 +1,15 @@
 """Training of EAGLE heads: drafting is unrolled over a whole text at once.
 
 `Eagle3Method` trains a head against the target's distribution, `Eagle1Method` against its next feature as well. Fresh
-heads are shaped after the target, published ones can be gone on from.
+heads are shaped after the target; the training of published ones can go on.
 """
 
-from .eagle1 import Eagle1Method
-from .eagle3 import Eagle3Method
-from .new_head import new_eagle1, new_eagle3, warm_eagle
-from .options import Eagle1TrainingOptions, Eagle3Shape, Eagle3TrainingOptions, EagleShape
-
-
-__all__ = [
-    "Eagle1Method",
-    "Eagle1TrainingOptions",
-    "Eagle3Method",
-    "Eagle3Shape",
-    "Eagle3TrainingOptions",
-    "EagleShape",
-    "new_eagle1",
-    "new_eagle3",
-    "warm_eagle",
-]
+from .heads import Eagle3Shape as Eagle3Shape
+from .heads import EagleShape as EagleShape
+from .heads import new_eagle1 as new_eagle1
+from .heads import new_eagle3 as new_eagle3
+from .heads import warm_eagle as warm_eagle
+from .method import Eagle1Method as Eagle1Method
+from .method import Eagle1TrainingOptions as Eagle1TrainingOptions
+from .method import Eagle3Method as Eagle3Method
+from .method import Eagle3TrainingOptions as Eagle3TrainingOptions

@@ -1,8 +1,8 @@
 """Attention of a head whose drafting is unrolled over a whole text at once ("training-time test" of EAGLE-3).
 
-Decoding, a head at its k-th draft token sees the entries that were read from the target's features, up to the root's,
-and the k entries that it drafted itself. For all indices i of a text at once that is: every step-0 key at or before i,
-in the same document, and the keys of steps 1 to k at index i alone (arXiv:2503.01840, section 3.2). So a step needs one
+In decoding, a head at its k-th draft token sees the entries that were read from the target's features, up to the
+root's, and the k entries that it drafted itself. At index i of a text these are every step-0 key at or before i, in the
+same document, and the keys of steps 1 to k at index i alone (arXiv:2503.01840, section 3.2). So a step needs one
 [S, S] block of scores and k columns, not a [S, (k + 1) S] mask.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...states import visible
 
 
-# Of one step: for each layer keys and values, [B, kv_heads, S, d].
+# Keys and values of each layer in one step, [B, kv_heads, S, d].
 StepMemory = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -26,13 +26,13 @@ class UnrolledAttention:
     """`attend` of one unrolled step.
 
     Args:
-        masks: bool [B, 1, S, S] for each layer, which step-0 keys each query sees, see `step_masks`.
+        masks: bool [B, 1, S, S] for each layer, the step-0 keys that each query sees, see `step_masks`.
         windows: sliding window of each layer, None for full attention.
-        memory: of the earlier steps, oldest first. It is not written to: a step may be run anew by gradient
-            checkpointing.
+        memory: memory of the earlier steps, oldest first. It is never written to, because gradient checkpointing may
+            run a step again.
 
     Attributes:
-        added: this step's own memory, once the forward has gone through all layers.
+        added: memory of this step, complete after the forward of all layers.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ def step_masks(
     windows: Sequence[int | None],
     step: int,
 ) -> list[Bool[Tensor, "B 1 S S"]]:
-    """Which step-0 keys the queries of a step see, for each layer: same document, not later, inside the window.
+    """Masks of the step-0 keys that the queries of a step see, for each layer: same document, not later, in the window.
 
-    A query of step k is k positions further on than its index says.
+    A query of step k stands k positions behind its index.
     """
     seen = visible(document_ids)
     by_window: dict[int | None, Tensor] = {}

@@ -2,33 +2,31 @@
 
 Sources: DFlash (Chen et al., arXiv:2602.06036), DSpark (deepseek-ai/DeepSpec, `modeling/dspark`, whose loss the golden
 vectors are of), JetSpec (hao-ai-lab/JetSpec). A block is `[anchor, mask, mask, …]` as in decoding: one step, no noise,
-the text's tokens never its input but for the anchor. Only what a Markov head takes as the token before is the text's.
+and none of the text's tokens but the anchor as input. Only a Markov head takes the text's token before each proposal.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_speculate.models import unwrap
 from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions
 
 from ...data import Batch
 from ...sections import RecipeError
 from ...states import TargetStates
 from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
-from ..head_method import HeadMethod
-from ..processes import shared_size
-from ..vocabulary import DRAFT_VOCAB_SIZE, choose_vocabulary, suggested_vocabulary
-from .attention import run_blocks
-from .blocks import Blocks
-from .new_head import new_block, warm_block
-from .options import BlockTrainingOptions, DFlashShape
+from ..entries import shared_size
+from ..heads import HeadMethod
+from .blocks import Blocks, run_blocks
+from .heads import DFlashShape, DSparkShape, new_block, warm_block
 from .slots import SlotLosses, SlotRows, decay_weights, pace_weights, slot_losses
 
 
@@ -36,63 +34,96 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-Options = TypeVar("Options", bound=BlockTrainingOptions)
-
-# DeepSpec's own, so that a batch without blocks has a loss of 0.
-_NOT_ZERO = 1e-6
+_NOT_ZERO = 1e-6  # DeepSpec's own, so that a batch without blocks has a loss of 0
 _LARGE_ANCHORS = 512
 
 
-class BaseBlockMethod(HeadMethod[BlockHead, Options]):
-    """What the training of all one-pass heads shares.
+@dataclass(frozen=True, kw_only=True)
+class BlockTrainingOptions:
+    """Options for training a one-pass head.
+
+    Attributes:
+        anchors: blocks of a row at most, drawn anew at every step.
+        loss: "deepspec" for the sum by the three weights; "kl" for KL(target || draft), which does not look at the
+            text's own tokens (JetSpec; its weights are uniform: `decay: null`).
+        ce_weight, l1_weight: weights of two terms of the loss "deepspec": the cross-entropy against the text's token,
+            and the L1 distance between the target's and the draft's distribution.
+        confidence_weight: weight of the confidence head's binary cross-entropy against 1 - L1 / 2.
+        decay: decay of the weights; the k-th proposal of a block has `exp(-k / decay)`. None for equal weights.
+        d_pace: True takes weights that follow the head's progress instead of `decay`, see `pace_weights`.
+    """
+
+    anchors: int = 64
+    loss: Literal["deepspec", "kl"] = "deepspec"
+    ce_weight: float = 1.0
+    l1_weight: float = 0.0
+    confidence_weight: float = 0.0
+    decay: float | None = 4.0
+    d_pace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1:
+            raise ValueError(f"anchors must be at least 1, got {self.anchors}.")
+        for name in ("ce_weight", "l1_weight", "confidence_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}.")
+        if self.loss == "deepspec" and not (self.ce_weight or self.l1_weight):
+            raise ValueError("ce_weight and l1_weight are both 0: nothing would be learnt.")
+        if self.decay is not None and not 0 < self.decay < math.inf:
+            raise ValueError(f"decay must be above 0, or null for none, got {self.decay}.")
+        if self.d_pace and self.loss == "kl":
+            raise ValueError("d_pace goes by the text's tokens, which the loss kl leaves out.")
+
+    @property
+    def term_weights(self) -> dict[str, float]:
+        """Weights of the loss's terms by their names in `SlotLosses`; "confidence" is for the confidence head."""
+        terms = {"kl": 1.0} if self.loss == "kl" else {"cross_entropy": self.ce_weight, "l1": self.l1_weight}
+        return {name: weight for name, weight in terms.items() if weight} | {"confidence": self.confidence_weight}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkTrainingOptions(BlockTrainingOptions):
+    """Options for training a DSpark head, see `BlockTrainingOptions`; the weights are DeepSpec's."""
+
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+
+
+Options = TypeVar("Options", bound=BlockTrainingOptions)
+
+
+class BlockMethod(HeadMethod[BlockHead, Options]):
+    """The common part of both methods. `new_block` and `warm_block` make its heads; arguments are `HeadMethod`'s.
 
     Metrics, beside `loss_k` and `accuracy_k` of the k-th proposal: the terms of the loss by the names of
     `BlockTrainingOptions.term_weights`, not yet weighed, and `cross_entropy`.
-
-    Args:
-        head: the head, with parameters in float32; see `new_block` and `warm_block`.
-        target: whose states it reads; only its output layer is kept, and not as a submodule.
-        target_ids: int64 [Vd], target id of each draft id, ascending; None where they are the same.
-        options: of `options_class`; None: its defaults.
     """
 
-    def __init__(
-        self,
-        head: BlockHead,
-        target: PreTrainedModel,
-        target_ids: Int[Tensor, " Vd"] | None = None,
-        options: Options | None = None,
-    ):
-        super().__init__(head, target, target_ids, options)
+    new_head = staticmethod(new_block)
+    warm_head = staticmethod(warm_block)
+
+    def __init__(self, head: BlockHead, target: PreTrainedModel, *args: Any, **kwargs: Any):
+        super().__init__(head, target, *args, **kwargs)
         self.feature_layers = tuple(dict.fromkeys(head.spec.feature_layers))
         if self.options.confidence_weight and not head.spec.confidence:
             raise RecipeError("method.options.confidence_weight must be 0: the head has no confidence head.")
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-        """A draft vocabulary for large vocabularies; DeepSpec's many blocks where rows are long."""
-        size = suggested_vocabulary(config)
+        """A draft vocabulary for large vocabularies, and DeepSpec's many blocks for large targets."""
         options = {} if config.hidden_size < SMALL_HIDDEN_SIZE else {"anchors": _LARGE_ANCHORS}
-        return {"head": {} if size is None else {DRAFT_VOCAB_SIZE: size}, "options": options}
+        return {**super().suggested(config), "options": options}
 
     @classmethod
     def for_target(cls, target: nn.Module, head: DFlashShape, options: Options, count_tokens: CountTokens) -> Self:
-        model = unwrap(target)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
-        made = cls(new_block(model, head, target_ids), model, target_ids, options)
+        made = super().for_target(target, head, options, count_tokens)
         if made.head.spec.confidence and not options.confidence_weight:
             raise RecipeError(
                 "method.options.confidence_weight is 0, so the confidence head would learn nothing: set "
                 "method.head.confidence to false."
             )
         return made
-
-    @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
-        model = unwrap(target)
-        head, target_ids = warm_block(folder, model)
-        return cls(head, model, target_ids, options)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         batch = cast(Batch, {name: batch[name].to(self.head.device) for name in Batch.__required_keys__})
@@ -103,7 +134,9 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
         """The states of the slots that propose.
 
         Args:
-            batch: on the head's device.
+            batch: the batch, on the head's device.
+            states: the target's states.
+            blocks: the blocks.
         """
         context = self.head.fuse([states.features[layer] for layer in self.head.spec.feature_layers])
         return run_blocks(self.head, context, batch, blocks)[:, :, self.head.spec.first_slot :]
@@ -140,17 +173,17 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
         return self.head.confidence(slots[blocks.counted], blocks.previous[blocks.counted])
 
     def drafter(self, target: PreTrainedModel, **options: Any) -> BlockDrafter:
-        """Options are those of `BlockOptions`."""
+        """A drafter with the present weights; options are those of `BlockOptions`."""
         return BlockDrafter(self.decoding_head(target), target, BlockOptions(**options))
 
     @property
     def _terms(self) -> dict[str, float]:
-        """Weights of the terms that this head has. A confidence head of weight 0 stays: it waits for its gradient."""
+        """Weights of the terms that this head has; a confidence head of weight 0 stays, as it needs a gradient."""
         terms = self.options.term_weights
         return {name: weight for name, weight in terms.items() if name != "confidence" or self.head.spec.confidence}
 
     def _markov(self, blocks: Blocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, "E r"] | None:
-        """What the Markov head's output matrix takes behind the text's own tokens."""
+        """Inputs of the Markov head's output matrix behind the text's own tokens."""
         if self.head.spec.markov is None:
             return None
         markov = self.head.markov_head
@@ -162,11 +195,11 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
         return torch.stack(inputs, dim=2)[blocks.counted]
 
     def _weights(self, blocks: Blocks, losses: SlotLosses, rows: SlotRows) -> tuple[Tensor, Tensor]:
-        """Weights of the proposals that count; and what sums are divided by [2]: of all of them, and of those whose
-        token the draft vocabulary has. It is the sum of the weights, as `shared_size` has it.
+        """Weights of the proposals that count, and two divisors [2] of sums.
 
-        D-PACE's weights are parts of a draft's length: what they add up to must not be divided away
-        (sgl-project/SpecForge#828, by its author), so the divisor is the number of blocks.
+        The divisors are sums of the weights over all processes (`shared_size`): of all proposals, and of those whose
+        token the draft vocabulary has. D-PACE's weights are parts of a draft's length, whose sum must not be divided
+        away (sgl-project/SpecForge#828, by its author), so there both divisors are the number of blocks.
         """
         known = rows.labels >= 0
         if not self.options.d_pace:
@@ -180,7 +213,7 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
 
     @staticmethod
     def _means(losses: SlotLosses, weights: Tensor, sizes: Tensor, known: Tensor) -> dict[str, Tensor]:
-        """Weighted means of every loss; the cross-entropy's over those whose token the draft vocabulary has."""
+        """Weighted means of every loss; of the cross-entropy over tokens that the draft vocabulary has."""
         means = {}
         for name, each in losses.items():
             if name != "best":
@@ -204,3 +237,22 @@ class BaseBlockMethod(HeadMethod[BlockHead, Options]):
             sums = torch.zeros(num_depths, device=depth.device).index_add(0, depth, cast(Tensor, values).float())
             found |= {f"{name}_{k}": sums[k] / counts[k] for k in range(num_depths)}
         return found
+
+
+class DFlashMethod(BlockMethod[BlockTrainingOptions]):
+    """Trains a head whose slots propose without knowing each other's tokens, see `BlockTrainingOptions`.
+
+    JetSpec's heads are these with `causal: true` and `first_slot: 1`, trained with `loss: kl` and `decay: null`.
+    """
+
+    name = "dflash"
+    head_class = DFlashShape
+    options_class = BlockTrainingOptions
+
+
+class DSparkMethod(BlockMethod[DSparkTrainingOptions]):
+    """Trains a head with a Markov head and a confidence head, see `DSparkTrainingOptions`."""
+
+    name = "dspark"
+    head_class = DSparkShape
+    options_class = DSparkTrainingOptions

@@ -1,4 +1,4 @@
-"""Training of EAGLE heads: alignment, the unrolled mask, agreement with what the drafter computes, learning."""
+"""Training of EAGLE heads: alignment, the unrolled mask, agreement with the drafter, learning, fresh heads, EAGLE-1."""
 
 from __future__ import annotations
 
@@ -8,15 +8,34 @@ import math
 import pytest
 import torch
 
-from hf_speculate import Speculator
+from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import RAW_LAST, DraftRequest
+from hf_speculate.errors import TargetMismatchError
 from hf_speculate.tree import TreePlan
 from hf_speculate_training.data import NO_DOCUMENT, Batch
-from hf_speculate_training.methods import Entries, counted_entries
-from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
+from hf_speculate_training.methods import Entries, count_tokens, counted_entries, draft_vocabulary
+from hf_speculate_training.methods.eagle import (
+    Eagle1Method,
+    Eagle1TrainingOptions,
+    Eagle3Method,
+    Eagle3TrainingOptions,
+    new_eagle1,
+    new_eagle3,
+    warm_eagle,
+)
+from hf_speculate_training.sections import RecipeError
 from hf_speculate_training.states import TargetReader
 from tests.support import heads
-from tests.support.training import packed
+from tests.support.models import build_tiny_model
+from tests.support.tiny_heads import random_eagle
+from tests.support.training import (
+    assert_every_draft_is_accepted,
+    assert_nothing_learnt,
+    assert_same_gradients,
+    learn_by_heart,
+    own_text,
+    packed,
+)
 
 
 VOCAB, DEPTH, STEPS = heads.VOCAB, heads.DEPTH, 4
@@ -164,13 +183,7 @@ class TestLossAgainstRecomputation:
         expected, losses = slow_loss(made, batch)
         assert len({step for step, _, _ in losses}) == STEPS
         torch.testing.assert_close(output.loss, expected, rtol=1e-6, atol=0)
-        names, parameters = zip(*made.named_parameters(), strict=True)
-        ours = torch.autograd.grad(output.loss, parameters)
-        theirs = torch.autograd.grad(expected, parameters)
-        for name, grad, wanted in zip(names, ours, theirs, strict=True):
-            scale = float(wanted.abs().max())
-            assert scale > 0, f"nothing is learnt by {name}"
-            assert float((grad - wanted).abs().max()) <= 1e-6 * scale, name
+        assert_same_gradients(made, output.loss, expected)
         for step in range(STEPS):
             mean = torch.stack([loss for key, loss in losses.items() if key[0] == step]).mean()
             torch.testing.assert_close(output.metrics[f"loss_{step}"].double(), mean, rtol=1e-5, atol=0)
@@ -215,20 +228,13 @@ class TestDocuments:
         parts[1]["document_ids"] = parts[1]["document_ids"] * 0
         loss, alone = run(made, together).loss, [run(made, part).loss for part in parts]
         torch.testing.assert_close(loss * 15, alone[0] * 7 + alone[1] * 8, rtol=1e-7, atol=0)  # weights are fp32
-        grads = torch.autograd.grad(loss * 15, tuple(made.parameters()))
-        separate = torch.autograd.grad(alone[0] * 7 + alone[1] * 8, tuple(made.parameters()))
-        for a, b in zip(grads, separate, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7 * float(b.abs().max()))
+        assert_same_gradients(made, loss * 15, alone[0] * 7 + alone[1] * 8)
 
     def test_nothing_to_learn(self):
         made = method()
         batch = packed([7, 8, -3])
         batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-        output = run(made, batch)
-        output.loss.backward()
-        assert output.loss.item() == 0
-        assert all((p.grad == 0).all() for p in made.parameters()), "a gradient for every parameter, and all 0"
-        assert all(value.isfinite() for value in output.metrics.values())
+        assert_nothing_learnt(made, run(made, batch))
 
 
 class TestDecodingComputesTheSame:
@@ -296,55 +302,29 @@ class TestLearning:
         """The text is the target's own greedy one, so a head that knows the batch drafts it to the last token."""
         model = copy.deepcopy(target(dtype=torch.float32))
         model.lm_head.weight *= 60  # a random target has no clear preferences, and whoever learns its distribution none
-        torch.manual_seed(0)
-        prompts = torch.randint(3, VOCAB, (2, 5))
-        text = model.generate(prompts, max_new_tokens=24, do_sample=False)
-        batch = packed([29], [29])
-        batch["input_ids"] = text
+        prompts, batch = own_text(model, 29, VOCAB)
         made = Eagle3Method(new_eagle3(model, hidden_size=64), model, options=Eagle3TrainingOptions(steps=4)).train()
         states = TargetReader(model, made.feature_layers)(batch)
-        optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
-        for _ in range(150):
-            optimizer.zero_grad()
-            output = made(batch, states)
-            if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(4)):
-                break
-            output.loss.backward()
-            optimizer.step()
-        else:
-            pytest.fail(f"not learnt: {output.metrics}")
-        speculator = Speculator(made.drafter(model, depth=4, top_k=1))
-        again = model.generate(prompts, max_new_tokens=24, do_sample=False, speculator=speculator)
-        assert torch.equal(again, text)
-        # 1 token of the prefill, then rounds of 5 tokens and a last one of 3.
-        assert speculator.stats.rounds == 2 * 5
-        assert set(speculator.stats.acceptance_rate_by_depth.values()) == {1.0}
+        learn_by_heart(made, batch, states, 4, num_steps=150, lr=3e-3)
+        drafter = made.drafter(model, depth=4, top_k=1)
+        speculator = assert_every_draft_is_accepted(model, drafter, prompts, batch["input_ids"])
+        assert speculator.stats.rounds == 2 * 5  # 1 token of the prefill, then rounds of 5 tokens and a last one of 3
 
-    def test_training_goes_on_after_a_drafter_was_made(self):
+    def test_a_drafter_has_the_targets_dtype_and_training_goes_on(self):
         made = method(dtype=torch.float32)
         drafter = made.drafter(target(dtype=torch.float32))
         assert not any(p.requires_grad for p in drafter.head.parameters())
-        assert all(p.requires_grad for p in made.parameters())
-        assert made.head.training
-        before = made.head.fc.weight.detach().clone()
         with torch.no_grad():
             made.head.fc.weight += 1
-        torch.testing.assert_close(drafter.head.fc.weight, before + 1, msg="same memory where the dtypes agree")
-
-    def test_the_drafter_is_in_the_targets_dtype_and_the_head_stays_float32(self):
-        made = method(dtype=torch.float32)
+        assert torch.equal(drafter.head.fc.weight, made.head.fc.weight), "same memory where the dtypes agree"
         drafter = made.drafter(target(dtype=torch.bfloat16))
         assert {p.dtype for p in drafter.head.parameters()} == {torch.bfloat16}
-        assert {p.dtype for p in made.parameters()} == {torch.float32}
-        target(dtype=torch.bfloat16).generate(
-            packed([6])["input_ids"], max_new_tokens=8, do_sample=False, speculator=Speculator(drafter)
-        )
-
-    def test_checkpoints_hold_the_head_only(self):
-        names = set(method("plain").state_dict())
-        assert names
-        assert all(name.startswith("head.") for name in names)
-        assert "head.embed_tokens.weight" not in names, "the target's embeddings are the target's"
+        assert {p.dtype for p in made.parameters() if p.requires_grad} == {torch.float32}
+        assert all(p.requires_grad for p in made.parameters())
+        assert made.head.training
+        prompt = packed([6])["input_ids"]
+        target(dtype=torch.bfloat16).generate(prompt, max_new_tokens=8, speculator=Speculator(drafter))
+        assert all(name.startswith("head.") and "embed_tokens" not in name for name in made.state_dict())
 
     def test_noise_is_for_training_only(self):
         batch = packed([12])
@@ -367,3 +347,156 @@ class TestLearning:
     def test_steps_must_be_some(self):
         with pytest.raises(ValueError, match="steps must be at least 1"):
             method(steps=0)
+
+
+SOME = torch.arange(1, 96, 3)
+
+
+def small_target(dtype: torch.dtype = torch.float32):
+    return build_tiny_model(dtype=dtype)
+
+
+def row(length: int = 14) -> dict:
+    return dict(packed([length]))
+
+
+class TestEagle3Heads:
+    def test_output_and_embeddings_begin_as_the_targets(self):
+        model = small_target()
+        head = new_eagle3(model, SOME)
+        assert torch.equal(head.lm_head.weight, model.lm_head.weight[SOME])
+        assert head.shared["embed_tokens"] is model.get_input_embeddings()
+        own = new_eagle3(model, own_embeddings=True)
+        assert torch.equal(own.embed_tokens.weight, model.get_input_embeddings().weight)
+        assert own.embed_tokens.weight.requires_grad
+        assert all(p.dtype == torch.float32 and p.requires_grad for p in own.parameters())
+
+    @pytest.mark.parametrize("width", [16, 48])
+    def test_of_another_width(self, width):
+        """Narrow: the projection that keeps most of the target's matrix. Wide: nothing of it is lost."""
+        model = small_target()
+        head = new_eagle3(model, hidden_size=width)
+        theirs, ours = model.lm_head.weight, head.lm_head.weight.detach()[:, : min(width, 32)]
+        singular = torch.linalg.svdvals(theirs)
+        kept = float(ours.square().sum() / theirs.square().sum())
+        assert kept == pytest.approx(float(singular[:width].square().sum() / singular.square().sum()), rel=1e-4)
+        assert (head.spec.hidden_size, head.spec.head_dim, head.spec.num_heads) == (width, 8, width // 8)
+        assert head.shared["embed_tokens"] is None
+
+    def test_layers(self):
+        assert new_eagle3(small_target()).spec.feature_layers == (1, 2, 2), "of two layers there are no three"
+        assert new_eagle3(small_target(), feature_layers=(0, 2)).spec.num_features == 2
+        with pytest.raises(TargetMismatchError, match="2 layers"):
+            new_eagle3(small_target(), feature_layers=(1, 2, 3))
+
+    def test_sizes_that_do_not_fit(self):
+        with pytest.raises(TargetMismatchError, match="leave own_embeddings out"):
+            new_eagle3(small_target(), hidden_size=48, own_embeddings=False)
+        with pytest.raises(TargetMismatchError, match="even size"):
+            new_eagle3(small_target(), hidden_size=48, num_heads=16)
+
+    def test_the_targets_rows_as_output_are_not_trained(self, tmp_path):
+        model = small_target()
+        method = Eagle3Method(new_eagle3(model, SOME, own_output=False), model, SOME)
+        assert torch.equal(method.head.output.weight, model.lm_head.weight[SOME])
+        assert not any("lm_head" in name for name, _ in method.named_parameters())
+        states = TargetReader(model, method.feature_layers)(row())
+        method(row(), states).loss.backward()
+        assert all(parameter.grad is not None for parameter in method.parameters())
+        assert method.head.output.weight.grad is None
+        method.save(tmp_path, model, "compact")
+        again, target_ids = warm_eagle(tmp_path, model)
+        assert torch.equal(target_ids, SOME)
+        assert again.fc.weight.requires_grad
+        assert not again.output.weight.requires_grad
+        for name, parameter in method.head.named_parameters():
+            assert torch.equal(dict(again.named_parameters())[name], parameter), name
+        assert new_eagle3(model, own_output=False).output is model.get_output_embeddings(), "without a draft vocabulary"
+        with pytest.raises(TargetMismatchError, match="leave own_output out"):
+            new_eagle3(model, SOME, own_output=False, hidden_size=48)
+
+    @pytest.mark.parametrize("layout", ["speculators", "specforge"])
+    @pytest.mark.parametrize("shape", [{}, {"hidden_size": 48}, {"own_embeddings": True}])
+    def test_saved_and_loaded_by_everyones_path(self, tmp_path, layout, shape):
+        model = small_target()
+        head = new_eagle3(model, SOME, feature_layers=(0 if layout == "speculators" else 1, 1, 2), **shape)
+        if "own_embeddings" in shape:
+            head.embed_tokens.weight.data += 0.1  # learnt something: else the loader would take the target's
+        method = Eagle3Method(head, model, SOME)
+        method.drafter(model).save_pretrained(tmp_path, layout)
+        loaded = AutoSpeculator.from_pretrained(tmp_path, target=model)
+        prompt = row(9)["input_ids"]
+        plain = model.generate(prompt, max_new_tokens=8, do_sample=False)
+        assert torch.equal(plain, model.generate(prompt, max_new_tokens=8, do_sample=False, speculator=loaded))
+        again, target_ids = warm_eagle(tmp_path, model)
+        assert torch.equal(target_ids, SOME)
+        parameters = dict(again.named_parameters())
+        assert parameters.keys() == dict(method.head.named_parameters()).keys()
+        for name, parameter in method.head.named_parameters():
+            assert torch.equal(parameters[name], parameter), name
+            assert parameters[name].requires_grad
+
+    def test_parallel_heads_are_not_gone_on_from(self, tmp_path):
+        random_eagle(2, 2, 4, small_target(), parallel=True).save_pretrained(tmp_path / "head")
+        with pytest.raises(RecipeError, match=r"method\.start_from: this is a P-EAGLE head"):
+            warm_eagle(tmp_path / "head", small_target())
+
+
+class TestEagle1:
+    def test_loss_against_loops(self):
+        model = small_target(torch.float64)
+        torch.manual_seed(1)
+        head = new_eagle1(model).double()
+        head.rotary.float()
+        method = Eagle1Method(head, model, options=Eagle1TrainingOptions(noise=0, steps=2, step_decay=0.5)).train()
+        batch = row()
+        states = TargetReader(model, method.feature_layers)(batch)
+        output = method(batch, states)
+        features = states.features[method.feature_layers[0]][0]
+        total, outputs = 0.0, method.unroll(batch, states)
+        for step, entries in enumerate(counted_entries(batch, 2)):
+            for i in entries[0].nonzero().flatten().tolist():
+                predicted, wanted = outputs[step][0, i], features[i + 1 + step]
+                difference = (predicted - wanted).abs()
+                regression = torch.where(difference < 1, difference**2 / 2, difference - 0.5).mean()
+                target_probs, log_probs = model.lm_head(wanted).softmax(-1), model.lm_head(predicted).log_softmax(-1)
+                total = total + 0.5**step * (regression - 0.1 * (target_probs * log_probs).sum()) / 14
+        torch.testing.assert_close(output.loss, total, rtol=1e-5, atol=0)
+        assert set(output.metrics) == {"loss_0", "loss_1", "accuracy_0", "accuracy_1", "regression"}
+        output.loss.backward()
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in method.parameters())
+
+    def test_learns_and_is_saved(self, tmp_path):
+        model = small_target()
+        method = Eagle1Method(new_eagle1(model), model, options=Eagle1TrainingOptions(noise=0)).train()
+        batch = row()
+        batch["input_ids"] = model.generate(batch["input_ids"][:, :4], max_new_tokens=10, do_sample=False)
+        states = TargetReader(model, method.feature_layers)(batch)
+        optimizer = torch.optim.Adam(method.parameters(), lr=3e-3)
+        for _ in range(200):
+            optimizer.zero_grad()
+            output = method(batch, states)
+            output.loss.backward()
+            optimizer.step()
+        assert float(output.metrics["accuracy_0"]) > 0.9, output.metrics  # what is left differs from CPU to CPU
+        method.drafter(model).save_pretrained(tmp_path)
+        loaded = AutoSpeculator.from_pretrained(tmp_path, target=model, depth=1, top_k=1)
+        assert isinstance(loaded, Speculator)
+        prompt = batch["input_ids"][:, :4]
+        text = model.generate(prompt, max_new_tokens=10, do_sample=False, speculator=loaded)
+        assert torch.equal(text, batch["input_ids"])
+        assert set(loaded.stats.acceptance_rate_by_depth.values()) == {1.0}
+
+
+class TestDraftVocabulary:
+    def test_the_most_frequent_then_the_lowest(self):
+        batch = row(8)
+        batch["input_ids"] = torch.tensor([[7, 7, 7, 50, 50, 3, 90, 90]])
+        batch["loss_mask"][0, 5:] = False
+        counts = count_tokens([batch, batch], 96)
+        assert counts.nonzero().flatten().tolist() == [7, 50]
+        assert counts[7] == 6
+        assert draft_vocabulary(counts, 1).tolist() == [7]
+        assert draft_vocabulary(counts, 5).tolist() == [0, 1, 2, 7, 50]
+        with pytest.raises(ValueError, match="1 to 96"):
+            draft_vocabulary(counts, 97)

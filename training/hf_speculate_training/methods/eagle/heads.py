@@ -1,12 +1,10 @@
-"""EAGLE heads as training begins: fresh ones shaped after the target, or published ones to go on from.
-
-Parameters are float32 and on the device of the target's last layer; what they share with the target stays the target's.
-"""
+"""EAGLE heads as training begins: fresh ones shaped after the target, and published ones."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +19,77 @@ from hf_speculate_plugins.checkpoints import vocabulary_output
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 
 from ...sections import RecipeError
-from ..weights import copy_rows, initialise, target_rows, trainable
+from ..heads import copy_rows, initialise, target_rows, trainable
 
 
 _MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleShape:
+    """The shape of a fresh EAGLE head: fields of `EagleSpec`. None stands for the value of target or method.
+
+    Attributes:
+        num_layers: decoder layers.
+        hidden_act, rms_norm_eps, rope, max_position_embeddings: settings of every layer; None for the target's.
+        intermediate_size: intermediate size; None keeps the target's ratio to the hidden size.
+        head_dim: width of every attention head.
+        fc_bias, qkv_bias, o_bias, mlp_bias, qk_norm, norm_before_residual, norm_embedding, norm_logits,
+            feed_back_normed: switches of `EagleSpec`.
+        windows: length of each layer's sliding attention window, None for full attention.
+    """
+
+    num_layers: int = 1
+    intermediate_size: int | None = None
+    head_dim: int | None = None
+    hidden_act: str | None = None
+    rms_norm_eps: float | None = None
+    rope: dict[str, Any] | None = None
+    max_position_embeddings: int | None = None
+    fc_bias: bool | None = None
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool | None = None
+    norm_before_residual: bool | None = None
+    norm_embedding: bool | None = None
+    norm_logits: bool | None = None
+    feed_back_normed: bool | None = None
+    windows: tuple[int | None, ...] | None = None
+
+    def given(self, *without: str) -> dict[str, Any]:
+        """The fields that are not None, for `new_eagle3` and `new_eagle1`."""
+        return {name: value for name, value in vars(self).items() if value is not None and name not in without}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Shape(EagleShape):
+    """The shape of a fresh EAGLE-3 head.
+
+    Attributes:
+        hidden_size: width Hd; None for the target's. A wider or narrower head has embeddings of its own.
+        num_heads, num_kv_heads: numbers of heads; None for as many as fit `hidden_size` with the target's head size
+            and grouping.
+        feature_layers: hidden states of the target that the head reads, as in `EagleSpec`. None takes 2, L // 2 and
+            L - 3, as other engines assume for files that do not say, or three spread evenly over fewer than 6 layers.
+        own_embeddings: True gives the head embeddings of its own, at first a copy of the target's; None only if it must
+            have them.
+        own_output: False keeps the target's output matrix, or its rows for the draft vocabulary, which are not
+            trained; the layout "compact" leaves them out of the files. Otherwise the head trains a copy of these rows.
+        draft_vocab_size: number of the most frequent tokens of the training data to draft with; None for the target's
+            vocabulary.
+        norm_before_fc, fc_norm: switches of `EagleSpec`.
+    """
+
+    hidden_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    feature_layers: tuple[int, ...] | None = None
+    own_embeddings: bool | None = None
+    own_output: bool | None = None
+    draft_vocab_size: int | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
 
 
 def new_eagle3(
@@ -40,25 +105,18 @@ def new_eagle3(
     own_output: bool = True,
     **switches: Any,
 ) -> EagleHead:
-    """A fresh EAGLE-3 head.
+    """A fresh EAGLE-3 head in float32, on the device of the target's last layer.
 
     Its output matrix begins as the target's rows, so that it speaks the target's language from the first step.
 
     Args:
-        target_ids: the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
-        hidden_size: Hd, None for the target's; a wider or narrower head has embeddings of its own.
-        intermediate_size: None keeps the target's ratio to the hidden size.
-        num_heads, num_kv_heads: None: as many as fit `hidden_size` with the target's head size and grouping.
-        feature_layers: as `EagleSpec.feature_layers`. None: hidden states 2, L // 2 and L - 3, as other engines assume
-            where a file does not say; for targets of fewer than 6 layers three that are spread evenly.
-        own_embeddings: whether the head has (and trains) embeddings of its own, a copy of the target's at first. None:
-            only where it must.
-        own_output: whether it has (and trains) an output matrix of its own, at first a copy of the target's rows.
-            False: these rows themselves, or the target's matrix where there are no `target_ids`.
+        target: the target.
+        target_ids: tokens of the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
+        hidden_size, …, own_output: fields of `Eagle3Shape`.
         switches: further fields of `EagleSpec` (`num_layers`, `norm_before_residual`, `fc_norm`, `windows`, …).
 
     Raises:
-        TargetMismatchError: layers that the target has not; a size that cannot be divided into heads.
+        TargetMismatchError: the target does not have these layers, or the size cannot be divided into heads.
     """
     config = target.config.get_text_config(decoder=True)
     width = hidden_size or config.hidden_size
@@ -97,6 +155,8 @@ def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any)
     """A fresh EAGLE-1 head, of the target's width and with its embeddings and output matrix.
 
     Args:
+        target: the target.
+        num_layers: decoder layers.
         switches: further fields of `EagleSpec` (`intermediate_size`, `fc_bias`, `qkv_bias`, …).
     """
     config = target.config.get_text_config(decoder=True)
@@ -111,7 +171,7 @@ def new_eagle1(target: PreTrainedModel, *, num_layers: int = 1, **switches: Any)
 
 
 def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
-    """A published EAGLE head (folder or Hub id) to train on, and its draft vocabulary.
+    """A published EAGLE head (folder or Hub id) whose training goes on, and its draft vocabulary.
 
     Raises:
         RecipeError: a P-EAGLE head, whose masks these methods do not train.
@@ -136,7 +196,7 @@ def _sizes(
     num_kv_heads: int | None,
     num_layers: int,
 ) -> dict[str, Any]:
-    """Fields of an `EagleSpec` that follow the target's config where nothing else is asked for."""
+    """Fields of an `EagleSpec`, from the target's config unless another value is given."""
     return {
         "hidden_size": width,
         "target_hidden_size": config.hidden_size,
@@ -153,7 +213,7 @@ def _sizes(
 
 
 def _scaled(size: int, width: int, target_width: int) -> int:
-    """`size` of a target of `target_width` for a head of `width`, a multiple of 16."""
+    """A target's `size`, scaled to the `width` of a head, a multiple of 16."""
     return size if width == target_width else max(round(size * width / target_width / 16), 1) * 16
 
 
