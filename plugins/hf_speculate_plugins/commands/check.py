@@ -223,9 +223,8 @@ def load_measured(target: str, dtype: str, device: torch.device, dense: bool = F
         model: Any = model.dequantize()
     # No head was trained on text behind the target's end of text.
     of_config: Any = model.config.get_text_config(decoder=True).eos_token_id
-    of_config = of_config if isinstance(of_config, list | tuple) else [of_config]
-    ends = set(of_config) | {tokenizer.eos_token_id}
-    ends.discard(None)
+    of_tokenizer: Any = tokenizer.eos_token_id
+    ends = {*(of_config if isinstance(of_config, list | tuple) else [of_config]), of_tokenizer} - {None}
     model.generation_config.eos_token_id = sorted(ends) or None
     model.generation_config.pad_token_id = min(ends, default=0)
     return model, tokenizer

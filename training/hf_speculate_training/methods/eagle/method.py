@@ -158,8 +158,8 @@ class Eagle3Method(EagleMethod[Eagle3TrainingOptions]):
     head_class = Eagle3Shape
     options_class = Eagle3TrainingOptions
 
-    @classmethod
-    def new_head(cls, target: PreTrainedModel, shape: Eagle3Shape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
+    @staticmethod
+    def new_head(target: PreTrainedModel, shape: Eagle3Shape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
         return new_eagle3(target, target_ids, **shape.given(DRAFT_VOCAB_SIZE))
 
     @classmethod
@@ -188,8 +188,8 @@ class Eagle1Method(EagleMethod[Eagle1TrainingOptions]):
     head_class = EagleShape
     options_class = Eagle1TrainingOptions
 
-    @classmethod
-    def new_head(cls, target: PreTrainedModel, shape: EagleShape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
+    @staticmethod
+    def new_head(target: PreTrainedModel, shape: EagleShape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
         return new_eagle1(target, **shape.given())
 
     @classmethod
