@@ -36,7 +36,7 @@ slow: $(SETUP)
 # What touches transformers, with its newest release on the package index, in an environment of its own. (pip complains
 # where that is beyond what pyproject.toml allows: this is how one finds out whether it may allow it.)
 NEWEST := .venv-newest
-CORE := tests/cache tests/verification tests/target tests/drafting tests/generation tests/lossless tests/conformance \
+CORE := tests/cache tests/verification tests/scoring tests/drafting tests/generation tests/lossless tests/conformance \
 	tests/test_compatibility.py tests/test_streaming.py
 
 newest: $(NEWEST)/.installed

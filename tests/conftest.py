@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import flash_attention_mask
 
-from hf_speculate.gguf import native
 from hf_speculate.hub import repositories
+from hf_speculate.native import binding as native
 
 from .support.hub import FakeHub
 from .support.inputs import random_prompt

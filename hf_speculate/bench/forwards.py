@@ -15,7 +15,7 @@ from ..cache import TreeCache, as_cache
 from ..commands import timed
 from ..errors import SpeculateError
 from ..models import GenerativeModel
-from ..target import Scorer, exact_scorer, exact_sizes
+from ..scoring import Scorer, exact_scorer, exact_sizes
 from ..tree import DraftTree
 
 

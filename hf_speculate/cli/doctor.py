@@ -37,8 +37,8 @@ from ..commands import (
 from ..errors import SpeculateError, UnsupportedRequestError
 from ..models import GenerativeModel
 from ..registry import SpeculatorSpec
+from ..scoring import supported_shape
 from ..speculator import Speculator
-from ..target import supported_shape
 from .session import ChatTarget, default_target
 
 

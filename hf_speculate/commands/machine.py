@@ -14,7 +14,7 @@ import torch
 
 from ..errors import SpeculateError, first_line
 from ..registry import installed_drafters
-from ..target import device_name
+from ..scoring import device_name
 
 
 _PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")

@@ -24,8 +24,8 @@ from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..messages import get_logger
 from ..models import GenerativeModel
+from ..scoring import Shape, Sizes, install_attention, keep_saveable, uninstall_attention
 from ..speculator import Speculator
-from ..target import Shape, Sizes, install_attention, keep_saveable, uninstall_attention
 from .call import PreparedCall, streamed
 from .preparation import SampleCall, prepare
 from .requests import (

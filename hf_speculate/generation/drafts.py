@@ -9,7 +9,7 @@ from ..cache import TreeCache
 from ..drafting import Deepening, Drafting, DraftState
 from ..models import GenerativeModel
 from ..policy import NOTHING, Budget, PolicySession, Situation
-from ..target import DepthLimit, Scorer, has_length_dependent_rope, takes_position_ids
+from ..scoring import DepthLimit, Scorer, has_length_dependent_rope, takes_position_ids
 from ..tree import DraftTree
 from ..verification import Sampler, Sequences, Stopping
 from .ahead import Ahead

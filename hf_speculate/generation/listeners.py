@@ -9,8 +9,8 @@ from typing import Any
 from ..drafting import Drafting
 from ..policy import PolicySession
 from ..round import Round, RoundSeconds
+from ..scoring import Scorer, layer_windows
 from ..stats import SpeculationStats
-from ..target import Scorer, layer_windows
 from ..verification import Sampler, Sequences
 
 

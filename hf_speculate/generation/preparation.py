@@ -19,9 +19,7 @@ from ..compilation import Compiler
 from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text
 from ..models import GenerativeModel
 from ..policy import PolicyRequest, PolicySession
-from ..speculator import Speculator
-from ..stats import SpeculationStats
-from ..target import (
+from ..scoring import (
     MAX_NATIVE_ROWS,
     Scorer,
     Shape,
@@ -33,6 +31,8 @@ from ..target import (
     prompt_learning,
     target_scorer,
 )
+from ..speculator import Speculator
+from ..stats import SpeculationStats
 from ..verification import LayerRecord, Noise, Records, Sampler, Sequences, StepRecord, Stopping, TypicalSampler
 from .ahead import Ahead
 from .choosing import Choosing, Delivery

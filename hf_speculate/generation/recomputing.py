@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cache import TreeCache, cache_of
 from ..models import GenerativeModel, has_own_method
-from ..target import Forward, Nodes, Scorer, longrope_switch
+from ..scoring import Forward, Nodes, Scorer, longrope_switch
 from .stock_step import StockStep
 
 

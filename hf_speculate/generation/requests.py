@@ -15,8 +15,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..cache import CACHE_NAME
 from ..errors import UnsupportedRequestError
 from ..models import GenerativeModel
+from ..scoring import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
 from ..speculator import Speculator
-from ..target import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
 from ..verification import see_rows_alone
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..cache import TreeCache
 from ..models import GenerativeModel
-from ..target import Scorer, has_length_dependent_rope
+from ..scoring import Scorer, has_length_dependent_rope
 from ..tree import DraftTree
 from ..verification import Sampler, Sequences, Stopping, Verdict
 

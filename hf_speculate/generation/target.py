@@ -13,7 +13,7 @@ from ..cache import TreeCache, cache_of
 from ..compilation import Compiler
 from ..errors import PromptError
 from ..models import GenerativeModel
-from ..target import Scorer
+from ..scoring import Scorer
 from ..tree import DraftTree
 from ..verification import Sequences
 from .rows import Rows

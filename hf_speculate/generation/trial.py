@@ -33,8 +33,7 @@ from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import UnsupportedRequestError
 from ..messages import get_logger
 from ..models import GenerativeModel, has_own_method
-from ..speculator import Speculator
-from ..target import (
+from ..scoring import (
     Shape,
     has_foreign_attention,
     has_recurrent_layers,
@@ -44,6 +43,7 @@ from ..target import (
     target_shape,
     without_foreign_hooks,
 )
+from ..speculator import Speculator
 from ..tree import ROOT_PARENT, DraftTree
 from ..verification import RngState
 

@@ -21,10 +21,22 @@ from transformers.utils.quantization_config import GgufConfig
 from ..errors import CheckpointError
 from ..messages import get_logger
 from ..models import GenerativeModel
-from .backends import Backend, DequantizeBackend, NativeBackend, choose_backend
-from .formats import DENSE_TYPES, FORMATS, dense_values
-from .forwards import fuse
-from .large_pages import together
+from ..native import (
+    DENSE_TYPES,
+    FORMATS,
+    Backend,
+    DequantizeBackend,
+    FusedLinear,
+    NativeBackend,
+    PackedEmbedding,
+    PackedLinear,
+    PackedMatrix,
+    Projection,
+    choose_backend,
+    dense_values,
+    fuse,
+    together,
+)
 from .matrices import Matrix, TensorRows, half_split_order
 from .model import (
     ATTENTION,
@@ -39,7 +51,6 @@ from .model import (
     plan_model,
     read_vector,
 )
-from .modules import FusedLinear, PackedEmbedding, PackedLinear, PackedMatrix, Projection
 from .shards import find_file, read_model_file
 from .tokenizer import read_tokenizer
 

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from ..errors import CheckpointError
 from .reading import GgufFile, TensorEntry
 
 
@@ -61,6 +60,10 @@ class Matrix:
         return self.parts[0].entry.shape[-1]
 
     @property
+    def row_bytes(self) -> int:
+        return self.parts[0].entry.row_bytes
+
+    @property
     def num_bytes(self) -> int:
         return sum(part.entry.num_bytes for part in self.parts)
 
@@ -84,14 +87,3 @@ class Matrix:
 def half_split_order(num_rows: int, num_heads: int) -> Int64[Tensor, " N"]:
     """Rows of llama.cpp's q and k (pairs that rotate together are neighbours) in transformers' order (halves)."""
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
-
-
-def check_finite(scales: Tensor, matrix: Matrix) -> None:
-    """Raises `CheckpointError` for scales that are infinite or no numbers."""
-    if not scales.isfinite().all():
-        raise not_finite(matrix)
-
-
-def not_finite(matrix: Matrix) -> CheckpointError:
-    """What is raised for such scales."""
-    return CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some scales are not finite.")

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import CheckpointError
-from .formats import DENSE_TYPES, FORMATS, dense_values
+from ..native import DENSE_TYPES, FORMATS, dense_values
 from .metadata import Metadata, check_vocabulary, end_tokens, token_id
 from .reading import GgufFile, TensorEntry
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, TargetMismatchError
 from ..messages import get_logger
 from ..models import GenerativeModel
+from ..scoring import WeightSample, adapter_fingerprints, compare_weights, quantization_label, sample_weights
 from ..stats import HeadRecord
-from ..target import WeightSample, adapter_fingerprints, compare_weights, quantization_label, sample_weights
 from .provenance import PROVENANCE_FILE, read_provenance
 
 

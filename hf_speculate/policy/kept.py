@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import SpeculateError
 from ..files import json_writer, read_json, replace_files
-from ..target import device_name
+from ..scoring import device_name
 from .contract import PolicyRequest
 from .costs import RoundCosts
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from hf_speculate.bench import verify_ms
 from hf_speculate.commands import ModelShape, shapes
 from hf_speculate.errors import SpeculateError
-from hf_speculate.target import filler_cache
+from hf_speculate.scoring import filler_cache
 
 from ..benchmarks import ahead, costs, edits, gguf, heads, train
 from ..benchmarks.command import run

@@ -36,7 +36,7 @@ from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.commands import Exact, Grid, Layers, NewTokens, Rates, Repeats, progress, random_prompt, synchronize
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
-from hf_speculate.target import Scorer, filler_cache, supported_shape
+from hf_speculate.scoring import Scorer, filler_cache, supported_shape
 
 from .command import Shape, run
 

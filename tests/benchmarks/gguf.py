@@ -36,8 +36,9 @@ from hf_speculate.commands import (
     target_path,
     timed,
 )
-from hf_speculate.gguf import PackedMatrix, load_model, packing_report
+from hf_speculate.gguf import load_model, packing_report
 from hf_speculate.models import GenerativeModel
+from hf_speculate.native import PackedMatrix
 from hf_speculate.speculator import Speculator
 
 from ..support.random_gguf import FileShape

@@ -15,8 +15,8 @@ from hf_speculate.cache import as_cache
 from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
-from hf_speculate.target import masks
-from hf_speculate.target.masks import LayerType, layer_types, layer_types_of
+from hf_speculate.scoring import masks
+from hf_speculate.scoring.masks import LayerType, layer_types, layer_types_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.inputs import padded_batch

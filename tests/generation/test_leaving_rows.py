@@ -20,8 +20,8 @@ from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of, rows
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.generation import loop as decoding
-from hf_speculate.target import scoring
-from hf_speculate.target.scoring import Scorer
+from hf_speculate.scoring import scoring
+from hf_speculate.scoring.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.sampler import Sampler
 from hf_speculate_plugins.combined import CombinedDrafter

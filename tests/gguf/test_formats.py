@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
-from hf_speculate.gguf import backends
-from hf_speculate.gguf.backends import BACKENDS, choose_backend
-from hf_speculate.gguf.formats import FORMATS
 from hf_speculate.gguf.matrices import Matrix, half_split_order
-from hf_speculate.gguf.modules import FusedLinear, Projection
+from hf_speculate.native import backends
+from hf_speculate.native.backends import BACKENDS, choose_backend
+from hf_speculate.native.formats import FORMATS
+from hf_speculate.native.modules import FusedLinear, Projection
 
 from ..support.gguf import CPU, make_matrix, pack, reference, rounded
 from ..support.tiers import quick

@@ -10,8 +10,9 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
-from hf_speculate.gguf import load_model, native
-from hf_speculate.gguf.native_layers import MOST_ROWS
+from hf_speculate.gguf import load_model
+from hf_speculate.native import binding as native
+from hf_speculate.native.layers import MOST_ROWS
 
 from ..support.gguf import ids, modules_only
 from ..support.random_gguf import FileShape, one_type, write_random_file

@@ -10,11 +10,12 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_speculate.cache import CACHE_NAME, PreallocatedLayer, as_cache
-from hf_speculate.gguf import load_model, native
-from hf_speculate.gguf.forwards import fuse
-from hf_speculate.gguf.fused import FusedForward
-from hf_speculate.gguf.native_layers import MOST_ROWS, CallStructure
-from hf_speculate.target.attention import TreeAttention, fold
+from hf_speculate.gguf import load_model
+from hf_speculate.native import binding as native
+from hf_speculate.native.forwards import fuse
+from hf_speculate.native.fused import FusedForward
+from hf_speculate.native.layers import MOST_ROWS, CallStructure
+from hf_speculate.scoring.attention import TreeAttention, fold
 
 from ..support.gguf import OTHER_CPUS, ids, modules_only
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.gguf import kernel_cache, native
-from hf_speculate.gguf.backends import choose_backend
+from hf_speculate.native import binding as native
+from hf_speculate.native import kernel_cache
+from hf_speculate.native.backends import choose_backend
 
 
 CPU = torch.device("cpu")

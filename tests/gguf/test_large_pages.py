@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate.gguf import large_pages
+from hf_speculate.native import large_pages
 
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")

@@ -20,13 +20,13 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import cache_of
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
 from hf_speculate.gguf import load_gguf, load_model, packing_report
-from hf_speculate.gguf.formats import DENSE_TYPES, FORMATS
 from hf_speculate.gguf.matrices import TensorRows
 from hf_speculate.gguf.model import plain_frequencies, plan_model
-from hf_speculate.gguf.modules import PackedEmbedding, PackedLinear, Projection
-from hf_speculate.gguf.native import native_problem
 from hf_speculate.gguf.reading import read_header
 from hf_speculate.gguf.shards import find_file, part_names
+from hf_speculate.native.binding import native_problem
+from hf_speculate.native.formats import DENSE_TYPES, FORMATS
+from hf_speculate.native.modules import PackedEmbedding, PackedLinear, Projection
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads

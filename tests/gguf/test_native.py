@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.gguf import native
-from hf_speculate.gguf.backends import BACKENDS, choose_backend
-from hf_speculate.gguf.formats import FORMATS
+from hf_speculate.native import binding as native
+from hf_speculate.native.backends import BACKENDS, choose_backend
+from hf_speculate.native.formats import FORMATS
 
 from ..support.gguf import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
 from ..support.paths import REPOSITORY

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate.gguf import native
-from hf_speculate.gguf.formats import FORMATS
-from hf_speculate.gguf.modules import PackedEmbedding
-from hf_speculate.gguf.native_lookup import look_up
+from hf_speculate.native import binding as native
+from hf_speculate.native.formats import FORMATS
+from hf_speculate.native.modules import PackedEmbedding, look_up
 
 from ..support.gguf import OTHER_CPUS, make_matrix
 

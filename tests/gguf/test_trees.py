@@ -7,9 +7,10 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate.cache import TreeCache, as_cache
-from hf_speculate.gguf import load_model, native
-from hf_speculate.gguf.native_layers import find_sight
-from hf_speculate.target import Scorer
+from hf_speculate.gguf import load_model
+from hf_speculate.native import binding as native
+from hf_speculate.native.layers import find_sight
+from hf_speculate.scoring import Scorer
 from hf_speculate.tree import DraftTree, TreeMask, TreePlan, additive
 
 from ..support.gguf import ids
@@ -75,7 +76,7 @@ def test_runs_are_those_of_the_mask(parents):
 def test_logits_are_those_behind_a_mask(parents, model, masks, monkeypatch):
     tree = tree_of(*parents)
     found = score(scorer_of(model, len(parents)), tree)
-    monkeypatch.setattr("hf_speculate.target.scoring.takes_tree_masks", lambda _: False)
+    monkeypatch.setattr("hf_speculate.scoring.scoring.takes_tree_masks", lambda _: False)
     expected = score(scorer_of(model, len(parents)), tree)
     assert [type(mask) for mask in masks] == [TreeMask, torch.Tensor]
     assert torch.equal(found, expected)
@@ -86,7 +87,7 @@ def test_modules_get_a_mask(model, masks, monkeypatch):
     hook = model.model.layers[0].register_forward_pre_hook(lambda *_: None)
     try:
         found = score(scorer_of(model, 1), tree_of(BINARY))
-        monkeypatch.setattr("hf_speculate.target.scoring.takes_tree_masks", lambda _: False)
+        monkeypatch.setattr("hf_speculate.scoring.scoring.takes_tree_masks", lambda _: False)
         expected = score(scorer_of(model, 1), tree_of(BINARY))
     finally:
         hook.remove()

@@ -24,7 +24,7 @@ from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.generation import trial
 from hf_speculate.generation.trial import INPUT_PREPARATION, minor_version, run_trial
 from hf_speculate.models import has_own_method
-from hf_speculate.target.recurrent import has_recurrent_layers, target_shape
+from hf_speculate.scoring.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 
 from ..support.inputs import padded_batch

@@ -25,11 +25,11 @@ from hf_speculate import Speculator
 from hf_speculate.cache import TreeCache, as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.gguf import load_model
-from hf_speculate.gguf.native_layers import MOST_ROWS
-from hf_speculate.target import MAX_NATIVE_ROWS, LayerType, exact_scorer, exact_sizes, structure_key
-from hf_speculate.target import walk as walks
-from hf_speculate.target.exact import first_difference, product_sizes
-from hf_speculate.target.walk import RowwiseProducts, Walk, depth_first
+from hf_speculate.native.layers import MOST_ROWS
+from hf_speculate.scoring import MAX_NATIVE_ROWS, LayerType, exact_scorer, exact_sizes, structure_key
+from hf_speculate.scoring import walk as walks
+from hf_speculate.scoring.exact import first_difference, product_sizes
+from hf_speculate.scoring.walk import RowwiseProducts, Walk, depth_first
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
@@ -287,7 +287,7 @@ class TestRefusals:
     def test_chunks(self, tiny_model, monkeypatch):
         """Windows that lie side by side."""
         kinds = (LayerType("", 0, window=8, is_chunked=True),)
-        monkeypatch.setattr("hf_speculate.target.exact.layer_types", lambda config: kinds)
+        monkeypatch.setattr("hf_speculate.scoring.exact.layer_types", lambda config: kinds)
         self.refused(tiny_model(dtype=torch.bfloat16), "keeps all of the text, or a window of it")
 
     def test_a_model_whose_layers_look_at_other_rows(self, tiny_model, monkeypatch):
@@ -300,18 +300,18 @@ class TestRefusals:
 
     def test_products_of_a_batch(self, tiny_model, monkeypatch):
         model = tiny_model(dtype=torch.bfloat16, seed=12)
-        monkeypatch.setattr("hf_speculate.target.exact.COUNTS", (2, 4))
+        monkeypatch.setattr("hf_speculate.scoring.exact.COUNTS", (2, 4))
         batch = padded_batch(random_prompt, (9, 5, 7))
         self.refused(model, r"a product of \[.*\] rounds 3 rows otherwise than each alone", batch)
 
     def test_a_trial_that_raises(self, tiny_model, monkeypatch):
         model = tiny_model(dtype=torch.bfloat16, seed=13)
-        monkeypatch.setattr("hf_speculate.target.exact._found", {})
+        monkeypatch.setattr("hf_speculate.scoring.exact._found", {})
 
         def broken(*args):
             raise IndexError("no such entry")
 
-        monkeypatch.setattr("hf_speculate.target.exact.filler_cache", broken)
+        monkeypatch.setattr("hf_speculate.scoring.exact.filler_cache", broken)
         self.refused(model, "LlamaForCausalLM could not be tried .IndexError: no such entry")
 
     def test_attention_weights(self, tiny_model):
@@ -460,7 +460,7 @@ class TestWhatItIsMadeOf:
         model = tiny_model(dtype=torch.bfloat16, seed=13)
         cache = DynamicCache(config=model.config)
         first = exact_sizes(model, cache, 1, False)
-        monkeypatch.setattr("hf_speculate.target.exact._tried", lambda *_: "tried again")
+        monkeypatch.setattr("hf_speculate.scoring.exact._tried", lambda *_: "tried again")
         assert exact_sizes(model, cache, 1, False) is first
         assert exact_sizes(model, cache, 2, False) == "tried again"
 
@@ -470,7 +470,7 @@ class TestWhatItIsMadeOf:
         cache = DynamicCache(config=model.config)
         first = exact_sizes(model, cache, 1, False)
         assert structure_key(model) == structure_key(model)
-        monkeypatch.setattr("hf_speculate.target.exact._tried", lambda *_: "tried again")
+        monkeypatch.setattr("hf_speculate.scoring.exact._tried", lambda *_: "tried again")
         CHANGES[change](model)
         assert exact_sizes(model, cache, 1, False) == "tried again" != first
 

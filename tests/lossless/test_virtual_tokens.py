@@ -10,7 +10,7 @@ import torch
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.target import outdated_peft
+from hf_speculate.scoring import outdated_peft
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE
@@ -88,7 +88,7 @@ def test_a_cache_cannot_be_continued_behind_virtual_tokens(adapted, prompt):
 
 
 def test_a_peft_that_is_too_old_for_transformers_is_named(tiny_model, monkeypatch, prompt):
-    monkeypatch.setattr("hf_speculate.target.adapters.MIN_PEFT_VERSION", "99.0")
+    monkeypatch.setattr("hf_speculate.scoring.adapters.MIN_PEFT_VERSION", "99.0")
     model, speculator = with_adapter("prompt tuning", tiny_model), Speculator(RANDOM)
     with pytest.raises(UnsupportedRequestError, match=r"needs peft >= 99\.0, .* is installed"):
         model.generate(input_ids=prompt(9), max_new_tokens=3, speculator=speculator)

@@ -134,8 +134,8 @@ class TestTests:
 
 # Files without which a package does not work.
 NEEDED = (
-    "hf_speculate/gguf/kernel/kernel.cpp",
-    "hf_speculate/gguf/kernel/layer.h",
+    "hf_speculate/native/kernel/kernel.cpp",
+    "hf_speculate/native/kernel/layer.h",
     "hf_speculate/generation/tried_classes.json",
     "hf_speculate/commands/chat_prompts.jsonl",
     "hf_speculate/commands/python_prompts.jsonl",

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from hf_speculate.gguf import native
+from hf_speculate.native import binding as native
 from hf_speculate.tree import TreePlan
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, LoadedHead

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_speculate.gguf.backends import BACKENDS
 from hf_speculate.gguf.matrices import Matrix, TensorRows
-from hf_speculate.gguf.modules import PackedLinear
 from hf_speculate.gguf.reading import GgufFile, TensorEntry, file_identity
+from hf_speculate.native.backends import BACKENDS
+from hf_speculate.native.modules import PackedLinear
 
 from .models import VOCAB_SIZE
 from .random_gguf import random_blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate.gguf import native
+from hf_speculate.native import binding as native
 from hf_speculate.verification import natively
 
 

@@ -28,7 +28,7 @@ from hf_speculate.commands import target_path
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
 from hf_speculate.models import unwrap
-from hf_speculate.target import sample_bytes
+from hf_speculate.scoring import sample_bytes
 
 from .sections import RecipeError
 

@@ -24,7 +24,7 @@ from hf_speculate.files import read_json, section
 from hf_speculate.hub import read_provenance
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
-from hf_speculate.target import quantization_label
+from hf_speculate.scoring import quantization_label
 
 from .acceptance import AcceptanceRates, Options, Reader, write_texts
 

@@ -35,7 +35,7 @@ from hf_speculate.commands import (
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
 from hf_speculate.hub import drafter_class_for, head_record, local_folder, refresh_hashes
 from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.target import quantization_label
+from hf_speculate.scoring import quantization_label
 
 from ..block import BlockReader
 from ..check import (

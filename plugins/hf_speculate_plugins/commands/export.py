@@ -38,8 +38,8 @@ from hf_speculate.commands import (
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
 from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.scoring import quantization_label
 from hf_speculate.speculator import AutoSpeculator
-from hf_speculate.target import quantization_label
 
 from ..checkpoints import LoadedTarget
 from .check import load_measured

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState, common_prefix
-from hf_speculate.target import Scorer, num_positions, supported_shape, takes_position_ids
+from hf_speculate.scoring import Scorer, num_positions, supported_shape, takes_position_ids
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 

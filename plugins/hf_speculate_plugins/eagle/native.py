@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import DraftState, finite
-from hf_speculate.gguf import (
+from hf_speculate.native import (
     FIXED_ROPE,
     AngleTable,
     LayerParts,

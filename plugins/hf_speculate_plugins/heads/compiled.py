@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_speculate.cache import PreallocatedLayer
 from hf_speculate.compilation import Buffers, Compiler, capacity_for, lease_of, padded, padded_mask, pool_of
 from hf_speculate.drafting import DraftState
-from hf_speculate.target import NODE_BUCKETS, width_for
+from hf_speculate.scoring import NODE_BUCKETS, width_for
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import additive
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.messages import get_logger
-from hf_speculate.target import embedding_rows, last_device, output_rows
+from hf_speculate.scoring import embedding_rows, last_device, output_rows
 
 from ..checkpoints import (
     Checkpoint,

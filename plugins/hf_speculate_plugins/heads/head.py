@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.target import unhooked
+from hf_speculate.scoring import unhooked
 from hf_speculate.transfers import to_device
 
 from ..checkpoints import HeadSpec, LoadReport, OpenedHead
@@ -172,7 +172,7 @@ class SharingHead(nn.Module, Generic[Spec]):
     def quicken(self) -> None:
         """Lets matrices multiply few rows in 8 bits from now on, on a CPU that has the kernel. The head's weights stay,
         and so does the target."""
-        from hf_speculate.gguf import RoundedLinear, has_kernel, quicken  # and the room of packed targets
+        from hf_speculate.native import RoundedLinear, has_kernel, quicken  # and the room of packed targets
 
         if not self.is_quick and self.device.type == "cpu" and has_kernel():
             quicken(self)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import DraftRequest
-from hf_speculate.target import LayerType, visible_prefix
+from hf_speculate.scoring import LayerType, visible_prefix
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
 

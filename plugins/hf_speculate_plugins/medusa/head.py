@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from hf_speculate.compilation import Buffers, Compiler, SetKey, pool_of
 from hf_speculate.drafting import DraftRequest
-from hf_speculate.target import unhooked
+from hf_speculate.scoring import unhooked
 
 
 if TYPE_CHECKING:
-    from hf_speculate.gguf import RoundedLinear, WeightsInPlace
+    from hf_speculate.native import RoundedLinear, WeightsInPlace
 
 
 class MedusaHeads(nn.Module):
@@ -220,7 +220,7 @@ class QuickOutputs:
 
     def of(self, target: PreTrainedModel) -> Sequence[RoundedLinear]:
         """One output a matrix: for each head, or for all; none where the kernel does not multiply with them."""
-        from hf_speculate.gguf import RoundedLinear, WeightsInPlace, has_kernel  # and the room of packed targets
+        from hf_speculate.native import RoundedLinear, WeightsInPlace, has_kernel  # and the room of packed targets
 
         weight, lm_head = self._heads.output_weight, target.get_output_embeddings()
         if (

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import SpeculateError
 from hf_speculate.gguf import load_model
-from hf_speculate.gguf.backends import choose_backend
-from hf_speculate.gguf.modules import PackedLinear
 from hf_speculate.hub import describe_identity
 from hf_speculate.hub.targets import adapter_mismatch
 from hf_speculate.models import unwrap
-from hf_speculate.target.adapters import adapter_fingerprints
-from hf_speculate.target.embeddings import embedding_rows, output_rows
+from hf_speculate.native.backends import choose_backend
+from hf_speculate.native.modules import PackedLinear
+from hf_speculate.scoring.adapters import adapter_fingerprints
+from hf_speculate.scoring.embeddings import embedding_rows, output_rows
 from hf_speculate.testing import check_lossless
 from hf_speculate_training.__main__ import app
 from hf_speculate_training.methods.eagle import new_eagle3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.models import unwrap
-from hf_speculate.target import output_rows
+from hf_speculate.scoring import output_rows
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.heads import LoadedHead, SharingHead
 

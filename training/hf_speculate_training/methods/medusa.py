@@ -29,7 +29,7 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import ADAPTER_FOLDER, local_folder
 from hf_speculate.models import unwrap
-from hf_speculate.target import is_dense, last_device
+from hf_speculate.scoring import is_dense, last_device
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
 from ..data import NO_DOCUMENT, Batch

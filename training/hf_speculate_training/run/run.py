@@ -18,8 +18,8 @@ from hf_speculate.errors import SpeculateError, UploadError
 from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, read_provenance, refresh_hashes, write_card
 from hf_speculate.messages import get_logger, masked_arguments
 from hf_speculate.models import unwrap
+from hf_speculate.scoring import adapter_fingerprints
 from hf_speculate.speculator import AutoSpeculator
-from hf_speculate.target import adapter_fingerprints
 from hf_speculate_plugins.check import measure_calibration
 
 from ..data import Collator, RowDataset, content_fingerprint

@@ -19,7 +19,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import card_facts, push_folder, refresh_hashes, write_card
 from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
-from hf_speculate.target import adapter_fingerprints
+from hf_speculate.scoring import adapter_fingerprints
 
 from ..data import NO_DOCUMENT, Batch, Collator, DataOptions
 from ..methods import TrainingMethod, shared_size

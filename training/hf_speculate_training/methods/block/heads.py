@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.hub import local_folder
-from hf_speculate.target import embedding_rows, last_device
+from hf_speculate.scoring import embedding_rows, last_device
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import local_folder
-from hf_speculate.target import embedding_rows, last_device
+from hf_speculate.scoring import embedding_rows, last_device
 from hf_speculate_plugins.checkpoints import vocabulary_output
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 

@@ -1,0 +1,382 @@
+"""Forwards of packed models in one native call each, from token ids to states or logits.
+
+The modules stay transformers' own: only the `forward` of the causal LM and that of its decoder ask first whether the
+kernel computes the same. It does not where somebody looks into a module or has changed it (hooks, adapters, devices,
+gradients, autocast, outputs of attentions, graphs), nor for inputs and caches that it does not know, nor for more rows
+of a text than it takes. Then the modules run; they are the plain reference of the kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import output_capturing
+
+from ..cache import CACHE_NAME, as_cache
+from ..tree import TreeMask
+from .angles import FIXED_ROPE, AngleTable
+from .caches import Room
+from .fused import FusedForward, Snapshot, fuse_layers, is_captor, is_stock_attention, only_stock_is_asked
+from .layer_parts import parts_of
+from .layers import MOST_ROWS
+from .rows import is_intercepted, sight_of
+from .step import NativeStep, Rows, Scored
+
+
+# Whose hooks on a layer only read what it computes: transformers' for hidden states, and the taps of drafters.
+_READERS = (output_capturing.__name__, "hf_speculate")
+
+
+def fuse(model: Any) -> int:
+    """Lets the kernel compute what it can of a packed causal LM; how many of its layers that are."""
+    decoder, forwards = model.model, fuse_layers(model.model)
+    if forwards and len(forwards) == len(decoder.layers):
+        whole = _Whole(model, forwards)
+        decoder.forward, model.forward = DecoderForward(decoder, whole), CausalForward(model, whole)
+    return len(forwards)
+
+
+class _Forward:
+    """The common part of the forwards of a decoder and of its causal LM.
+
+    Args:
+        module: whose.
+        whole: the model that computes; None: the modules do.
+    """
+
+    is_native = True
+    """That it is no one's who has changed the model."""
+
+    def __init__(self, module: Any, whole: _Whole | None):
+        self.module, self._whole = module, whole
+
+    def __getstate__(self):
+        """The state of a copy, whose modules compute."""
+        return {"module": self.module, "_whole": None}
+
+    @cached_property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(partial(type(self.module).forward, self.module))
+
+    def _computed(self, arguments: tuple[Any, ...], named: dict[str, Any], num_scored: int | None) -> _Output | None:
+        if self._whole is None or len(arguments) > 1 or torch.compiler.is_compiling():
+            return None
+        return self._whole.run(dict(zip(("input_ids",), arguments, strict=False)) | named, num_scored)
+
+
+class DecoderForward(_Forward):
+    """The `forward` of a decoder."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """See `LlamaModel.forward`."""
+        found = self._computed(arguments, named, 0)
+        if found is None:
+            return type(self.module).forward(self.module, *arguments, **named)
+        parts: dict[str, Any] = {"hidden_states": found.hidden_states, **as_cache(found.cache)}
+        return BaseModelOutputWithPast(last_hidden_state=found.scored.normed, **parts)
+
+
+class CausalForward(_Forward):
+    """The `forward` of a causal LM."""
+
+    takes_tree_masks = True
+    """That `attention_mask` may be a `TreeMask`."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Within this nobody changes the model between two forwards of this thread, except that hooks may be
+        registered. What a forward has looked at holds for the next ones.
+
+        Looking costs 0.6 ms, a tenth of a small model's step: weights have just gone through all caches of the CPU,
+        and everything that is looked at comes from memory.
+        """
+        return nullcontext() if self._whole is None else self._whole.undisturbed()
+
+    def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
+        """See `cache.Mover`: those of a cache that native forwards write."""
+        return self._whole is not None and self._whole.move_entries(cache, sources, destinations)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """See `LlamaForCausalLM.forward`."""
+        found = None
+        to_keep = named.get("logits_to_keep", 0)
+        if type(to_keep) is int and named.get("labels") is None:
+            others = {name: value for name, value in named.items() if name not in ("logits_to_keep", "labels")}
+            found = self._computed(arguments, others, to_keep or None)
+        if found is None:
+            if isinstance(mask := named.get("attention_mask"), TreeMask):
+                named["attention_mask"] = mask.build()
+            return type(self.module).forward(self.module, *arguments, **named)
+        parts: dict[str, Any] = {"hidden_states": found.hidden_states, **as_cache(found.cache)}
+        return CausalLMOutputWithPast(logits=found.scored.logits, **parts)
+
+
+@dataclass(frozen=True)
+class _Output:
+    scored: Scored
+    hidden_states: tuple[Tensor | None, ...] | None
+    cache: Cache
+
+
+class _Whole:
+    """A packed causal LM, and how it was when it was loaded.
+
+    Args:
+        model: all of whose layers fit.
+        forwards: of the layers.
+    """
+
+    def __init__(self, model: Any, forwards: Sequence[FusedForward]):
+        self._model, self._decoder = model, model.model
+        self._layers, self._forwards = [forward.layer for forward in forwards], forwards
+        decoder, layers = self._decoder, self._layers
+        around = [decoder.layers, decoder.embed_tokens, decoder.norm, decoder.rotary_emb, model.lm_head]
+        inner = [module for layer in layers for module in layer.modules() if module is not layer]
+        self._before = Snapshot([*around, *inner], [model, decoder, *layers])
+        self._taps = [layer._forward_hooks for layer in layers]
+        self._others = [
+            hooks for each in (decoder, *layers) for hooks in (each._forward_pre_hooks, each._forward_hooks_with_kwargs)
+        ]
+        self._others.append(decoder._forward_hooks)
+        self._stock = type(model).forward, type(decoder).forward
+        self._step: NativeStep | None = None
+        self._angles = AngleTable()
+        self._rooms: WeakKeyDictionary[Cache, Room] = WeakKeyDictionary()
+        self._looks: dict[int, _Look] = {}  # by thread, while nobody disturbs it
+
+    def run(self, named: dict[str, Any], num_scored: int | None) -> _Output | None:
+        """None, and nothing done, where the modules are to compute this.
+
+        Args:
+            named: arguments of the decoder.
+            num_scored: queries whose logits are wanted, the last ones; None: all.
+        """
+        inputs, config = _Inputs.of(named), self._decoder.config
+        if inputs is None:
+            return None
+        look = self._looks.get(threading.get_ident())
+        is_known = look is not None and look.holds()
+        step = look.step if look is not None and is_known else self._looked_at(config, look)
+        if step is None or (torch.is_grad_enabled() and step.has_gradients()):
+            return None
+        cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
+        room = self._room(step, cache, inputs.ids.shape, is_known)
+        rows = None if room is None else inputs.rows(config, cache, room, num_scored)
+        if room is None or rows is None:
+            return None
+        wanted = config.output_hidden_states if inputs.hidden_states is None else inputs.hidden_states
+        scored = self._scored(step, rows, keeps_states=wanted is not False or any(self._taps))
+        if scored is None:
+            return None
+        room.count(rows.num_keys)
+        self._show(scored)
+        return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
+
+    def _looked_at(self, config: Any, look: _Look | None) -> NativeStep | None:
+        """The weights, of a model that nobody has changed; notes that where nobody is going to."""
+        step = self._current_step() if self._is_untouched(config) else None
+        if look is not None and step is not None:
+            look.note(step)
+        return step
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """See `CausalForward.undisturbed`."""
+        thread = threading.get_ident()
+        before = self._looks.get(thread)
+        self._looks[thread] = _Look()
+        try:
+            yield
+        finally:
+            del self._looks[thread]
+            if before is not None:
+                self._looks[thread] = before
+
+    def _is_untouched(self, config: Any) -> bool:
+        """Whether everything is what was loaded, and who watches a layer only reads what it answers."""
+        return (
+            (type(self._model).forward, type(self._decoder).forward) == self._stock
+            and type(vars(self._decoder).get("forward")) is DecoderForward
+            and all(vars(layer).get("forward") is own for layer, own in zip(self._layers, self._forwards, strict=True))
+            and not any(self._others)
+            and (not any(self._taps) or all(_only_reads(hook) for hooks in self._taps for hook in hooks.values()))
+            and not any(layer.training for layer in self._layers)
+            and output_capturing._active_collector.get() is None
+            and is_stock_attention(config)
+            and not config.output_attentions
+            and config.num_hidden_layers == len(self._layers)
+            and self._decoder.rotary_emb.rope_type in FIXED_ROPE
+            and self._before.holds()
+        )
+
+    def _current_step(self) -> NativeStep | None:
+        """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
+        if self._step is None or not self._step.is_current():
+            decoder = self._decoder
+            parts = [parts_of(layer) for layer in self._layers]
+            self._step = NativeStep.of(parts, decoder.embed_tokens, decoder.norm, self._model.lm_head)
+        return self._step
+
+    def _room(self, step: NativeStep, cache: Cache, size: Sequence[int], is_known: bool) -> Room | None:
+        room = self._rooms.get(cache)
+        if room is None or not room.takes(step.layers, cache, *size, are_alike=is_known):
+            room = Room.of(step.layers, cache, *size)
+            if room is not None:
+                self._rooms[cache] = room
+        return room
+
+    def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
+        """See `cache.Mover`."""
+        room, step = self._rooms.get(cache), self._step
+        if room is None or step is None or not room.takes(step.layers, cache, len(room.buffers[0][0]), 0):
+            return False
+        room.move(sources, destinations)
+        return True
+
+    def _scored(self, step: NativeStep, rows: Rows, keeps_states: bool) -> Scored | None:
+        rotary, dtype = self._decoder.rotary_emb, step.layers.dtype
+        angles = self._angles.upto(rotary, 1, dtype)
+        scored = step.run(rows, angles, keeps_states)
+        if scored is not None or (needed := int(rows.positions.max()) + 1) <= len(angles[0]):
+            return scored
+        return step.run(rows, self._angles.upto(rotary, needed, dtype), keeps_states)
+
+    def _show(self, scored: Scored) -> None:
+        """Lets those read who watch a layer."""
+        if not any(self._taps):
+            return
+        for index, (layer, hooks) in enumerate(zip(self._layers, self._taps, strict=True)):
+            for hook in tuple(hooks.values()):
+                if not is_captor(hook):  # of transformers: hidden states are handed out anyway
+                    hook(layer, (scored.states[index],), scored.states[index + 1])
+
+
+class _Look:
+    """The result of a look at the model before a forward."""
+
+    def __init__(self) -> None:
+        self.step: NativeStep | None = None
+        self._num_hooks = -1
+
+    def note(self, step: NativeStep) -> None:
+        """Notes that nobody has changed the model, whose weights are these."""
+        self.step, self._num_hooks = step, RemovableHandle.next_id
+
+    def holds(self) -> bool:
+        """Whether no hook was registered since, on any module."""
+        return self._num_hooks == RemovableHandle.next_id
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of a decoder, as far as the kernel knows them."""
+
+    ids: Tensor
+    cache: Cache | None
+    mask: Tensor | TreeMask | None
+    positions: Tensor | None
+    hidden_states: Any
+
+    @classmethod
+    def of(cls, named: dict[str, Any]) -> _Inputs | None:
+        """None where something else is asked for."""
+
+        def take(name: str) -> Any:
+            return named.pop(name, None)
+
+        uses_cache, returns_dict = take("use_cache"), take("return_dict")
+        texts = take("input_ids"), take(CACHE_NAME), take("attention_mask"), take("position_ids")
+        found = cls(*texts, take("output_hidden_states"))
+        is_plain = named.get("inputs_embeds") is None and only_stock_is_asked(named)
+        if not isinstance(found.cache, Cache | None):
+            return None
+        if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
+            return None  # positions may say that several texts stand in one row
+        return found if is_plain and returns_dict is not False and _served(found.ids) else None
+
+    def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> Rows | None:
+        """None where these are positions or masks that the kernel does not take."""
+        (batch_size, count), past = self.ids.shape, room.length
+        positions = torch.arange(past, past + count)[None] if self.positions is None else self.positions
+        if type(positions) is not Tensor or positions.dim() != 2 or positions.dtype is not torch.long:
+            return None
+        if positions.shape[0] not in (1, batch_size) or positions.shape[1] != count or not positions.is_cpu:
+            return None
+        sees_before, sight = self._sight(config, cache, positions, past)
+        if not sees_before and sight is None:
+            return None
+        positions = positions.expand(batch_size, -1).contiguous()
+        num_scored = count if num_scored is None else min(num_scored, count)
+        return Rows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sight, num_scored)
+
+    def _sight(
+        self, config: Any, cache: Cache, positions: Tensor, past: int
+    ) -> tuple[bool, tuple[Tensor, Tensor] | None]:
+        """See `sight_of`."""
+        size, given = self.ids.shape, self.mask
+        if isinstance(given, TreeMask):
+            fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
+            return False, given.runs() if fits else None
+        mask = self._mask(config, cache, positions, past + size[1])
+        # Without one, every query sees what lies before it.
+        return (True, None) if mask is None else sight_of(mask, size, past + size[1])
+
+    def _mask(self, config: Any, cache: Cache, positions: Tensor, num_keys: int) -> Any:
+        """The mask as layers are given it."""
+        mask = self.mask
+        if type(mask) is not Tensor or mask.dim() != 2:
+            return mask
+        if mask.shape[1] == num_keys and bool(mask.all()):
+            return None
+        like = torch.empty(*self.ids.shape, 0, dtype=config.dtype)
+        return create_causal_mask(
+            config=config, inputs_embeds=like, attention_mask=mask, position_ids=positions, **as_cache(cache)
+        )
+
+
+def _served(ids: Any) -> bool:
+    """Whether the kernel takes such tokens."""
+    return (
+        type(ids) is Tensor
+        and ids.dim() == 2
+        and ids.is_cpu
+        and ids.dtype is torch.long
+        and 0 < ids.shape[1] <= MOST_ROWS
+        and len(ids) > 0
+        and not is_intercepted()
+    )
+
+
+def _selected(scored: Scored, wanted: Any, config: Any) -> tuple[Tensor | None, ...]:
+    """Hidden states as transformers hands them out: embeddings, what each layer answers, the last one normed.
+
+    Args:
+        wanted: True for all, or which; None stands for the others.
+    """
+    count, is_tied = len(scored.states), vars(config).get("tie_last_hidden_states")
+    last = scored.states[-1] if is_tied is False else scored.normed
+    indices = range(-count, count) if wanted is True else [wanted] if isinstance(wanted, int) else wanted
+    chosen = {index % count for index in indices if -count <= index < count}
+    return tuple(
+        (last if index == count - 1 else scored.states[index]) if index in chosen else None for index in range(count)
+    )
+
+
+def _only_reads(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    name = getattr(hook, "__module__", None) or ""
+    return any(name == reader or name.startswith(f"{reader}.") for reader in _READERS)

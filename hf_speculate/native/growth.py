@@ -1,0 +1,126 @@
+"""Dynamic draft trees, grown natively from what a head proposes.
+
+Structure: that of `kernel/growth.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from . import binding
+from .weights import fields
+
+
+# Nodes that a level runs, and levels, at the most (MOST_WIDTH of the kernel).
+MOST_WIDTH = 128
+
+
+class GrowthStructure(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_int64, "batch_size", "width", "depth", "num_levels"),
+        *fields(ctypes.c_void_p, "token_ids", "pool_values", "pool_tokens", "pool_parents"),
+        *fields(ctypes.c_void_p, "values", "tokens", "previous", "in_pool", "run_parents"),
+    ]
+
+
+class NativeGrowth:
+    """The trees of one round.
+
+    Args:
+        batch_size: of them.
+        width: nodes that a level runs, and children of each; at most `MOST_WIDTH`, as is `depth`.
+        depth: levels that they may have.
+        token_ids: int64, target vocabulary id of each column, contiguous; None: the columns.
+
+    Attributes:
+        depth: see above.
+        tokens: int64 [B, K], the frontier: what the next level runs, the best first.
+        values: float32 [B, K], its log-probabilities.
+        previous: int64 [B, K], index of each one's parent among the frontier before.
+    """
+
+    def __init__(self, batch_size: int, width: int, depth: int, token_ids: Int[Tensor, " W"] | None = None):
+        self._library, self.depth = binding.library(), depth
+        pool_room = width + (depth - 1) * width**2
+        self.values, self._pool_values = torch.empty(batch_size, width), torch.empty(batch_size, pool_room)
+        self.tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long)
+        self._pool_tokens, self._pool_parents = torch.empty(2, batch_size, pool_room, dtype=torch.long)
+        self._run_parents = torch.empty(batch_size, depth, width, dtype=torch.long)
+        self._token_ids = token_ids
+        self._structure = GrowthStructure(
+            batch_size=batch_size,
+            width=width,
+            depth=depth,
+            token_ids=None if token_ids is None else token_ids.data_ptr(),
+            pool_values=self._pool_values.data_ptr(),
+            pool_tokens=self._pool_tokens.data_ptr(),
+            pool_parents=self._pool_parents.data_ptr(),
+            values=self.values.data_ptr(),
+            tokens=self.tokens.data_ptr(),
+            previous=self.previous.data_ptr(),
+            in_pool=self._in_pool.data_ptr(),
+            run_parents=self._run_parents.data_ptr(),
+        )
+
+    @property
+    def address(self) -> int:
+        """The address of the structure."""
+        return ctypes.addressof(self._structure)
+
+    @property
+    def num_levels(self) -> int:
+        """The number of levels that were proposed, the last one being the frontier."""
+        return self._structure.num_levels
+
+    def extend(self, shares: Float[Tensor, "B F K"], columns: Int[Tensor, "B F K"]) -> None:
+        """Takes the children of the frontier (F = K), at first those of the root (F = 1); at most `depth` times.
+
+        Args:
+            shares, columns: from `NativeRanking.run`.
+        """
+        self._library.grow(self.address, shares.data_ptr(), columns.data_ptr())
+
+    def sight(self, before: tuple[Tensor, Tensor], num_before: int) -> tuple[Tensor, Tensor]:
+        """The entries that the frontier sees, as `NativeLayers.run` takes them.
+
+        Args:
+            before: from `find_sight`, of the entries before the tree, one query a row.
+            num_before: of these entries.
+        """
+        offsets, runs = before
+        num_nodes = self.tokens.numel()
+        found = torch.empty(num_nodes + 1, dtype=torch.int32)
+        most = len(runs) * self._structure.width + num_nodes * self.num_levels
+        found_runs = torch.empty(most, 2, dtype=torch.int32)
+        self._library.see(
+            self.address,
+            offsets.data_ptr(),
+            runs.data_ptr(),
+            num_before,
+            found.data_ptr(),
+            found_runs.data_ptr(),
+        )
+        return found, found_runs
+
+    def best(
+        self, root_ids: Int[Tensor, " B"], most: int
+    ) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B n"], Float[Tensor, "B n"]]:
+        """Tokens, parents and values of the root and the best `most` nodes, or all if there are fewer, the best first.
+
+        Raises:
+            MemoryError: there is none left.
+        """
+        structure = self._structure
+        size = structure.width + (self.num_levels - 1) * structure.width**2
+        count = min(most, size)
+        tokens, parents = torch.empty(2, structure.batch_size, count + 1, dtype=torch.long)
+        tokens[:, 0] = root_ids
+        values = torch.empty(tokens.shape)
+        pointers = tokens.data_ptr(), parents.data_ptr(), values.data_ptr()
+        if not self._library.cut(self.address, count, *pointers):
+            raise MemoryError(f"no memory for a tree of {size} candidates")
+        return tokens, parents, values

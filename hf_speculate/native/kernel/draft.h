@@ -1,0 +1,135 @@
+// A whole draft of an EAGLE-3 head: reads what a round committed, then draws a tree, level by level.
+//
+// The reference is `NativeSteps` of the plug-ins, which calls for each of these steps.
+#pragma once
+
+#include "growth.h"
+#include "layer.h"
+
+namespace {
+
+// `_Draft` of draft.py.
+struct Draft {
+  Call layers;        // of every forward: its layers, batch, cache and threads; num_keys: entries that were read before
+  Ranking ranking;    // of every level; log_noise: of the next one
+  Growth* growth;     // nothing was proposed yet
+  Matrix embeddings;  // blocks as in files, or dense
+  const void *cos, *sin;     // [position, head_dim]
+  const int64_t* positions;  // of the next entry of each batch row
+  // What was committed and is yet to be read: [batch row, entry], with the states of each. Every row sees all before.
+  int64_t num_pending;
+  const int64_t* pending_tokens;
+  const void* pending_states;  // or the target's, which a matrix in 8 bits projects: parts of its rows, [batch row, entry] each
+  int64_t num_features;
+  const void* features[8];
+  Matrix fusing;
+  void* root;  // states of the entry committed last [batch row, hidden]; found, where something is pending
+  const int32_t *offsets, *runs;  // which entries each batch row sees, with those pending
+  bool (*goes_on)(int64_t level);  // whether a level behind this one is wanted; sets its noise
+};
+
+template <class T> class DraftRun {
+ public:
+  explicit DraftRun(Draft& draft)
+      : d(draft), growth(*d.growth), batch_size(growth.batch_size), width(growth.width), hidden(d.embeddings.in_features),
+        head_dim((*d.layers.layers)->head_dim) {}
+
+  // 1: done; 0: modules are to do it; -1: out of memory.
+  int work() {
+    if (!take()) return -1;
+    const int64_t num_before = d.layers.num_keys + d.num_pending;
+    if (d.num_pending) {
+      if (!look_up(d.embeddings, d.pending_tokens, batch_size * d.num_pending, row, beside)) return 0;
+      if (d.num_features && !fuse()) return -1;
+      if (!forward(d.num_pending, d.num_features ? fused : d.pending_states, 0, 1, num_before, nullptr, nullptr)) return -1;
+      for (int64_t b = 0; b < batch_size; b++)
+        memcpy((T*)d.root + b * hidden, last() + ((b + 1) * d.num_pending - 1) * hidden, hidden * sizeof(T));
+    }
+    int done = rank_level(d.root, 1);
+    for (int64_t level = 1; done > 0; level++) {
+      grow(growth, shares, columns);
+      if (level == growth.depth || !d.goes_on(level)) break;
+      if (!look_up(d.embeddings, growth.tokens, batch_size * width, row, beside)) return 0;
+      for (int64_t i = 0; i < batch_size * width; i++) {
+        const int64_t parent = i / width * fed_width + growth.previous[i];
+        memcpy(states + i * hidden, fed_back + parent * hidden, hidden * sizeof(T));
+      }
+      see(growth, d.offsets, d.runs, num_before, offsets, runs);
+      const int64_t num_keys = num_before + growth.num_run();
+      if (!forward(width, states, d.num_pending + level - 1, 0, num_keys, offsets, runs)) return -1;
+      done = rank_level(last(), width);
+    }
+    return done;
+  }
+
+ private:
+  // Memory of this call only: another draft may be asked for while this one asks whether it goes on.
+  bool take() {
+    const int64_t nodes = batch_size * width, rows = larger(nodes, batch_size * d.num_pending);
+    const int64_t num_states = rows * hidden, num_angles = rows * head_dim;
+    const int64_t num_runs = d.offsets[batch_size] * width + nodes * growth.depth, num_shares = nodes * width;
+    const int64_t num_fused = d.num_features ? batch_size * d.num_pending : 0;
+    const int64_t values[] = {num_states, num_states, num_states, num_angles, num_angles, num_states * d.layers.num_layers,
+                              num_fused * d.fusing.in_features, num_fused * hidden};
+    int64_t bytes = Scratch::rounded(hidden * sizeof(float)) + Scratch::rounded((nodes + 1) * sizeof(int32_t)) +
+                    Scratch::rounded(2 * num_runs * sizeof(int32_t)) + Scratch::rounded(num_shares * sizeof(float)) +
+                    Scratch::rounded(num_shares * sizeof(int64_t));
+    for (int64_t each : values) bytes += Scratch::rounded(each * sizeof(T));
+    if (!memory.reserve(bytes)) return false;
+    T** places[] = {&states, &beside, &normed, &cos, &sin, &y, &joined, &fused};
+    for (int i = 0; i < 8; i++) *places[i] = memory.take<T>(values[i]);
+    row = memory.take<float>(hidden), offsets = memory.take<int32_t>(nodes + 1), runs = memory.take<int32_t>(2 * num_runs);
+    shares = memory.take<float>(num_shares), columns = memory.take<int64_t>(num_shares);
+    return true;
+  }
+
+  // The states of what is pending.
+  bool fuse() {
+    const int64_t count = batch_size * d.num_pending, columns = d.fusing.in_features, part = columns / d.num_features;
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t f = 0; f < d.num_features; f++)
+        memcpy(joined + i * columns + f * part, (const T*)d.features[f] + i * part, part * sizeof(T));
+    return multiply(d.fusing, joined, count, fused, true, d.layers.threads);
+  }
+
+  // Some entries of each batch row: `step` from one's position to the next one's, the first one's behind the next entry's.
+  bool forward(int64_t num_rows, const void* x, int64_t first, int64_t step, int64_t num_keys, const int32_t* offsets,
+               const int32_t* runs) {
+    for (int64_t i = 0; i < batch_size * num_rows; i++) {
+      const int64_t position = d.positions[i / num_rows] + first + i % num_rows * step;
+      memcpy(cos + i * head_dim, (const T*)d.cos + position * head_dim, head_dim * sizeof(T));
+      memcpy(sin + i * head_dim, (const T*)d.sin + position * head_dim, head_dim * sizeof(T));
+    }
+    Call& call = d.layers;
+    call.x = x, call.beside = beside, call.y = y;
+    call.batch_size = batch_size, call.num_queries = num_rows, call.num_keys = num_keys;
+    call.cos = cos, call.sin = sin, call.rotary_stride = num_rows * head_dim;
+    call.offsets = offsets, call.runs = runs;
+    num_outputs = batch_size * num_rows * hidden;
+    return run_layers<T>(call);
+  }
+
+  int rank_level(const void* x, int64_t num_nodes) {
+    Ranking& call = d.ranking;
+    call.x = x, call.batch_size = batch_size, call.num_nodes = num_nodes;
+    call.most = width, call.shares = shares, call.columns = columns;
+    fed_back = call.normed ? normed : (const T*)x, fed_width = num_nodes;
+    if (call.normed) call.normed = normed;
+    return rank<T>(call);
+  }
+
+  const T* last() const { return y + (d.layers.num_layers - 1) * num_outputs; }
+
+  Draft& d;
+  Growth& growth;
+  const int64_t batch_size, width, hidden, head_dim;
+  Scratch memory;
+  T *states, *beside, *normed, *cos, *sin, *y, *joined, *fused;
+  float *row, *shares;
+  int32_t *offsets, *runs;
+  int64_t* columns;
+  const T* fed_back;
+  int64_t fed_width, num_outputs;
+};
+
+}  // namespace

@@ -1,0 +1,256 @@
+// Decoder layers of Llama, Qwen2 and Qwen3, one or all of them in one call.
+#pragma once
+
+#include <initializer_list>
+
+#include "attention.h"
+#include "norm.h"
+#include "threads.h"
+
+namespace {
+
+// What does not change from call to call; `_Layer` of layers.py. Matrices of one input stand together, their
+// outputs beside each other.
+struct Layer {
+  int64_t hidden, heads, kv_heads, head_dim, inner;
+  int64_t q_at, k_at, v_at, gate_at, up_at;  // columns of the outputs
+  double eps, scale;
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // all but the second may be null; the last two for each head
+  const void* beside_norm;
+  // Layers of EAGLE-3: what else is attended with comes before the states, normed or not; the residual is normed.
+  int64_t joins, norms_residual;
+  Matrix qkv[3], output[1], gate_up[2], down[1];  // without tiles: none
+};
+
+// `CallStructure` of layers.py.
+struct Call {
+  const void *x, *beside;  // [batch row, query, hidden]; the second for layers that join it
+  void* y;  // outputs of each layer, as x
+  int64_t num_layers;
+  const Layer* const* layers;  // of the same sizes
+  int64_t batch_size, num_queries, num_keys;  // the queries' own keys are the last ones
+  const void *cos, *sin;  // [batch row or 1, query, head_dim]
+  int64_t rotary_stride;  // from batch row to batch row
+  void *const *keys, *const *values;  // of each layer's cache [batch row, KV head, entry, head_dim]
+  const int64_t *batch_strides, *head_strides;
+  const int32_t *offsets, *runs;
+  int64_t is_bf16, rounds;  // whether inputs of products are rounded to bytes
+  int64_t threads;
+};
+
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// What the threads of a call have in common, layer after layer.
+template <class T> struct Memory {
+  Arranged<T> in, activated;  // the second for the last matrix, written while the first is read
+  float *products, *residual;
+  T* queries;
+};
+
+// One layer of a call, as one of its threads sees it.
+template <class T> class LayerRun {
+ public:
+  LayerRun(const Call& call, int64_t number, const Memory<T>& memory, int64_t rows)
+      : layer(*call.layers[number]), call(call), count(call.batch_size * call.num_queries), rows(rows),
+        q_size(layer.heads * layer.head_dim), kv_size(layer.kv_heads * layer.head_dim), in(memory.in),
+        activated(memory.activated), products(memory.products), residual(memory.residual), queries(memory.queries),
+        keys((T*)call.keys[number]), values((T*)call.values[number]), batch_stride(call.batch_strides[number]), head_stride(call.head_strides[number]),
+        y((T*)call.y + number * count * layer.hidden),
+        x(number ? y - count * layer.hidden : (const T*)call.x) {}
+
+  Attention<T> attention() const {
+    return {queries, keys, values, batch_stride, head_stride, call.batch_size, call.num_queries, call.num_keys,
+            layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets, call.runs, in.places()};
+  }
+
+  void work(Team& team, float* own) {
+    team.each(rows, [&](int64_t m) { begin(m); });
+    team.each(layer.heads + 2 * layer.kv_heads, [&](int64_t slot) {
+      multiply(layer.qkv, 3, columns_of(slot), layer.head_dim, sink<&LayerRun::put_qkv>());
+      for (int64_t m = 0; m < count; m++) place(m, slot);
+    });
+    const Attention<T> a = attention();
+    team.each(a.items(), [&](int64_t i) { attend(a, i, own); });
+    team.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
+    team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
+      in.multiply(layer.output[0], i, end, sink<&LayerRun::add_attention>());
+    });
+    team.each(rows, [&](int64_t m) {
+      norm(residual + m * layer.hidden, layer.mlp_norm, 0, m);
+      finish(layer.hidden, layer.gate_up, 2, m);
+    });
+    team.share(layer.inner / COLUMNS, [&](int64_t cell, int64_t end) {
+      for (int64_t at : {layer.gate_at, layer.up_at})
+        multiply(layer.gate_up, 2, at + cell * COLUMNS, (end - cell) * COLUMNS, sink<&LayerRun::put_gate_up>());
+      for (int64_t m = 0; m < rows; m++) activate(m, cell, end);
+    });
+    team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
+      activated.multiply(layer.down[0], i, end, sink<&LayerRun::add_mlp>());
+    });
+  }
+
+ private:
+  template <void (LayerRun::*PUT)(int64_t column, const float* found)> Sink sink() {
+    return {this, [](void* to, int64_t column, int64_t, const float* found) { (((LayerRun*)to)->*PUT)(column, found); }};
+  }
+
+  // Columns of the outputs of a stage, whole tiles, as if its matrices were one.
+  void multiply(const Matrix* matrices, int most, int64_t column, int64_t columns, Sink sink) {
+    const int64_t begin = column / LANES, end = begin + columns / LANES;
+    int64_t first = 0;
+    for (int i = 0; i < most && matrices[i].tiles; i++) {
+      const Matrix& matrix = matrices[i];
+      const int64_t own = matrix.out_features / LANES;
+      const int64_t from = begin > first ? begin - first : 0, to = end - first < own ? end - first : own;
+      if (from < to) in.multiply(matrix, from, to, {sink.to, sink.put, first * LANES});
+      first += own;
+    }
+  }
+
+  template <class From> void norm(const From* from, const void* weights, int64_t column, int64_t m, float* also_to = nullptr) {
+    if (m < count) normalize(from, weights, layer.hidden, layer.eps, in, column, m, also_to);
+  }
+
+  // What queries, keys and values are made of.
+  void begin(int64_t m) {
+    const int64_t own = layer.joins * layer.hidden;
+    if (layer.joins) norm((const T*)call.beside + m * layer.hidden, layer.beside_norm, 0, m);
+    norm(x + m * layer.hidden, layer.attention_norm, own, m,
+         layer.norms_residual ? residual + m * layer.hidden : nullptr);
+    finish(own + layer.hidden, layer.qkv, 3, m);
+  }
+
+  // silu(gate) * up of some cells, arranged.
+  void activate(int64_t m, int64_t cell, int64_t end) {
+    const float *gate = products + m * 2 * layer.inner + layer.gate_at, *up = gate - layer.gate_at + layer.up_at;
+    for (int64_t i = cell * COLUMNS; m < count && i < end * COLUMNS; i += LANES) {
+      const Floats g = load<Floats>(gate + i);
+      narrow(activated.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-g) + 1.0f) * load<Floats>(up + i));
+    }
+    activated.finish(cell, end, m, m >= count, layer.down, 1);
+  }
+
+  void finish(int64_t columns, const Matrix* matrices, int most, int64_t m) {
+    in.finish(0, columns / COLUMNS, m, m >= count, matrices, most);
+  }
+
+  // A slot is a head of queries, then of keys, then of values.
+  bool is_query(int64_t slot) const { return slot < layer.heads; }
+  bool is_key(int64_t slot) const { return !is_query(slot) && slot < layer.heads + layer.kv_heads; }
+  int64_t head_of(int64_t slot) const { return is_query(slot) ? slot : (slot - layer.heads) % layer.kv_heads; }
+  int64_t columns_of(int64_t slot) const {
+    return (is_query(slot) ? layer.q_at : is_key(slot) ? layer.k_at : layer.v_at) + head_of(slot) * layer.head_dim;
+  }
+
+  // A head of a row to where attention finds it: queries and keys turned by their places.
+  void place(int64_t m, int64_t slot) {
+    const int64_t b = m / call.num_queries, query = m % call.num_queries, size = layer.head_dim, half = size / 2;
+    const int64_t head = head_of(slot);
+    const float* x = products + m * (q_size + 2 * kv_size) + columns_of(slot);
+    const int64_t entry = call.num_keys - call.num_queries + query;
+    const int64_t in_cache = b * batch_stride + head * head_stride + entry * size;
+    T* to = is_query(slot) ? queries + m * q_size + head * size : (is_key(slot) ? keys : values) + in_cache;
+    alignas(64) float normed[MOST_HEAD_DIM], turned[MOST_HEAD_DIM];
+    if (const T* weights = (const T*)(is_query(slot) ? layer.q_norm : is_key(slot) ? layer.k_norm : nullptr)) {
+      const float factor = rms_factor(x, size, layer.eps);
+      for (int64_t d = 0; d < size; d += LANES) store(normed + d, load<Floats>(x + d) * factor * widen(weights + d));
+      x = normed;
+    }
+    if (is_query(slot) || is_key(slot)) {
+      const T* cos = (const T*)call.cos + b * call.rotary_stride + query * size;
+      const T* sin = (const T*)call.sin + b * call.rotary_stride + query * size;
+      for (int64_t d = 0; d < half; d++) {
+        turned[d] = x[d] * to_float(cos[d]) - x[d + half] * to_float(sin[d]);
+        turned[d + half] = x[d + half] * to_float(cos[d + half]) + x[d] * to_float(sin[d + half]);
+      }
+      x = turned;
+    }
+    for (int64_t d = 0; d < size; d += LANES) narrow(to + d, load<Floats>(x + d));
+  }
+
+  void put_qkv(int64_t column, const float* found) { put(column, found, q_size + 2 * kv_size); }
+  void put_gate_up(int64_t column, const float* found) { put(column, found, 2 * layer.inner); }
+
+  void put(int64_t column, const float* found, int64_t width) {
+    for (int64_t m = 0; m < count; m++) memcpy(products + m * width + column, found + m * LANES, LANES * sizeof(float));
+  }
+
+  void add_attention(int64_t column, const float* found) {
+    for (int64_t m = 0; m < count; m++) {
+      const Floats before = layer.norms_residual ? load<Floats>(residual + m * layer.hidden + column)
+                                                 : widen(x + m * layer.hidden + column);
+      store(residual + m * layer.hidden + column, before + load<Floats>(found + m * LANES));
+    }
+  }
+
+  void add_mlp(int64_t column, const float* found) {
+    for (int64_t m = 0; m < count; m++) {
+      const Floats before = load<Floats>(residual + m * layer.hidden + column);
+      narrow(y + m * layer.hidden + column, before + load<Floats>(found + m * LANES));
+    }
+  }
+
+  static constexpr int MOST_HEAD_DIM = 512;
+
+  const Layer& layer;
+  const Call& call;
+  const int64_t count, rows, q_size, kv_size;
+  const Arranged<T> in, activated;
+  float *const products, *const residual;
+  T *const queries, *const keys, *const values;
+  const int64_t batch_stride, head_stride;
+  T* const y;
+  const T* const x;
+};
+
+// All layers of a call, and the memory that they work in.
+template <class T> class Layers {
+ public:
+  explicit Layers(const Call& call)
+      : call(call), layer(*call.layers[0]), rows(filled_rows(call.batch_size * call.num_queries, call.is_bf16 && !call.rounds)),
+        q_size(layer.heads * layer.head_dim), widest(larger(layer.hidden * (1 + layer.joins), q_size)),
+        num_products(rows * larger(q_size + 2 * layer.kv_heads * layer.head_dim, 2 * layer.inner)),
+        per_thread(Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats())) {}
+
+  int64_t bytes() const {
+    return Arranged<T>::bytes(rows, widest, call.rounds) + Arranged<T>::bytes(rows, layer.inner, call.rounds) +
+           Scratch::rounded(sizeof(float) * num_products) + Scratch::rounded(sizeof(float) * rows * layer.hidden) +
+           Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads;
+  }
+
+  // Of the calling thread's memory, which has room.
+  void take() {
+    memory.in = Arranged<T>::take(rows, widest, call.rounds);
+    memory.activated = Arranged<T>::take(rows, layer.inner, call.rounds);
+    memory.products = scratch.take<float>(num_products);
+    memory.residual = scratch.take<float>(rows * layer.hidden);
+    memory.queries = scratch.take<T>(rows * q_size);
+    own = scratch.take<uint8_t>(per_thread * call.threads);
+  }
+
+  void work(Team& team, int thread) const {
+    for (int64_t i = 0; i < call.num_layers; i++)
+      LayerRun<T>(call, i, memory, rows).work(team, (float*)(own + thread * per_thread));
+  }
+
+  // Free before and after: rows of so many columns as states have, at least.
+  const Arranged<T>& inputs() const { return memory.in; }
+
+ private:
+  const Call& call;
+  const Layer& layer;
+  const int64_t rows, q_size, widest, num_products, per_thread;
+  Memory<T> memory;
+  uint8_t* own = nullptr;
+};
+
+// False: out of memory.
+template <class T> bool run_layers(const Call& call) {
+  Layers<T> layers(call);
+  if (!scratch.reserve(layers.bytes())) return false;
+  layers.take();
+  Team::run(call.threads, [&](Team& team, int thread) { layers.work(team, thread); });
+  return true;
+}
+
+}  // namespace

@@ -1,0 +1,271 @@
+// Packed matrices of any type, and the memory that a call works in.
+#pragma once
+
+#include <cstdlib>
+#include <type_traits>
+
+#include "dense.h"
+#include "rows.h"
+#include "threads.h"
+#include "tiles.h"
+
+namespace {
+
+// Where products go: [row, lane] of the columns from `column` on.
+struct Sink {
+  void* to;
+  void (*put)(void* to, int64_t column, int64_t lanes, const float* products);
+  int64_t first_column = 0;  // of the matrix, among others of the same input
+};
+
+// Rows of products.
+template <class T> struct Output {
+  T* y;
+  int64_t count, stride;
+
+  static void put(void* to, int64_t column, int64_t lanes, const float* products) {
+    const Output& out = *(Output*)to;
+    for (int64_t m = 0; m < out.count; m++) {
+      T* y = out.y + m * out.stride + column;
+      alignas(64) T values[LANES];
+      narrow(lanes == LANES ? y : values, load<Floats>(products + m * LANES));
+      if (lanes < LANES) memcpy(y, values, lanes * sizeof(T));
+    }
+  }
+};
+
+// A matrix, packed or dense; `MatrixStructure` of weights.py.
+struct Matrix {
+  int64_t kind, in_features, out_features;
+  const uint8_t* tiles;
+  const void* bias;  // in the type of the inputs, or null
+};
+
+// Hands products of a tile on; a bias is of type T.
+template <class T> void put_tile(const Matrix& w, int64_t tile, int64_t rows, float* products, const Sink& sink) {
+  const int64_t column = tile * LANES, left = w.out_features - column, lanes = left < LANES ? left : LANES;
+  if (w.bias) {
+    alignas(64) T bias[LANES] = {};
+    memcpy(bias, (const T*)w.bias + column, lanes * sizeof(T));
+    for (int64_t m = 0; m < rows; m++) store(products + m * LANES, load<Floats>(products + m * LANES) + widen(bias));
+  }
+  sink.put(sink.to, sink.first_column + column, lanes, products);
+}
+
+// Tiles from `i` to `end` of a matrix times rows.
+template <class F, class T, class X>
+void multiply_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
+  alignas(64) float products[CHUNK * LANES];
+  const int64_t cells = w.in_features / COLUMNS, tile_bytes = F::tile_bytes(cells);
+  const Multiplier<F, X> multiply(x);
+  for (; i < end; i++) {
+    multiply(w.tiles + i * tile_bytes, cells, products);
+    put_tile<T>(w, i, x.rows, products, sink);
+  }
+}
+
+// The same of a dense matrix of type T.
+template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
+  alignas(64) float products[CHUNK * LANES];
+  for (; i < end; i++) {
+    const int64_t left = w.out_features - i * LANES, count = left < LANES ? left : LANES;
+    multiply_dense_rows((const T*)w.tiles + i * LANES * w.in_features, w.in_features, count, x, products);
+    put_tile<T>(w, i, x.rows, products, sink);
+  }
+}
+
+template <class X> using Tiles = void (*)(const Matrix&, const X&, int64_t, int64_t, const Sink&);
+
+struct Kind {
+  const char* name;
+  int64_t block_size, block_bytes;
+  int sum_group;  // columns whose sum is needed; 0: none
+  int64_t (*tile_bytes)(int64_t cells);
+  bool (*pack)(const uint8_t* blocks, int64_t rows, int64_t cells, uint8_t* tile);
+  void (*look_up)(const uint8_t* blocks, int64_t columns, float* to);
+  Tiles<Inputs<float>> tiles;
+  Tiles<Inputs<Factor<uint16_t>>> tiles_bf16;
+  Tiles<Rounded> tiles_rounded, tiles_rounded_bf16;
+
+  bool is_dense() const { return !tile_bytes; }
+  Tiles<Inputs<float>> tiles_of(float) const { return tiles; }
+  Tiles<Inputs<Factor<uint16_t>>> tiles_of(uint16_t) const { return tiles_bf16; }
+  Tiles<Rounded> rounded_tiles_of(float) const { return tiles_rounded; }
+  Tiles<Rounded> rounded_tiles_of(uint16_t) const { return tiles_rounded_bf16; }
+};
+
+template <class F> constexpr Kind kind(const char* name) {
+  return {name,
+          F::SIZE,
+          F::BYTES,
+          F::OFFSET ? F::GROUP : 0,
+          F::tile_bytes,
+          pack<F>,
+          look_up_row<F>,
+          multiply_tiles<F, float, Inputs<float>>,
+          multiply_tiles<F, uint16_t, Inputs<Factor<uint16_t>>>,
+          multiply_tiles<F, float, Rounded>,
+          multiply_tiles<F, uint16_t, Rounded>};
+}
+
+const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0"), kind<Q5_1>("Q5_1"),
+                      kind<Q8_0>("Q8_0"), kind<Q2_K>("Q2_K"), kind<Q3_K>("Q3_K"), kind<Q4_K>("Q4_K"),
+                      kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K"), kind<IQ4_NL>("IQ4_NL"), kind<IQ4_XS>("IQ4_XS"),
+                      // As they lie; of the type of the inputs.
+                      {"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
+                      {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
+
+// Rows of embeddings by number, which lie as in files; false, and nothing of use written, where one is not there.
+// `row` has room for one of a packed type in float32, where T is another.
+template <class T> bool look_up(const Matrix& w, const int64_t* ids, int64_t count, float* row, T* to) {
+  const Kind& kind = KINDS[w.kind];
+  const int64_t size = w.in_features;
+  const int64_t row_bytes = kind.is_dense() ? size * sizeof(T) : size / kind.block_size * kind.block_bytes;
+  for (int64_t i = 0; i < count; i++, to += size) {
+    if (ids[i] < 0 || ids[i] >= w.out_features) return false;
+    const uint8_t* from = w.tiles + ids[i] * row_bytes;
+    if (kind.is_dense()) {
+      memcpy(to, from, row_bytes);
+    } else if constexpr (std::is_same<T, float>::value) {
+      kind.look_up(from, size, to);
+    } else {
+      kind.look_up(from, size, row);
+      for (int64_t n = 0; n < size; n += LANES) narrow(to + n, load<Floats>(row + n));
+    }
+  }
+  return true;
+}
+
+// Memory of the calling thread that is kept from call to call.
+class Scratch {
+ public:
+  ~Scratch() { free(memory); }
+
+  bool reserve(int64_t bytes) {
+    used = 0;
+    if (bytes <= size) return true;
+    free(memory);
+    size = bytes * 5 / 4 / 64 * 64 + 64;
+    memory = (uint8_t*)aligned_alloc(64, size);
+    if (!memory) size = 0;
+    return memory;
+  }
+
+  template <class T> T* take(int64_t count) {
+    T* taken = (T*)(memory + used);
+    used += rounded(count * sizeof(T));
+    return taken;
+  }
+
+  static int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+ private:
+  uint8_t* memory = nullptr;
+  int64_t size = 0, used = 0;
+};
+
+inline thread_local Scratch scratch;
+
+// Rows of an input as matrices take them: as they are or in float32, with the sums that these need, or rounded to bytes.
+// Dense matrices take rows as they are, also where packed ones take them rounded.
+template <class T> class Arranged {
+  static constexpr bool WIDENS = sizeof(Factor<T>) > sizeof(T);
+
+ public:
+  static int64_t bytes(int64_t rows, int64_t columns, bool rounds) {
+    const int64_t cells = columns / COLUMNS;
+    const int64_t own = Scratch::rounded(rows * columns * sizeof(T)) + WIDENS * Scratch::rounded(sizeof(float) * rows * columns);
+    if (rounds) return own + Scratch::rounded(rows * columns) + Scratch::rounded(4 * sizeof(float) * cells * rows);
+    return own + Scratch::rounded(3 * sizeof(float) * cells * rows);
+  }
+
+  // Of the calling thread's memory.
+  static Arranged take(int64_t rows, int64_t columns, bool rounds) {
+    const int64_t cells = columns / COLUMNS;
+    Arranged taken;
+    taken.rounds = rounds;
+    taken.values = {scratch.take<T>(rows * columns), nullptr, rows};
+    if (WIDENS) taken.factors = scratch.take<Factor<T>>(rows * columns);
+    else taken.factors = (Factor<T>*)taken.values.values;
+    if (rounds) {
+      taken.rounded.values = scratch.take<int8_t>(rows * columns), taken.rounded.rows = rows;
+      taken.rounded.scales = scratch.take<float>(4 * cells * rows);
+      taken.rounded.sums = taken.rounded.scales + cells * rows;
+      return taken;
+    }
+    taken.sums[0] = scratch.take<float>(3 * cells * rows), taken.sums[1] = taken.sums[0] + 2 * cells * rows;
+    return taken;
+  }
+
+  T* at(int64_t cell, int64_t row) const { return values.at(cell, row); }
+  int64_t rows() const { return values.rows; }
+  void set_rows(int64_t rows) { values.rows = rounded.rows = rows; }
+  const Inputs<T>& places() const { return values; }
+
+  // What belongs to some cells of a row that were written; those of a row that only fills become 0.
+  void finish(int64_t cell, int64_t end, int64_t m, bool only_fills, const Matrix* matrices, int most) const {
+    bool needs[2] = {}, are_dense = false;
+    for (int i = 0; i < most && matrices[i].tiles; i++) {
+      const Kind& kind = KINDS[matrices[i].kind];
+      are_dense |= kind.is_dense();
+      if (kind.sum_group) needs[kind.sum_group == COLUMNS] = true;
+    }
+    for (; cell < end; cell++) {
+      if (only_fills) memset(at(cell, m), 0, COLUMNS * sizeof(T));
+      if (rounds) {
+        if (only_fills) clear_cell(rounded, cell, m);
+        else round_cell(at(cell, m), rounded, cell, m);
+      }
+      if (WIDENS && (are_dense || !rounds))
+        for (int i = 0; i < COLUMNS; i += LANES) narrow(of(0).at(cell, m) + i, widen(at(cell, m) + i));
+      if (needs[0] && !rounds) sum_groups<16>(of(0), cell, m);
+      if (needs[1] && !rounds) sum_groups<32>(of(1), cell, m);
+    }
+  }
+
+  void multiply(const Matrix& matrix, int64_t begin, int64_t end, const Sink& sink) const {
+    const Kind& kind = KINDS[matrix.kind];
+    if (rounds && !kind.is_dense()) kind.rounded_tiles_of(T())(matrix, rounded, begin, end, sink);
+    else kind.tiles_of(T())(matrix, of(kind.sum_group == COLUMNS), begin, end, sink);
+  }
+
+ private:
+  Inputs<Factor<T>> of(int sums_of) const { return {factors, sums[sums_of], values.rows}; }
+
+  Inputs<T> values;
+  Factor<T>* factors = nullptr;
+  float* sums[2] = {};  // over 16 columns, over 32
+  Rounded rounded = {};
+  bool rounds = false;
+};
+
+// Products of rows with a matrix, by a team: row(i) is where one lies, of as many as `output` has. `in` has room.
+template <class T, class Row> void multiply(Team& team, const Matrix& w, Arranged<T> in, const Row& row, Output<T> output) {
+  team.each(w.in_features / COLUMNS, [&](int64_t cell) {
+    for (int64_t i = 0; i < in.rows(); i++) {
+      if (i < output.count) memcpy(in.at(cell, i), row(i) + cell * COLUMNS, COLUMNS * sizeof(T));
+      in.finish(cell, cell + 1, i, i >= output.count, &w, 1);
+    }
+  });
+  team.share((w.out_features + LANES - 1) / LANES,
+             [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); });
+}
+
+// The same of any number of rows that lie one after the other. `rounds`: see `Arranged`. False: out of memory.
+template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
+  if (!count) return true;
+  const int64_t most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
+  if (!scratch.reserve(Arranged<T>::bytes(most, w.in_features, rounds))) return false;
+  Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
+  for (int64_t m = 0; m < count; m += CHUNK) {
+    const int64_t now = count - m < CHUNK ? count - m : CHUNK;
+    in.set_rows(filled_rows(now, sizeof(T) == 2 && !rounds));
+    Team::run(threads, [&](Team& team, int) {
+      multiply(team, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
+               Output<T>{y + m * w.out_features, now, w.out_features});
+    });
+  }
+  return true;
+}
+
+}  // namespace

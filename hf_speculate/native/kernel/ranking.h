@@ -1,0 +1,157 @@
+// How the states of a head rank tokens: final norm, output matrix, the noise of a sampled request, and the best of a
+// softmax, without logits that anybody sees.
+#pragma once
+
+#include "choice.h"
+#include "norm.h"
+#include "threads.h"
+
+namespace {
+
+INLINE bool any(const Ints& lanes) {
+  typedef int64_t Pairs __attribute__((vector_size(64)));
+  const Pairs v = reinterpret<Pairs>(lanes);
+  return (v[0] | v[1] | v[2] | v[3] | v[4] | v[5] | v[6] | v[7]) != 0;
+}
+
+// `RankingStructure` of ranking.py.
+struct Ranking {
+  const void* x;  // [batch row, node, hidden]
+  void* normed;   // as x, or null: not wanted
+  int64_t batch_size, num_nodes;
+  const void* norm;  // null: none
+  double eps;
+  Matrix output;
+  // Of a sampled request: what divides the products, what is kept of them, and what is taken from them.
+  double temperature, top_p, min_p;  // 1, 1 and 0 do nothing
+  int64_t top_k;                     // 0 does nothing
+  const float* log_noise;            // [batch row, column]; null: none
+  int64_t num_columns, most;  // how many are ranked; how many of them are wanted
+  float* shares;              // [batch row, node, most]: log-softmax of the best; -inf where no more are kept
+  int64_t* columns;
+  int64_t is_bf16, rounds, threads;
+};
+
+constexpr float LOWEST = -__builtin_inff();
+
+inline float highest_of(const Floats& v) {
+  float highest = v[0];
+  for (int lane = 1; lane < LANES; lane++) highest = v[lane] > highest ? v[lane] : highest;
+  return highest;
+}
+
+// The highest bound that leaves `enough` of what is counted: of masses, or of columns. Of floats from 0 to 1 the bits ascend
+// as they do.
+template <bool OF_MASSES> float highest_bound(const float* masses, int64_t width, float enough) {
+  uint32_t low = 0, high = reinterpret<uint32_t>(1.0f) + 1;  // everything is left; nothing
+  while (high - low > 1) {
+    const uint32_t middle = low + (high - low) / 2;
+    const float bound = reinterpret<float>(middle);
+    Floats left = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+      const Floats mass = load<Floats>(masses + i), counted = OF_MASSES ? mass : Floats{} + 1.0f;
+      left += reinterpret<Floats>(reinterpret<Ints>(counted) & (mass >= bound));
+    }
+    (sum_of(left) >= enough ? low : high) = middle;
+  }
+  return reinterpret<float>(low);
+}
+
+// Takes from scores what a request never samples, as transformers' warpers do one after the other.
+inline void keep_likely(const Ranking& call, float* scores, int64_t width, float highest, float* masses) {
+  Floats total = {};
+  for (int64_t i = 0; i < width; i += LANES) store(masses + i, exponential(load<Floats>(scores + i) - highest));
+  float bound = call.min_p;
+  if (call.top_k) bound = std::fmax(bound, highest_bound<false>(masses, width, call.top_k));
+  if (call.top_p < 1) {
+    const float before = call.top_k ? bound : 0;
+    for (int64_t i = 0; i < width; i += LANES) {
+      const Floats mass = load<Floats>(masses + i), kept = mass < before ? Floats{} : mass;
+      store(masses + i, kept);
+      total += kept;
+    }
+    bound = std::fmax(bound, highest_bound<true>(masses, width, call.top_p * sum_of(total)));
+  }
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats score = load<Floats>(scores + i), lowest = Floats{} + LOWEST;
+    store(scores + i, load<Floats>(masses + i) < bound ? lowest : score);
+  }
+}
+
+// Products of a row become scores, and the best of these are found. False where some are not finite. There is room for
+// `width` of them, whole vectors, and as many masses.
+inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* scores, float* masses) {
+  const int64_t count = call.num_columns;
+  const float factor = 1 / call.temperature;
+  for (int64_t i = count; i < width; i++) scores[i] = LOWEST;
+  Floats most = Floats{} + LOWEST;
+  Ints odd = {};
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats value = load<Floats>(scores + i) * factor;
+    odd |= value != value;
+    most = value > most ? value : most;
+    store(scores + i, value);
+  }
+  float highest = highest_of(most);
+  if (any(odd) || !std::isfinite(highest)) return false;
+  if (call.top_k || call.top_p < 1 || call.min_p > 0) keep_likely(call, scores, width, highest, masses);
+  if (call.log_noise) {
+    const float* noise = call.log_noise + row / call.num_nodes * count;
+    most = Floats{} + LOWEST;
+    for (int64_t i = 0; i < width; i += LANES) {
+      Floats own = {};
+      memcpy(&own, noise + i, (count - i < LANES ? count - i : LANES) * sizeof(float));
+      const Floats value = load<Floats>(scores + i) - own;
+      most = value > most ? value : most;
+      store(scores + i, value);
+    }
+    highest = highest_of(most);
+    if (!std::isfinite(highest)) return false;
+  }
+  Best best{call.shares + row * call.most, call.columns + row * call.most, call.most};
+  Floats sum = {};
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats value = load<Floats>(scores + i);
+    sum += exponential(value - highest);
+    if (best.count == best.most && !any(value > best.values[best.most - 1])) continue;
+    for (int64_t lane = i; lane < i + LANES; lane++)
+      if (scores[lane] > LOWEST) best.offer(scores[lane], lane);
+  }
+  const float log_sum = logf(sum_of(sum));  // of one and more: no share is above 0
+  for (int64_t i = 0; i < best.count; i++) best.values[i] = best.values[i] - highest - log_sum;
+  for (int64_t i = 0; best.count < best.most && i < count; i++)
+    if (scores[i] == LOWEST) best.offer(LOWEST, i);
+  return best.count == best.most;
+}
+
+// 1: done; 0: scores are not finite, or too few; -1: out of memory.
+template <class T> int rank(const Ranking& call) {
+  const Matrix& w = call.output;
+  const int64_t count = call.batch_size * call.num_nodes, rows = filled_rows(count, sizeof(T) == 2 && !call.rounds);
+  const int64_t tiles = (call.num_columns + LANES - 1) / LANES, width = tiles * LANES;
+  if (!scratch.reserve(Arranged<T>::bytes(rows, w.in_features, call.rounds) +
+                       Scratch::rounded(sizeof(float) * count * width) +
+                       Scratch::rounded(sizeof(float) * call.threads * width)))
+    return -1;
+  const Arranged<T> in = Arranged<T>::take(rows, w.in_features, call.rounds);
+  Output<float> scores{scratch.take<float>(count * width), count, width};
+  float* masses = scratch.take<float>(call.threads * width);
+  std::atomic<bool> is_done{true};
+  Team::run(call.threads, [&](Team& team, int thread) {
+    team.each(rows, [&](int64_t m) {
+      if (m < count) {
+        normalize((const T*)call.x + m * w.in_features, call.norm, w.in_features, call.eps, in, 0, m);
+        for (int64_t i = 0; call.normed && i < w.in_features; i += COLUMNS)
+          memcpy((T*)call.normed + m * w.in_features + i, in.at(i / COLUMNS, m), COLUMNS * sizeof(T));
+      }
+      in.finish(0, w.in_features / COLUMNS, m, m >= count, &w, 1);
+    });
+    team.share(tiles, [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&scores, Output<float>::put}); });
+    team.each(count, [&](int64_t m) {
+      if (!rank_row(call, m, width, scores.y + m * width, masses + thread * width)) is_done = false;
+    });
+  });
+  return is_done;
+}
+
+}  // namespace

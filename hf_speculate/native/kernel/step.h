@@ -1,0 +1,83 @@
+// A forward of a causal LM in one call: from token ids to logits.
+//
+// The reference are the modules of transformers, called one after the other.
+#pragma once
+
+#include "layer.h"
+
+namespace {
+
+// `_Step` of step.py.
+struct Step {
+  Call layers;  // x: room for embeddings; its cosines and sines are found
+  Matrix embeddings;  // blocks as in files, or dense
+  const int64_t *tokens, *positions;  // [batch row, query]
+  const void *cos, *sin;  // [position, head_dim]
+  int64_t num_positions;
+  const void* norm;
+  double eps;
+  void* normed;  // [batch row, query, hidden]
+  Matrix output;
+  int64_t num_scored;  // of the queries of each batch row, the last ones
+  void* logits;  // [batch row, scored query, vocabulary]
+};
+
+template <class T> class StepRun {
+ public:
+  explicit StepRun(Step& step)
+      : s(step), layers(s.layers), layer(*s.layers.layers[0]), count(s.layers.batch_size * s.layers.num_queries),
+        scored(s.layers.batch_size * s.num_scored), hidden(layer.hidden) {}
+
+  // 1: done; 0: a token or a position is not there, and nothing was written; -1: out of memory.
+  int work() {
+    const int64_t num_angles = count * layer.head_dim;
+    if (!scratch.reserve(layers.bytes() + 2 * Scratch::rounded(num_angles * sizeof(T)) + Scratch::rounded(hidden * sizeof(float))))
+      return -1;
+    layers.take();
+    T *cos = scratch.take<T>(num_angles), *sin = scratch.take<T>(num_angles);
+    if (!turn_to(cos, sin) || !look_up(s.embeddings, s.tokens, count, scratch.take<float>(hidden), (T*)s.layers.x)) return 0;
+    s.layers.cos = cos, s.layers.sin = sin, s.layers.rotary_stride = s.layers.num_queries * layer.head_dim;
+    Team::run(s.layers.threads, [&](Team& team, int thread) {
+      layers.work(team, thread);
+      team.each(count, [&](int64_t m) { norm_row(m); });
+      if (scored) score(team);
+    });
+    return 1;
+  }
+
+ private:
+  bool turn_to(T* cos, T* sin) const {
+    const int64_t size = layer.head_dim;
+    for (int64_t m = 0; m < count; m++) {
+      const int64_t position = s.positions[m];
+      if (position < 0 || position >= s.num_positions) return false;
+      memcpy(cos + m * size, (const T*)s.cos + position * size, size * sizeof(T));
+      memcpy(sin + m * size, (const T*)s.sin + position * size, size * sizeof(T));
+    }
+    return true;
+  }
+
+  void norm_row(int64_t m) const {
+    const T *from = (const T*)s.layers.y + ((s.layers.num_layers - 1) * count + m) * hidden, *weights = (const T*)s.norm;
+    T* to = normed(m);
+    const float factor = rms_factor(from, hidden, s.eps);
+    for (int64_t i = 0; i < hidden; i += LANES) narrow(to + i, widen(from + i) * factor * widen(weights + i));
+  }
+
+  void score(Team& team) const {
+    Arranged<T> in = layers.inputs();
+    in.set_rows(filled_rows(scored, s.layers.is_bf16 && !s.layers.rounds));
+    const int64_t queries = s.layers.num_queries, first = queries - s.num_scored;
+    multiply(team, s.output, in, [&](int64_t i) { return normed(i / s.num_scored * queries + first + i % s.num_scored); },
+             Output<T>{(T*)s.logits, scored, s.output.out_features});
+  }
+
+  T* normed(int64_t m) const { return (T*)s.normed + m * hidden; }
+
+  Step& s;
+  Layers<T> layers;
+  const Layer& layer;
+  const int64_t count, scored, hidden;
+};
+
+}  // namespace

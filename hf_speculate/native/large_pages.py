@@ -1,0 +1,62 @@
+"""Memory for packed weights, in large pages where the system has them.
+
+A forward reads all weights, and fewer addresses are to be translated so: a token of SmolLM2 takes 4.7 ms instead of
+5.1. The matrices of a small model are smaller than a large page: they lie together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from . import binding
+
+
+# Bytes that are taken at a time. What is not used of them is never touched.
+_CHUNK = 1 << 25
+_LINE = 64
+
+
+class _Chunks:
+    """Memory that several matrices share."""
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, size: int) -> UInt8[Tensor, " size"]:
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _own(max(size, _CHUNK)), 0
+        first, self._used = self._used, -(-(self._used + size) // _LINE) * _LINE
+        return self._chunk[first : first + size]
+
+
+_shared: ContextVar[_Chunks | None] = ContextVar("hf_speculate_large_pages", default=None)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Around the packing of one model: its matrices share memory."""
+    token = _shared.set(_Chunks())
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def zeros(num_rows: int, row_bytes: int) -> UInt8[Tensor, "rows bytes"]:
+    """A matrix of bytes, contiguous."""
+    chunks, size = _shared.get(), num_rows * row_bytes
+    memory = _own(size) if chunks is None else chunks.take(size)
+    return memory.zero_().view(num_rows, row_bytes)
+
+
+def _own(size: int) -> UInt8[Tensor, " size"]:
+    """Nobody has written to it: large pages are given at the first touch."""
+    memory = torch.empty(size, dtype=torch.uint8)
+    binding.library().ask_for_large_pages(memory.data_ptr(), size)
+    return memory

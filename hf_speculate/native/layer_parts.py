@@ -1,0 +1,143 @@
+"""The parts of a decoder layer that the native kernel needs, and whether it computes such a one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import binding
+from .backends import NativeBackend
+from .modules import PackedMatrix, Projection
+from .rounded import RoundedMatrix
+from .rounded_layers import RoundedForward, RoundedLinear
+from .weights import parameters_of, unpacked
+
+
+# What the kernel has room for: columns of a head, heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).
+_MOST_HEAD_DIM, _MOST_GROUPS = 512, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """The parts of a decoder layer, whosever its modules are.
+
+    Attributes:
+        sizes: hidden, heads, kv_heads, head_dim, inner.
+        norms: RMSNorms by the names of the structure, those that there are.
+        projections: q, k, v, o, gate, up, down, each packed by the native backend or an `nn.Linear`.
+        joins, norms_residual: of EAGLE-3's first layer, see there.
+    """
+
+    sizes: dict[str, int]
+    eps: float
+    scale: float
+    norms: dict[str, Any]
+    projections: dict[str, nn.Module]
+    joins: bool = False
+    norms_residual: bool = False
+
+    @classmethod
+    def of(cls, attention: Any, mlp: Any, norms: dict[str, Any], **others: Any) -> LayerParts:
+        """Parts of modules that are called as transformers calls them.
+
+        Args:
+            norms: of the layer; those of queries and keys are found.
+            others: the other attributes.
+        """
+        of_heads = {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+        projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+        projections |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+        return cls(norms={**norms, **of_heads}, projections=projections, **others)
+
+    @property
+    def matrices(self) -> list[PackedMatrix | nn.Linear | None]:
+        return [matrix_of(projection) for projection in self.projections.values()]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Whose weights it has, each once."""
+        return list(dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)]))
+
+    def rounds(self) -> bool | None:
+        """Whether packed matrices round their inputs to bytes; None where the kernel does not multiply with all of the
+        matrices, or the packed ones differ. Dense matrices never round, and stand beside either kind."""
+        found = [(isinstance(matrix, PackedMatrix), rounds_inputs(matrix)) for matrix in self.matrices]
+        of_packed = {rounds for is_packed, rounds in found if is_packed} or {False}
+        is_known = all(rounds is not None for _, rounds in found)
+        return of_packed.pop() if is_known and len(of_packed) == 1 else None
+
+    def rounded(self) -> LayerParts:
+        """These with the matrices that can be in 8 bits, for drafts."""
+        return replace(self, projections={name: rounded(each) or each for name, each in self.projections.items()})
+
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of what is not packed; None where there are several."""
+        found = {weight.dtype for weight in unpacked(parameters_of(self.modules))}
+        return found.pop() if len(found) == 1 else None
+
+    def fit(self) -> bool:
+        """Whether the kernel computes such a layer."""
+        sizes, step = self.sizes, binding.TILE_ROWS
+        widths = sizes["hidden"], sizes["heads"] * sizes["head_dim"], sizes["inner"]
+        return (
+            self.rounds() is not None
+            and self.dtype() is not None
+            and all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
+            and all(width % binding.TILE_COLUMNS == 0 for width in widths)
+            and sizes["head_dim"] % step == 0
+            and sizes["head_dim"] <= _MOST_HEAD_DIM
+            and sizes["heads"] <= _MOST_GROUPS * sizes["kv_heads"]
+        )
+
+
+def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
+    """Whether inputs of a matrix are rounded to bytes; None where the kernel does not multiply with it."""
+    if isinstance(matrix, PackedMatrix):
+        return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
+    if matrix is None or matrix.weight.dtype not in binding.DENSE_KINDS or not matrix.weight.is_contiguous():
+        return None
+    return False
+
+
+def rounded(projection: nn.Module) -> RoundedMatrix | None:
+    """Its matrix in 8 bits; None where that is not to be had."""
+    if isinstance(forward := vars(projection).get("forward"), RoundedForward):
+        return forward.matrix()
+    matrix = matrix_of(projection)
+    return RoundedMatrix.of(matrix) if matrix is not None and matrix is projection else None
+
+
+def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
+    """The matrix that computes a projection; None where that is something else."""
+    if isinstance(projection, RoundedLinear):
+        return matrix_of(projection.layer)
+    if type(projection) is Projection:
+        return projection.fused.linear
+    return projection if isinstance(projection, PackedMatrix) or type(projection) is nn.Linear else None
+
+
+def parts_of(layer: Any) -> LayerParts | None:
+    """The parts of a layer that the kernel needs; None where it computes something else."""
+    attention, config = layer.self_attn, layer.self_attn.config
+    if config.hidden_act != "silu" or getattr(attention, "sliding_window", None) is not None:
+        return None
+    parts = LayerParts.of(
+        attention,
+        layer.mlp,
+        {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+        sizes={
+            "hidden": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head_dim": attention.head_dim,
+            "inner": config.intermediate_size,
+        },
+        eps=layer.input_layernorm.variance_epsilon,
+        scale=attention.scaling,
+    )
+    is_packed = any(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
+    has_one_eps = all(norm.variance_epsilon == parts.eps for norm in parts.norms.values())
+    return parts if is_packed and has_one_eps and parts.fit() else None

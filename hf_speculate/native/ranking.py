@@ -1,0 +1,182 @@
+"""The ranking of tokens by the states of a head in one native call: norm, output matrix, noise, and the best of a
+softmax.
+
+Structure: that of `kernel/ranking.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from . import binding
+from .layer_parts import matrix_of, rounded, rounds_inputs
+from .rounded_layers import RoundedForward
+from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
+
+
+# In the order in which `generate` applies them.
+_WARPERS: dict[type | None, str] = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+
+
+class RankingStructure(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_void_p, "x", "normed"),
+        *fields(ctypes.c_int64, "batch_size", "num_nodes"),
+        *fields(ctypes.c_void_p, "norm"),
+        *fields(ctypes.c_double, "eps"),
+        ("output", MatrixStructure),
+        *fields(ctypes.c_double, "temperature", "top_p", "min_p"),
+        *fields(ctypes.c_int64, "top_k"),
+        *fields(ctypes.c_void_p, "log_noise"),
+        *fields(ctypes.c_int64, "num_columns", "most"),
+        *fields(ctypes.c_void_p, "shares", "columns"),
+        *fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
+    ]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The warpers of a sampled request, as far as the kernel does what they do; the defaults do nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, warpers: Sequence[Any]) -> Sampling | None:
+        """None where they do something else, or in another order than `generate` has them in."""
+        order = [_WARPERS.get(type(warper)) for warper in warpers]
+        known = [name for name in order if name is not None]
+        if len(known) < len(order) or known != [name for name in _WARPERS.values() if name in known]:
+            return None
+        if any(getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in warpers):
+            return None
+        return cls(**{name: getattr(warper, name) for name, warper in zip(known, warpers, strict=True)})
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The proposals of a head.
+
+    Attributes:
+        shares: float32, logarithms of the best columns' shares of a softmax over all, the best first.
+        columns: int64.
+        fed_back: the states that the next draft step takes.
+    """
+
+    shares: Float[Tensor, "B N K"]
+    columns: Int[Tensor, "B N K"]
+    fed_back: Float[Tensor, "B N H"]
+
+
+class NativeRanking:
+    """The computation that follows the last layer of a head.
+
+    Args:
+        matrix: the output matrix; one that fits, see `of`.
+        norm: the RMSNorm before it; None: none.
+        eps: of the norm.
+        dtype: of the states.
+        feeds_back_normed: whether normed states are fed back.
+
+    Attributes:
+        num_columns: of the output matrix.
+        feeds_back_normed: see above.
+    """
+
+    def __init__(self, matrix: Any, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
+        self._weights = WeightsInPlace(_modules(matrix, norm))
+        self._library = binding.library()
+        self.feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
+        self._fixed = RankingStructure(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
+        self._fixed.is_bf16, self._fixed.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
+        fill_matrix(self._fixed.output, matrix)
+
+    @classmethod
+    def of(
+        cls,
+        output: nn.Module,
+        norm: Any,
+        eps: float,
+        dtype: torch.dtype,
+        feeds_back_normed: bool = False,
+        rounds: bool = False,
+    ) -> NativeRanking | None:
+        """None where the kernel does not compute this.
+
+        Args:
+            output: what has the output matrix.
+            rounds: whether that is to be multiplied in 8 bits, where it can be.
+        """
+        matrix: Any = matrix_of(output)
+        if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % binding.TILE_COLUMNS:
+            return None
+        if type(vars(matrix).get("forward")) not in (NoneType, RoundedForward):  # accelerate's, say
+            return None
+        weights = unpacked(parameters_of(_modules(matrix, norm)))
+        is_alike = all(weight.is_cpu and weight.dtype is dtype for weight in weights)
+        if not is_alike or not matrix.weight.is_cpu:
+            return None
+        in_8_bits = rounded(output) if rounds else None
+        return cls(in_8_bits or matrix, norm, eps, dtype, feeds_back_normed)
+
+    def is_current(self) -> bool:
+        """See `WeightsInPlace.are_current`."""
+        return self._weights.are_current()
+
+    def call(self, log_noise: Float[Tensor, "B C"] | None = None, sampling: Sampling | None = None) -> RankingStructure:
+        """A call without any states; arguments as of `run`."""
+        call = RankingStructure.from_buffer_copy(self._fixed)  # threads share a head
+        sampling = sampling or Sampling()
+        call.temperature, call.top_p, call.min_p = sampling.temperature, sampling.top_p, sampling.min_p
+        call.log_noise = None if log_noise is None else log_noise.data_ptr()
+        call.num_columns = self.num_columns if log_noise is None else log_noise.shape[-1]
+        call.top_k, call.threads = sampling.top_k, torch.get_num_threads()
+        return call
+
+    def run(
+        self,
+        states: Float[Tensor, "B N H"],
+        most: int,
+        log_noise: Float[Tensor, "B C"] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Ranked | None:
+        """The best `most` columns of every node; None where scores are not finite.
+
+        Args:
+            states: contiguous, of `dtype`.
+            log_noise: float32, contiguous, taken from the scores, which have no more columns then.
+            sampling: what is done to the products before; None: nothing.
+        Raises:
+            MemoryError: there is none left.
+        """
+        shape = states.shape[:2]
+        shares, columns = torch.empty(*shape, most), torch.empty(*shape, most, dtype=torch.long)
+        normed = torch.empty_like(states) if self.feeds_back_normed else None
+        call = self.call(log_noise, sampling)
+        call.x, call.normed = states.data_ptr(), None if normed is None else normed.data_ptr()
+        call.batch_size, call.num_nodes = shape
+        call.most, call.shares, call.columns = most, shares.data_ptr(), columns.data_ptr()
+        done = self._library.rank(ctypes.addressof(call))
+        if done < 0:
+            raise MemoryError(f"no memory to rank {call.num_columns} tokens for {shape.numel()} states")
+        return Ranked(shares, columns, states if normed is None else normed) if done else None
+
+
+def _modules(matrix: nn.Module, norm: nn.Module | None) -> list[nn.Module]:
+    return [matrix] if norm is None else [matrix, norm]

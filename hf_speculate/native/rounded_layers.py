@@ -1,0 +1,111 @@
+"""Linear layers that answer in 8 bits where few rows are drafted (`rounded`), and as they are everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .backends import NativeBackend
+from .binding import DENSE_KINDS
+from .modules import PackedMatrix
+from .rounded import RoundedMatrix
+from .weights import WeightsInPlace
+
+
+# Up to how many rows 8 bits are faster than PyTorch (three times up to 8; AMX multiplies more rows of bfloat16 faster).
+_MOST_ROWS = {torch.float32: 64, torch.bfloat16: 16}
+
+# Smaller matrices cost their call.
+_LEAST_WEIGHTS = 1 << 17
+
+
+def quicken(module: nn.Module) -> int:
+    """Lets the kernel compute the larger linear layers of a module where few rows are asked for; how many they are.
+
+    Products are rounded, so this is for what drafts. The layers stay what they are for whoever reads, writes or trains
+    them; each gets a copy in 8 bits beside it.
+    """
+    layers: list[Any] = [each for each in module.modules() if _is_plain(each)]
+    for layer in layers:
+        layer.forward = RoundedForward(layer)
+        layer.forward.matrix()
+    return len(layers)
+
+
+def _is_plain(module: nn.Module | None) -> bool:
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)  # accelerate's, or done already
+        and module.weight.is_cpu
+        and module.weight.dtype in DENSE_KINDS
+        and module.weight.numel() >= _LEAST_WEIGHTS
+    )
+
+
+class RoundedForward:
+    """The `forward` of a layer that drafts.
+
+    Args:
+        layer: an `nn.Linear`, or a packed matrix.
+    """
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self._matrix: RoundedMatrix | None = None
+        self._weights: WeightsInPlace | None = None
+
+    def __getstate__(self):
+        """A copy makes its own matrix."""
+        return {"layer": self.layer, "_matrix": None, "_weights": None}
+
+    def matrix(self) -> RoundedMatrix | None:
+        """The matrix that multiplies, made anew where the weights have changed; None where the kernel does not multiply
+        it."""
+        if self._weights is None or not self._weights.are_current():
+            self._matrix = RoundedMatrix.of(self.layer)
+            self._weights = WeightsInPlace([self.layer], are_copied=True)
+        return self._matrix
+
+    def __call__(self, input: Tensor) -> Tensor:
+        is_served = not torch.compiler.is_compiling() and _is_small(input) and not _needs_gradient(input, self.layer)
+        matrix = self.matrix() if is_served else None
+        return type(self.layer).forward(self.layer, input) if matrix is None else matrix(input)
+
+
+class RoundedLinear(nn.Module):
+    """A layer of somebody else, which is left alone, as a drafter calls it."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.forward: Any = RoundedForward(layer)
+        self.forward.matrix()
+
+    @staticmethod
+    def suits(layer: nn.Module | None) -> bool:
+        """Whether it would be faster."""
+        return _is_plain(layer) or (isinstance(layer, PackedMatrix) and isinstance(layer.backend, NativeBackend))
+
+    @property
+    def layer(self) -> Any:
+        """Whose answers these are."""
+        return self.forward.layer
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the layer."""
+        return self.layer.weight
+
+
+def _is_small(inputs: Tensor) -> bool:
+    return (
+        type(inputs) is Tensor
+        and inputs.is_cpu
+        and 0 < inputs.numel() <= _MOST_ROWS.get(inputs.dtype, 0) * inputs.shape[-1]
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _needs_gradient(inputs: Tensor, layer: Any) -> bool:
+    return torch.is_grad_enabled() and (inputs.requires_grad or layer.weight.requires_grad)

@@ -1,0 +1,188 @@
+"""The rows of one forward: whether native layers take them, where their entries go and what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..cache import PreallocatedLayer
+from .caches import appendable_layers, make_room
+from .growth import MOST_WIDTH, NativeGrowth
+from .layers import MOST_ROWS, NativeLayers, batch_parts, find_sight, part_of
+
+
+@dataclass(frozen=True)
+class NativeRows:
+    """Rows that native layers take.
+
+    Attributes:
+        layers: which.
+        cache_layers: where their entries are to be.
+        buffers: of those layers, with room.
+        sight: see `NativeLayers.run`.
+    """
+
+    layers: NativeLayers
+    cache_layers: Sequence[PreallocatedLayer]
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    num_keys: int
+    sight: tuple[Tensor, Tensor] | None
+
+    def run(
+        self,
+        inputs: Float[Tensor, "B N H"],
+        rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
+        beside: Float[Tensor, "B N H"] | None = None,
+    ) -> Float[Tensor, "L B N H"]:
+        """The outputs of every layer; their entries are in the cache then.
+
+        A large batch is run in parts, whose rows have the bits that they have together.
+        """
+        inputs, beside = inputs.contiguous(), None if beside is None else beside.contiguous()
+        parts = batch_parts(*inputs.shape[:2])
+        if len(parts) == 1:
+            outputs = self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, beside)
+        else:
+            outputs = torch.cat([self._part(rows, inputs, rotary, beside) for rows in parts], dim=1)
+        for layer in self.cache_layers:
+            layer.length = self.num_keys
+        return outputs
+
+    def _part(
+        self, rows: slice, inputs: Tensor, rotary: tuple[Tensor, Tensor], beside: Tensor | None
+    ) -> Float[Tensor, "L R N H"]:
+        """The outputs of some rows of the batch."""
+        cos, sin = (states if len(states) == 1 else states[rows] for states in rotary)
+        buffers, sight = part_of(rows, inputs.shape[1], self.buffers, self.sight)
+        part = None if beside is None else beside[rows]
+        return self.layers.run(inputs[rows], (cos, sin), buffers, self.num_keys, sight, part)
+
+
+def new_rows(
+    layers: NativeLayers, inputs: Float[Tensor, "B N H"], cache: Cache, first: int, mask: Tensor | None
+) -> NativeRows | None:
+    """None where modules are to compute these rows; no entry was changed.
+
+    Args:
+        inputs: of a kind that is `served`.
+        first: index of the first layer in the cache.
+        mask: [B or 1, 1, at least N, S], see `find_sight`; None: every row sees what lies before it, and itself.
+    """
+    if inputs.dtype is not layers.dtype:
+        return None
+    cache_layers = appendable_layers(cache, first, len(layers))
+    if not cache_layers:
+        return None
+    num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
+    sees_before, sight = sight_of(mask, inputs.shape[:2], num_keys)
+    if not sees_before and sight is None:
+        return None
+    buffers = make_room(cache_layers, inputs, (inputs.shape[0], *layers.heads))
+    return None if buffers is None else NativeRows(layers, cache_layers, buffers, num_keys, sight)
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of trees that are run level by level behind the entries of a cache, which does not count them.
+
+    Attributes:
+        layers: which.
+        buffers: of the cache, with room for all levels.
+        num_before: entries before the trees.
+        sight_before: which of these are seen, see `find_sight`.
+    """
+
+    layers: NativeLayers
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    num_before: int
+    sight_before: tuple[Tensor, Tensor]
+
+    def run(
+        self,
+        growth: NativeGrowth,
+        inputs: Float[Tensor, "B F H"],
+        rotary: tuple[Float[Tensor, "B F D"], Float[Tensor, "B F D"]],
+        beside: Float[Tensor, "B F H"] | None,
+    ) -> Float[Tensor, "L B F H"]:
+        """The outputs of every layer for the frontier; everything contiguous."""
+        num_keys = self.num_before + growth.num_levels * inputs.shape[1]
+        sight = growth.sight(self.sight_before, self.num_before)
+        return self.layers.run(inputs, rotary, self.buffers, num_keys, sight, beside)
+
+
+def tree_rows(
+    layers: NativeLayers,
+    root: Float[Tensor, "B H"],
+    cache: Cache,
+    size: tuple[int, int],
+    visible: Bool[Tensor, "B M"] | None,
+    num_pending: int = 0,
+) -> TreeRows | None:
+    """None where modules are to compute these trees; no entry was changed.
+
+    Args:
+        root: of the type of their states.
+        cache: its layers are `layers`.
+        size: width and number of levels.
+        visible: which of the entries of the cache are real; None: all.
+        num_pending: entries of each row that are to be read before, all of them real.
+    """
+    batch_size, (width, num_levels) = len(root), size
+    is_large = batch_size * max(width, num_pending) > MOST_ROWS or max(size) > MOST_WIDTH
+    if root.dtype is not layers.dtype or not served(root[:, None]) or is_large:
+        return None
+    cache_layers = appendable_layers(cache, 0, len(layers))
+    if not cache_layers:
+        return None
+    num_before = cache_layers[0].get_seq_length() + num_pending
+    if visible is None:
+        everything = torch.tensor([[0, num_before]] * batch_size, dtype=torch.int32)
+        sight = torch.tensor(range(batch_size + 1), dtype=torch.int32), everything
+    else:
+        sight = find_sight(visible[:, None, None], batch_size, 1, num_before)
+    new = root[:, None].expand(-1, num_pending + width * num_levels, -1)
+    buffers = make_room(cache_layers, new, (batch_size, *layers.heads))
+    return None if sight is None or buffers is None else TreeRows(layers, buffers, num_before, sight)
+
+
+def served(inputs: Tensor) -> bool:
+    """Whether the kernel takes such rows, as many of each text."""
+    return (
+        type(inputs) is Tensor
+        and inputs.is_cpu
+        and inputs.dtype in (torch.bfloat16, torch.float32)
+        and 0 < inputs.shape[1] <= MOST_ROWS
+        and len(inputs) > 0
+        and not (inputs.requires_grad and torch.is_grad_enabled())
+        and not is_intercepted()
+    )
+
+
+def is_intercepted() -> bool:
+    """Whether autocast or a dispatch mode is to see every operation."""
+    return torch.is_autocast_enabled("cpu") or bool(torch._C._len_torch_dispatch_stack())
+
+
+def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:
+    """Whether every query sees what lies before it and itself; else what it sees, None if that cannot be said.
+
+    Args:
+        mask: as layers are given it, see `new_rows`.
+        size: texts, and queries of each.
+    """
+    batch_size, num_queries = size
+    if mask is None:
+        return num_queries in (1, num_keys), None
+    if type(mask) is not Tensor or mask.dim() != 4 or not mask.is_cpu:
+        return False, None
+    batch_rows, heads, rows, columns = mask.shape
+    is_folded = rows > num_queries and rows % num_queries == 0
+    is_long = columns == num_keys or (is_folded and columns == 0)
+    if batch_rows not in (1, batch_size) or heads != 1 or not is_long or not (rows == num_queries or is_folded):
+        return False, None
+    return False, find_sight(mask, batch_size, num_queries, num_keys)

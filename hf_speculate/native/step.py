@@ -1,0 +1,180 @@
+"""Forwards of causal LMs, one native call each: token ids to logits, with the states of every layer on the way.
+
+Structure: that of `kernel/step.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from . import binding
+from .layer_parts import LayerParts, matrix_of, rounds_inputs
+from .layers import CallStructure, NativeLayers, batch_parts, part_of
+from .modules import PackedMatrix
+from .weights import (
+    MatrixStructure,
+    WeightsInPlace,
+    fields,
+    fill_embeddings,
+    fill_matrix,
+    parameters_of,
+    unpacked,
+)
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *(("layers", CallStructure), ("embeddings", MatrixStructure)),
+        *fields(ctypes.c_void_p, "tokens", "positions", "cos", "sin"),
+        *fields(ctypes.c_int64, "num_positions"),
+        *fields(ctypes.c_void_p, "norm"),
+        *fields(ctypes.c_double, "eps"),
+        *fields(ctypes.c_void_p, "normed"),
+        ("output", MatrixStructure),
+        *fields(ctypes.c_int64, "num_scored"),
+        *fields(ctypes.c_void_p, "logits"),
+    ]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of some texts, and where they go; everything contiguous.
+
+    Attributes:
+        tokens, positions: of the queries.
+        buffers: of each layer's keys and values, see `NativeLayers.run`.
+        call: from `NativeLayers.call`, of these buffers.
+        num_keys, sight: see `NativeLayers.run`.
+        num_scored: of each text's queries, the last ones; 0: no logits are wanted.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    positions: Int[Tensor, "B N"]
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    call: CallStructure
+    num_keys: int
+    sight: tuple[Tensor, Tensor] | None
+    num_scored: int
+
+    def parts(self, layers: NativeLayers) -> list[Rows]:
+        """So many texts each as the kernel takes at once."""
+        parts = batch_parts(*self.tokens.shape)
+        return [self] if len(parts) == 1 else [self._part(rows, layers) for rows in parts]
+
+    def _part(self, rows: slice, layers: NativeLayers) -> Rows:
+        buffers, sight = part_of(rows, self.tokens.shape[1], self.buffers, self.sight)
+        tokens, positions = self.tokens[rows], self.positions[rows]
+        return Rows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sight, self.num_scored)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The result of a forward.
+
+    Attributes:
+        states: embeddings, then the outputs of each layer; may be empty, see `NativeStep.run`.
+        normed: the last layer's, normed.
+        logits: empty where none were wanted.
+    """
+
+    states: Float[Tensor, "L1 B N H"]
+    normed: Float[Tensor, "B N H"]
+    logits: Float[Tensor, "B S V"]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scored]) -> Scored:
+        """The result of a batch, from those of its parts."""
+        if len(parts) == 1:
+            return parts[0]
+        normed, logits = (torch.cat([getattr(part, name) for part in parts]) for name in ("normed", "logits"))
+        return cls(torch.cat([part.states for part in parts], dim=1), normed, logits)
+
+
+class NativeStep:
+    """The weights of a whole causal LM, where they lie in memory now.
+
+    Args:
+        layers: of the decoder.
+        embeddings, norm, output: the modules around them; what fits, see `of`.
+
+    Attributes:
+        layers: see above.
+    """
+
+    def __init__(self, layers: NativeLayers, embeddings: Any, norm: Any, output: Any):
+        self.layers = layers
+        self._hidden, self._num_columns = embeddings.embedding_dim, output.out_features
+        self._weights = WeightsInPlace([embeddings, norm, output])
+        self._fixed = _Step(norm=norm.weight.data_ptr(), eps=norm.variance_epsilon)
+        fill_embeddings(self._fixed.embeddings, embeddings, layers.dtype)
+        fill_matrix(self._fixed.output, output)
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerParts | None], embeddings: Any, norm: Any, output: Any) -> NativeStep | None:
+        """None where the kernel does not compute all of it."""
+        found, matrix = NativeLayers.of(layers), matrix_of(output)
+        if found is None or matrix is None or matrix is not output or rounds_inputs(matrix) is None:
+            return None
+        dense = {weight.dtype for weight in unpacked(parameters_of([norm, matrix]))}
+        has_type = found.dtype in binding.DENSE_KINDS and dense == {found.dtype}
+        is_known = has_type and fill_embeddings(MatrixStructure(), embeddings, found.dtype)
+        is_alike = not isinstance(matrix, PackedMatrix) or rounds_inputs(matrix) == found.rounds
+        return cls(found, embeddings, norm, matrix) if is_known and is_alike else None
+
+    def is_current(self) -> bool:
+        """See `WeightsInPlace.are_current`."""
+        return self.layers.is_current() and self._weights.are_current()
+
+    def has_gradients(self) -> bool:
+        """Whether somebody trains a weight."""
+        return self.layers.has_gradients() or self._weights.have_gradients()
+
+    def run(
+        self, rows: Rows, angles: tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]], keeps_states: bool = True
+    ) -> Scored | None:
+        """The outputs for these rows, whose entries are in the cache then.
+
+        Args:
+            angles: cosines and sines of every position, contiguous.
+            keeps_states: whether the states of all layers are wanted; else they may be empty.
+        Returns:
+            None where a token has no embedding or a position no angle: no entry that was committed has changed.
+        Raises:
+            MemoryError: there is none left; likewise.
+        """
+        found, parts = [], rows.parts(self.layers)
+        for part in parts:
+            scored = self._run(part, angles)
+            if scored is None:
+                return None
+            if len(parts) > 1 and not keeps_states:  # those of a large batch are many
+                scored = replace(scored, states=scored.states.new_empty(0, 0))
+            found.append(scored)
+        return Scored.joined(found)
+
+    def _run(self, rows: Rows, angles: tuple[Tensor, Tensor]) -> Scored | None:
+        size, dtype = rows.tokens.shape, self.layers.dtype
+        states = torch.empty(len(self.layers) + 1, *size, self._hidden, dtype=dtype)
+        normed = torch.empty(*size, self._hidden, dtype=dtype)
+        logits = torch.empty(size[0], rows.num_scored, self._num_columns, dtype=dtype)
+        step = _Step.from_buffer_copy(self._fixed)
+        step.layers = rows.call
+        step.layers.x, step.layers.y = states.data_ptr(), states.data_ptr() + normed.nbytes
+        step.layers.batch_size, step.layers.num_queries = size
+        step.layers.num_keys = rows.num_keys
+        if rows.sight is not None:
+            step.layers.offsets, step.layers.runs = rows.sight[0].data_ptr(), rows.sight[1].data_ptr()
+        step.tokens, step.positions = rows.tokens.data_ptr(), rows.positions.data_ptr()
+        step.cos, step.sin, step.num_positions = angles[0].data_ptr(), angles[1].data_ptr(), len(angles[0])
+        step.normed, step.logits, step.num_scored = normed.data_ptr(), logits.data_ptr(), rows.num_scored
+        done = binding.library().step(ctypes.addressof(step))
+        if done < 0:
+            raise MemoryError(f"no memory for {rows.tokens.numel()} rows behind {rows.num_keys} entries")
+        return Scored(states, normed, logits) if done else None

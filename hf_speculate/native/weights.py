@@ -1,0 +1,113 @@
+"""Weights as the native kernel reads them: where they lie in memory now."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import binding
+from .modules import PackedEmbedding, PackedMatrix
+from .rounded import RoundedMatrix
+
+
+def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
+    """Fields of a structure that have one type."""
+    return [(name, kind) for name in names]
+
+
+class MatrixStructure(ctypes.Structure):
+    """`Matrix` of `kernel/matrices.h`."""
+
+    _fields_ = [
+        *fields(ctypes.c_int64, "kind", "in_features", "out_features"),
+        *fields(ctypes.c_void_p, "tiles", "bias"),
+    ]
+
+
+def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> None:
+    """Fills the structure of a matrix that `matrix_of` found."""
+    is_packed = isinstance(matrix, PackedMatrix)
+    weight: Any = matrix.packed if is_packed else matrix.weight
+    place.kind = binding.library().kinds[matrix.block_type if is_packed else binding.DENSE_KINDS[weight.dtype]]
+    place.in_features, place.out_features = matrix.in_features, matrix.out_features
+    place.tiles = weight.data_ptr()
+    if matrix.bias is not None:
+        place.bias = matrix.bias.data_ptr()
+
+
+def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype) -> bool:
+    """Fills the structure of a module that looks rows up in this type; False where the kernel does something else."""
+    is_packed = type(module) is PackedEmbedding
+    if not (is_packed or type(module) is nn.Embedding) or "forward" in vars(module) or module.max_norm is not None:
+        return False
+    of: Any = module
+    weight, found = (of.packed, of._of_dtype.dtype) if is_packed else (of.weight, of.weight.dtype)
+    if not weight.is_cpu or not weight.is_contiguous() or found is not dtype or (is_packed and not of.is_native):
+        return False
+    place.kind = binding.library().kinds[of.block_type if is_packed else binding.DENSE_KINDS[dtype]]
+    place.in_features, place.out_features, place.tiles = of.embedding_dim, of.num_embeddings, weight.data_ptr()
+    return True
+
+
+Place = tuple[dict[str, Any], str]
+"""The dict in which a parameter is found, and its name there."""
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[Place]:
+    """The owner and name of each parameter of these modules, of a rounded matrix those of its source."""
+    sources = [module.source if isinstance(module, RoundedMatrix) else module for module in modules]
+    return [(module._parameters, name) for module in sources for name in module._parameters]
+
+
+def unpacked(places: Sequence[Place]) -> list[Tensor]:
+    """Those that there are, without what is packed."""
+    return [of[name] for of, name in places if name != "packed" and of[name] is not None]
+
+
+class WeightsInPlace:
+    """Those of modules that structures point to, or that were copied. The modules are kept: rounded ones are nobody
+    else's.
+
+    Args:
+        modules: whose, see `parameters_of`.
+        are_copied: whether weights that are written to are others, too, as those of rounded matrices are. (Nothing
+            counts what is written under `torch.inference_mode`.)
+
+    Attributes:
+        dtype: of the first of them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], are_copied: bool = False):
+        self._modules = list(dict.fromkeys(modules))
+        self._counts_writes = are_copied or any(isinstance(module, RoundedMatrix) for module in self._modules)
+        self._places = parameters_of(self._modules)
+        self._tensors = [of[name] for of, name in self._places]
+        self._facts = self._read()
+        self.dtype = self._tensors[0].dtype
+
+    def are_current(self) -> bool:
+        """Whether they are those that they were and lie where they lay (`model.to` moves them), in the type that they
+        had."""
+        found: list[Any] = [of.get(name) for of, name in self._places]
+        return (
+            all(map(operator.is_, found, self._tensors))
+            and found[0].dtype is self.dtype
+            and self._read() == self._facts
+        )
+
+    def have_gradients(self) -> bool:
+        """Whether somebody trains one."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self._tensors)
+
+    def _read(self) -> list[int]:
+        """The addresses of the weights, and how often each was written to where that counts."""
+        tensors = [tensor for tensor in self._tensors if tensor is not None]
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if not self._counts_writes:
+            return pointers
+        return pointers + [tensor._version for tensor in tensors if not tensor.is_inference()]

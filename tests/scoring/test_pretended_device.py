@@ -1,0 +1,359 @@
+"""What only a GPU would show: tensors of two devices in one operation, and how often the host waits for the device.
+
+Every built-in drafter runs on a device that is not there (`support.pretended_device`), and takes the paths of an
+accelerator: batched verification, trees that stay on the device, noise drawn there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_speculate
+from hf_speculate import Drafter, DraftTree, Speculator, transfers
+from hf_speculate.errors import DrafterError
+from hf_speculate.testing import EmptyDrafter
+from hf_speculate_plugins.combined import CombinedDrafter
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
+from hf_speculate_plugins.eagle import EagleDrafter
+from hf_speculate_plugins.medusa import MedusaDrafter
+from hf_speculate_plugins.medusa.saving import write_heads
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
+
+from ..support.heads import SHAPES, VOCAB, random_heads, target, write_head
+from ..support.inputs import padded_batch
+from ..support.models import build_tiny_model
+from ..support.pretended_device import TYPE, PretendedDevice, PretendedTensor
+from ..support.tiers import quick
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """It copies aside what is copied to it, as CUDA does."""
+    monkeypatch.setattr(transfers, "STAGED", transfers.STAGED | {TYPE})
+    with PretendedDevice() as device:
+        yield device
+
+
+def on(device, *values) -> torch.Tensor:
+    """A tensor there, not counted."""
+    tensor = torch.tensor(values).to(device.name)
+    device.forget()
+    return tensor
+
+
+MIXED = {
+    "sum": lambda d, here, there: there + here,
+    "in place": lambda d, here, there: here.add_(there),
+    "in place, of a scalar": lambda d, here, there: here[0].add_(there[0]),
+    "product": lambda d, here, there: there[None] @ here[:, None],
+    "cat": lambda d, here, there: torch.cat([there, here]),
+    "stack": lambda d, here, there: torch.stack([there[0], here[0]]),
+    "where": lambda d, here, there: torch.where(here > 0, there, there),
+    "mask": lambda d, here, there: there.masked_fill_(here > 0, 0.0),
+    "gather": lambda d, here, there: there.gather(0, here.long()),
+    "index_select": lambda d, here, there: there.index_select(0, here.long()),
+    "index_copy_": lambda d, here, there: there.index_copy_(0, here.long(), there),
+    "index on another device": lambda d, here, there: here[there.long()],
+    "values of another device": lambda d, here, there: there.__setitem__(torch.tensor([0, 1]), here[:2]),
+    "embedding": lambda d, here, there: nn.functional.embedding(here.long(), there[:, None]),
+    "generator": lambda d, here, there: there.exponential_(generator=torch.Generator()),
+    "generator of the device": lambda d, here, there: here.exponential_(generator=torch.Generator(d.name)),
+}
+WAITS = {
+    "item": lambda t: t[0].item(),
+    "int": lambda t: int(t[0]),
+    "bool": lambda t: bool(t[0]),
+    "any": lambda t: 1 if t.any() else 0,
+    "tolist": lambda t: t.tolist(),
+    "cpu": lambda t: t.cpu(),
+    "to": lambda t: t.to("cpu"),
+    "to and dtype": lambda t: t.to("cpu", torch.float64),
+    "copy_": lambda t: torch.empty(3, dtype=t.dtype).copy_(t),
+    "nonzero": lambda t: t.nonzero(),
+    "where": lambda t: torch.where(t > 1),
+    "mask": lambda t: t[t > 1],
+    "written through a mask": lambda t: t.__setitem__(t > 1, t[1:] + 1),
+    "masked_select": lambda t: t.masked_select(t > 1),
+    "equal": lambda t: torch.equal(t, t + 1),
+    "unique": lambda t: t.unique(),
+    "repeat_interleave": lambda t: t.repeat_interleave(t),
+    "index of a scalar": lambda t: t[t[0]],
+    "range": lambda t: range(t[0]),
+    "numpy by force": lambda t: t.numpy(force=True),
+}
+FREE = {
+    "arithmetic": lambda t: (t + 1).argmax(),
+    "a new tensor": lambda t: (torch.zeros_like(t), t.new_zeros(3), torch.arange(3, device=t.device)),
+    "views": lambda t: t[1:].view(1, -1).expand(2, -1),
+    "filled through a mask": lambda t: t.masked_fill_(t > 1, 0),
+    "index": lambda t: t[t - 1],
+    "repeat_interleave": lambda t: t.repeat_interleave(t, output_size=6),
+    "the same device": lambda t: t.to(t.device),
+}
+UPLOADS = {
+    "to": lambda t: torch.arange(3).to(t.device),
+    "tensor": lambda t: torch.tensor([1, 2], device=t.device),
+    "new_tensor": lambda t: t.new_tensor([1, 2]),
+    "copy_": lambda t: t.copy_(torch.arange(3)),
+    "list as index": lambda t: t[[0, 1]],
+    "tensor as index": lambda t: t[torch.tensor([0, 1])],
+}
+
+
+class TestTheDoubleItself:
+    def test_a_tensor_is_elsewhere_and_computed_like_a_cpus(self, device):
+        here = torch.arange(6.0).view(2, 3)
+        there = here.to(device.name)
+        assert isinstance(there, PretendedTensor)
+        assert (there.device.type, there.is_cpu, there.shape) == ("privateuseone", False, (2, 3))
+        there[:, 1:] *= 2
+        here[:, 1:] *= 2
+        result = nn.functional.softmax(there @ there.T, dim=-1)
+        assert result.device == there.device
+        assert torch.equal(result.cpu(), nn.functional.softmax(here @ here.T, dim=-1))
+
+    @pytest.mark.parametrize("name", MIXED)
+    def test_two_devices_in_one_operation_are_refused(self, device, name):
+        with pytest.raises(RuntimeError, match=r"same device|generator"):
+            MIXED[name](device, torch.arange(3.0), torch.arange(3.0).to(device.name))
+
+    def test_what_cuda_takes_is_taken(self, device):
+        there = on(device, 1.0, 2.0, 3.0)
+        assert (there * torch.tensor(2.0)).sum().item() == 12
+        assert there.masked_fill(there > 1, torch.tensor(0.0)).tolist() == [1, 0, 0]
+        there[0] = torch.tensor(5.0)
+        assert there[torch.tensor([2, 0])].tolist() == [3, 5]
+        assert there[[2, 0]].tolist() == [3, 5]
+
+    @pytest.mark.parametrize("name", WAITS)
+    def test_what_the_host_waits_for_is_counted_with_its_line(self, device, name):
+        WAITS[name](on(device, 1, 2, 3))
+        (transfer,) = device.downloads
+        assert transfer.where.startswith("tests/scoring/test_pretended_device.py:")
+
+    @pytest.mark.parametrize("name", FREE)
+    def test_what_stays_on_the_device_is_not_counted(self, device, name):
+        there = on(device, 1, 2, 3)
+        FREE[name](there)
+        assert (device.downloads, device.uploads) == ([], [])
+
+    @pytest.mark.parametrize("name", UPLOADS)
+    def test_copies_to_the_device_are_counted_apart(self, device, name):
+        there = on(device, 1, 2, 3)
+        UPLOADS[name](there)
+        assert (len(device.downloads), len(device.uploads)) == (0, 1)
+        assert device.waits == device.uploads
+
+    def test_a_copy_to_the_device_that_does_not_block_is_not_waited_for(self, device):
+        torch.arange(3).to(device.name, non_blocking=True)
+        torch.empty(3, device=device.name).copy_(torch.zeros(3), non_blocking=True)
+        assert (len(device.uploads), device.waits) == (2, [])
+
+    def test_numpy_is_refused_as_on_a_gpu(self, device):
+        with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\)"):
+            on(device, 1, 2).numpy()
+
+    def test_its_random_numbers_are_a_cpus_and_its_own(self, device):
+        torch.manual_seed(7)
+        expected = [torch.empty(5).exponential_(), torch.rand(3)]
+        state = torch.get_rng_state()
+        torch.manual_seed(7)
+        found = [torch.empty(5, device=device.name).exponential_(), torch.rand(3, device=device.name)]
+        assert all(torch.equal(e, f.cpu()) for e, f in zip(expected, found, strict=True))
+        module = torch.get_device_module(device.name)
+        assert torch.equal(module.get_rng_state(), state)
+        assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(7))), "untouched"
+        generator = torch.Generator(device.name)
+        generator.set_state(state)
+        torch.set_rng_state(state)
+        assert torch.equal(torch.empty(5, device=device.name).normal_(generator=generator).cpu(), torch.randn(5))
+
+    def test_nothing_of_it_is_left_behind(self):
+        generator, seeded = torch.Generator, torch.Generator().manual_seed(3).get_state()
+        with PretendedDevice():
+            assert torch.Generator is not generator
+            assert torch.equal(torch.Generator().manual_seed(3).get_state(), seeded)
+        assert torch.Generator is generator
+        assert not hasattr(torch, "privateuseone")
+        assert torch.accelerator.current_accelerator() is None
+        assert torch.tensor([1]).tolist() == [1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter, and what a round of it costs once the request is under way.
+
+    Attributes:
+        make: from the target as it was placed, a folder to write in, and what places a module.
+        waits: times that the host waits for the device.
+        uploads: copies to the device at the most, for one row that is greedy.
+    """
+
+    make: Callable[[Any, Any, Callable[[Any], Any]], Drafter]
+    waits: int
+    uploads: int
+
+
+def eagle(layout: str, shape: str) -> Callable[..., Drafter]:
+    return lambda model, folder, place: EagleDrafter.from_folder(write_head(folder, layout), model, **SHAPES[shape])
+
+
+def draft_model(**options) -> Callable[..., Drafter]:
+    """The target itself: drafts of greedy requests are accepted, and so entries move in the caches."""
+    return lambda model, folder, place: DraftModelDrafter(place(target()), DraftModelOptions(**options))
+
+
+def medusa(model, folder, place) -> Drafter:
+    write_heads(str(folder), random_heads(), "fasterdecoding", vocab_size=VOCAB)
+    return MedusaDrafter.from_folder(str(folder), model)
+
+
+def combined(model, folder, place) -> Drafter:
+    return CombinedDrafter([PromptLookupDrafter(), CASES["eagle-3"].make(model, folder, place)])
+
+
+CASES = {
+    "prompt_lookup": Case(lambda *_: PromptLookupDrafter(PromptLookupOptions(min_ngram=1)), waits=1, uploads=3),
+    "draft_model": Case(draft_model(depth=2), waits=1, uploads=7),
+    "draft_model, trees": Case(draft_model(depth=2, top_k=3), waits=1, uploads=9),
+    "eagle-1": Case(eagle("eagle1", "dynamic"), waits=1, uploads=13),
+    "eagle-3": Case(eagle("safeailab", "dynamic"), waits=1, uploads=14),
+    "eagle-3, chains": Case(eagle("safeailab", "chain"), waits=1, uploads=17),
+    "eagle-3, static trees": Case(eagle("safeailab", "static"), waits=1, uploads=36),
+    "medusa": Case(medusa, waits=1, uploads=8),
+    # Its parts' trees are merged on the host: one more for every part that drafts on the device, here the head.
+    "combined": Case(combined, waits=2, uploads=16),
+}
+GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 40}
+PLAIN = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+DEPTH = 5  # no draft goes deeper
+
+
+def run(device, model, drafter, batch, request, **options):
+    """New tokens of every row, and (waits, uploads) of every round under way: from the third on, and before a row is so
+    near its end that drafts are cut."""
+    speculator = Speculator(drafter, adaptive=False, **options)
+    batch = {name: tensor.to(device.name) for name, tensor in batch.items()}
+    torch.manual_seed(5)
+    texts, costs = [[] for _ in batch["input_ids"]], []
+    device.forget()
+    for round in hf_speculate.rounds(model, **batch, **request, speculator=speculator):
+        num_left = request["max_new_tokens"] - max(map(len, texts))
+        costs.append((device.waits, device.uploads.copy()) if num_left > DEPTH else None)
+        for text, tokens in zip(texts, round.tokens, strict=True):
+            text += tokens
+        device.forget()
+    under_way = [cost for cost in costs[2:] if cost is not None]
+    assert under_way
+    return texts, under_way
+
+
+def plain_text(model, batch, request, **options):
+    torch.manual_seed(5)
+    return model.generate(**batch, **request, **options)[:, batch["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)], (9, 4, 13)), ids=["1 row", "3 rows left padded"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_device_one_wait_a_round_and_the_text_of_the_cpu(device, prompt, tmp_path, name, lengths, sampling):
+    case, batch, request = CASES[name], padded_batch(prompt, lengths), {**PLAIN, **sampling}
+    expected = plain_text(target(), batch, request)
+    model = device.place(target())
+    texts, costs = run(device, model, case.make(model, tmp_path, device.place), batch, request)
+    assert texts == expected
+    for waits, uploads in costs:
+        assert len(waits) == case.waits, "\n".join(map(str, waits))
+        if len(lengths) == 1 and sampling is GREEDY:
+            assert len(uploads) <= case.uploads, "\n".join(map(str, uploads))
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle-3"])
+def test_rows_that_end_leave_and_nothing_is_mixed(device, prompt, tmp_path, name):
+    batch, request = padded_batch(prompt, (9, 4, 13)), {**PLAIN, **GREEDY, "max_new_tokens": 20}
+    texts = plain_text(target(), batch, request)
+    end = texts[0][4]
+    expected = [text[: text.index(end) + 1] if end in text else text for text in texts]
+    model = device.place(target())
+    drafter = CASES[name].make(model, tmp_path, device.place)
+    assert run(device, model, drafter, batch, {**request, "eos_token_id": end})[0] == expected
+
+
+@pytest.mark.parametrize(("architecture", "attention"), [("qwen2", "eager"), ("qwen2", "sdpa")])
+def test_other_models_and_attentions(device, prompt, architecture, attention):
+    model, batch = build_tiny_model(architecture, attention=attention), padded_batch(prompt, (9, 4, 13))
+    placed, request = device.place(model), {**PLAIN, **SAMPLED}
+    texts, costs = run(device, placed, DraftModelDrafter(placed, DraftModelOptions(top_k=2, depth=3)), batch, request)
+    assert texts == plain_text(model, batch, request)
+    assert {len(waits) for waits, _ in costs} == {1}
+
+
+@pytest.mark.parametrize(("name", "waits"), [("prompt_lookup", 1), ("eagle-3", 2)])
+def test_processors_that_read_the_text(device, prompt, tmp_path, name, waits):
+    """They are called with the texts that end at the nodes, which are made on the host: a tree that was drafted on the
+    device is read before, and what they choose behind them."""
+    batch, request = padded_batch(prompt, (9, 4, 13)), {**PLAIN, **GREEDY, "repetition_penalty": 1.3}
+    model = device.place(target())
+    texts, costs = run(device, model, CASES[name].make(model, tmp_path, device.place), batch, request)
+    assert texts == plain_text(target(), batch, request)
+    assert {len(found) for found, _ in costs} == {waits}
+
+
+def test_typical_acceptance_waits_once(device, prompt, tmp_path):
+    batch, request, model = padded_batch(prompt, (9, 4, 13)), {**PLAIN, **SAMPLED}, device.place(target())
+    write_heads(str(tmp_path), random_heads(), "fasterdecoding", vocab_size=VOCAB)
+    # The text depends on the tree, of which there is one for CPUs and one for accelerators.
+    on_cpu, there = (MedusaDrafter.from_folder(str(tmp_path), each, max_nodes=9) for each in (target(), model))
+    texts, costs = run(device, model, there, batch, request, acceptance="typical")
+    speculator = Speculator(on_cpu, acceptance="typical", adaptive=False)
+    assert texts == plain_text(target(), batch, request, speculator=speculator)
+    assert {len(waits) for waits, _ in costs} == {1}
+
+
+class OnDevice(EmptyDrafter):
+    """Drafts trees that are on the device, as `make` makes them of the roots and the number of new tokens."""
+
+    name = "sloppy"
+
+    def __init__(self, make: Callable[[torch.Tensor, int], DraftTree]):
+        self.make = make
+
+    def start(self, request):
+        session = super().start(request)
+        session.draft = lambda state: self.make(state.root_ids.to(request.input_ids.device), state.num_emitted[0])
+        return session
+
+
+@pytest.mark.parametrize("kind", ["a token that is none", "a token twice", "a cycle"])
+def test_a_tree_on_the_device_is_checked_before_anything_of_it_is_emitted(device, prompt, kind):
+    tokens = {"a token that is none": [5, 6, VOCAB], "a token twice": [5, 5, 7], "a cycle": [5, 6, 7]}[kind]
+    parents = [-1, 0, 3, 2] if kind == "a cycle" else [-1, 0, 0, 2]
+
+    def make(roots, _):
+        return DraftTree(torch.cat([roots[:, None], on(device, tokens)], dim=1), on(device, parents), max_depth=2)
+
+    model, emitted = device.place(target()), []
+    rounds = hf_speculate.rounds(
+        model, prompt(9).to(device.name), **PLAIN, **GREEDY, speculator=Speculator(OnDevice(make), adaptive=False)
+    )
+    with pytest.raises(DrafterError, match="drafter 'sloppy'"):
+        emitted.extend(round.tokens[0] for round in rounds)
+    assert [len(tokens) for tokens in emitted] == [1], "the prompt's"
+
+
+def test_a_tree_that_was_written_after_it_was_made_from_another_is_read_as_it_is(device, prompt):
+    request = {**PLAIN, **GREEDY}
+    (text,) = plain_text(target(), {"input_ids": prompt(9)}, request)
+
+    def make(roots, num_emitted):
+        tree = DraftTree(torch.cat([roots[:, None], on(device, [text[num_emitted]])], dim=1), [-1, 0]).gather([0])
+        tree.token_ids[:, 1] = (tree.token_ids[:, 1] + 1) % VOCAB  # not what the target will say
+        return tree
+
+    assert run(device, device.place(target()), OnDevice(make), {"input_ids": prompt(9)}, request)[0] == [text]
