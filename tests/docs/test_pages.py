@@ -11,7 +11,7 @@ import pytest
 from .pages import PAGES, README, REPOSITORY, blocks, links, name_of, spans
 
 
-MAX_README = 8 * 1024
+MAX_README = 7 * 1024
 _ADDRESS = re.compile(r"^[a-z]+:")
 # (transformers has folders in `tests`, too.)
 _OF_THE_REPOSITORY = re.compile(r"^((docs|examples|hf_speculate|plugins|training)/[\w./*-]*\w/?|tests/[\w./*-]*\.\w+)$")
