@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What the engine does with a drafter; the keyword arguments of `Speculator` and of `AutoSpeculator`.
+    """Options of the engine around a drafter: the keyword arguments of `Speculator` and of `AutoSpeculator`.
 
     Attributes:
         acceptance: "match": the target's own sampler chooses every token. "typical" is **lossy**: in requests that
@@ -81,7 +81,7 @@ class EngineOptions:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> EngineOptions:
-        """From keyword arguments; raises `OptionError` for one that there is not."""
+        """Reads keyword arguments; raises `OptionError` for one that there is not."""
         engine, others = cls.split(options)
         for name in others:
             raise OptionError(_unknown_option(name, "a Speculator", ()))
@@ -109,7 +109,7 @@ class EngineOptions:
         return Adaptive() if is_adaptive else Fixed()
 
     def backend(self) -> str | None:
-        """Of `torch.compile`, None if nothing is compiled."""
+        """The backend of `torch.compile`; None if nothing is compiled."""
         return find_backend(self.compile)
 
 

@@ -31,7 +31,7 @@ class RoundSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one turn of the loop did. Sequences are over the rows of the batch.
+    """The result of one turn of the loop. Sequences are over the rows of the batch.
 
     Attributes:
         tree: that was scored; of the rows that took part (`DraftTree.slot` says where a row is). The prompt's round has
@@ -115,7 +115,7 @@ class _Nodes:
         return str(token) if self._tokenizer is None else repr(self._tokenizer.decode([token]))
 
     def lines(self, node: int, indent: str) -> Iterator[str]:
-        """Of everything below a node."""
+        """Lines for everything below a node."""
         children = self._children.get(node, [])
         for index, (child, text) in enumerate(children):
             is_last = index == len(children) - 1

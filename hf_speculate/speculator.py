@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 
 class Speculator:
-    """What `model.generate(..., speculator=...)` takes.
+    """The argument of `model.generate(..., speculator=...)`: a drafter, a policy and options.
 
     Args:
         drafter: proposes the draft trees; may be shared.

@@ -285,7 +285,7 @@ def cases(tmp_path_factory) -> list[Case]:
     ids = [[3, 4, 5]] * 5
     documents = {"input_ids": ids, "loss_mask": [[False, True, True]] * 5, "length": [3] * 5}
     rows, reader = RowDataset(Dataset.from_dict(documents), 3), TargetReader(model, (1,))
-    write_features(cache, reader, rows, rows_per_shard=2, show_progress=False)
+    write_features(cache, reader, rows, rows_per_shard=2)
     index = json.loads((cache / "cache.json").read_text())
 
     def read_note() -> None:

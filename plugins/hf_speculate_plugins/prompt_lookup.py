@@ -53,7 +53,7 @@ _MAX_OCCURRENCES = 32
 
 
 class SuffixIndex:
-    """Where every n-gram of a growing text ended, for n from `min_ngram` to `max_ngram`.
+    """The ends of every n-gram of a growing text, for n from `min_ngram` to `max_ngram`.
 
     An appended token costs one dictionary entry per n; nothing is rescanned.
 
@@ -146,7 +146,8 @@ class PromptLookupSession(DraftSession):
 
 
 def _share_right(match_size: int) -> float:
-    """How often what followed so many equal tokens follows again: a guess, of which the order matters."""
+    """The share of cases in which what followed so many equal tokens follows again: a guess, of which the order
+    matters."""
     return match_size / (match_size + 1)
 
 
