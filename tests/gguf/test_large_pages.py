@@ -39,7 +39,7 @@ def test_other_matrices_have_memory_of_their_own():
 def test_large_pages_are_asked_for_before_memory_is_touched(monkeypatch):
     """Pages that were touched stay small."""
     order = []
-    library = large_pages.native.library()
+    library = large_pages.binding.library()
     monkeypatch.setattr(library, "ask_for_large_pages", lambda address, size: order.append("asked"))
     zero = torch.Tensor.zero_
     monkeypatch.setattr(torch.Tensor, "zero_", lambda self: order.append("written") or zero(self))
