@@ -103,14 +103,14 @@ def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
 
 
 def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
-    from hf_speculate.generation import loop as decoding
+    from hf_speculate.generation import choosing
 
-    verify = decoding.verify
+    verify = choosing.verify
 
     def wrong(logits, *args, **kwargs):
         return verify(logits.roll(1, dims=-1), *args, **kwargs)
 
-    monkeypatch.setattr(decoding, "verify", wrong)
+    monkeypatch.setattr(choosing, "verify", wrong)
     settings = GenerateSettings(
         target=str(bench_folders / "target"), limit=1, temperatures=[0.0], max_new_tokens=6, repeats=1
     )
