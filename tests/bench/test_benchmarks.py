@@ -225,6 +225,7 @@ def test_edited_files_are_drafted_again(bench_folders):
         assert row["drafted_nodes"] <= 8
 
 
+@pytest.mark.slow
 def test_training_losses():
     result = train.bench_train(train.TrainSettings(methods=[], vocab=128, entries=16, device="cpu"))
     forms = [("plain", "soft"), ("lean", "soft"), ("plain", "hard"), ("lean", "hard")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import platform
+from typing import Any
 
 import gguf
 import numpy as np
@@ -22,9 +23,10 @@ from .random_gguf import random_blocks
 CPU = torch.device("cpu")
 
 # Flags of compilers that leave out instructions: all but those that compilers know everywhere; AVX-512; VNNI too; AMX.
-OTHER_CPUS = ["-DHFS_PORTABLE"]
+OTHER_CPUS: list[Any] = ["-DHFS_PORTABLE"]
 if platform.machine().lower() in ("x86_64", "amd64"):
-    OTHER_CPUS += ["-mno-avx512f", "-mno-avx512f -mno-avxvnni", "-DHFS_NO_AMX -mno-avx512vnni"]
+    rare = ("-mno-avx512f -mno-avxvnni", "-DHFS_NO_AMX -mno-avx512vnni")  # each takes half a minute to compile
+    OTHER_CPUS += ["-mno-avx512f", *(pytest.param(flags, marks=pytest.mark.slow) for flags in rare)]
 
 
 def make_matrix(
