@@ -39,5 +39,14 @@ from .generate import bench_generate as bench_generate
 from .loss import LossSettings as LossSettings
 from .loss import bench_loss as bench_loss
 from .methods import AcceptanceProfile as AcceptanceProfile
+from .methods import Method as Method
 from .methods import read_profile as read_profile
+from .methods import speculator_method as speculator_method
+from .runs import Request as Request
+from .runs import Run as Run
+from .runs import batches as batches
 from .runs import fixed_length as fixed_length
+from .runs import generate_once as generate_once
+from .runs import measure_in_turn as measure_in_turn
+from .runs import merged as merged
+from .runs import num_steps as num_steps

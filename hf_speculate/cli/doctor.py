@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 from transformers import DynamicCache
 
-from ..bench import prefilled_cache, verify_ms
+from ..bench import (
+    Method,
+    Request,
+    Run,
+    batches,
+    fixed_length,
+    generate_once,
+    measure_in_turn,
+    merged,
+    num_steps,
+    prefilled_cache,
+    speculator_method,
+    verify_ms,
+)
 from ..commands import (
     Device,
     Grid,
@@ -31,14 +42,13 @@ from ..commands import (
     progress,
     report,
     target_path,
-    timed,
     tokenize,
 )
 from ..errors import SpeculateError, UnsupportedRequestError
 from ..models import GenerativeModel
 from ..registry import SpeculatorSpec
 from ..scoring import supported_shape
-from ..speculator import Speculator
+from ..stats import SpeculationStats
 from .session import ChatTarget, default_target
 
 
@@ -52,7 +62,7 @@ Examples:
 
 _NODES = 8  # of the larger forward
 _PROMPTS, _LEAST_PROMPTS, _NEW_TOKENS, _REPEATS = 8, 2, 48, 3
-_SECONDS = 20.0  # after these no further prompt is begun
+_SECONDS = 20.0  # of all calls together, if the least prompts leave the choice
 _MIN_ROUNDS = 10  # with a draft, before anything is said of a drafter
 _CLEAR = 1.05  # a speed-up below this is no reason to draft
 
@@ -70,25 +80,25 @@ _COLUMNS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Form:
     """The target with one backend, and what is timed of it in turn.
 
     Attributes:
         backend: name of the GGUF backend; "" where the target is no GGUF file.
         model: the target.
-        prompts: int64 [1, S] each, on the model's device.
-        speculators: speculator of each drafter, by its name.
-        seconds: time of the call for every prompt, by the drafter's name; "" is stock `generate`.
-        prompt_seconds: time of stock `generate` for the first token of every prompt.
+        plain: stock `generate`.
+        drafting: `generate` with each drafter, by the drafter's name.
     """
 
     backend: str
     model: GenerativeModel
-    prompts: Sequence[Tensor]
-    speculators: dict[str, Speculator]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    prompt_seconds: list[float] = field(default_factory=list)
+    plain: Method
+    drafting: dict[str, Method]
+
+    @property
+    def methods(self) -> list[Method]:
+        return [self.plain, *self.drafting.values()]
 
 
 def doctor(
@@ -110,75 +120,61 @@ def doctor(
     prepare(threads)
     name, on = target or default_target(), find_device(device)
     specs = parse_specs(speculator) if speculator else default_specs(name)
-    forms = [_form(form, specs, on) for form in _loaded(name, dtype, on, gguf_backend)]
-    number = measure(forms)
-    rows = [row for form in forms for row in rows_of(form)]
+    loaded = list(_loaded(name, dtype, on, gguf_backend))
+    forms = [_form(backend, model, specs) for backend, model, _ in loaded]
+    requests = _requests(forms, loaded[0][2], on)
+    rows = measure(forms, requests)
     advice = advise(rows)
-    result = {"target": name, "prompts": number, "rows": rows, "advice": advice, "environment": environment(on)}
-    title = f"{name}, {torch.get_num_threads()} threads: {number} built-in prompts, {_NEW_TOKENS} tokens each, greedy"
+    result = {"target": name, "prompts": len(requests), "rows": rows, "advice": advice, "environment": environment(on)}
+    asked = f"{len(requests)} built-in prompts, {_NEW_TOKENS} tokens each, greedy"
+    title = f"{name}, {torch.get_num_threads()} threads: {asked}"
     report(result, [Grid.of(title, rows, _COLUMNS, groups=("backend",)), advice], json_only=json_only)
 
 
-def measure(forms: Sequence[Form]) -> int:
-    """Times stock `generate` and every drafter of every form, prompt by prompt in an order that rotates.
-
-    Returns:
-        The number of prompts. Every speculator keeps what its policy has learnt, as in a process of the user's.
-    """
-    steps = [(form, name) for form in forms for name in ("", *form.speculators)]
-    for form, name in steps:
-        _seconds(form, name, 0)  # warm-up
-        form.seconds[name] = []
-    for form in forms:
-        for speculator in form.speculators.values():
-            speculator.drafter.forget()
-            speculator.stats.reset()
-    end = time.monotonic() + _SECONDS
-    with progress("doctor", total=_PROMPTS * len(steps)) as advance:
-        for number in range(_PROMPTS):
-            if number >= _LEAST_PROMPTS and time.monotonic() > end:
-                return number
-            for form, name in steps[number % len(steps) :] + steps[: number % len(steps)]:
-                form.seconds[name].append(_seconds(form, name, number))
-                if not name:
-                    form.prompt_seconds.append(_seconds(form, name, number, count=1))
-                advance(name or "plain")
-    return _PROMPTS
-
-
-def rows_of(form: Form) -> list[dict[str, Any]]:
-    """The table's rows of one backend, JSON-serialisable.
+def measure(forms: Sequence[Form], requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """Runs stock `generate` and every drafter of every form in turn; a row for each drafter, JSON-serialisable.
 
     `token_ms`: milliseconds of a token of stock `generate`. `forward_ms`: of a bare forward, by its tokens. `round_ms`:
     of a round with a draft. `needed`, `yields`: tokens a round to break even, and as measured. `recorded`:
     tokens a round in the head's folder. `speedup`: stock's seconds over the drafter's; None after few drafts.
     """
+    methods = [method for form in forms for method in form.methods]
+    with progress("doctor", total=num_steps(len(methods), len(requests), repeats=1)) as advance:
+        runs = measure_in_turn(forms[0].model, methods, requests, fixed_length(_NEW_TOKENS), 1, advance)
+    return [row for form in forms for row in _rows(form, requests, runs)]
+
+
+def _rows(form: Form, requests: Sequence[Request], runs: Sequence[Run]) -> list[dict[str, Any]]:
     with torch.inference_mode():
-        cache = prefilled_cache(form.model, form.prompts[0])
+        cache = prefilled_cache(form.model, requests[0].input_ids)
         forwards = verify_ms(form.model, cache, [1, _NODES], repeats=_REPEATS)
-    decoding = sum(form.seconds[""]) - sum(form.prompt_seconds)
-    token_ms = 1e3 * decoding / (len(form.prompt_seconds) * (_NEW_TOKENS - 1))
+    seconds = {method.name: sum(run.seconds for run in runs if run.method == method.name) for method in form.methods}
+    plain = seconds[form.plain.name]
+    prompts = sum(generate_once(form.model, form.plain, each, fixed_length(1)).seconds for each in requests)
+    token_ms = 1e3 * (plain - prompts) / (len(requests) * (_NEW_TOKENS - 1))
     common = {
         "backend": form.backend,
         "token_ms": token_ms,
         "forward_ms": {nodes: ms for (nodes, _), ms in forwards.items()},
     }
-    return [{"drafter": name, **common, **_drafts(form, name, token_ms)} for name in form.speculators]
+    rows = []
+    for name, method in form.drafting.items():
+        stats = merged(run.stats for run in runs if run.method == method.name and run.stats is not None)
+        speedup = plain / seconds[method.name] if stats.rounds >= _MIN_ROUNDS else None
+        recorded = method.arguments["speculator"].drafter.record.length
+        rows.append({"drafter": name, **common, **_rounds(stats, token_ms), "recorded": recorded, "speedup": speedup})
+    return rows
 
 
-def _drafts(form: Form, name: str, token_ms: float) -> dict[str, Any]:
-    speculator = form.speculators[name]
-    stats, recorded = speculator.stats, speculator.drafter.record.length
+def _rounds(stats: SpeculationStats, token_ms: float) -> dict[str, Any]:
     if not stats.rounds:
-        return {"yields": None, "recorded": recorded, "speedup": None}
+        return {"yields": None}
     round_ms = 1e3 * statistics.median(stats.round_seconds_with_draft)
     return {
         "rounds": stats.rounds,
         "round_ms": round_ms,
         "needed": round_ms / token_ms,
         "yields": stats.mean_acceptance_length,
-        "recorded": recorded,
-        "speedup": sum(form.seconds[""]) / sum(form.seconds[name]) if stats.rounds >= _MIN_ROUNDS else None,
     }
 
 
@@ -215,21 +211,23 @@ def _loaded(
         yield "auto", *load_target(name, dtype, device)
 
 
-def _form(loaded: tuple[str, GenerativeModel, Any], specs: Sequence[SpeculatorSpec], device: torch.device) -> Form:
+def _form(backend: str, model: GenerativeModel, specs: Sequence[SpeculatorSpec]) -> Form:
     """Raises `SpeculateError` where the target does not score trees, or a drafter cannot be had."""
-    backend, model, tokenizer = loaded
     shape, reason = supported_shape(model, DynamicCache(config=model.config))
     if shape != "tree":
         raise SpeculateError(f"doctor needs a target that scores trees: {reason}. `generate --compare` takes any.")
+    plain = Method(name=f"{backend} plain".strip(), kind="eager", model=model)
+    names = {spec.text: f"{backend} {spec.label}".strip() for spec in specs}
+    drafting = {spec.text: speculator_method(names[spec.text], make_spec(spec, model), model=model) for spec in specs}
+    return Form(backend, model, plain, drafting)
+
+
+def _requests(forms: Sequence[Form], tokenizer: Any, device: torch.device) -> list[Request]:
+    """As many built-in prompts as fit the time."""
     uses_template = bool(tokenizer.chat_template)
     chosen = builtin_prompts(_PROMPTS, chat=uses_template)
-    prompts = [ids[None].to(device) for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
-    return Form(backend, model, prompts, {spec.text: make_spec(spec, model) for spec in specs})
-
-
-def _seconds(form: Form, name: str, number: int, count: int = _NEW_TOKENS) -> float:
-    ids = form.prompts[number]
-    # No text ends early: all are compared at the same length.
-    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    options |= {"attention_mask": torch.ones_like(ids), "speculator": form.speculators.get(name)}
-    return timed(lambda: form.model.generate(ids, **options), ids.device)[0]
+    requests = batches(tokenize(chosen, tokenizer, use_chat_template=uses_template), 1, device)
+    plain = forms[0].plain
+    calls = [generate_once(plain.model, plain, requests[0], fixed_length(_NEW_TOKENS)).seconds for _ in range(2)]
+    count = int(_SECONDS / (min(calls) * sum(len(form.methods) for form in forms)))  # the first call warms up
+    return requests[: max(count, _LEAST_PROMPTS)]

@@ -14,9 +14,6 @@ from .calibration import rising as rising
 from .checks import MAX_NODES as MAX_NODES
 from .checks import DraftChecks as DraftChecks
 from .choices import Choices as Choices
-from .choices import Warpers as Warpers
-from .choices import rank_children as rank_children
-from .choices import warped as warped
 from .contract import RAW_LAST as RAW_LAST
 from .contract import Drafter as Drafter
 from .contract import DraftSession as DraftSession
@@ -31,6 +28,9 @@ from .features import check_taps as check_taps
 from .features import finite as finite
 from .observations import Observation as Observation
 from .observations import joined as joined
+from .ranking import Warpers as Warpers
+from .ranking import rank_children as rank_children
+from .ranking import warped as warped
 from .requests import Deepening as Deepening
 from .requests import DraftRequest as DraftRequest
 from .requests import DraftState as DraftState

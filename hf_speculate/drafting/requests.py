@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from ..transfers import to_device
 from ..tree import DraftTree
 from ..verification import Noise
-from .choices import rank_children
+from .ranking import rank_children
 
 
 if TYPE_CHECKING:

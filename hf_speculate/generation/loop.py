@@ -12,13 +12,13 @@ from typing import Any
 
 from ..cache import TreeCache
 from ..policy import Budget
-from ..round import Round
+from ..round import Round, RoundClock
 from ..stats import SpeculationStats
 from ..tree import DraftTree
 from ..verification import TaintedScores, Verdict, are_tainted
 from .choosing import Choosing
 from .drafts import Drafts
-from .listeners import Listener, RoundClock
+from .listeners import Listener
 from .rows import Rows
 from .target import Target
 

@@ -13,7 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from hf_speculate.drafting.choices import rank_children
+from hf_speculate.drafting.ranking import rank_children
 from hf_speculate.native import NativeRanking, Sampling
 from hf_speculate.native import binding as native
 from hf_speculate.native.backends import BACKENDS

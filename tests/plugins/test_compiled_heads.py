@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation.graphs import Compiler, graphs_of
-from hf_speculate.drafting import DraftRequest, choices
+from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
 from hf_speculate_plugins import block, eagle
 from hf_speculate_plugins.block.drafter import BlockSession
@@ -43,7 +43,7 @@ from ..support.random_gguf import FileShape, one_type, write_random_file
 
 CHECKED = (
     *(eagle.head, eagle.steps, block.head, block.steps, block.scores),
-    *(heads_head, dynamic, choices, tree),
+    *(heads_head, dynamic, ranking, tree),
 )
 # Shape checks are decorators that dynamo cannot trace.
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")

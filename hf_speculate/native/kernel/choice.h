@@ -15,29 +15,41 @@ template <class I> INLINE I rank_of(I bits) {
   return bits < 0 ? -size : size;
 }
 
-// The first NaN, if there is one; else the first of the largest. Only the block that has it is looked at twice.
-template <class T> int64_t argmax(const T* scores, int64_t count) {
+// Scores as integers that are ordered as they are.
+template <class T> struct Ranks {
   using I = typename std::conditional<sizeof(T) == 2, int16_t, int32_t>::type;
-  constexpr I INFINITE = sizeof(T) == 2 ? 0x7f80 : 0x7f800000;
-  constexpr int64_t BLOCK = 512;
-  const I* bits = (const I*)scores;
-  I best = -INFINITE;
-  int64_t begin = 0;
-  bool any_nan = false;
-  for (int64_t block = 0; block < count && !any_nan; block += BLOCK) {
-    const int64_t end = block + BLOCK < count ? block + BLOCK : count;
+  static constexpr I INFINITE = sizeof(T) == 2 ? 0x7f80 : 0x7f800000;
+  const I* bits;
+
+  explicit Ranks(const T* scores) : bits((const I*)scores) {}
+  I operator[](int64_t i) const { return rank_of(bits[i]); }
+  bool is_nan(int64_t i) const { return (*this)[i] > INFINITE || (*this)[i] < -INFINITE; }
+
+  // The largest rank of some scores, and whether there is NaN among them.
+  I largest(int64_t begin, int64_t end, bool& any_nan) const {
     I largest = -INFINITE, least = INFINITE;
-    for (int64_t i = block; i < end; i++) {
-      const I rank = rank_of(bits[i]);
+    for (int64_t i = begin; i < end; i++) {
+      const I rank = (*this)[i];
       largest = rank > largest ? rank : largest, least = rank < least ? rank : least;
     }
     any_nan = largest > INFINITE || least < -INFINITE;
+    return largest;
+  }
+};
+
+// The first NaN, if there is one; else the first of the largest. Only the block that has it is looked at twice.
+template <class T> int64_t argmax(const T* scores, int64_t count) {
+  constexpr int64_t BLOCK = 512;
+  const Ranks<T> ranks(scores);
+  auto best = (typename Ranks<T>::I)-Ranks<T>::INFINITE;
+  int64_t begin = 0;
+  bool any_nan = false;
+  for (int64_t block = 0; block < count && !any_nan; block += BLOCK) {
+    const auto largest = ranks.largest(block, block + BLOCK < count ? block + BLOCK : count, any_nan);
     if (largest > best || any_nan) best = largest, begin = block;
   }
-  for (int64_t i = begin; i < count; i++) {
-    const I rank = rank_of(bits[i]);
-    if (any_nan ? rank > INFINITE || rank < -INFINITE : rank == best) return i;
-  }
+  for (int64_t i = begin; i < count; i++)
+    if (any_nan ? ranks.is_nan(i) : ranks[i] == best) return i;
   return 0;
 }
 
@@ -59,24 +71,17 @@ struct Best {
 // Columns of the `most` largest scores of `count`, at least as many, and their probabilities among these, largest first; all 0
 // where a score that counts is not finite.
 template <class T> void most_probable(const T* scores, int64_t count, int64_t most, float* probs, int64_t* columns) {
-  using I = typename std::conditional<sizeof(T) == 2, int16_t, int32_t>::type;
-  constexpr I INFINITE = sizeof(T) == 2 ? 0x7f80 : 0x7f800000;
   constexpr int64_t BLOCK = 64;
-  const I* bits = (const I*)scores;
+  const Ranks<T> ranks(scores);
   Best best{probs, columns, most};
-  I bound = -INFINITE;  // rank of the least of the best, once there are enough
+  auto bound = (typename Ranks<T>::I)-Ranks<T>::INFINITE;  // the rank of the least of the best, once there are enough
   bool any_nan = false;
   for (int64_t block = 0; block < count && !any_nan; block += BLOCK) {
     const int64_t end = block + BLOCK < count ? block + BLOCK : count;
-    I highest = -INFINITE, lowest = INFINITE;
-    for (int64_t i = block; i < end; i++) {
-      const I rank = rank_of(bits[i]);
-      highest = rank > highest ? rank : highest, lowest = rank < lowest ? rank : lowest;
-    }
-    any_nan = highest > INFINITE || lowest < -INFINITE;
-    if (any_nan || (best.count == most && highest <= bound)) continue;
+    const auto largest = ranks.largest(block, end, any_nan);
+    if (any_nan || (best.count == most && largest <= bound)) continue;
     for (int64_t i = block; i < end; i++) best.offer(to_float(scores[i]), i);
-    if (best.count == most) bound = rank_of(bits[columns[most - 1]]);
+    if (best.count == most) bound = ranks[columns[most - 1]];
   }
   const float first = any_nan ? INFINITY : probs[0];
   float sum = 0;
