@@ -223,7 +223,7 @@ def _form(backend: str, model: GenerativeModel, specs: Sequence[SpeculatorSpec])
 
 
 def _requests(forms: Sequence[Form], tokenizer: Any, device: torch.device) -> list[Request]:
-    """As many built-in prompts as fit the time."""
+    """The built-in prompts, as many as fit the time."""
     uses_template = bool(tokenizer.chat_template)
     chosen = builtin_prompts(_PROMPTS, chat=uses_template)
     requests = batches(tokenize(chosen, tokenizer, use_chat_template=uses_template), 1, device)
