@@ -219,14 +219,13 @@ class TestValues:
         assert tree.select([1]).host.values == [[0.0, -0.25]]
         assert tree.gather([1, 0]).host.values == [[0.0, -0.25, 0.0, 0.0], [0.0, -0.5, -3.0, -0.75]]
         assert tree.pruned([1, 1]).host.values == [[0.0, -0.5, -3.0], [0.0, -0.25, 0.0]]
-        assert tree.with_chains({0: [7, 8]}).host.values == [[0.0, 0.0, 0.0, 0.0], [0.0, -0.25, 0.0, 0.0]]
         for part in (tree.first(1), tree.gather([1, 0]), tree.select([0])):
             assert part.values.tolist() == part.host.values
 
     def test_they_are_read_with_parents_and_tokens_in_one_transfer(self):
         tree = self.TREE
         on_device = DraftTree(tree.token_ids, torch.tensor(tree.host.parents), max_depth=2, values=tree.values)
-        assert on_device.read_with(torch.tensor([[9], [8]])) == [[9], [8]]
+        assert on_device.reading.read_with(torch.tensor([[9], [8]])) == [[9], [8]]
         assert on_device.host == tree.host
 
     def test_the_best_nodes_of_each_row(self):

@@ -53,7 +53,7 @@ class DraftChecks:
         tree = _as_it_is(tree.first(self._max_nodes - 1))
         if _is_on_host(tree):
             return self._on_host(tree, roots)
-        parents = tree.parents_as_given
+        parents = tree.parents
         max_depth = tree.max_depth if isinstance(parents, Tensor) else self._check_structure(parents)
 
         def checked(host: HostTree) -> HostTree:
@@ -62,7 +62,9 @@ class DraftChecks:
                 raise self._error(f"drafted a tree of depth {depth} with max_depth={max_depth}")
             return _with_roots(host, roots)
 
-        return _clamped(tree, roots, self._vocab_size, max_depth).seen_through(tree, checked)
+        clamped = _clamped(tree, roots, self._vocab_size, max_depth)
+        clamped.reading.through(tree.reading, checked)
+        return clamped
 
     def _on_host(self, tree: DraftTree, roots: Sequence[int]) -> DraftTree:
         host = tree.host
@@ -71,10 +73,10 @@ class DraftChecks:
         if any(row[0] != root for row, root in zip(host.token_ids, roots, strict=True)):
             tokens = torch.cat([torch.tensor(roots)[:, None], tokens[:, 1:]], dim=1)
             host = _with_roots(host, roots)
-        return tree.rebuilt(tokens, depth, host)
+        return tree.checked(tokens, depth, host)
 
     def _check_form(self, tree: DraftTree, num_rows: int) -> None:
-        tokens, parents = tree.token_ids, tree.parents_as_given
+        tokens, parents = tree.token_ids, tree.parents
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype != torch.long or tokens.is_meta:
             found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
             raise self._error(f"drafted token_ids that are {found}; they must be int64 [B, N] with data")
@@ -144,9 +146,9 @@ class DraftChecks:
 
 def _as_it_is(tree: DraftTree) -> DraftTree:
     """The tree of its own tensors, which may have been written since it was made from another."""
-    if not tree.is_derived:
+    if not tree.reading.is_derived:
         return tree
-    parents = tree.parents_as_given
+    parents = tree.parents
     max_depth = tree.max_depth if isinstance(parents, Tensor) else None
     return DraftTree(tree.token_ids, parents, max_depth, values=tree.values)
 
@@ -157,7 +159,7 @@ def _with_roots(host: HostTree, roots: Sequence[int]) -> HostTree:
 
 
 def _is_on_host(tree: DraftTree) -> bool:
-    parents = tree.parents_as_given
+    parents = tree.parents
     return tree.token_ids.device.type == "cpu" and not (isinstance(parents, Tensor) and parents.device.type != "cpu")
 
 
@@ -166,7 +168,7 @@ def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int)
     tokens = tree.token_ids
     first = to_device(roots, tokens.device)[:, None]
     tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)
-    parents = tree.parents_as_given
+    parents = tree.parents
     if isinstance(parents, Tensor):
         before = torch.arange(parents.shape[1], device=parents.device) - 1
         parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)

@@ -227,7 +227,7 @@ class Drafting:
 
 
 def _is_chain(tree: DraftTree) -> bool:
-    parents = tree.parents_as_given
+    parents = tree.parents
     rows = tree.host.parents if isinstance(parents, Tensor) else parents
     return all(list(row) == list(range(-1, len(row) - 1)) for row in rows)
 

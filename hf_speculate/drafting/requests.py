@@ -136,7 +136,7 @@ class DraftState:
             return tree
         slots = {row: slot for slot, row in enumerate(rows)}
         whole = tree.gather([slots.get(row, 0) for row in range(len(self.active))])
-        roots, parents = to_device(self.root_ids, whole.token_ids.device)[:, None], whole.parents_as_given
+        roots, parents = to_device(self.root_ids, whole.token_ids.device)[:, None], whole.parents
         max_depth = whole.max_depth if isinstance(parents, Tensor) else None
         tokens = torch.cat([roots, whole.token_ids[:, 1:]], dim=1)
         return DraftTree(tokens, parents, max_depth, values=whole.values)

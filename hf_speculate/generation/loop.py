@@ -156,7 +156,7 @@ class Decoding:
             try:
                 self.choosing.verify(output.logits, tree, self.rows, verdict, may_be_tainted=may_be_tainted)
             except TaintedScores:
-                tree = tree.root_alone()
+                tree = tree.first(0)
                 self._score_again(tree, output)
                 self._broken_off = tree, verdict, output
                 self.choosing.verify(output.logits, tree, self.rows, verdict)

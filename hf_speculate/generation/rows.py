@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ..cache import TreeCache
 from ..models import GenerativeModel
 from ..scoring import Scorer, has_length_dependent_rope
-from ..tree import DraftTree
+from ..tree import DraftTree, TreeRow
 from ..verification import Sampler, Sequences, Stopping, Verdict
 
 
@@ -126,7 +126,12 @@ class Rows:
             if not self.stopping.is_running(sequences, row):
                 length = min(longest - len(tokens), _MAX_PADDING)
                 chains[row] = [tokens[-1], *[sequences.pad_token_id] * length]
-        return tree.with_chains(chains) if chains else tree
+        if not chains:
+            return tree
+        rows = tree.host.rows()
+        for row, chain in chains.items():
+            rows[row] = TreeRow(chain, range(-1, len(chain) - 1), [0.0] * len(chain))
+        return DraftTree.from_rows(rows)
 
     def _owes_eos(self, row: int, cache: TreeCache) -> bool:
         """Whether the last token of a row is its EOS, and not in the cache."""

@@ -121,7 +121,7 @@ class AdaptiveSession(PolicySession):
         for, as many as would have paid of the last ones."""
         if self._deepening is not None and self._deepening.is_asked:
             self.known.is_asked = True
-        if tree.is_on_device:
+        if tree.reading.is_on_device:
             return tree.first(max(self._best_count(self.known.acceptance.nodes(), tree.max_depth), 1))
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
@@ -179,7 +179,7 @@ class AdaptiveSession(PolicySession):
         tree, acceptance = round.tree, self.known.acceptance
         all_rows = tree.host.rows()
         of_rows = {row: all_rows[tree.slot(row)] for row in rows}
-        if tree.is_on_device:
+        if tree.reading.is_on_device:
             found = [acceptance.probabilities(each) for each in of_rows.values()]
             acceptance.note_levels(tree.host, [tree.slot(row) for row in rows], found, self._price_of_node)
             acceptance.note_nodes(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..errors import DrafterError
 from ..transfers import to_device
 from .host_tree import HostTree, TreeRow
 from .plan import PADDING_PARENT, ROOT_PARENT, TreePlan
+from .reading import Reading
 
 
 _FEW = 128  # nodes of a batch, see `DraftTree.is_small`
@@ -45,31 +46,20 @@ class DraftTree:
         plan: TreePlan | None = None,
         values: Float[Tensor, "B N"] | None = None,
     ):
+        if isinstance(parents, Tensor) and max_depth is None:
+            raise DrafterError("a draft tree with a tensor of parents needs max_depth, an int known on the host.")
         self.token_ids = token_ids
         self.values = values
+        self.parents: Tensor | tuple[tuple[int, ...], ...]
+        self.parents = parents if isinstance(parents, Tensor) else _as_rows(parents)
+        self._max_depth = max_depth if isinstance(parents, Tensor) else None
         self._plan = plan
-        self._device_parents: Tensor | None = None
-        self._max_depth: int | None = None
-        if isinstance(parents, Tensor):
-            if max_depth is None:
-                raise DrafterError("a draft tree with a tensor of parents needs max_depth, an int known on the host.")
-            self._device_parents = parents
-            self._max_depth = max_depth
-        else:
-            self._host_parents = _as_rows(parents)
         self._slots: dict[int, int] | None = None
-        self._source: tuple[DraftTree, Callable[[HostTree], HostTree]] | None = None
 
     @classmethod
     def root_only(cls, root_ids: Int[Tensor, " B"]) -> DraftTree:
         """A tree without a draft: the forward over it is a plain decoding step."""
         return cls(root_ids[:, None], (ROOT_PARENT,))
-
-    def root_alone(self) -> DraftTree:
-        """The root of every row, without a draft."""
-        tree = self.root_only(self.token_ids[:, 0])
-        tree._slots = self._slots
-        return tree
 
     @classmethod
     def chain(cls, token_ids: Int[Tensor, "B N"], values: Float[Tensor, "B N"] | None = None) -> DraftTree:
@@ -90,50 +80,38 @@ class DraftTree:
 
     @property
     def plan(self) -> TreePlan:
+        """The structure as a forward needs it."""
         if self._plan is None:
-            if self._device_parents is None:
-                self._plan = TreePlan.from_parents(self._host_parents)
+            if not isinstance(self.parents, Tensor):
+                self._plan = TreePlan.from_parents(self.parents)
             elif self.is_small:
-                self._plan = TreePlan.from_parents(self.host.parents[: len(self._device_parents)])
+                self._plan = TreePlan.from_parents(self.host.parents[: len(self.parents)])
             else:
-                self._plan = TreePlan.from_tensor(self._device_parents, self.max_depth)
+                self._plan = TreePlan.from_tensor(self.parents, self.max_depth)
         return self._plan
 
-    @property
-    def parents_on_device(self) -> Tensor:
-        """int64 [R, N], of a tree that was made with a tensor of them."""
-        assert self._device_parents is not None
-        return self._device_parents
+    @cached_property
+    def reading(self) -> Reading:
+        """What reads the tree back from its device."""
+        return Reading(self.token_ids, self.parents, self.values)
 
     @property
-    def parents_as_given(self) -> Tensor | Sequence[Sequence[int]]:
-        """int64 [R, N], a tensor or rows on the host; R is 1 (all rows share it) or B."""
-        return self._host_parents if self._device_parents is None else self._device_parents
+    def host(self) -> HostTree:
+        """Tokens, parents and values as Python lists."""
+        return self.reading.host
 
-    def rebuilt(self, token_ids: Int[Tensor, "B N"], max_depth: int, host: HostTree) -> DraftTree:
-        """A tree of the same structure, whose plan is made anew.
+    def checked(self, token_ids: Int[Tensor, "B N"], max_depth: int, host: HostTree) -> DraftTree:
+        """The tree as the engine has checked it.
 
         Args:
-            token_ids: of its nodes.
-            max_depth: the depth of its deepest node.
-            host: its tokens and parents on the host.
+            token_ids: tokens, with the loop's roots.
+            max_depth: depth of the deepest node.
+            host: the same tokens and parents as lists.
         """
-        new = object.__new__(DraftTree)
-        vars(new).update(vars(self), token_ids=token_ids, _plan=None, _max_depth=max_depth, host=host, _source=None)
-        return new
-
-    def seen_through(self, source: DraftTree, change: Callable[[HostTree], HostTree]) -> DraftTree:
-        """This tree, whose `host` will be `change` of `source`'s: so that what was made from it is not read again.
-
-        Whatever `change` raises is raised where `host` is asked for first.
-        """
-        self._source = source, change
-        return self
-
-    @property
-    def is_derived(self) -> bool:
-        """Whether its tokens and parents are read by those of another tree."""
-        return self._source is not None
+        tree = DraftTree(token_ids, self.parents, max_depth, values=self.values)
+        tree._max_depth = max_depth
+        tree.reading.host = host
+        return tree
 
     @property
     def batch_size(self) -> int:
@@ -150,48 +128,10 @@ class DraftTree:
             self._max_depth = self.plan.max_depth
         return self._max_depth
 
-    @cached_property
-    def host(self) -> HostTree:
-        """Tokens and parents as Python lists; what is on a device is read back here, or by `read_with`."""
-        if self._source is not None:
-            source, change = self._source
-            return change(source.host)
-        return self._as_host(_read(self._tensors))
-
-    def read_with(self, table: Int[Tensor, "R K"]) -> list[list[int]]:
-        """`table` as lists; a tree that is on their device is read in the same transfer, for `host`: a second transfer
-        would be a second wait for the device."""
-        tree = self
-        while tree._source is not None and "host" not in vars(tree):
-            tree = tree._source[0]
-        own = tree._tensors
-        if "host" in vars(tree) or any(tensor.device != table.device for tensor in own):
-            return table.tolist()
-        rows, *read = _read([table, *own])
-        tree.host = tree._as_host(read)
-        return rows
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        """The tensors that `host` is read from."""
-        return [t for t in (self.token_ids, self._device_parents, self.values) if t is not None]
-
-    def _as_host(self, read: Sequence[list[list[Any]]]) -> HostTree:
-        """Args: read: `_tensors` as lists."""
-        rest = list(read)
-        tokens, values = rest.pop(0), None if self.values is None else rest.pop()
-        rows = [list(row) for row in (rest.pop() if rest else self._host_parents)]
-        return HostTree(tokens, rows if len(rows) == len(tokens) else rows * len(tokens), values)
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether looking at it means to wait for a device."""
-        return any(tensor.device.type != "cpu" for tensor in self._tensors)
-
     @property
     def is_small(self) -> bool:
         """Whether it is on the host, with so few nodes that Python is faster than tensor operations."""
-        return self.token_ids.numel() <= _FEW and not self.is_on_device
+        return self.token_ids.numel() <= _FEW and not self.reading.is_on_device
 
     def best(self, count: int) -> DraftTree:
         """The tree of the root and, of each row, the `count` draft nodes of the highest values; reads it."""
@@ -204,27 +144,16 @@ class DraftTree:
         """The tree of the root and the first `count` draft nodes."""
         if count + 1 >= self.num_nodes:
             return self
-        tokens, values = self.token_ids[:, : count + 1], self._part_of_values(slice(None), count + 1)
-        if self._device_parents is None:
-            tree = DraftTree(tokens, [row[: count + 1] for row in self._host_parents], values=values)
-        else:
-            tree = DraftTree(tokens, self._device_parents[:, : count + 1], self._max_depth, values=values)
-        return tree.seen_through(self, lambda host: host.part(range(len(tokens)), count + 1))
-
-    def _part_of_values(self, rows: slice | Tensor, width: int) -> Tensor | None:
-        return None if self.values is None else self.values[rows, :width]
+        parents = self.parents
+        cut = parents[:, : count + 1] if isinstance(parents, Tensor) else [row[: count + 1] for row in parents]
+        tree = self._part(range(self.batch_size), slice(None), cut, count + 1)
+        tree._slots = self._slots
+        return tree
 
     def pruned(self, max_depths: Sequence[int]) -> DraftTree:
         """The same tree with the nodes of row r below `max_depths[r]` cut off (turned to padding and trimmed)."""
         rows = zip(self.host.rows(), max_depths, strict=True)
         return DraftTree.from_rows([row.pruned(limit) for row, limit in rows])
-
-    def with_chains(self, chains: Mapping[int, Sequence[int]]) -> DraftTree:
-        """The same tree with chains of these tokens, root first, instead of what some rows hold; these are sure."""
-        rows = self.host.rows()
-        for row, tokens in chains.items():
-            rows[row] = TreeRow(tokens, range(-1, len(tokens) - 1), [0.0] * len(tokens))
-        return DraftTree.from_rows(rows)
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The trees of some rows of the batch, as wide as the widest of them; to be scored as they are.
@@ -239,20 +168,20 @@ class DraftTree:
 
     def gather(self, rows: Sequence[int]) -> DraftTree:
         """The trees of any rows in any order, as wide as the widest of them."""
-        index = to_device(rows, self.token_ids.device)
-        tokens, parents = self.token_ids.index_select(0, index), self._device_parents
-        if parents is not None:
-            parents = parents if parents.shape[0] == 1 else parents.index_select(0, index)
-            values = self._part_of_values(index, self.num_nodes)
-            tree = DraftTree(tokens, parents, self._max_depth, values=values)
-            return tree.seen_through(self, lambda host: host.part(rows, self.num_nodes))
-        of_rows = self._host_parents
-        if len(of_rows) > 1:
-            of_rows = [of_rows[row] for row in rows]
-        width = max(i + 1 for row in of_rows for i, parent in enumerate(row) if parent != PADDING_PARENT)
-        values = self._part_of_values(index, width)
-        tree = DraftTree(tokens[:, :width], [row[:width] for row in of_rows], values=values)
-        return tree.seen_through(self, lambda host: host.part(rows, width))
+        index, parents, width = to_device(rows, self.token_ids.device), self.parents, self.num_nodes
+        if isinstance(parents, Tensor):
+            return self._part(rows, index, parents if len(parents) == 1 else parents.index_select(0, index), width)
+        if len(parents) > 1:
+            parents = tuple(parents[row] for row in rows)
+        width = max(i + 1 for row in parents for i, parent in enumerate(row) if parent != PADDING_PARENT)
+        return self._part(rows, index, [row[:width] for row in parents], width)
+
+    def _part(self, rows: Sequence[int], index: slice | Tensor, parents: Any, width: int) -> DraftTree:
+        """The first `width` nodes of some rows; `index`: these rows as an index of tensors."""
+        values = None if self.values is None else self.values[index, :width]
+        tree = DraftTree(self.token_ids[index, :width], parents, self._max_depth, values=values)
+        tree.reading.through(self.reading, lambda host: host.part(rows, width))
+        return tree
 
     @property
     def rows(self) -> Sequence[int]:
@@ -264,30 +193,7 @@ class DraftTree:
         return row if self._slots is None else self._slots[row]
 
 
-def _read(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
-    """Matrices of int64 and floats as lists; from a device in one transfer: single precision goes as the bits that it
-    is."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.tolist() for tensor in tensors]
-    is_float = [tensor.is_floating_point() for tensor in tensors]
-    words = [_as_words(tensor) if float_ else tensor for tensor, float_ in zip(tensors, is_float, strict=True)]
-    parts = torch.cat([tensor.flatten() for tensor in words]).cpu().split([tensor.numel() for tensor in tensors])
-    return [
-        (part.int().view(torch.float32) if float_ else part).view(tensor.shape).tolist()
-        for part, tensor, float_ in zip(parts, tensors, is_float, strict=True)
-    ]
-
-
-def _as_words(values: Tensor) -> Tensor:
-    return values.detach().float().contiguous().view(torch.int32).long()
-
-
 def _as_rows(parents: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    rows: list[tuple[int, ...]] = []
-    shared: list[int] = []
-    for item in parents:
-        if isinstance(item, int):
-            shared.append(item)
-        else:
-            rows.append(tuple(item))
-    return tuple(rows) if rows else (tuple(shared),)
+    if parents and isinstance(parents[0], int):
+        return (tuple(parents),)  # type: ignore[arg-type]
+    return tuple(map(tuple, parents))  # type: ignore[arg-type]

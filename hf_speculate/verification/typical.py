@@ -56,7 +56,7 @@ class TypicalAcceptance:
         """
         device = scores.device
         probs = torch.softmax(scores.float(), dim=-1)
-        parents = to_device(tree.parents_as_given, device).expand(tree.batch_size, -1)
+        parents = to_device(tree.parents, device).expand(tree.batch_size, -1)
         is_draft = parents >= 0
         above = parents.clamp(min=0)
         rows = torch.arange(tree.batch_size, device=device)[:, None]

@@ -107,8 +107,9 @@ def block_tree(
     )
     depth, shares_of = states.shape[1], BlockScores(head, request, states).shares()
     tree = best_tree(request.anchors, shares_of, depth=depth, max_nodes=options.max_nodes, limit=inputs["limit"])
+    assert isinstance(tree.parents, Tensor)
     assert tree.values is not None
-    return tree.token_ids, tree.parents_on_device, tree.values
+    return tree.token_ids, tree.parents, tree.values
 
 
 class CompiledSteps(CompiledForwards):

@@ -198,8 +198,9 @@ def eagle_tree(
         token_ids=inputs.get("target_ids"),
         limit=inputs["limit"],
     )
+    assert isinstance(tree.parents, Tensor)
     assert tree.values is not None
-    return tree.token_ids, tree.parents_on_device, tree.values
+    return tree.token_ids, tree.parents, tree.values
 
 
 class _Levels:

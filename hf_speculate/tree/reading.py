@@ -1,0 +1,91 @@
+"""The host form of a draft tree: its tensors as Python lists, read from their device once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from .host_tree import HostTree
+
+
+class Reading:
+    """Reads a tree's tokens, parents and values when somebody asks for them.
+
+    Args:
+        token_ids: int64 [B, N].
+        parents: int64 [R, N], or rows on the host; R is 1 or B.
+        values: float [B, N] or None.
+    """
+
+    def __init__(self, token_ids: Tensor, parents: Tensor | Sequence[Sequence[int]], values: Tensor | None):
+        on_device = parents if isinstance(parents, Tensor) else None
+        self._tensors = [tensor for tensor in (token_ids, on_device, values) if tensor is not None]
+        self._parents = None if isinstance(parents, Tensor) else parents
+        self._has_values = values is not None
+        self._source: tuple[Reading, Callable[[HostTree], HostTree]] | None = None
+
+    def through(self, source: Reading, change: Callable[[HostTree], HostTree]) -> Reading:
+        """This reading, which from now on takes `change` of what `source` reads, so that nothing is read twice.
+
+        Whatever `change` raises is raised where the lists are asked for first.
+        """
+        self._source = source, change
+        return self
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether it takes its lists from another tree's reading."""
+        return self._source is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the host has to wait for a device to read the tree."""
+        return any(tensor.device.type != "cpu" for tensor in self._tensors)
+
+    @cached_property
+    def host(self) -> HostTree:
+        """The lists; read here where `read_with` has not done so."""
+        if self._source is not None:
+            source, change = self._source
+            return change(source.host)
+        return self._as_host(_read(self._tensors))
+
+    def read_with(self, table: Int[Tensor, "R K"]) -> list[list[int]]:
+        """`table` as lists. A tree on the same device comes in the same transfer, to wait for the device once."""
+        origin = self
+        while origin._source is not None and "host" not in vars(origin):
+            origin = origin._source[0]
+        if "host" in vars(origin) or any(tensor.device != table.device for tensor in origin._tensors):
+            return table.tolist()
+        rows, *lists = _read([table, *origin._tensors])
+        origin.host = origin._as_host(lists)
+        return rows
+
+    def _as_host(self, lists: Sequence[list[list[Any]]]) -> HostTree:
+        """Args: lists: `_tensors`, read."""
+        rest = list(lists)
+        tokens, values = rest.pop(0), rest.pop() if self._has_values else None
+        rows = [list(row) for row in (rest.pop() if self._parents is None else self._parents)]
+        return HostTree(tokens, rows if len(rows) == len(tokens) else rows * len(tokens), values)
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
+    """Matrices of int64 and floats as lists; from a device in one transfer, in which floats travel as their 32 bits."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.tolist() for tensor in tensors]
+    is_float = [tensor.is_floating_point() for tensor in tensors]
+    words = [_as_words(tensor) if float_ else tensor for tensor, float_ in zip(tensors, is_float, strict=True)]
+    parts = torch.cat([tensor.flatten() for tensor in words]).cpu().split([tensor.numel() for tensor in tensors])
+    return [
+        (part.int().view(torch.float32) if float_ else part).view(tensor.shape).tolist()
+        for part, tensor, float_ in zip(parts, tensors, is_float, strict=True)
+    ]
+
+
+def _as_words(values: Tensor) -> Tensor:
+    return values.detach().float().contiguous().view(torch.int32).long()
