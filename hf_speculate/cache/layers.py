@@ -25,6 +25,8 @@ class PreallocatedLayer(DynamicLayer):
     name, a tensor that is like it and the entries that it must hold.
     """
 
+    first = 0  # index in the text of the oldest entry that is kept
+
     def __init__(self, *args, **kwargs):
         self.allocate: Callable[[str, Tensor, int], Tensor] | None = None
         self._buffers: dict[str, Tensor] = {}
@@ -134,6 +136,10 @@ class PreallocatedLayer(DynamicLayer):
     def buffers(self) -> tuple[Tensor, ...]:
         """Keys and values with their room to grow; nothing before the first append."""
         return tuple(self._buffers.values())
+
+    def exchange(self, buffers: Sequence[Tensor]) -> None:
+        """Puts other keys and values in the place of `buffers`, in one assignment: same entries, perhaps other rows."""
+        self._buffers = dict(zip(self._buffers, buffers, strict=True))
 
     def make_room(self, num_entries: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """The buffers of keys and values `[B, heads, capacity, head_dim]`, with room for entries behind those there

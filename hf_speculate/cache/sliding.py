@@ -30,7 +30,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
 
     def __init__(self, sliding_window: int, **kwargs):
         self._origins = {"keys": 0, "values": 0}  # index of the first entry of each buffer
-        self.first = 0
+        self.first: int = 0
         self.pinned_from: int | None = None
         super().__init__(sliding_window=sliding_window)
 

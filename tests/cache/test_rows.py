@@ -90,5 +90,5 @@ class TestCache:
         tree_cache.set_aside([0, 1, 2])
         assert old() is None
         aside = [left for of_layer in tree_cache._aside._left.values() for left in of_layer]
-        assert [left.states["keys"].shape for left in aside] == [(3, HEADS, 101, HEAD_DIM)] * 2
-        assert all(s.untyped_storage().nbytes() == s.nbytes for left in aside for s in left.states.values())
+        assert [left.states[0].shape for left in aside] == [(3, HEADS, 101, HEAD_DIM)] * 2
+        assert all(s.untyped_storage().nbytes() == s.nbytes for left in aside for s in left.states)
