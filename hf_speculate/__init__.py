@@ -8,10 +8,6 @@ from .compatibility import check_version, explained
 check_version()
 
 try:
-    from .attaching import attach as attach
-    from .attaching import attached as attached
-    from .attaching import detach as detach
-    from .attaching import speculators as speculators
     from .drafting import Drafter as Drafter
     from .drafting import DraftRequest as DraftRequest
     from .drafting import DraftSession as DraftSession
@@ -21,13 +17,17 @@ try:
     from .generation import uninstall as uninstall
     from .messages import install_handler
     from .registry import installed_drafters as installed_drafters
-    from .round import Round as Round
     from .speculator import AutoSpeculator as AutoSpeculator
     from .speculator import Speculator as Speculator
+    from .speculator import attach as attach
+    from .speculator import attached as attached
+    from .speculator import detach as detach
+    from .speculator import speculators as speculators
     from .stats import SpeculationStats as SpeculationStats
     from .streaming import rounds as rounds
     from .streaming import stream as stream
     from .tree import DraftTree as DraftTree
+    from .tree import Round as Round
 except (ImportError, AttributeError) as error:
     raise explained(error) from None
 

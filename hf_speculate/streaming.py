@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import TextStreamer
 
-from .attaching import attached_to
 from .errors import UnsupportedRequestError
 from .generation import PreparedCall, streamed
 from .models import unwrap
-from .round import Round
-from .speculator import Speculator
+from .speculator import Speculator, attached_to
+from .tree import Round
 
 
 if TYPE_CHECKING:

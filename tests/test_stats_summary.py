@@ -156,7 +156,7 @@ def test_a_draft_model_that_costs_more_than_it_brings_is_named_once(monkeypatch)
     draft.config.name_or_path = "org/other-small"
     speculator = AutoSpeculator.from_name("draft_model", target=target, model=draft, adaptive=False)
     warned = []
-    monkeypatch.setattr("hf_speculate.speculator.logger.warning", warned.append)
+    monkeypatch.setattr("hf_speculate.speculator.speculator.logger.warning", warned.append)
     for _ in range(3):
         target.generate(random_prompt(12), speculator=speculator, max_new_tokens=60, do_sample=False, eos_token_id=None)
     assert speculator.stats.mean_acceptance_length < 1.05, "random weights agree on nothing"

@@ -10,9 +10,8 @@ from typing import Any
 
 from ..drafting import Deepening
 from ..policy import Budget, DraftPolicy, PolicyRequest, PolicySession, Replay, Situation
-from ..round import Round
 from ..speculator import Speculator
-from ..tree import DraftTree
+from ..tree import DraftTree, Round
 
 
 Budgets = Sequence[Budget]

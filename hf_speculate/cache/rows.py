@@ -70,8 +70,8 @@ class RowsAside:
                 layer.exchange([self._whole(layer, index, lengths) for index in range(len(layer.buffers))])
 
     def _whole(self, layer: PreallocatedLayer, index: int, lengths: Sequence[int]) -> Tensor:
-        """The buffer (keys: 0, values: 1) of all rows. What no row has written is 0: in attention it gets the weight 0, and 0 x NaN is
-        not 0."""
+        """The buffer of all rows (0: keys, 1: values). Entries that no row has written are 0: attention gives them
+        the weight 0, and 0 x NaN is not 0."""
         held, buffer, origin = self._held(layer), layer.buffers[index], layer.origin
         shape = (len(lengths), buffer.shape[1], max(lengths) - origin, buffer.shape[3])
         whole = buffer.new_zeros(shape)

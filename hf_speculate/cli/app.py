@@ -14,8 +14,8 @@ from rich.table import Table
 from .. import __version__
 from ..bench import app as bench_app
 from ..commands import JsonOnly, console, drafter_list, environment, say, say_json
-from ..options import EngineOptions
 from ..registry import load_drafter
+from ..speculator import EngineOptions
 from .chat import CHAT_EXAMPLES, chat
 from .doctor import DOCTOR_EXAMPLES, doctor
 from .generate import GENERATE_EXAMPLES, generate

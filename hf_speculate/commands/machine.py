@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import SpeculateError, first_line
+from ..policy import device_name
 from ..registry import installed_drafters
-from ..scoring import device_name
 
 
 _PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")

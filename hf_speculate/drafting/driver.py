@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..errors import DrafterError, SpeculateError
 from ..models import GenerativeModel, num_embeddings
-from ..round import Round
-from ..tree import DraftTree
+from ..tree import DraftTree, Round
 from ..verification import RngState, Sampler, Sequences
 from .ahead import Pending, Worker
 from .checks import MAX_NODES, DraftChecks

@@ -18,14 +18,13 @@ from typing import Any, Literal
 
 from transformers import GenerationMixin
 
-from ..attaching import attached_to, resolve
 from ..cache import CACHE_NAME, OLD_CACHE_NAME
 from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..messages import get_logger
 from ..models import GenerativeModel
 from ..scoring import Shape, Sizes, install_attention, keep_saveable, uninstall_attention
-from ..speculator import Speculator
+from ..speculator import Speculator, attached_to, resolve
 from .call import PreparedCall, streamed
 from .preparation import SampleCall, prepare
 from .requests import (

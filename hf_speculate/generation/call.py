@@ -16,8 +16,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache import as_cache
 from ..drafting import remember_text
-from ..round import Round
 from ..speculator import Speculator
+from ..tree import Round
 from .loop import Decoding, decode
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..drafting import Drafting
 from ..policy import PolicySession
-from ..round import Round
 from ..scoring import Scorer, layer_windows
 from ..stats import SpeculationStats
+from ..tree import Round
 from ..verification import Sampler, Sequences
 
 

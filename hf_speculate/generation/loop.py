@@ -12,9 +12,8 @@ from typing import Any
 
 from ..cache import TreeCache
 from ..policy import Budget
-from ..round import Round, RoundClock
 from ..stats import SpeculationStats
-from ..tree import DraftTree
+from ..tree import DraftTree, Round, RoundClock
 from ..verification import TaintedScores, Verdict, are_tainted
 from .choosing import Choosing
 from .drafts import Drafts

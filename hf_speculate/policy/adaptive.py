@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ..drafting import Deepening
-from ..round import Round
-from ..tree import DraftTree
+from ..tree import DraftTree, Round
 from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from ..drafting import CalibrationTable, Deepening
-from ..round import Round
-from ..tree import DraftTree
+from ..tree import DraftTree, Round
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,7 +21,6 @@ from torch import nn
 
 from ..errors import SpeculateError
 from ..files import json_writer, read_json, replace_files
-from ..scoring import device_name
 from .contract import PolicyRequest
 from .costs import RoundCosts
 
@@ -103,3 +104,24 @@ def _read(path: Path) -> RoundCosts | None:
     except (SpeculateError, OSError, ValueError, TypeError, KeyError):
         return None
     return costs if costs.rounds.knows(1) and costs.plain() > 0 else None
+
+
+def device_name(device: torch.device) -> str:
+    """The name that its maker gave a device; of a CPU the processor's name."""
+    if device.type == "cpu":
+        return _processor_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+@cache
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -17,7 +17,6 @@ from .attention import grouped_sdpa as grouped_sdpa
 from .attention import install_attention as install_attention
 from .attention import uninstall_attention as uninstall_attention
 from .devices import device_beside as device_beside
-from .devices import device_name as device_name
 from .devices import input_device as input_device
 from .devices import last_device as last_device
 from .embeddings import embedding_rows as embedding_rows

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from functools import cache
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -39,24 +36,3 @@ def last_device(model: PreTrainedModel) -> torch.device:
     """The device of a model's last layer: under a `device_map` the states that a head reads arrive last there."""
     layers = getattr(model.get_decoder(), "layers", None)
     return device_beside(layers[-1] if layers else None, model)
-
-
-def device_name(device: torch.device) -> str:
-    """The name that its maker gave a device; of a CPU the processor's name."""
-    if device.type == "cpu":
-        return _processor_name()
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
-
-
-@cache
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -10,7 +10,7 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from ..round import Round
+from ..tree import Round
 
 
 _KEPT = 64  # number of last rounds whose seconds are kept

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import LosslessnessError
-from ..models import GenerativeModel
-from ..speculator import Speculator, unwrap
+from ..models import GenerativeModel, unwrap
+from ..speculator import Speculator
 from ..verification import Noise
 
 

@@ -1,4 +1,4 @@
-"""Draft trees and their plans.
+"""Draft trees, their plans, and the round that scored one.
 
 Shape letters, used in the whole package: B batch, T committed length, N nodes, D depth, K children per node,
 V target vocabulary, Vd draft vocabulary, H hidden size, L layers, M cache capacity.
@@ -17,3 +17,6 @@ from .plan import ROOT_PARENT as ROOT_PARENT
 from .plan import TreePlan as TreePlan
 from .plan import additive as additive
 from .plan import node_depths as node_depths
+from .round import Round as Round
+from .round import RoundClock as RoundClock
+from .round import RoundSeconds as RoundSeconds

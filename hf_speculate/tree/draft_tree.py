@@ -92,7 +92,7 @@ class DraftTree:
 
     @cached_property
     def reading(self) -> Reading:
-        """What reads the tree back from its device."""
+        """The reading of the tree, from its device back to the host."""
         return Reading(self.token_ids, self.parents, self.values)
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..round import Round
+from ..tree import Round
 
 
 class StepRecord:

@@ -29,9 +29,8 @@ from hf_speculate.drafting import (
     Observation,
     joined,
 )
-from hf_speculate.options import read_options
 from hf_speculate.policy import Acceptance, Average, PathProbabilities
-from hf_speculate.speculator import make_speculator
+from hf_speculate.speculator import make_speculator, read_options
 from hf_speculate.tree import ROOT_PARENT, DraftTree, HostTree, TreeRow
 
 

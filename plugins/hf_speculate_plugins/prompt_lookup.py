@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState
-from hf_speculate.options import read_options
+from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 

@@ -11,8 +11,8 @@ import pytest
 import typer
 
 from hf_speculate.cli import app
-from hf_speculate.options import EngineOptions
 from hf_speculate.registry import installed_drafters, load_drafter
+from hf_speculate.speculator import EngineOptions
 
 from .pages import PAGES, REPOSITORY, blocks, spans
 

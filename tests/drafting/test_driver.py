@@ -13,8 +13,7 @@ from hf_speculate.drafting import RAW_LAST, Choices, Drafter, DraftRequest, Draf
 from hf_speculate.drafting.driver import Drafting
 from hf_speculate.drafting.observations import Observation, Observations, joined
 from hf_speculate.policy import Fixed
-from hf_speculate.round import Round
-from hf_speculate.tree import DraftTree
+from hf_speculate.tree import DraftTree, Round
 
 
 def a_round(paths, tokens):

@@ -8,8 +8,8 @@ from transformers import Blip2Config, Blip2ForConditionalGeneration, LlamaModel
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.attaching import attached
 from hf_speculate.errors import SpeculateError, TargetMismatchError, UnsupportedRequestError
+from hf_speculate.speculator import attached
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 

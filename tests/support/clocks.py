@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_speculate import round as round_clock
+from hf_speculate.tree import round as round_clock
 
 
 class ForwardClock:

@@ -11,8 +11,7 @@ from hf_speculate.drafting import Calibration
 from hf_speculate.policy import NOTHING, Acceptance, Situation
 from hf_speculate.policy.adaptive import AdaptiveSession, Known
 from hf_speculate.policy.costs import RoundCosts
-from hf_speculate.round import Round, RoundSeconds
-from hf_speculate.tree import DraftTree, TreeRow
+from hf_speculate.tree import DraftTree, Round, RoundSeconds, TreeRow
 
 
 def situation(*rows, context=0):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
 from hf_speculate.hub import local_folder
-from hf_speculate.options import read_options
+from hf_speculate.speculator import read_options
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
 from .compiled import problem_with_head

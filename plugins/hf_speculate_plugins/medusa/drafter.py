@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.options import read_options
 from hf_speculate.scoring import device_beside
+from hf_speculate.speculator import read_options
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 

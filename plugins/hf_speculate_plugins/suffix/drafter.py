@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_speculate.drafting import Drafter, DraftRequest
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.models import num_embeddings
-from hf_speculate.options import read_options
+from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 
 from .automaton import Mixture

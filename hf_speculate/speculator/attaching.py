@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedModel
 
-from .drafting import Drafter
-from .errors import SpeculateError
-from .files import folder_state
-from .models import GenerativeModel, held_model
-from .registry import SpeculatorSpec, installed_drafters, joined_sources
+from ..drafting import Drafter
+from ..errors import SpeculateError
+from ..files import folder_state
+from ..models import GenerativeModel, held_model
+from ..registry import SpeculatorSpec, installed_drafters, joined_sources
 from .speculator import Speculator, make_speculator
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from huggingface_hub import CommitInfo
 from torch import nn
 
-from .drafting import CalibrationTable, Drafter
-from .errors import OptionError
-from .hub import (
+from ..drafting import CalibrationTable, Drafter
+from ..errors import OptionError
+from ..hub import (
     Metric,
     check_origin,
     clean_folder,
@@ -24,11 +24,11 @@ from .hub import (
     write_card,
     write_custom_generate,
 )
-from .messages import get_logger
-from .models import unwrap
+from ..messages import get_logger
+from ..models import unwrap
+from ..registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
+from ..stats import SpeculationStats
 from .options import EngineOptions
-from .registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
-from .stats import SpeculationStats
 
 
 logger = get_logger(__name__)

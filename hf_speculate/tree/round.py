@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .tree import DraftTree
+from .draft_tree import DraftTree
 
 
 if TYPE_CHECKING:

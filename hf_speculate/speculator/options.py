@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from .compilation import find_backend
-from .errors import OptionError
-from .policy import Adaptive, DraftPolicy, Fixed
-from .verification import TypicalAcceptance
+from ..compilation import find_backend
+from ..errors import OptionError
+from ..policy import Adaptive, DraftPolicy, Fixed
+from ..verification import TypicalAcceptance
 
 
 Options = TypeVar("Options")

@@ -1,0 +1,13 @@
+"""Speculators: a drafter with the engine's options and statistics, how to get one, and which model has one attached."""
+
+from .attaching import attach as attach
+from .attaching import attached as attached
+from .attaching import attached_to as attached_to
+from .attaching import detach as detach
+from .attaching import resolve as resolve
+from .attaching import speculators as speculators
+from .options import EngineOptions as EngineOptions
+from .options import read_options as read_options
+from .speculator import AutoSpeculator as AutoSpeculator
+from .speculator import Speculator as Speculator
+from .speculator import make_speculator as make_speculator
