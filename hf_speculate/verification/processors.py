@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .nucleus import top_p
+
 
 Tier = Literal["scores", "prefix", "walk"]
 
@@ -63,11 +65,12 @@ _KNOW_THE_BATCH = (
 
 class KnownProcessors(LogitsProcessorList):
     """Processors that take text and scores and nothing else: no signature is looked at in every call, as stock does,
-    which takes longer than most of them."""
+    which takes longer than most of them. Top-p does not sort the vocabulary (`nucleus`)."""
 
     def __call__(self, input_ids, scores, **_: Any):
         for processor in self:
-            scores = processor(input_ids, scores)
+            is_top_p = type(processor) is lp.TopPLogitsWarper
+            scores = top_p(processor, scores) if is_top_p else processor(input_ids, scores)
         return scores
 
 
