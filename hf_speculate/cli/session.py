@@ -25,7 +25,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..messages import printable
-from ..models import SMOLLM2, SMOLLM2_INSTALL, GenerativeModel, find_smollm2
+from ..models import SMOLLM2, GenerativeModel
 from ..speculator import Speculator
 
 
@@ -34,7 +34,9 @@ PLAIN = "none"
 ChatTarget = Annotated[
     str | None,
     typer.Option(
-        "--target", "-t", help="Model: path or Hub id, GGUF file, or smollm2 (default: smollm2, if installed)."
+        "--target",
+        "-t",
+        help="Model: path, Hub id, GGUF file, smollm2, qwen2.5-coder-0.5b (default: smollm2, if installed).",
     ),
 ]
 OneSpec = Annotated[
@@ -156,9 +158,9 @@ def set_seed(seed: int) -> None:
 
 def default_target() -> str:
     """Target where the user named none; raises `SpeculateError` if it is not installed."""
-    if find_smollm2() is None:
+    if SMOLLM2.find() is None:
         raise SpeculateError(
             f"no target was given: pass --target with a path, a Hub id or a GGUF file, or install a small one to try, "
-            f"{SMOLLM2} ({SMOLLM2_INSTALL}, 93 MB)."
+            f"{SMOLLM2.name} ({SMOLLM2.install}; {SMOLLM2.about})."
         )
-    return SMOLLM2
+    return SMOLLM2.name

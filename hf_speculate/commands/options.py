@@ -13,7 +13,8 @@ from ..errors import SpeculateError
 
 # Target, speculators, prompts and request.
 Target = Annotated[
-    str | None, typer.Option(help="Model: path or Hub id, GGUF file, or smollm2 (default: examples/pycoder).")
+    str | None,
+    typer.Option(help="Model: path, Hub id, GGUF file, smollm2, qwen2.5-coder-0.5b (default: examples/pycoder)."),
 ]
 Specs = Annotated[
     list[str] | None, typer.Option("--speculator", "-s", help="Drafter: NAME_OR_PATH:option=value,... (repeatable).")

@@ -21,7 +21,7 @@ from transformers import (
 
 from ..errors import SpeculateError, first_line
 from ..files import check_regular, file_names
-from ..models import SMOLLM2, GenerativeModel, named_file
+from ..models import NAMED_TARGETS, GenerativeModel, named_file
 from ..registry import SpeculatorSpec
 from ..speculator import Speculator, make_speculator
 from .machine import find_dtype
@@ -31,7 +31,6 @@ BUNDLED = "pycoder"
 _BUNDLED_DRAFT = "pycoder-draft"
 _FROM_TEXT = ("prompt_lookup", "suffix")
 _BUNDLED_HEADS = ("pycoder-eagle3", "pycoder-medusa")
-_SMOLLM2_HEAD = "smollm2-eagle3"
 
 
 def target_path(name_or_path: str) -> str:
@@ -49,7 +48,7 @@ def load_target(
     """Loads model and tokenizer; raises `SpeculateError` with a text of one line.
 
     Args:
-        name_or_path: a folder or Hub id, a GGUF file, or "smollm2".
+        name_or_path: a folder or Hub id, a GGUF file, or the name of one (`NAMED_TARGETS`).
         dtype: name of a dtype; "auto" is the checkpoint's, and bfloat16 for a GGUF file, whose weights stay packed.
         device: device of the model.
         gguf_backend: backend of `hf_speculate.load_gguf`; "dense" dequantises the weights.
@@ -89,11 +88,11 @@ def _check_place(name_or_path: str) -> None:
     if name_or_path.startswith((".", "/", "~")):
         raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
     if "/" not in name_or_path and not isinstance(try_to_load_from_cache(name_or_path, "config.json"), str):
-        near = difflib.get_close_matches(name_or_path, [SMOLLM2, BUNDLED, *os.listdir()], n=1)
+        near = difflib.get_close_matches(name_or_path, [*NAMED_TARGETS, BUNDLED, *os.listdir()], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise SpeculateError(
-            f"cannot load target {name_or_path!r}: no such folder here.{hint} Give a folder, a GGUF file, {SMOLLM2!r}, "
-            "or the id of a repository on the Hub (owner/name)."
+            f"cannot load target {name_or_path!r}: no such folder here.{hint} Give a folder, a GGUF file, "
+            f"{', '.join(map(repr, NAMED_TARGETS))}, or the id of a repository on the Hub (owner/name)."
         )
 
 
@@ -165,8 +164,8 @@ def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
         target: name or path of the target.
         branches: branches of the draft model at each level; 1 is a chain.
     """
-    if target == SMOLLM2:
-        head = bundled(_SMOLLM2_HEAD)
+    if target in NAMED_TARGETS:
+        head = bundled(NAMED_TARGETS[target].head)
         return parse_specs([*_FROM_TEXT, *([head] if head else [])])
     if target != bundled(BUNDLED):
         return parse_specs(list(_FROM_TEXT))

