@@ -37,7 +37,7 @@ def top_p(warper: TopPLogitsWarper, scores: Float[Tensor, "R V"]) -> Float[Tenso
 def _decide(
     scores: Float[Tensor, "R V"], values: Float[Tensor, "R K"], limit: float
 ) -> tuple[Bool[Tensor, "R K"], Bool[Tensor, " R"]]:
-    """Which of the most probable tokens, best first, are kept; and the rows where transformers decides alike for sure.
+    """The most probable tokens, best first, that are kept; and the rows where transformers decides alike for sure.
 
     A token is kept while those before it have less than `limit` together.
     """
