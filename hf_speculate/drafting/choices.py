@@ -31,9 +31,13 @@ class Choices:
 
     @classmethod
     def of(cls, tree: DraftTree, logits: Float[Tensor, "R N V"], warpers: Warpers, count: int) -> Choices:
-        """The first `count` ones; waits for the device."""
-        scores = warped(logits, warpers) if warpers else logits
-        probs, token_ids = most_probable(scores, min(count, logits.shape[-1]))
+        """The first `count` ones; waits for the device.
+
+        The warpers see these tokens alone: over the whole vocabulary, at every node, they cost more than a draft.
+        """
+        probs, token_ids = most_probable(logits, min(count, logits.shape[-1]))
+        if warpers:
+            probs = warped(probs.log(), warpers).softmax(-1).nan_to_num()
         return cls(tree.rows, tree.host, token_ids.cpu(), probs.cpu())
 
     def first(self, count: int) -> Choices:
