@@ -1,4 +1,4 @@
-"""The tokens that the target found probable at the nodes of a round: more than the one that was chosen there."""
+"""The target's most probable tokens at the nodes of a round, beside the one that was chosen."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Choices:
     """The target's most probable next tokens after every node that it scored in a round, accepted or not.
 
     Attributes:
-        rows: of the batch; the others have one of these each.
-        tree: the nodes.
+        rows: indices of the batch rows, one for each R.
+        tree: scored tree of these rows.
         token_ids: int64 [R, N, K] on the CPU, most probable first.
-        probs: float32 [R, N, K] on the CPU, among these K, after the request's temperature and cuts.
+        probs: float32 [R, N, K] on the CPU: probabilities among these K, after the request's temperature and cuts.
     """
 
     rows: Sequence[int]
@@ -31,13 +31,13 @@ class Choices:
 
     @classmethod
     def of(cls, tree: DraftTree, logits: Float[Tensor, "R N V"], warpers: Warpers, count: int) -> Choices:
-        """The first `count` ones; waits for the device."""
+        """The `count` most probable tokens at every node. Waits for the device."""
         scores = warped(logits, warpers) if warpers else logits
         probs, token_ids = most_probable(scores, min(count, logits.shape[-1]))
         return cls(tree.rows, tree.host, token_ids.cpu(), probs.cpu())
 
     def first(self, count: int) -> Choices:
-        """The `count` most probable ones."""
+        """The same with only the `count` most probable tokens."""
         probs = self.probs[..., :count]
         probs = (probs / probs.sum(-1, keepdim=True)).nan_to_num()
         return Choices(self.rows, self.tree, self.token_ids[..., :count], probs)
