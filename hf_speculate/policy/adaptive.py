@@ -47,7 +47,7 @@ _FEW_IDLE = 4  # rounds; after more rounds without a draft, a head needs extra t
 
 @dataclass
 class Known:
-    """What the policy has learnt from similar requests.
+    """Knowledge from the rounds of similar requests.
 
     Attributes:
         acceptance: acceptance statistics of the drafter.
