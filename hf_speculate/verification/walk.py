@@ -74,12 +74,12 @@ def verify(
     # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's own.
     host = tree.host if tree.num_nodes > 1 else None
     if lockstep:
-        _TokenWalk(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(
+        _Descent(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(
             list(range(sequences.batch_size))
         )
         return verdict
     ended = sequences.finished_rows
-    walk = _TokenWalk(choose, tree, host, sampler, stopping, sequences, verdict)
+    walk = _Descent(choose, tree, host, sampler, stopping, sequences, verdict)
     for row in range(sequences.batch_size):
         if row not in ended:
             walk([row])
@@ -89,7 +89,7 @@ def verify(
 
 
 @dataclass
-class _TokenWalk:
+class _Descent:
     """The walk of some rows from the root to the last node that fits; see `verify`."""
 
     choose: Choose
