@@ -89,12 +89,12 @@ class PreType:
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    if pattern == _DIGIT:  # as tokenizers of models say it, by Unicode tables of their own
+    if pattern == _DIGIT:  # as in models' own tokenizers, which have their own Unicode tables
         return pre_tokenizers.Digits(individual_digits=True)
     return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
 
 
-DEFAULT = PreType((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", _IN_THREES))  # for files that name none
+DEFAULT = PreType((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", _IN_THREES))  # for files without a name
 
 PRE_TYPES: dict[str, PreType] = {
     name: kind
