@@ -1,14 +1,14 @@
 """Texts on their way to a reader: errors, warnings, results, log messages.
 
-They quote the work of others: file and tensor names, configs, answers of servers. So secrets are masked here. Control
-characters, which a terminal would obey, are made visible.
+They quote file and tensor names, configs and answers of servers. So secrets are masked here, and control characters,
+which a terminal would obey, are made visible.
 
-A secret is known by its name (`hub_token`, `WANDB_API_KEY`, `password`), by its look (`hf_…`), or by its place in a URL
-(before the host, or behind the question mark). Masking takes time linear in the text: every pattern either consumes the
+A secret is recognised by its name (`hub_token`, `WANDB_API_KEY`, `password`), its look (`hf_…`), or its place in a URL
+(before the host, or after the question mark). Masking takes time linear in the text: every pattern either consumes the
 characters it has looked at, or looks at a bounded number of them.
 
 Log messages go to stderr with a prefix, at transformers' verbosity (`transformers.logging.set_verbosity_error()`). A
-program that has set up logging for itself gets them in its own handlers.
+program that has set up logging gets them in its own handlers.
 """
 
 from __future__ import annotations
