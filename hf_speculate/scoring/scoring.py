@@ -92,7 +92,8 @@ class Scorer:
             all are real.
         shape: "tree", or "chain" for attentions that take no tree mask.
         forward_kwargs: further keyword arguments of every forward.
-        token_kwargs: those with a value for each token: [B, 1], the value for new tokens of a row.
+        token_kwargs: arguments among `forward_kwargs` with a value for each token: [B, 1], the value for a row's new
+            tokens.
         forward: forward that runs the model.
 
     Attributes:

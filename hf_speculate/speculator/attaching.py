@@ -70,7 +70,7 @@ def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator
     speculator=None)`, without the warning. Nothing is stored on the model. `detach` undoes it.
 
     Args:
-        model: model to speed up. It may have a model inside that generates for it (image and speech models), or be an
+        model: model to speed up. A model inside it may generate for it (image and speech models). It may also be an
             object that holds a model as `.model` (a pipeline, an evaluation harness).
         speculator: speculator, name or path, as for `generate(speculator=)`.
 

@@ -39,10 +39,10 @@ class Speculator:
 
     Args:
         drafter: drafter that proposes the draft trees; speculators may share it.
-        options: those of the engine, by name, see `EngineOptions`.
+        options: options of the engine by name (`EngineOptions`).
 
     Attributes:
-        options: the `EngineOptions`.
+        options: options of the engine.
         typical: rule of lossy acceptance; None if the request's sampler decides.
         policy: policy that decides how much is drafted. It keeps what it has learnt.
         backend: name of the `torch.compile` backend; None if nothing is compiled.
@@ -109,7 +109,7 @@ class Speculator:
                 "fasterdecoding" or "vllm". None takes the drafter's default. No layout has the acceptance rule.
             custom_generate: whether to write a folder of that name too, with code for `model.generate(...,
                 custom_generate=path, trust_remote_code=True)`.
-            metrics, notes, measured_on: for the card, see `hf_speculate.hub.card.write_card`.
+            metrics, notes, measured_on: contents of the model card (`hf_speculate.hub.card.write_card`).
 
         Raises:
             CheckpointError: the drafter has no weights, or the layout cannot express them. Nothing was written.
@@ -140,7 +140,7 @@ class Speculator:
         Args:
             repo_id: "owner/name", or "name" for one of your own.
             private: whether a new repository is private; None takes the owner's setting.
-            token, commit_message, revision, create_pr: as everywhere on the Hub.
+            token, commit_message, revision, create_pr: options of the upload, with `huggingface_hub`'s meaning.
             custom_generate: whether to upload code too, so that `model.generate(..., custom_generate=repo_id,
                 trust_remote_code=True)` works without importing this package, where it is installed.
 
@@ -214,8 +214,9 @@ class AutoSpeculator:
         Args:
             name_or_path: folder or Hub id. Several of these, or names of drafters, joined with "+", draft together.
             target: model to draft for.
-            revision, token, cache_dir, local_files_only, subfolder: as everywhere on the Hub.
-            options: as of `from_name`.
+            revision, token, cache_dir, local_files_only, subfolder: options of the download, with `huggingface_hub`'s
+                meaning.
+            options: options of the engine and of the drafter, see `from_name`.
 
         Raises:
             DrafterNotFoundError: there is no such folder or repository.
