@@ -1,7 +1,7 @@
 """Docstrings name their thing.
 
-Summary lines open with a noun phrase or a verb, not with What, How or Of. Descriptions of arguments and attributes do not
-open with a bare preposition or pronoun ("rows: that count").
+Summary lines open with a noun phrase or a verb, not with What, How or Of. Descriptions of arguments and attributes do
+not open with a bare preposition or pronoun ("rows: that count").
 """
 
 from __future__ import annotations
