@@ -118,7 +118,7 @@ def install_handler() -> None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a name is that of a token, a key or a password; `pad_token` and its like are not."""
+    """Whether a name is that of a token, a key or a password. `pad_token` and similar names are not."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").rpartition(".")[2].lower()
     return bool(_SECRET_NAME.search(name)) and not _NAMES_OF_TEXT.search(name)
 
@@ -140,7 +140,7 @@ def find_secret(value: Any, place: str = "") -> str | None:
 
 
 def has_token(text: str) -> bool:
-    """Whether some part of a text looks like a token, whatever stands beside it."""
+    """Whether some part of a text looks like a token."""
     return _LOOKS.search(text) is not None
 
 

@@ -59,7 +59,7 @@ class Conversation:
         self._forget_cache()
 
     def answer(self, text: str, write: Any) -> Typist:
-        """Answers the user. An interrupted answer stays in the chat as far as it came."""
+        """Answers the user. Of an interrupted answer the finished part stays in the chat."""
         session, question = self._session, {"role": "user", "content": text}
         ids = chat_ids([*self.messages, question], session.tokenizer)
         self.messages.append(question)

@@ -70,9 +70,9 @@ class Session:
 
     Attributes:
         title: short names of target and speculator.
-        model, tokenizer: the target's.
+        model, tokenizer: model and tokenizer of the target.
         speculator: the speculator; None for plain generation.
-        request: arguments of `generate` beside the prompt.
+        request: arguments of `generate` without the prompt.
     """
 
     title: str

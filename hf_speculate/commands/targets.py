@@ -112,7 +112,8 @@ def neutralize(model: PreTrainedModel) -> None:
 
 
 def bundled(name: str) -> str | None:
-    """Folder of a model of `examples/`, above the current directory or beside the package; None if it is absent."""
+    """Folder of a model in `examples/`, above the current directory or next to the package; None if it does not
+    exist."""
     here = Path.cwd()
     for root in (here, *here.parents, Path(__file__).resolve().parents[2]):
         folder = root / "examples" / name

@@ -102,7 +102,7 @@ class Buffers:
         return iter(self._tensors.values())
 
     def tensor(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensor of this name. It is made anew, with zeros, if its shape, dtype or device has changed."""
+        """The tensor of this name. It is made again, with zeros, if its shape, dtype or device has changed."""
         known = self._tensors.get(name)
         if known is None or known.shape != torch.Size(shape) or known.dtype != dtype or known.device != device:
             with torch.inference_mode(False):  # otherwise later calls outside inference mode could not write it

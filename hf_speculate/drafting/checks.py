@@ -145,7 +145,7 @@ class DraftChecks:
 
 
 def _as_it_is(tree: DraftTree) -> DraftTree:
-    """The tree made anew from its tensors: these may have changed since it was derived from another tree."""
+    """A new tree from its tensors: these may have changed since it was derived from another tree."""
     if not tree.reading.is_derived:
         return tree
     parents = tree.parents

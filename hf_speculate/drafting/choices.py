@@ -1,4 +1,4 @@
-"""The target's most probable tokens at the nodes of a round, beside the one that was chosen."""
+"""The target's most probable tokens at the nodes of a round, not only the chosen one."""
 
 from __future__ import annotations
 

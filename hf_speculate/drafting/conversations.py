@@ -1,7 +1,7 @@
 """The text that one turn of a conversation leaves for the next, while the caller keeps the KV cache.
 
 Everything here is stored weakly by the cache object that `generate` returned, so it lives as long as the conversation.
-Only requests with one row and no padding are kept; batches start anew.
+Only requests with one row and no padding are kept.
 """
 
 from __future__ import annotations

@@ -142,8 +142,9 @@ def read_tokenizer(file: GgufFile, vocab_size: int | None = None) -> PreTrainedT
 
     Args:
         vocab_size: rows of the embeddings; a tokenizer may have fewer tokens. None: unknown.
+
     Raises:
-        CheckpointError: there is none, or it has more tokens, or is of a kind that transformers does not know.
+        CheckpointError: there is no tokenizer, it has more tokens, or transformers does not know its kind.
     """
     if "tokenizer.ggml.model" not in file.metadata or "tokenizer.ggml.tokens" not in file.metadata:
         raise CheckpointError(f"{file.path!r} holds no tokenizer (tokenizer.ggml.*): pass `tokenizer=`.")

@@ -19,7 +19,7 @@ _PER_LEVEL = 0.1
 _DEAR = 0.15
 
 # Seconds by size; relative ones before the first observation.
-Curve = Callable[[float], float]
+TimeCurve = Callable[[float], float]
 
 
 def interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
@@ -90,7 +90,7 @@ class _Table:
     reason a class with one or two observations counts little, unless it is faster than the other classes suggest.
     """
 
-    def __init__(self, curve: Curve, largest: int = 0):
+    def __init__(self, curve: TimeCurve, largest: int = 0):
         self.curve = curve
         self._observed: dict[int, _Observed] = {}
         # Replaced, never changed in place: other threads may be reading it.
@@ -165,7 +165,7 @@ class Timings:
         like: timings of a similar case to begin with; None for none.
     """
 
-    def __init__(self, curve: Curve, like: Timings | None = None):
+    def __init__(self, curve: TimeCurve, like: Timings | None = None):
         self._curve, self._like = curve, like
         self._tables: dict[int, _Table] = {}
         self._sizes: set[int] = set()  # sizes with an observation

@@ -1,4 +1,4 @@
-"""A cache of a text that nobody wrote, for tests and measurements that cannot wait for a prompt."""
+"""A cache of random entries, for tests and measurements that cannot wait for a prompt."""
 
 from __future__ import annotations
 

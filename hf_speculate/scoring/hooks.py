@@ -1,4 +1,4 @@
-"""Hooks on the target's modules: whose they are, who must not call them, and how to save a model that has some.
+"""Hooks on the target's modules: which package owns them, who must not call them, and how to save a model with hooks.
 
 After a call with hidden states or attentions, transformers' recording hooks stay on the model. They are local
 functions, which pickle cannot save. `keep_saveable` replaces them, so that `torch.save(model)` still works.
@@ -87,7 +87,7 @@ def _is_foreign(hook: Callable[..., Any]) -> bool:
     return package not in _INDIFFERENT and not getattr(function, "row_wise", False)
 
 
-_INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark
+_INSTALLED = "_output_capturing_hooks_installed"  # the attribute by which transformers marks a model
 _INSTALL: Callable[..., None] = getattr(output_capturing, "install_output_capuring_hook", lambda module: None)
 _seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

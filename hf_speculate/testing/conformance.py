@@ -113,8 +113,8 @@ class DrafterReport:
     """The counts of a conformance check.
 
     Attributes:
-        num_asked: drafts that were asked for.
-        num_drafts: drafts with a node beside the root.
+        num_asked: number of drafts that were asked for.
+        num_drafts: drafts with at least one node below the root.
         tokens_a_round: tokens that a round with a draft emitted on average; None without such rounds.
     """
 

@@ -23,7 +23,7 @@ class Kernel(Protocol):
     def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
         """Fills contiguous float32 `values` as `exponential_` does, and advances the generator state.
 
-        `state` is that of `Generator.get_state`.
+        `state` comes from `Generator.get_state`.
         """
         ...
 
