@@ -21,12 +21,13 @@ def generate(model: Any, **arguments: Any) -> Any:
 
     Args:
         model: the target, whose `generate` was called.
-        arguments: the other arguments of that call. `revision`, `token`, `cache_dir` and `local_files_only` hold for
-            the head's weights as they did for its code.
+        arguments: other arguments of that call. `revision`, `token`, `cache_dir` and `local_files_only` apply to the
+            head's weights as they did to its code.
+
     Raises:
         SpeculateError: see `generate(speculator=...)`; or no `generate(custom_generate=...)` called this.
     """
-    if "speculator" in arguments:  # before the package was imported, nobody had checked it
+    if "speculator" in arguments:  # nobody has checked this if the package was not imported before
         raise UnsupportedRequestError(
             "speculator= and custom_generate= both replace the decoding loop: give one of them."
         )
@@ -42,8 +43,8 @@ def generate(model: Any, **arguments: Any) -> Any:
 def _asked_for() -> str:
     """The `custom_generate` argument of the running `generate`.
 
-    transformers passes on all arguments but this one. It has also copied the calling file to a cache, from where no way
-    leads back to a local folder.
+    transformers passes on all arguments but this one. It has also copied the calling file to a cache, which does not
+    lead back to a local folder.
     """
     frame = sys._getframe(1)
     while frame is not None:

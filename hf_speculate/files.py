@@ -68,16 +68,17 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def own_file(folder: str | os.PathLike[str], name: str) -> Path | None:
-    """The real path of a regular file that lies in `folder` itself; None if there is no such file.
+    """The real path of a regular file directly in `folder`; None if there is no such file.
 
-    Links are not followed, because the file behind one is not the folder's to give away. The exception is a snapshot in
+    Links are not followed, because the file behind one does not belong to the folder. The exception is a snapshot in
     the Hub's cache: its links lead to blobs of the same repository.
 
     Args:
         folder: a folder, which may itself be reached by a link.
         name: path below the folder, with "/" between its parts.
+
     Raises:
-        CheckpointError: the name leaves the folder, or is that of a link, a folder, a pipe or a device.
+        CheckpointError: the name leaves the folder, or names a link, a folder, a pipe or a device.
     """
     root = Path(os.path.realpath(folder))
     path = root

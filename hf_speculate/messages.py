@@ -1,14 +1,14 @@
 """Texts on their way to a reader: errors, warnings, results, log messages.
 
-They quote the work of others: file and tensor names, configs, answers of servers. So secrets are masked here. Control
-characters, which a terminal would obey, are made visible.
+They quote file and tensor names, configs and answers of servers. So secrets are masked here, and control characters,
+which a terminal would obey, are made visible.
 
-A secret is known by its name (`hub_token`, `WANDB_API_KEY`, `password`), by its look (`hf_…`), or by its place in a URL
-(before the host, or behind the question mark). Masking takes time linear in the text: every pattern either consumes the
+A secret is recognised by its name (`hub_token`, `WANDB_API_KEY`, `password`), its look (`hf_…`), or its place in a URL
+(before the host, or after the question mark). Masking takes time linear in the text: every pattern either consumes the
 characters it has looked at, or looks at a bounded number of them.
 
 Log messages go to stderr with a prefix, at transformers' verbosity (`transformers.logging.set_verbosity_error()`). A
-program that has set up logging for itself gets them in its own handlers.
+program that has set up logging gets them in its own handlers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def install_handler() -> None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a name is that of a token, a key or a password; `pad_token` and its like are not."""
+    """Whether a name is that of a token, a key or a password. `pad_token` and similar names are not."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").rpartition(".")[2].lower()
     return bool(_SECRET_NAME.search(name)) and not _NAMES_OF_TEXT.search(name)
 
@@ -140,7 +140,7 @@ def find_secret(value: Any, place: str = "") -> str | None:
 
 
 def has_token(text: str) -> bool:
-    """Whether some part of a text looks like a token, whatever stands beside it."""
+    """Whether some part of a text looks like a token."""
     return _LOOKS.search(text) is not None
 
 

@@ -50,7 +50,7 @@ def held_model(holder: Any) -> GenerativeModel:
     """The transformers model of an object that holds it as `.model` (a pipeline, a trainer), or that `unwrap` finds.
 
     Raises:
-        TypeError: there is none.
+        TypeError: the object is no model and holds none.
     """
     if not isinstance(holder, nn.Module) and isinstance(inner := getattr(holder, "model", None), nn.Module):
         return unwrap(inner)
@@ -76,7 +76,7 @@ class NamedTarget:
 
     Attributes:
         name: the name that stands for the file everywhere a target is asked for.
-        about: what it is and under which licence.
+        about: model, quantisation, size and licence, for messages.
         install: the command that brings the file to this machine.
         head: folder name of the bundled head.
         locate: finds the file; None where it is not on this machine.

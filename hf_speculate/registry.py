@@ -1,4 +1,4 @@
-"""Drafters by name: those that are installed, and speculators in one line of text.
+"""Installed drafters by name, and speculators in one line of text.
 
 Drafters are found through the entry-point group `hf_speculate.drafters`, built-in ones like those of third parties.
 Listing them imports nothing. A drafter is imported when it is first asked for, so a broken optional dependency of one
@@ -23,7 +23,7 @@ from .errors import DrafterNotFoundError, SpeculateError
 
 GROUP = "hf_speculate.drafters"
 
-Kind = TypeVar("Kind")
+Member = TypeVar("Member")
 
 
 @lru_cache(maxsize=1)
@@ -69,7 +69,7 @@ def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
     return found
 
 
-def load_installed(point: EntryPoint, kind: type[Kind]) -> type[Kind]:
+def load_installed(point: EntryPoint, kind: type[Member]) -> type[Member]:
     """The class behind an entry point; raises `SpeculateError` if it is no subclass of `kind`."""
     found = point.load()
     if not (isinstance(found, type) and issubclass(found, kind)):

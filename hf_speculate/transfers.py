@@ -22,7 +22,7 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
 
     Args:
         values: a tensor on any device, or numbers.
-        dtype: dtype of the result; None: that of the values.
+        dtype: dtype of the result; None takes that of the values.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if tensor.device == device and dtype in (None, tensor.dtype):

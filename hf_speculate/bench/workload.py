@@ -19,8 +19,8 @@ from ..commands import (
     PromptFiles,
     Raw,
     Specs,
-    Target,
     TargetDtype,
+    TargetOption,
     builtin_prompts,
     chat_ids,
     default_specs,
@@ -52,7 +52,7 @@ class WorkloadSettings:
     conversation counts.
     """
 
-    target: Target = None
+    target: TargetOption = None
     speculators: Specs = None
     prompts: PromptFiles = None
     categories: Category = None

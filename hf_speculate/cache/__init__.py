@@ -1,7 +1,8 @@
-"""The KV cache: entries are appended, those of an accepted path are kept, the others go, at a cost of their own number.
+"""The KV cache of speculative decoding: append entries, keep those of an accepted path, drop the others.
 
-The unit is a cache layer of ours in an ordinary transformers `Cache`; `TreeCache` steers the layers of one cache and
-commits by one integer a row. Rows that have ended can be set aside, and come back in the end.
+The cost of each step depends on the number of entries changed, not on the length of the text. The unit is a cache layer
+of our own in an ordinary transformers `Cache`. `TreeCache` controls the layers of one cache and commits by setting one
+integer a row. Finished rows can be set aside, and come back at the end.
 """
 
 from .layers import PreallocatedLayer as PreallocatedLayer

@@ -1,7 +1,7 @@
 """Cache layers whose entries can be appended, moved and dropped at a cost independent of their number.
 
-They are `DynamicLayer`s and live in an ordinary transformers `Cache`: plain `generate`, continuation, beams and stock
-assisted decoding work on them unchanged.
+They are `DynamicLayer`s in an ordinary transformers `Cache`. Plain `generate`, continuation, beams and stock assisted
+decoding work on them unchanged.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ GROWTH = 1.5
 
 
 class PreallocatedLayer(DynamicLayer):
-    """A `DynamicLayer` whose states live in a buffer that grows geometrically, so an append writes new entries only.
+    """A `DynamicLayer` in a buffer that grows geometrically, so that an append writes only the new entries.
 
-    `keys` and `values` are views `[B, heads, length, head_dim]` of the buffers; assigning to them (beams, batch
-    selection, reset) adopts the assigned tensor as the new buffer. `allocate`, if it is set, makes the buffers: from a
-    name, a tensor that is like it and the entries that it must hold.
+    `keys` and `values` are views `[B, heads, length, head_dim]` of the buffers. Assigning to them (beams, batch
+    selection, reset) makes the assigned tensor the new buffer. A caller may set `allocate` to make the buffers itself.
+    It gets the buffer's name, a tensor of its dtype and device, and the number of entries.
     """
 
-    first = 0  # index in the text of the oldest entry that is kept
+    first = 0  # index in the text of the oldest entry kept
 
     def __init__(self, *args, **kwargs):
         self.allocate: Callable[[str, Tensor, int], Tensor] | None = None
@@ -38,7 +38,7 @@ class PreallocatedLayer(DynamicLayer):
 
     @classmethod
     def from_layer(cls, layer: DynamicLayer) -> PreallocatedLayer:
-        """Takes over the states of a stock layer: read as they are, copied at the next append, never written."""
+        """Takes over the states of a stock layer. They are copied at the next append, never written."""
         new = cls()
         if layer.is_initialized and layer.keys is not None:
             new.dtype, new.device = layer.keys.dtype, layer.keys.device
@@ -84,15 +84,15 @@ class PreallocatedLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Appends states `[B, heads, n, head_dim]`; returns the views of everything up to and including them.
+        """Appends states `[B, heads, n, head_dim]` and returns views of all entries so far.
 
-        Cost: the n new entries; a copy of the whole buffer only when it grows.
+        This costs the n new entries, and a copy of the whole buffer when it grows.
         """
         if not self.is_initialized or "keys" not in self._buffers:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[-2]
         if key_states.requires_grad and torch.is_grad_enabled():
-            # Autograd needs the old states intact. Both first, then assign: the length is common.
+            # Autograd needs the old states intact. Compute both before assigning: keys and values share one length.
             old_keys, old_values = (self._buffers[name][:, :, :start] for name in ("keys", "values"))
             keys, values = torch.cat([old_keys, key_states], -2), torch.cat([old_values, value_states], -2)
             self.keys, self.values = keys, values
@@ -105,11 +105,11 @@ class PreallocatedLayer(DynamicLayer):
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def reserve(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
-        """Makes room for `capacity` entries a row; raises nothing, modifies no entry."""
+        """Makes room for `capacity` entries a row. It raises nothing and changes no entry."""
         if self._is_owned and self._buffers["keys"].shape[-2] >= capacity and self._is_writable():
             return
         for name, like in (("keys", key_like), ("values", value_like)):
-            # An adopted buffer may hold a batch of another layout; the new states tell heads and head size.
+            # An adopted buffer may have another batch layout; the new states show the number and size of the heads.
             grown = (self.allocate or self._allocate)(name, like, capacity)
             if self.length:
                 grown[:, :, : self.length] = self._buffers[name][:, :, : self.length]
@@ -118,11 +118,11 @@ class PreallocatedLayer(DynamicLayer):
 
     @property
     def origin(self) -> int:
-        """Index in the text of the first entry of the buffers."""
+        """Index in the text of the first entry in the buffers."""
         return 0
 
     def clear_behind(self, ends: Sequence[int]) -> None:
-        """Zeroes everything behind the first `ends[row]` entries of each row, up to the end of the buffers."""
+        """Sets everything after the first `ends[row]` entries of each row to 0, up to the end of the buffers."""
         for name, buffer in self._buffers.items():
             starts = [max(end - self.origin, 0) for end in ends]
             if min(starts) >= buffer.shape[2]:
@@ -134,19 +134,20 @@ class PreallocatedLayer(DynamicLayer):
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """Keys and values with their room to grow; nothing before the first append."""
+        """Buffers of keys and values with their spare room; empty before the first append."""
         return tuple(self._buffers.values())
 
     def exchange(self, buffers: Sequence[Tensor]) -> None:
-        """Puts other keys and values in the place of `buffers`, in one assignment: same entries, perhaps other rows."""
+        """Replaces the buffers in one assignment: same entries, perhaps other rows."""
         self._buffers = dict(zip(self._buffers, buffers, strict=True))
 
     def make_room(self, num_entries: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """The buffers of keys and values `[B, heads, capacity, head_dim]`, with room for entries behind those there
-        are, which the caller writes and counts (`length`).
+        """The buffers `[B, heads, capacity, head_dim]` of keys and values, with room for `num_entries` more entries.
+
+        The caller writes the entries and updates `length`.
 
         Args:
-            shape: B, heads and head_dim of a layer that holds nothing yet; of its dtype and device it must know.
+            shape: B, heads and head_dim, for a layer that is still empty. Its `dtype` and `device` must be set.
         """
         capacity = self.length + num_entries
         if not self._is_owned or self._buffers["keys"].shape[-2] < capacity or not self._is_writable():
@@ -160,23 +161,23 @@ class PreallocatedLayer(DynamicLayer):
         return like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3])
 
     def _is_writable(self) -> bool:
-        """An inference tensor (from a call under `torch.inference_mode`) must not be written outside that mode."""
+        """Whether the buffers may be written: inference tensors must not be written outside inference mode."""
         return torch.is_inference_mode_enabled() or not self._buffers["keys"].is_inference()
 
     def get_seq_length(self) -> int:
         return self.length if self.is_initialized else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Stock contract: removes the last `-tokens_to_remove` entries. Here it is one integer."""
+        """Removes the last `-tokens_to_remove` entries, by stock's contract."""
         if tokens_to_remove > 0:
             return super().crop(tokens_to_remove)
         self.length = max(self.length + tokens_to_remove, 0)
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copies entries within the buffers. Modifies nothing else; cost independent of the length.
+        """Copies entries within the buffers, at a cost independent of the length.
 
         Args:
-            sources, destinations: int64 [k] (all rows alike) or [B, k] (a row each), absolute entry indices.
+            sources, destinations: absolute entry indices, int64 [k] (the same for all rows) or [B, k].
         """
         for buffer in self._buffers.values():
             sources, destinations = sources.to(buffer.device), destinations.to(buffer.device)

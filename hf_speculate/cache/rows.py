@@ -1,7 +1,7 @@
-"""Rows of a batch that have ended leave the cache, so that no forward runs them; in the end they come back.
+"""Rows of a batch that have ended leave the cache, so that no forward runs them; at the end they come back.
 
-Layer by layer, what the leaving rows hold is copied aside, and the others are copied to smaller buffers: at no time is
-there a second copy of the cache, but of one layer.
+The leaving rows are copied aside and the others to smaller buffers, one layer at a time. So there is never a second
+copy of the whole cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..transfers import to_device
 from .layers import PreallocatedLayer
 
 
-# Entries that a layer can still be given after rows have left, before its buffers have to grow.
+# Entries that fit into a layer's smaller buffers before these must grow.
 _ROOM = 64
 
 
 class _Left(NamedTuple):
-    """Rows that left a layer together: its keys and values of them from entry `first` on, [R, heads, n, head_dim]."""
+    """Rows that left a layer together, with their keys and values [R, heads, n, head_dim] from entry `first` on."""
 
     rows: Sequence[int]
     first: int
@@ -30,11 +30,11 @@ class _Left(NamedTuple):
 class RowsAside:
     """The entries of rows that were taken out of the layers of one cache.
 
-    An interruption may fall between any two layers, or into one. So what leaves a layer is noted before the layer is
-    changed, a layer is changed by one assignment, and which rows a layer holds is seen by how many these are.
+    An interruption may come at any point. So the rows that leave a layer are noted before the layer changes, and one
+    assignment changes it. The number of rows in a layer shows which rows it holds.
 
     Args:
-        batch_size: B.
+        batch_size: number of rows of the whole batch, B.
     """
 
     def __init__(self, batch_size: int):
@@ -42,10 +42,10 @@ class RowsAside:
         self._left: dict[PreallocatedLayer, list[_Left]] = {}
 
     def select(self, layers: Iterable[PreallocatedLayer], rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Makes every layer hold `rows`, some of those that it holds, and no others.
+        """Reduces every layer to `rows`, a part of the rows that it holds.
 
         Args:
-            lengths: committed entries of every row of the batch.
+            lengths: number of committed entries of every row of the batch.
         """
         self._selections.append(rows)
         for layer in layers:
@@ -64,26 +64,28 @@ class RowsAside:
         layer.exchange([_take(buffer[:, :, kept], stay) for buffer in layer.buffers])
 
     def bring_back(self, layers: Iterable[PreallocatedLayer], lengths: Sequence[int]) -> None:
-        """Makes every layer hold all rows again, up to the end of the longest."""
+        """Puts all rows back into every layer, up to the end of the longest row."""
         for layer in layers:
             if layer.buffers and len(self._held(layer)) < len(lengths):
                 layer.exchange([self._whole(layer, index, lengths) for index in range(len(layer.buffers))])
 
     def _whole(self, layer: PreallocatedLayer, index: int, lengths: Sequence[int]) -> Tensor:
-        """The buffer of all rows (0: keys, 1: values). Entries that no row has written are 0: attention gives them
-        the weight 0, and 0 x NaN is not 0."""
+        """The buffer of all rows (index 0: keys, 1: values).
+
+        Entries that no row has written are 0. Attention gives them the weight 0, but 0 x NaN would be NaN.
+        """
         held, buffer, origin = self._held(layer), layer.buffers[index], layer.origin
         shape = (len(lengths), buffer.shape[1], max(lengths) - origin, buffer.shape[3])
         whole = buffer.new_zeros(shape)
         for rows, first, states in self._left.get(layer, ()):
-            begin = max(first, layer.first)  # windows have moved on since
+            begin = max(first, layer.first)  # the window has moved on since the rows left
             _put(whole, rows, states[index][:, :, begin - first :], begin - origin)
         end = max(lengths[row] for row in held) - origin
         _put(whole, held, buffer[:, :, :end], 0)
         return whole
 
     def _held(self, layer: PreallocatedLayer) -> Sequence[int]:
-        """The rows in a layer's buffers, by slot."""
+        """The rows in a layer's buffers, in their order there."""
         (count,) = {buffer.shape[0] for buffer in layer.buffers}
         return next(rows for rows in self._selections if len(rows) == count)
 
@@ -93,6 +95,6 @@ def _take(buffer: Tensor, slots: Sequence[int]) -> Tensor:
 
 
 def _put(whole: Tensor, rows: Sequence[int], states: Tensor, start: int) -> None:
-    """Writes entries [R, heads, n, head_dim] of some rows from index `start` on."""
+    """Writes entries [R, heads, n, head_dim] of some rows, from index `start` on."""
     part = whole[:, :, start : start + states.shape[2]]
     part.index_copy_(0, to_device(rows, whole.device), states)

@@ -1,4 +1,5 @@
-"""Sliding-window layers whose end can move back: entries behind the window go when the buffer is full."""
+"""Sliding-window cache layers whose end can move back. Entries behind the window are dropped only when the buffer is
+full."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .layers import GROWTH, MIN_CAPACITY, PreallocatedLayer
 
 
-# Entries that are kept behind the window, so that the end can move back by so many at any time.
+# Entries kept behind the window: the end can always move back by this many.
 _SPARE = 64
 
 _Checkpoint = tuple[dict[str, Tensor], dict[str, int], int, int, bool]
 
 
 class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A `DynamicSlidingWindowLayer` with a buffer: an append writes new entries, old ones go when the buffer is full.
+    """A `DynamicSlidingWindowLayer` with a buffer: an append writes only the new entries.
 
-    Entries are named by their index in the text, wherever they lie: `first` is the oldest one kept. `keys` and `values`
-    are views of what the next token can see, as in stock; memory is that of about 1.5 windows.
+    Entries are addressed by their index in the text; `first` is the oldest one kept. `keys` and `values` are views of
+    what the next token can see, as in stock. The buffer has room for about 1.5 windows.
 
     Attributes:
-        pinned_from: while a `TreeCache` steers the layer, the oldest entry that any row still sees; everything from
-            here on is kept and returned, whatever is appended. None: the window moves with every append, as in stock.
+        pinned_from: index of the oldest entry that any row still sees, while a `TreeCache` controls the layer. All
+            entries from there on are kept and returned. None: the window moves with every append, as in stock.
     """
 
     def __init__(self, sliding_window: int, **kwargs):
@@ -36,7 +37,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
 
     @classmethod
     def from_layer(cls, layer: DynamicLayer) -> SlidingLayer:
-        """Takes over the states of a stock layer: read as they are, copied at the next append, never written."""
+        """Takes over the states of a stock layer. They are copied at the next append, never written."""
         assert isinstance(layer, DynamicSlidingWindowLayer)
         new = cls(layer.sliding_window)
         new.record_past = layer.record_past
@@ -51,7 +52,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
 
     @property
     def cumulative_length(self) -> int:
-        """Stock's name of the length of the text."""
+        """The length of the text, by stock's name."""
         return self.length
 
     @cumulative_length.setter
@@ -64,16 +65,16 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
 
     @property
     def visible_from(self) -> int:
-        """Index of the first entry that the next forward gets to see."""
+        """Index of the first entry that the next forward sees."""
         return self.window_start(self.length) if self.pinned_from is None else self.pinned_from
 
     @property
     def shortest_length(self) -> int:
-        """The text can be cut to this length and no further: what its window would need is gone."""
+        """The shortest length to which the text can be cut: the window of a shorter text is gone."""
         return self.first + self.sliding_window - 1 if self.first else 0
 
     def window_start(self, length: int) -> int:
-        """Index of the oldest entry that the next token of a text of `length` entries sees."""
+        """Index of the oldest entry that the next token sees after a text of `length` entries."""
         return max(length - self.sliding_window + 1, 0)
 
     def _view(self, name: str) -> Tensor | None:
@@ -96,9 +97,9 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Appends states `[B, heads, n, head_dim]`; returns the views from the first visible entry up to the new ones.
+        """Appends states `[B, heads, n, head_dim]` and returns views from the first visible entry on.
 
-        Cost: the n new entries; a copy of the window when the buffer is full.
+        This costs the n new entries, and a copy of the window when the buffer is full.
         """
         if not self.is_initialized or self.keys is None:
             self.lazy_initialization(key_states, value_states)
@@ -120,7 +121,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         return keys, values
 
     def reserve(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
-        """Makes room up to index `capacity`, letting go of entries behind the window; modifies no entry."""
+        """Makes room up to index `capacity`, dropping entries behind the window. It changes no entry."""
         room = capacity - self.origin
         if self._is_owned and self._buffers["keys"].shape[-2] >= room and self._is_writable():
             return
@@ -136,11 +137,12 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         self.first, self._is_owned = kept_from, True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Stock contract: how many entries `update` will return, and the index of the first of them."""
+        """The number of entries that `update` will return, and the index of the first, by stock's contract."""
         return self.length + query_length - self.visible_from, self.visible_from
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Stock contract, but entries that are still there need no past recording."""
+        """Removes the last `-tokens_to_remove` entries. Unlike stock, this needs no past recording while they are
+        kept."""
         if tokens_to_remove > 0:
             return DynamicSlidingWindowLayer.crop(self, tokens_to_remove)
         length = max(self.length + tokens_to_remove, 0)
@@ -154,15 +156,14 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
             self.first = max(self.first, self.window_start(length))
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """See `PreallocatedLayer.move`. What a row has of entries that are gone stays gone."""
+        """Copies entries as `PreallocatedLayer.move` does. Entries that were dropped stay dropped."""
         origin = self.origin
         super().move((sources - origin).clamp(min=0), (destinations - origin).clamp(min=0))
 
     def checkpoint(self) -> _Checkpoint:
-        """The present state; no copy, as entries are never overwritten."""
+        """The present state, without a copy: entries are never overwritten."""
         return dict(self._buffers), dict(self._origins), self.first, self.length, self._is_owned
 
     def revert(self, checkpoint: _Checkpoint) -> None:
-        """Goes back to a `checkpoint`."""
         buffers, origins, self.first, self.length, self._is_owned = checkpoint
         self._buffers, self._origins = dict(buffers), dict(origins)

@@ -1,8 +1,7 @@
-"""KV cache with append, keep and truncate.
+"""The KV cache of one request: append, keep and truncate.
 
-The unit is a cache *layer* (`layers`), placed in an ordinary transformers `Cache`. `TreeCache` steers the layers of one
-cache during speculation: a forward appends N entries a row behind a common index, `keep` moves the accepted ones behind
-each row's own end, and one assignment of `lengths` commits; until then the old state is intact.
+A forward appends N entries a row from a common index on. `keep` moves the accepted ones to each row's own end. One
+assignment of `lengths` commits; until then the old state is intact.
 """
 
 from __future__ import annotations
@@ -24,19 +23,21 @@ from .sliding import SlidingLayer
 
 
 Mover = Callable[[Cache, Sequence[int], Sequence[int]], bool]
-"""(cache, sources, destinations) -> whether it has moved these entries of every layer, of all rows alike: one after the
-other, in ascending order, none to the right."""
+"""A function that moves the same entries in all layers and rows, in ascending order and only to the left.
+
+It takes (cache, sources, destinations) and returns whether it could.
+"""
 
 _OURS: dict[type, type[PreallocatedLayer]] = {
     DynamicLayer: PreallocatedLayer,
     DynamicSlidingWindowLayer: SlidingLayer,
 }
-# Layers that use the entries of another one hold nothing.
+# `DummyLayer`s use the entries of another layer and hold none.
 INDEXABLE = (*_OURS, *_OURS.values(), DummyLayer)
 
 
 def is_indexable(cache: Cache) -> bool:
-    """Whether the entries of every layer of `cache` can be addressed by their index (attention, windowed or not)."""
+    """Whether the entries of every layer of `cache` can be addressed by index (attention, with or without a window)."""
     replicated = cache.layer_class_to_replicate
     if replicated is not None and replicated not in (DynamicLayer, PreallocatedLayer):
         return False
@@ -44,22 +45,21 @@ def is_indexable(cache: Cache) -> bool:
 
 
 class TreeCache:
-    """Speculative bookkeeping over one `Cache`: per-row lengths, a common append index, append / keep / truncate.
+    """Controls the layers of one `Cache` during speculation.
 
-    The object's `layers` are replaced in place by our own (the user's own cache object stays the one that is used and
-    returned). Rows of a batch append at the common index `max(lengths)` and have their own lengths; the entries of row
-    r in `[lengths[r], max(lengths))` are holes that a mask must hide. Rows that have ended can be set aside: the layers
-    then hold `rows` only, and are appended to by forwards over these.
+    The layers are replaced in place, so the user's own cache object stays in use. All rows append at the common index
+    `max(lengths)` but have their own lengths. Entries of row r in `[lengths[r], max(lengths))` are holes that a mask
+    must hide. Finished rows can be set aside. The layers then hold only `rows`, and forwards run only these.
 
     Args:
-        cache: a `Cache` whose layers all hold attention states, see `is_indexable`.
-        batch_size: B.
+        cache: cache whose layers all hold attention states (`is_indexable`).
+        batch_size: number of rows, B.
 
     Attributes:
-        mover: what moves entries of all layers at once, where it can; None: the layers do, one by one.
+        mover: function that moves entries in all layers at once; None moves them layer by layer.
 
     Raises:
-        CacheStateError: layers that cannot be indexed.
+        CacheStateError: a layer cannot be indexed.
     """
 
     mover: Mover | None = None
@@ -83,7 +83,7 @@ class TreeCache:
         self._ended: Collection[int] = ()
         self._sliding = [layer for layer in cache.layers if isinstance(layer, SlidingLayer)]
         self.release()
-        # A prompt can push everything out of a window that an interruption would have to bring back.
+        # A prompt can push everything out of a window; after an interruption it must come back.
         self._before_prompt = [layer.checkpoint() for layer in self._sliding]
 
     @staticmethod
@@ -92,12 +92,12 @@ class TreeCache:
 
     @property
     def present_lengths(self) -> Sequence[int]:
-        """The lengths of the rows that the layers hold."""
+        """Lengths of the rows that the layers hold."""
         return self.lengths if self._aside is None else [self.lengths[row] for row in self.rows]
 
     @property
     def append_index(self) -> int:
-        """The place where the next forward writes: the length of the longest row that is there."""
+        """The index where the next forward writes: the length of the longest row in the layers."""
         return max(self.present_lengths)
 
     @property
@@ -106,18 +106,20 @@ class TreeCache:
         return min(lengths) != max(lengths)
 
     def commit_appended(self) -> None:
-        """Accepts everything that forwards have appended (prefill), all rows alike."""
+        """Accepts everything that forwards have appended (the prefill), in all rows."""
         self.lengths = (self.cache.get_seq_length(),) * len(self.lengths)
         self._before_prompt = []
         self._pin_windows()
 
     def keep(self, paths: Sequence[Sequence[int]], ended: Collection[int] = ()) -> None:
-        """Keeps the entries of one path a row out of the nodes appended by the last forward, and drops the others.
+        """Keeps the entries of one path a row among the nodes of the last forward, and drops the others.
+
+        At most `max(len(path))` entries a row move, to the end of the committed prefix. The prefix is never touched.
 
         Args:
-            paths: for each row the accepted nodes in order (indices into the appended block; strictly increasing).
-                An empty path leaves the row as it was. Those of rows that are set aside are empty.
-            ended: rows that will never be appended to again; sliding windows need not wait for them.
+            paths: accepted nodes of each row: strictly increasing indices into the appended block. An empty path leaves
+                the row unchanged; it is required for rows that are set aside.
+            ended: rows that will never be appended to again. Sliding windows need not wait for them.
 
         Moves at most `max(len(path))` entries a row behind the committed prefix; the prefix is never touched.
         """
@@ -128,9 +130,9 @@ class TreeCache:
         self.restore()
 
     def set_aside(self, rows: Collection[int]) -> None:
-        """Takes rows that will not be appended to again out of the layers, until `bring_back`.
+        """Takes finished rows out of the layers, until `bring_back`.
 
-        Cost: a copy of what stays; no memory beyond that, but for one layer at a time.
+        This copies the remaining rows. Extra memory is needed for one layer at a time.
         """
         remaining = [row for row in self.rows if row not in rows]
         self._aside = self._aside or RowsAside(len(self.lengths))
@@ -139,9 +141,9 @@ class TreeCache:
         self.restore()
 
     def bring_back(self) -> None:
-        """Makes the layers hold all rows and agree with `lengths` again; also after an interruption of anything here.
+        """Puts all rows back into the layers and makes these agree with `lengths`.
 
-        Entries behind the end of a row that was set aside are 0.
+        It works after any interruption. Entries after the end of a row that was set aside are 0.
         """
         if self._aside is not None:
             self._aside.bring_back(self._layers, self.lengths)
@@ -150,14 +152,14 @@ class TreeCache:
 
     @property
     def shortest_length(self) -> int:
-        """The least length that rows can be cut to: 0, or what sliding windows have kept."""
+        """The shortest length to which rows can be cut: 0, or what sliding windows have kept."""
         return max((layer.shortest_length for layer in self._sliding), default=0)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Cuts row r to its first `lengths[r]` entries: one assignment.
+        """Cuts row r to its first `lengths[r]` entries.
 
         Raises:
-            CacheStateError: beyond the end of a row, or before `shortest_length`.
+            CacheStateError: a length is beyond the end of its row, or below `shortest_length`.
         """
         for row, (wanted, found) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= wanted <= found:
@@ -171,7 +173,7 @@ class TreeCache:
         self.restore()
 
     def restore(self) -> None:
-        """Makes the layers agree with `lengths`, dropping uncommitted entries of an interrupted forward."""
+        """Makes the layers agree with `lengths`, dropping entries of an interrupted forward."""
         for layer, checkpoint in zip(self._sliding, self._before_prompt, strict=False):
             layer.revert(checkpoint)
         length = self.append_index
@@ -180,21 +182,21 @@ class TreeCache:
         self._pin_windows()
 
     def clear_uncommitted(self) -> None:
-        """Makes the layers agree with `lengths`, and zeroes what they hold behind the end of every row.
+        """Makes the layers agree with `lengths`, and sets everything after the end of each row to 0.
 
-        A mask gives such entries the weight 0. That hides what is finite only: 0 x NaN is NaN.
+        Masked entries have the weight 0, which hides finite values only: 0 x NaN is NaN.
         """
         self.restore()
         for layer in self._layers:
             layer.clear_behind([min(length, layer.length) for length in self.present_lengths])
 
     def release(self) -> None:
-        """Hands the layers back to plain `generate`: sliding windows move with every append again."""
+        """Gives the layers back to plain `generate`: sliding windows move with every append again."""
         for layer in self._sliding:
             layer.pinned_from = None
 
     def visible_from(self, layer_index: int) -> int:
-        """Index of the first entry that a layer shows to the next forward."""
+        """Index of the first entry of a layer that the next forward sees."""
         layers = self.cache.layers
         layer = layers[layer_index] if layer_index < len(layers) else None
         return layer.visible_from if isinstance(layer, SlidingLayer) else 0
@@ -237,24 +239,24 @@ class TreeCache:
 
     @property
     def _layers(self) -> Iterator[PreallocatedLayer]:
-        """The layers that hold anything."""
+        """The layers that hold entries."""
         for layer in self.cache.layers:
             if isinstance(layer, PreallocatedLayer) and layer.is_initialized:
                 yield layer
 
 
 OLD_CACHE_NAME = "past_key_values"
-"""Up to 5.23; newer ones take it too, with a warning."""
+"""Name of the cache argument up to transformers 5.23; newer versions take it with a warning."""
 
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnlyOutput)} else OLD_CACHE_NAME
-"""Of the transformers that is installed."""
+"""Name of the cache argument in the installed transformers."""
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in the output of a forward, or of `generate`."""
+    """The cache in the output of a forward or of `generate`."""
     return getattr(output, CACHE_NAME)
 
 
 def as_cache(cache: Cache | None) -> dict[str, Any]:
-    """The keyword argument that hands a cache to a forward."""
+    """The keyword argument that passes a cache to a forward."""
     return {CACHE_NAME: cache}

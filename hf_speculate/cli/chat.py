@@ -59,7 +59,7 @@ class Conversation:
         self._forget_cache()
 
     def answer(self, text: str, write: Any) -> Typist:
-        """Answers the user. An interrupted answer stays in the chat as far as it came."""
+        """Answers the user. Of an interrupted answer the finished part stays in the chat."""
         session, question = self._session, {"role": "user", "content": text}
         ids = chat_ids([*self.messages, question], session.tokenizer)
         self.messages.append(question)
@@ -86,7 +86,7 @@ class Conversation:
             return
         try:
             self._cache.crop(-surplus)
-        except Exception:  # layers that keep a window or a state cannot all go back: the text runs again
+        except Exception:  # layers with a window or a state cannot always go back: then the whole text runs again
             self._forget_cache()
 
     def _forget_cache(self) -> None:
@@ -142,7 +142,7 @@ def chat(
 
 
 def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bool:
-    """Reads one line of the user and acts on it; False to leave."""
+    """Reads one line from the user and acts on it; False to leave."""
     line = readable(input("> " if sys.stdin.isatty() else ""), "the line").strip()
     if line == "/exit":
         return False

@@ -1,4 +1,4 @@
-"""`hf-speculate doctor`: would drafts pay for this model on this machine?"""
+"""`hf-speculate doctor`: measures whether drafts pay for this model on this machine."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ Examples:
   hf-speculate doctor -t smollm2
 """
 
-_NODES = 8  # of the larger forward
+_NODES = 8  # nodes of the larger forward
 _PROMPTS, _LEAST_PROMPTS, _NEW_TOKENS, _REPEATS = 8, 2, 48, 3
-_SECONDS = 20.0  # of all calls together, if the least prompts leave the choice
-_MIN_ROUNDS = 10  # with a draft, before anything is said of a drafter
+_SECONDS = 20.0  # target for all calls together, unless `_LEAST_PROMPTS` takes longer
+_MIN_ROUNDS = 10  # with a draft; fewer say nothing about a drafter
 _CLEAR = 1.05  # a speed-up below this is no reason to draft
 
 _COLUMNS = {
@@ -82,13 +82,13 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Form:
-    """The target with one backend, and what is timed of it in turn.
+    """The target on one backend, and the methods that are timed in turn.
 
     Attributes:
-        backend: name of the GGUF backend; "" where the target is no GGUF file.
-        model: the target.
+        backend: name of the GGUF backend; "" if the target is no GGUF file.
+        model: loaded target.
         plain: stock `generate`.
-        drafting: `generate` with each drafter, by the drafter's name.
+        drafting: `generate` with each drafter, by the drafter's text.
     """
 
     backend: str
@@ -132,11 +132,13 @@ def doctor(
 
 
 def measure(forms: Sequence[Form], requests: Sequence[Request]) -> list[dict[str, Any]]:
-    """Runs stock `generate` and every drafter of every form in turn; a row for each drafter, JSON-serialisable.
+    """Runs stock `generate` and every drafter of every form in turn. Returns one JSON-serialisable row for each
+    drafter.
 
-    `token_ms`: milliseconds of a token of stock `generate`. `forward_ms`: of a bare forward, by its tokens. `round_ms`:
-    of a round with a draft. `needed`, `yields`: tokens a round to break even, and as measured. `recorded`:
-    tokens a round in the head's folder. `speedup`: stock's seconds over the drafter's; None after few drafts.
+    `token_ms`: milliseconds of a token of stock `generate`. `forward_ms`: milliseconds of a bare forward, by its number
+    of tokens. `round_ms`: milliseconds of a round with a draft. `needed`, `yields`: tokens a round to break even, and
+    as measured. `recorded`: tokens a round in the head's folder. `speedup`: stock's seconds divided by the drafter's;
+    None after few drafts.
     """
     methods = [method for form in forms for method in form.methods]
     with progress("doctor", total=num_steps(len(methods), len(requests), repeats=1)) as advance:
@@ -179,7 +181,7 @@ def _rounds(stats: SpeculationStats, token_ms: float) -> dict[str, Any]:
 
 
 def advise(rows: Sequence[dict[str, Any]]) -> str:
-    """The drafter and the backend to take: those that make the most tokens a second."""
+    """The advice to the user: the drafter and backend that make the most tokens a second."""
     best = max(rows, key=lambda row: max(row["speedup"] or 1.0, 1.0) / row["token_ms"])
     backend = f" --gguf-backend {best['backend']}" if best["backend"] else ""
     speedup, plain = best["speedup"], 1e3 / best["token_ms"]
@@ -193,7 +195,7 @@ def advise(rows: Sequence[dict[str, Any]]) -> str:
 def _loaded(
     name: str, dtype: str, device: torch.device, gguf_backend: str | None
 ) -> Iterator[tuple[str, GenerativeModel, Any]]:
-    """The target by backend: for a GGUF file each of the fast ones that runs here, for others one form, ""."""
+    """The target by backend: for a GGUF file each fast backend that runs here, for other targets only ""."""
     if not target_path(name).endswith(".gguf"):
         yield "", *load_target(name, dtype, device)
         return
@@ -212,7 +214,8 @@ def _loaded(
 
 
 def _form(backend: str, model: GenerativeModel, specs: Sequence[SpeculatorSpec]) -> Form:
-    """Raises `SpeculateError` where the target does not score trees, or a drafter cannot be had."""
+    """The target with its methods. Raises `SpeculateError` if it does not score trees, or a drafter cannot be
+    loaded."""
     shape, reason = supported_shape(model, DynamicCache(config=model.config))
     if shape != "tree":
         raise SpeculateError(f"doctor needs a target that scores trees: {reason}. `generate --compare` takes any.")
@@ -223,7 +226,7 @@ def _form(backend: str, model: GenerativeModel, specs: Sequence[SpeculatorSpec])
 
 
 def _requests(forms: Sequence[Form], tokenizer: Any, device: torch.device) -> list[Request]:
-    """The built-in prompts, as many as fit the time."""
+    """The built-in prompts, as many as fit into the time."""
     uses_template = bool(tokenizer.chat_template)
     chosen = builtin_prompts(_PROMPTS, chat=uses_template)
     requests = batches(tokenize(chosen, tokenizer, use_chat_template=uses_template), 1, device)

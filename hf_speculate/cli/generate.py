@@ -128,7 +128,7 @@ def _prompt(given: str | None) -> str:
 
 
 def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
-    """Token ids, int64 [1, S]: through the chat template, where there is one and `raw` is not set."""
+    """Token ids, int64 [1, S], through the chat template if there is one and `raw` is not set."""
     if raw or not tokenizer.chat_template:
         if system is not None:
             raise SpeculateError("--system needs a chat template: the target's tokenizer has none, or --raw was given.")
@@ -140,7 +140,7 @@ def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
 
 
 def _seeding(seed: int | None) -> Callable[[], Any]:
-    """Function that sets the seed, now and before every run of a comparison."""
+    """A function that sets the seed, now and before every run of a comparison."""
     state = torch.get_rng_state()
     restart = (lambda: set_seed(seed)) if seed is not None else lambda: torch.set_rng_state(state)
     restart()

@@ -1,4 +1,4 @@
-"""Groups of commands: those of other packages, errors in one line, help texts to the letter."""
+"""Groups of commands: commands of other packages, errors in one line, help texts without markup."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class MainGroup(LiteralGroup):
             raise _interrupted() from error
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # nobody reads on: typer ends without a word
+                raise  # the reader has gone: typer ends without a message
             place = "" if error.filename or not _has_lost_stdout() else "cannot write to stdout: "
             raise _end(f"error: {place}{first_line(error)}", 1) from error
 
 
 class Application(typer.Typer):
-    """The command as a whole: Ctrl-C is one line, also before its own first line runs and after its last."""
+    """The command as a whole. Ctrl-C prints one line, also before its first line runs and after its last."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -102,14 +102,16 @@ def _end(told: str, status: int) -> typer.Exit:
 
 
 def _take_any_text() -> None:
-    """Reads bytes of stdin that are not UTF-8 as surrogates, see `readable`; stdout shows "?" for what it lacks."""
+    """Reads bytes of stdin that are not UTF-8 as surrogates (`readable`). stdout prints "?" for characters that it
+    lacks."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
 def _has_lost_stdout() -> bool:
-    """True if stdout cannot be written. Its text then goes nowhere: Python would try again, and fail, at its end."""
+    """Whether stdout cannot be written. Its text is then dropped: Python would otherwise try again at exit, and
+    fail."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -119,7 +121,7 @@ def _has_lost_stdout() -> bool:
 
 
 def _load_command(point: EntryPoint):
-    """The command of an entry point; one that cannot be imported stays in the list and says why when it is called."""
+    """The command of an entry point. One that cannot be imported stays in the list and says why when it is called."""
     try:
         loaded = point.load()
     except Exception as error:

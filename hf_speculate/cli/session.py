@@ -72,9 +72,9 @@ class Session:
 
     Attributes:
         title: short names of target and speculator.
-        model, tokenizer: the target's.
+        model, tokenizer: model and tokenizer of the target.
         speculator: the speculator; None for plain generation.
-        request: arguments of `generate` beside the prompt.
+        request: arguments of `generate` without the prompt.
     """
 
     title: str
@@ -115,7 +115,7 @@ class Session:
         return typist
 
     def run(self, ids: Tensor, streamer: Any, speculator: Speculator | None, **kwargs: Any) -> Tensor:
-        """Result of one call of `generate`, int64 [1, S + new]."""
+        """The result of one call of `generate`, int64 [1, S + new]."""
         return self.model.generate(
             ids.to(self.model.device),
             attention_mask=torch.ones_like(ids).to(self.model.device),
@@ -126,19 +126,19 @@ class Session:
         )
 
     def speed_line(self, typist: Typist) -> str:
-        """Line such as `128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
+        """A line such as `128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
         length = None if self.speculator is None else self.speculator.stats.mean_acceptance_length
         return typist.speed + ("" if length is None else f", {length:.2f} tokens a round")
 
 
 def print_piece(text: str) -> None:
-    """Prints a piece of a text at once; on a terminal with control characters made visible, elsewhere to the letter."""
+    """Prints a piece of text at once. A terminal shows control characters as text; other outputs get them unchanged."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """Arguments of `generate`; the model's generation config decides the ones that are None."""
+    """Arguments of `generate` for sampling. The model's generation config decides those that are None."""
     check_temperatures(temperature)
     if temperature == 0:
         if top_p is not None or top_k is not None:
@@ -157,7 +157,7 @@ def set_seed(seed: int) -> None:
 
 
 def default_target() -> str:
-    """Target where the user named none; raises `SpeculateError` if it is not installed."""
+    """The target if the user named none; raises `SpeculateError` if it is not installed."""
     if SMOLLM2.find() is None:
         raise SpeculateError(
             f"no target was given: pass --target with a path, a Hub id or a GGUF file, or install a small one to try, "

@@ -1,7 +1,7 @@
-"""Parts that all command lines share, those of plug-ins and the trainer included.
+"""Parts that all command lines share, including those of plug-ins and the trainer.
 
 Targets, speculators, prompts and devices by name (a wrong name is a `SpeculateError` of one line); options, each
-declared once; tables, clocks, a progress bar, and the one line of JSON that a command ends in. Nothing in here measures
+declared once; tables, clocks, a progress bar, and the line of JSON at the end of a command. Nothing in here measures
 anything.
 """
 
@@ -29,8 +29,8 @@ from .options import Rates as Rates
 from .options import Raw as Raw
 from .options import Repeats as Repeats
 from .options import Specs as Specs
-from .options import Target as Target
 from .options import TargetDtype as TargetDtype
+from .options import TargetOption as TargetOption
 from .options import Temperatures as Temperatures
 from .options import Threads as Threads
 from .prompts import HARD_PROMPTS as HARD_PROMPTS

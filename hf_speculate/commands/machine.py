@@ -23,10 +23,10 @@ _OPTIONAL_PACKAGES = ("accelerate", "peft", "bitsandbytes", "gguf", "datasets")
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Versions, hardware and thread count as JSON-serialisable values: bug reports and benchmark results hold them.
+    """Versions, hardware and thread count as JSON-serialisable values, for bug reports and benchmark results.
 
     Args:
-        device: the device of a measurement; None describes the accelerator, if there is one.
+        device: device of a measurement; None describes the accelerator, if there is one.
     """
     versions = {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL_PACKAGES)}
     return {
@@ -88,13 +88,13 @@ def find_dtype(name: str) -> torch.dtype:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the work queued on an accelerator; nothing to do on a CPU."""
+    """Waits for the work queued on an accelerator. On a CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Seconds of wall clock and the result of `call`, the device synchronised around it."""
+    """Wall-clock seconds and result of `call`, with the device synchronised before and after."""
     synchronize(device)
     start = time.perf_counter()
     result = call()

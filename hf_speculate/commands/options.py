@@ -12,7 +12,7 @@ from ..errors import SpeculateError
 
 
 # Target, speculators, prompts and request.
-Target = Annotated[
+TargetOption = Annotated[
     str | None,
     typer.Option(help="Model: path, Hub id, GGUF file, smollm2, qwen2.5-coder-0.5b (default: examples/pycoder)."),
 ]
@@ -63,7 +63,7 @@ Out = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.
 
 
 def _needs_matplotlib(folder: Path | None) -> Path | None:
-    """Raises before the long part."""
+    """Raises early if matplotlib is missing: before the measurement, not after it."""
     if folder is not None and find_spec("matplotlib") is None:
         raise SpeculateError("--plot needs matplotlib: pip install 'hf-speculate[plots]'.")
     return folder

@@ -55,7 +55,7 @@ def builtin_prompts(limit: int | None = None, *, chat: bool = False) -> list[Pro
 def read_prompts(path: str | Path, limit: int | None = None, categories: Sequence[str] | None = None) -> list[Prompt]:
     """Prompts of a JSON-lines file.
 
-    The first of these fields that a line has is its prompt: `prompt`, `text`, `question`, `turns` (Spec-Bench and
+    The prompt of a line is the first of these fields that it has: `prompt`, `text`, `question`, `turns` (Spec-Bench and
     MT-Bench: a list of the user's turns), `messages`. A list of {"role", "content"} is a chat. `category` groups
     prompts in the tables (default: the file's name).
 
@@ -63,8 +63,10 @@ def read_prompts(path: str | Path, limit: int | None = None, categories: Sequenc
         path: the file.
         limit: maximum number of prompts, taken evenly over the categories, each in the file's order.
         categories: names of the categories to take; None for all.
+
     Raises:
-        SpeculateError: no such file, no JSON, none of the fields, no prompts, an unknown category.
+        SpeculateError: there is no such file; it is no JSON, has none of the fields or no prompts; or a category is
+            unknown.
     """
     path = Path(path)
     groups: dict[str, list[Prompt]] = {}
@@ -122,7 +124,7 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
 
 
 def readable(text: str, origin: str) -> str:
-    """Replaces bytes that are no characters, so that every tokenizer takes the text, and says so on stderr.
+    """Replaces bytes that are not characters, so that every tokenizer takes the text, and reports it on stderr.
 
     Args:
         text: text with a lone surrogate for each byte that was not UTF-8, as Python reads arguments and stdin.

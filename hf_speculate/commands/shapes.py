@@ -12,8 +12,8 @@ from ..errors import SpeculateError
 from ..models import GenerativeModel
 
 
-# Embeddings are large against the layers' additions to the residual stream, so every step repeats the last token by a
-# wide margin: rounding never changes the text that a script was made from.
+# Embeddings are large compared with what the layers add, so every step repeats the last token by a wide margin.
+# Rounding then never changes the text that a script was made from.
 _EMBEDDING_STD = 4.0
 _STD = 0.02
 

@@ -1,4 +1,4 @@
-"""Targets and speculators as command lines name them."""
+"""Targets and speculators by the names that command lines use."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _BUNDLED_HEADS = ("pycoder-eagle3", "pycoder-medusa")
 
 
 def target_path(name_or_path: str) -> str:
-    """Path of a target that is known by its name; everything else is a path or Hub id and stays as it is.
+    """Path of a target with a known name; any other text is a path or Hub id and is returned unchanged.
 
     Raises:
-        SpeculateError: its file is not on this machine.
+        SpeculateError: the target's file is not on this machine.
     """
     return named_file(name_or_path) or name_or_path
 
@@ -45,20 +45,20 @@ def target_path(name_or_path: str) -> str:
 def load_target(
     name_or_path: str, dtype: str, device: torch.device, gguf_backend: str = "auto", *, neutral: bool = True
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
-    """Loads model and tokenizer; raises `SpeculateError` with a text of one line.
+    """Loads model and tokenizer; raises `SpeculateError` with a message of one line.
 
     Args:
         name_or_path: a folder or Hub id, a GGUF file, or the name of one (`NAMED_TARGETS`).
         dtype: name of a dtype; "auto" is the checkpoint's, and bfloat16 for a GGUF file, whose weights stay packed.
         device: device of the model.
         gguf_backend: backend of `hf_speculate.load_gguf`; "dense" dequantises the weights.
-        neutral: replace the checkpoint's generation config, see `neutralize`.
+        neutral: whether to replace the checkpoint's generation config (`neutralize`).
     """
     if dtype != "auto":
         find_dtype(dtype)
     name_or_path = target_path(name_or_path)
     if name_or_path.endswith(".gguf"):
-        from ..gguf import load_gguf  # command lines start without what it imports
+        from ..gguf import load_gguf  # imported here, so that other commands start without it
 
         torch_dtype = find_dtype("bfloat16" if dtype == "auto" else dtype)
         packed, tokenizer = load_gguf(name_or_path, dtype=torch_dtype, device=device, backend=gguf_backend)
@@ -82,7 +82,7 @@ def load_target(
 
 
 def _check_place(name_or_path: str) -> None:
-    """Raises for a name that is neither a folder nor a repository's id, before the Hub is asked again and again."""
+    """Raises for a name that is neither a folder nor a repository id, before the Hub is asked several times."""
     if os.path.isdir(name_or_path):
         return
     if name_or_path.startswith((".", "/", "~")):
@@ -106,12 +106,13 @@ def _way_out(name_or_path: str) -> str:
 
 
 def neutralize(model: PreTrainedModel) -> None:
-    """Replaces the checkpoint's generation config: no EOS, no sampling defaults or penalties of its own."""
+    """Replaces the checkpoint's generation config, so that it sets no EOS, sampling defaults or penalties."""
     model.generation_config = GenerationConfig(bos_token_id=model.generation_config.bos_token_id)
 
 
 def bundled(name: str) -> str | None:
-    """Folder of a model of `examples/`, above the current directory or beside the package; None if it is absent."""
+    """Folder of a model in `examples/`, above the current directory or next to the package; None if it does not
+    exist."""
     here = Path.cwd()
     for root in (here, *here.parents, Path(__file__).resolve().parents[2]):
         folder = root / "examples" / name
@@ -121,7 +122,7 @@ def bundled(name: str) -> str | None:
 
 
 def default_target() -> str:
-    """The bundled target; raises `SpeculateError` where it is absent (a wheel does not carry it)."""
+    """The bundled target; raises `SpeculateError` if it is missing (a wheel does not contain it)."""
     found = bundled(BUNDLED)
     if found is None:
         raise SpeculateError(
@@ -132,7 +133,7 @@ def default_target() -> str:
 
 
 def make_spec(spec: SpeculatorSpec, target: GenerativeModel, **defaults: Any) -> Speculator:
-    """Makes the speculator; every problem is a `SpeculateError`. Options of the spec beat `defaults`."""
+    """Makes the speculator. Every problem is a `SpeculateError`. Options of the spec win over `defaults`."""
     try:
         return make_speculator(spec.source, target, **(defaults | spec.options))
     except (TypeError, ValueError, OSError) as error:
@@ -142,14 +143,15 @@ def make_spec(spec: SpeculatorSpec, target: GenerativeModel, **defaults: Any) ->
 
 
 def parse_spec(text: str) -> SpeculatorSpec:
-    """Spec of a text; raises `SpeculateError` for other text, and for names that are not installed."""
+    """The spec in a text. Raises `SpeculateError` for text that cannot be read, and for names that are not
+    installed."""
     spec = SpeculatorSpec.parse(text)
     spec.check_source()
     return spec
 
 
 def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
-    """Specs of texts; raises `SpeculateError` also if two of them would have the same name in tables."""
+    """The specs in several texts. Also raises `SpeculateError` if two would have the same name in tables."""
     specs = [parse_spec(text) for text in texts]
     names = [spec.label for spec in specs]
     if len(set(names)) != len(names):
@@ -158,7 +160,7 @@ def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
 
 
 def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
-    """Specs for a target where the user named none: drafters from the text, and whatever is bundled for the target.
+    """Specs for a target if the user named none: drafters that copy from the text, and those bundled for the target.
 
     Args:
         target: name or path of the target.

@@ -19,11 +19,11 @@ from ..messages import printable
 
 
 class Typist(TextStreamer):
-    """Streamer that hands a text on piece by piece, and keeps its tokens and its time.
+    """A streamer that passes a text on piece by piece, and keeps its tokens and its time.
 
     Attributes:
         tokens: tokens so far, without the prompt.
-        start: time of the call: make the object right before it, or set this.
+        start: time at which the call began. Make the object right before the call, or set this.
         seconds: seconds from `start` to the last token.
     """
 
@@ -75,19 +75,20 @@ class _Panel(BaseStreamer):
 def side_by_side(
     console: Console, tokenizer: PreTrainedTokenizerBase, runs: Sequence[tuple[str, str, Callable[[BaseStreamer], Any]]]
 ) -> list[Typist]:
-    """Generates texts one after the other and shows them beside each other while they are written.
+    """Generates texts one after the other, and shows them side by side while they are written.
 
     Args:
         console: console that shows them.
         tokenizer: the target's.
-        runs: title, style and generating call (given a streamer) of each text.
+        runs: title, style and generating function (called with a streamer) of each text.
+
     Returns:
         The texts with their times.
     """
 
     def screen() -> Table:
         grid = Table.grid(padding=(0, 1))
-        for _ in panels:  # of equal width, also where the terminal's cannot be shared out evenly
+        for _ in panels:  # panels of equal width, even if the terminal's width is not divisible
             grid.add_column(width=(console.width + 1) // len(panels) - 1)
         grid.add_row(*(panel.panel() for panel in panels))
         return grid

@@ -1,7 +1,7 @@
-"""Forwards of static shapes, compiled: functions become graphs, their tensors live at addresses that stay.
+"""Compilation of forwards with static shapes: functions become graphs, and their tensors keep their addresses.
 
-`Compiler` holds a bounded number of graphs for each module and falls back to the plain call; `buffers` lends the
-tensors, from request to request; on GPUs graphs are recorded as CUDA graphs.
+`Compiler` keeps a bounded number of graphs for each module and falls back to the plain call. `buffers` lends the
+tensors to one request after another. On GPUs graphs are recorded as CUDA graphs.
 """
 
 from .buffers import Buffers as Buffers

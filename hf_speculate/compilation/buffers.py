@@ -1,8 +1,8 @@
-"""Buffers at addresses that stay: what captured forwards read and write, handed from one request to the next.
+"""Buffers with fixed addresses for compiled forwards, lent to one request after another.
 
-A graph is compiled for the shape of its buffers, and a CUDA graph holds their very addresses. So a request leases a
-set of buffers for its batch size and capacity, and the set goes back to the pool of its model when nobody can see it
-any more: when the cache object that showed it is gone. A cache that the caller has, or gets, has nothing from a pool.
+A graph is compiled for the shape of its buffers, and a CUDA graph holds their addresses. So a request leases a set of
+buffers for its batch size and capacity. The set returns to its model's pool when the cache object that showed it is
+gone. A cache that the caller gets never uses a pool.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..cache import PreallocatedLayer
 
 
 def padded(inputs: Tensor, width: int) -> Tensor:
-    """[B, width, ...] of [B, N, ...]. Padding is copies of the first entry: what it writes is as finite as that."""
+    """[B, width, ...] from [B, N, ...]. Padding copies the first entry, so what it writes is finite if that is."""
     missing = width - inputs.shape[1]
     return torch.cat([inputs, inputs[:, :1].expand(-1, missing, *inputs.shape[2:])], dim=1) if missing else inputs
 
 
 def padded_mask(mask: Tensor | None, like: Tensor, num_seen: int, width: int, capacity: int) -> Tensor:
-    """Additive [B, 1, width, capacity]; padding sees what the first entry sees.
+    """The additive mask [B, 1, width, capacity]. Padding sees what the first entry sees.
 
     Args:
-        mask: additive [B or 1, 1, N, num_seen]; None: everything is seen.
-        like: [B, N, ...], of the mask's device; its dtype is the result's.
-        num_seen: entries of the cache and the N new ones.
+        mask: additive mask [B or 1, 1, N, num_seen]; None if everything is seen.
+        like: tensor [B, N, ...] whose device and dtype the result gets.
+        num_seen: number of cache entries, the N new ones included.
     """
     batch_size, count = like.shape[:2]
     full = like.new_full((batch_size, 1, width, capacity), torch.finfo(like.dtype).min)
@@ -43,23 +43,24 @@ def padded_mask(mask: Tensor | None, like: Tensor, num_seen: int, width: int, ca
 
 
 MIN_CAPACITY = 512
-# Of one model, idle; what was idle longest is freed. Long texts on large models take gigabytes each.
+# Largest number of idle sets for one model; the one that was idle longest is freed. Long texts on large models take
+# gigabytes each.
 MAX_IDLE = 4
 
 SetKey = tuple[int, int]  # batch size, capacity
 
 
 def capacity_for(length: int) -> int:
-    """The least capacity for so many entries: a power of two."""
+    """The smallest capacity for `length` entries: a power of two."""
     return max(MIN_CAPACITY, 1 << (length - 1).bit_length())
 
 
 class StaticLayer(CacheLayerMixin):
-    """One layer's buffers during a captured forward: entries are written at given slots, all of them are shown.
+    """One layer's buffers in a captured forward: entries are written to given slots, and the whole buffer is shown.
 
     Args:
-        keys, values: `[B, heads, capacity, head_dim]`, written in place.
-        slots: int64 [N], where the forward's entries go; shared by all layers.
+        keys, values: buffers `[B, heads, capacity, head_dim]`, written in place.
+        slots: int64 [N], index of each new entry; shared by all layers.
     """
 
     is_compileable = True
@@ -91,7 +92,7 @@ class StaticLayer(CacheLayerMixin):
 
 
 class Buffers:
-    """Tensors by name, made when they are first asked for."""
+    """Tensors by name, made on first use."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
@@ -101,29 +102,29 @@ class Buffers:
         return iter(self._tensors.values())
 
     def tensor(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensor of this name; a new one, of zeros, where there is none or it has another form."""
+        """The tensor of this name. It is made again, with zeros, if its shape, dtype or device has changed."""
         known = self._tensors.get(name)
         if known is None or known.shape != torch.Size(shape) or known.dtype != dtype or known.device != device:
-            with torch.inference_mode(False):  # else later calls outside that mode could not write it
+            with torch.inference_mode(False):  # otherwise later calls outside inference mode could not write it
                 known = torch.zeros(*shape, dtype=dtype, device=device)
-            torch._dynamo.mark_static_address(known, guard=False)  # another set is no reason to compile
+            torch._dynamo.mark_static_address(known, guard=False)  # another set of buffers must not cause a compilation
             self._tensors[name] = known
             self._caches.clear()
         return known
 
     def filled(self, name: Hashable, values: Tensor) -> Tensor:
-        """The tensor of this name and the form of `values`, with these values."""
+        """The tensor of this name, filled with a copy of `values`."""
         return self.tensor(name, values.shape, values.dtype, values.device).copy_(values)
 
     def cache(self, layers: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> Cache:
-        """A cache of static layers over buffers of this set, the same object whenever `slots` is."""
+        """A cache of static layers over buffers of this set: always the same object for the same number of slots."""
         width = slots.shape[0]
         if width not in self._caches:
             self._caches[width] = Cache(layers=[StaticLayer(keys, values, slots) for keys, values in layers])
         return self._caches[width]
 
     def clear(self) -> None:
-        """Zeros everywhere: an entry that no row sees has the weight 0, and 0 x NaN is not 0."""
+        """Sets everything to 0: unseen entries have the weight 0, but 0 x NaN would be NaN."""
         with torch.inference_mode(False):
             for tensor in self:
                 tensor.zero_()
@@ -134,7 +135,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._idle: list[tuple[SetKey, Buffers]] = []
-        self._lock = threading.RLock()  # a set may come back at any allocation of the thread that takes one
+        self._lock = threading.RLock()  # a set may return at any allocation of the thread that takes one
 
     def take(self, key: SetKey) -> Buffers:
         with self._lock:
@@ -155,16 +156,16 @@ _pools: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()
 
 
 def pool_of(module: nn.Module) -> Pool:
-    """The idle buffers of `module`'s forwards; kept as long as the module."""
+    """The pool of `module`; it lives as long as the module."""
     return _pools.setdefault(module, Pool())
 
 
 class Lease:
-    """The sets of buffers that the layers of one cache use: one for each capacity that they grow through.
+    """The sets of buffers that the layers of one cache use, one for each capacity that they grow through.
 
     Args:
-        cache: shows them. When it is gone, they go back.
-        pool: where they come from and go to; None where others may have the cache's tensors: they get new ones.
+        cache: cache that shows the buffers. When it is gone, they return to the pool.
+        pool: pool to take sets from and return them to; None makes new ones, for a cache that others may keep.
     """
 
     def __init__(self, cache: Cache, pool: Pool | None):
@@ -183,10 +184,10 @@ class Lease:
         return self._sets[key]
 
     def place(self, layers: Sequence[Any], capacity: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer in the buffers of this capacity, which the layers then use.
+        """Moves every layer into the buffers of this capacity; returns its keys and values there.
 
         Args:
-            layers: `PreallocatedLayer`s that hold something, all of the same batch size.
+            layers: `PreallocatedLayer`s that hold entries, all of the same batch size.
         """
         for index, layer in enumerate(layers):
             for name, buffer in layer._buffers.items():
@@ -195,13 +196,13 @@ class Lease:
                     placed[:, :, : layer.length] = buffer[:, :, : layer.length]
                     layer._buffers[name] = placed
             layer._is_owned = True
-        if self._pool is None:  # nobody waits for those that it has grown out of
+        if self._pool is None:  # sets that it has outgrown are not needed by any pool
             batch_size = layers[0]._buffers["keys"].shape[0]
             self._sets = {(batch_size, capacity): self.buffers(batch_size, capacity)}
         return [(layer._buffers["keys"], layer._buffers["values"]) for layer in layers]
 
     def _allocate(self, layer_index: int, name: str, like: Tensor, num_entries: int) -> Tensor:
-        """See `PreallocatedLayer.allocate`."""
+        """The `allocate` function of `PreallocatedLayer`."""
         capacity = capacity_for(num_entries)
         shape = (*like.shape[:2], capacity, like.shape[3])
         return self.buffers(like.shape[0], capacity).tensor((layer_index, name), shape, like.dtype, like.device)
@@ -211,7 +212,7 @@ _leases: WeakKeyDictionary[Cache, Lease] = WeakKeyDictionary()
 
 
 def lease_of(cache: Cache, pool: Pool | None) -> Lease:
-    """The lease of `cache`: the one that it has (its buffers stay where they are from call to call) or a new one."""
+    """The lease of `cache`, made on first use. Its buffers keep their addresses from call to call."""
     if cache not in _leases:
         _leases[cache] = Lease(cache, pool)
     return _leases[cache]

@@ -1,11 +1,12 @@
-"""CUDA graphs of compiled forwards: launched as one, not kernel by kernel.
+"""CUDA graphs of compiled forwards: all kernels are launched at once.
 
 Every graph that dynamo compiles for a GPU is recorded at its second call and replayed from then on. Once a request
-dynamo checks all that the graph depends on, adapters, hooks and flags of the model (`shortcuts`), and every call hands
-over the tensors that it reads, weights included: where one of them lies elsewhere than when it was recorded, the graph
-is recorded anew.
-Unlike the graphs of inductor (`mode="reduce-overhead"`), which belong to the thread that made them, these can be
-replayed from any thread.
+dynamo checks everything that the graph depends on: adapters, hooks and flags of the model (`shortcuts`). Every call
+passes the tensors that it reads, weights included. If one of them has another address than when it was recorded, the
+graph is recorded again.
+
+Inductor's own graphs (`mode="reduce-overhead"`) belong to the thread that made them. These can be replayed from any
+thread.
 """
 
 from __future__ import annotations
@@ -20,48 +21,48 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from ..errors import first_line
 from ..messages import get_logger
+from .shortcuts import GraphFunction
 
 
 logger = get_logger(__name__)
 
-# What these make launches the same kernels at every call, and holds no CUDA graphs of its own.
+# Backends whose output launches the same kernels at every call and has no CUDA graphs of its own.
 CAPTURABLE = ("inductor", "eager", "aot_eager")
 MAX_RECORDINGS = 8
-"""Of one compiled function, each for other addresses; buffers go from request to request, so there are few."""
-
-Run = Callable[..., Sequence[Any]]
+"""Largest number of recordings of one compiled function, each for other addresses. Buffers are reused, so there are
+few."""
 
 
 def is_capturable(device: torch.device, backend: str) -> bool:
-    """Whether what `backend` makes for `device` is recorded."""
+    """Whether graphs of `backend` on `device` are recorded."""
     return device.type == "cuda" and backend in CAPTURABLE
 
 
 def capturing(backend: str) -> Any:
-    """A backend of `torch.compile` that does what `backend` does, and records it."""
+    """A backend of `torch.compile` that compiles as `backend` does and records the result."""
     compile_graph = lookup_backend(backend)
 
-    def compile_and_capture(graph_module: Any, example_inputs: list[Tensor]) -> Run:
+    def compile_and_capture(graph_module: Any, example_inputs: list[Tensor]) -> GraphFunction:
         return Recorder(compile_graph(graph_module, example_inputs))
 
     return compile_and_capture
 
 
 class Recorder:
-    """A function of tensors that is recorded as a CUDA graph for every set of addresses that it is called with.
+    """A function of tensors that is recorded as a CUDA graph for each set of addresses that it is called with.
 
-    What it returns are copies: the next replay overwrites the originals. Where recording fails, it runs as it is.
+    It returns copies, because the next replay overwrites the originals. If recording fails, the function runs as it is.
 
     Args:
-        run: launches the same kernels at every call, and modifies its inputs in place at most.
+        run: function that launches the same kernels at every call. It may change its inputs in place, but nothing else.
 
     Class attributes:
-        num_recorded: graphs recorded so far, by all.
+        num_recorded: number of graphs recorded so far, by all recorders.
     """
 
     num_recorded: ClassVar[int] = 0
 
-    def __init__(self, run: Run):
+    def __init__(self, run: GraphFunction):
         self._run = run
         self._is_warm, self._cannot_record = False, False
         self._recordings: dict[tuple[Any, ...], tuple[Callable[[], None], Sequence[Any]]] = {}
@@ -69,9 +70,9 @@ class Recorder:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         if not self._is_warm or self._cannot_record:
-            self._is_warm = True  # kernels are compiled and libraries have their workspaces
+            self._is_warm = True  # after this call kernels are compiled and libraries have their workspaces
             return self._run(*inputs)
-        # Inputs of the same addresses are the same inputs: whatever else there was before is gone.
+        # Tensors at the same addresses are the same inputs: earlier ones there no longer exist.
         key = tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in inputs)
         with self._lock:
             try:
@@ -91,8 +92,9 @@ class Recorder:
         return self._recordings[key]
 
 
-def record(run: Run, inputs: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
-    """Records `run(*inputs)`, computing nothing yet; returns what replays it, and the outputs that replays write."""
+def record(run: GraphFunction, inputs: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
+    """Records `run(*inputs)` without computing it. Returns the function that replays it, and the outputs that a replay
+    writes."""
     graph, device = torch.cuda.CUDAGraph(), next(each.device for each in inputs if isinstance(each, Tensor))
     with torch.cuda.device(device):
         torch.cuda.synchronize()

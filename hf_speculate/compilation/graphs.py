@@ -1,9 +1,8 @@
 """Compiled functions of static shapes: a bounded number for each module, kept as long as the module.
 
-Dynamo counts the graphs of a code object and fails at the ninth where a function must be one graph. So each function
-here is compiled for one set of shapes under a code object of its own, and what would need more than `MAX_GRAPHS` for
-one number of rows, or graphs for more than `MAX_BATCH_SIZES` of them, runs uncompiled. Which arguments are new does not
-matter, nor does the caller's grad mode.
+Dynamo counts the graphs of a code object, and fails at the ninth if a function must be one graph. So each function here
+is compiled for one set of shapes under its own code object. Beyond `MAX_GRAPHS` for one number of rows, or
+`MAX_BATCH_SIZES` different numbers, functions run uncompiled. The caller's grad mode does not matter.
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ from torch._dynamo.exc import TorchDynamoException
 from ..errors import first_line
 from ..messages import get_logger
 from .capture import Recorder, capturing, is_capturable
-from .shortcuts import Shortcut, Watched, watching
+from .shortcuts import Shortcut, WatchedGraph, watching
 
 
 logger = get_logger(__name__)
 
-# Another compilation of what is one graph than it allows: where hooks or adapters have changed too often. (Older
-# versions of torch have another name for it.)
+# Raised when hooks or adapters have changed too often for one graph. Older versions of torch have another name for it.
 _LimitHit: Any = getattr(exc, "FailOnRecompileLimitHit", TorchDynamoException)
 
-# Of one function of one module, for one number of rows. Every graph takes seconds to minutes to compile.
+# Limits of one function of one module, for one number of rows. Compiling a graph takes seconds to minutes.
 MAX_GRAPHS = 8
 MAX_BATCH_SIZES = 4
-# When a graph that fits is compiled, although one that does more than is needed could serve: after so many calls that
-# it fits, if they are so large a part of all.
+# A larger graph can also do the work of a smaller one. The smaller one is compiled after it was wanted this often, in
+# this share of all calls.
 ASKED_OFTEN, ASKED_SHARE = 32, 0.25
 
 Result = TypeVar("Result")
@@ -49,8 +47,8 @@ class Graphs:
     """The compiled functions of one module.
 
     Attributes:
-        by_key: by the function's name and what it was compiled for; None where compiling failed.
-        asked: how often `Compiler.choose` would have had a graph, and how often it was asked about a function.
+        by_key: compiled functions by function name and key; None where compiling failed.
+        asked: number of calls of `choose`, by function and by function and key.
     """
 
     backend: str
@@ -59,7 +57,7 @@ class Graphs:
     asked: Counter[Hashable] = field(default_factory=Counter)
 
     def get(self, function: Callable[..., Any], key: Hashable) -> tuple[Callable[..., Any] | None, bool]:
-        """`function` compiled for `key`, None if it must run uncompiled; and whether it is new."""
+        """`function` compiled for `key` (None if it must run uncompiled), and whether it is new."""
         traced: Any = unwrap(function)
         name = traced.__name__
         if (name, key) in self.by_key:
@@ -70,7 +68,7 @@ class Graphs:
         own = FunctionType(traced.__code__.replace(co_name=own_name), traced.__globals__, own_name)
         compile_graph = capturing(self.backend) if self.captures else lookup_backend(self.backend)
         self.by_key[name, key] = torch.compile(
-            own, fullgraph=True, dynamic=False, backend=lambda *graph: Watched(compile_graph(*graph))
+            own, fullgraph=True, dynamic=False, backend=lambda *graph: WatchedGraph(compile_graph(*graph))
         )
         return self.by_key[name, key], True
 
@@ -80,7 +78,7 @@ class Graphs:
         return counts[_rows(key)] < MAX_GRAPHS and len({*counts, _rows(key)}) <= MAX_BATCH_SIZES
 
     def choose(self, name: str, keys: Sequence[Hashable]) -> Hashable:
-        """See `Compiler.choose`."""
+        """The key of the graph to use; see `Compiler.choose`."""
         best = keys[0]
         self.asked[name, best] += 1
         self.asked[name] += 1
@@ -104,10 +102,10 @@ def graphs_of(module: nn.Module, backend: str, captures: bool = False) -> Graphs
 
 
 def find_backend(compile: bool | str) -> str | None:
-    """The backend of `torch.compile` that `Speculator(compile=)` means, or None.
+    """The backend of `torch.compile` for `Speculator(compile=)`, or None.
 
     Raises:
-        ValueError: torch has none of this name.
+        ValueError: torch has no backend of this name.
     """
     if isinstance(compile, bool):
         return "inductor" if compile else None
@@ -117,14 +115,14 @@ def find_backend(compile: bool | str) -> str | None:
 
 
 class Compiler:
-    """Compiles functions for one request, of the target and of its drafter.
+    """Compiles functions of the target and of its drafter for one request.
 
     Args:
-        backend: of `torch.compile`.
-        fallbacks: counts what runs uncompiled, by reason.
+        backend: name of the `torch.compile` backend.
+        fallbacks: counter of what runs uncompiled, by reason.
 
     Attributes:
-        num_slow: calls so far that took very much longer than others will: they compiled, or recorded CUDA graphs.
+        num_slow: number of calls so far that compiled something or recorded a CUDA graph.
     """
 
     def __init__(self, backend: str, fallbacks: Counter[str]):
@@ -134,17 +132,18 @@ class Compiler:
         self._shortcuts: dict[Callable[..., Any], Shortcut | None] = {}
 
     def refuse(self, problem: str) -> None:
-        """Counts something that runs uncompiled."""
+        """Counts a function that runs uncompiled."""
         self._fallbacks[f"not compiled: {problem}"] += 1
 
     def choose(
         self, module: nn.Module, device: torch.device, function: Callable[..., Any], keys: Sequence[Hashable]
     ) -> Hashable:
-        """Chooses one of several graphs of a function that can all do some work; arguments: see `run`.
+        """Chooses between several graphs of a function that can all do the work. The other arguments are those of
+        `run`.
 
         Args:
-            keys: the cheapest to run first. Another one serves, if it is there, unless the first is needed often: what
-                is needed now and then (at the end of texts) is not compiled.
+            keys: keys of these graphs, the cheapest to run first. A later one is used if it exists, unless the first
+                one is needed often. So graphs for rare cases, such as the end of a text, are not compiled.
         """
         graphs = graphs_of(module, self.backend, is_capturable(device, self.backend))
         return graphs.choose(function.__name__, keys)
@@ -158,14 +157,15 @@ class Compiler:
         inputs: Callable[[], tuple[Any, ...]],
         plain: Callable[[], Result],
     ) -> Any | Result:
-        """The result of `function(*inputs())`, compiled, or else of `plain()`.
+        """The result of the compiled `function(*inputs())`, or of `plain()` if that cannot be compiled.
 
         Args:
-            module: whose graphs these are.
-            device: where it computes.
-            key: what a graph is compiled for: all shapes, dtypes and options; a tuple begins with the number of rows.
-            function: without free variables. It may write its inputs in place.
-            inputs: makes the arguments, tensors at addresses that stay (`Buffers`).
+            module: module that owns the graphs.
+            device: device of the computation.
+            key: everything that a graph is compiled for: shapes, dtypes and options. A tuple begins with the number of
+                rows.
+            function: function without free variables. It may write its inputs in place.
+            inputs: function that makes the arguments, tensors with fixed addresses (`Buffers`).
         """
         graphs = graphs_of(module, self.backend, is_capturable(device, self.backend))
         compiled, is_new = graphs.get(function, key)
@@ -179,7 +179,7 @@ class Compiler:
             return plain()
         num_recorded = Recorder.num_recorded
         try:
-            # In one grad mode, whatever the caller's: it is a part of what a graph is compiled for.
+            # A graph depends on the grad mode, so use one mode whatever the caller's is.
             with torch.inference_mode(False), torch.no_grad():
                 result = self._call(compiled, inputs())
             self.num_slow += is_new or Recorder.num_recorded > num_recorded
@@ -195,7 +195,7 @@ class Compiler:
         known = self._shortcuts.get(compiled)
         if known is not None and known.fits(arguments):
             return known()
-        # Hooks that are added or removed later count: those of steering, of accelerate, of adapters.
+        # Guard hooks too: steering, accelerate or adapters may add or remove them later.
         with watching() as calls, torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
             result = compiled(*arguments)
         self._shortcuts[compiled] = Shortcut.of(arguments, calls, result)

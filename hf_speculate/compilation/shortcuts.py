@@ -1,9 +1,9 @@
-"""Straight to a compiled graph: what a graph depends on is checked once a request, not at every call.
+"""Direct calls of a compiled graph: its guards are checked once a request, not at every call.
 
-Before each call dynamo looks through every module, hook and flag that the graph was made from; for a model of 20 layers
-that takes a millisecond on a CPU. Within one request none of them changes, and the arguments are the same tensors with
-other contents (`buffers`). So the first call goes through dynamo, and shows what the graph was given and what became
-of what it returned; later ones repeat it.
+Before each call dynamo checks every module, hook and flag that the graph was made from. For a model of 20 layers that
+takes a millisecond on a CPU. Within one request none of them changes, and the arguments are the same tensors with other
+contents (`buffers`). So the first call goes through dynamo, which shows the inputs of the graph and how its outputs
+become the result. Later calls repeat that.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
-Run = Callable[..., Sequence[Any]]
-Call = tuple[Run, Sequence[Any], Sequence[Any]]
-"""What ran, its inputs, and its outputs."""
+GraphFunction = Callable[..., Sequence[Any]]
+Call = tuple[GraphFunction, Sequence[Any], Sequence[Any]]
+"""A graph function, its inputs and its outputs."""
 
 _watched = threading.local()
 
 
 @contextmanager
 def watching() -> Iterator[list[Call]]:
-    """The calls of graphs in this thread meanwhile, of `Watched` ones."""
+    """A context that lists the calls of graphs (`WatchedGraph`) in this thread."""
     _watched.calls = calls = []
     try:
         yield calls
@@ -34,10 +34,10 @@ def watching() -> Iterator[list[Call]]:
         _watched.calls = None
 
 
-class Watched:
-    """A compiled graph whose calls `watching` shows."""
+class WatchedGraph:
+    """A compiled graph whose calls `watching` lists."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: GraphFunction):
         self._run = run
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -52,10 +52,10 @@ class Shortcut:
     """One call of a graph, to be repeated.
 
     Args:
-        arguments: of the function that was compiled.
-        call: of its graph.
-        places: for each leaf of the function's result, which output of the graph it is, or the leaf itself.
-        form: of the result.
+        arguments: arguments of the compiled function.
+        call: call of its graph.
+        places: index of the graph's output for each leaf of the function's result, or the leaf itself.
+        form: structure of the result.
     """
 
     def __init__(self, arguments: Sequence[Any], call: Call, places: Sequence[Any], form: TreeSpec):
@@ -65,7 +65,7 @@ class Shortcut:
 
     @classmethod
     def of(cls, arguments: Sequence[Any], calls: Sequence[Call], result: Any) -> Shortcut | None:
-        """None where dynamo did more than to call one graph and to hand on what that returned."""
+        """A shortcut for this call; None if dynamo did more than call one graph and pass its outputs on."""
         if len(calls) != 1:
             return None
         leaves, form = tree_flatten(result)
@@ -76,7 +76,7 @@ class Shortcut:
         return cls(arguments, calls[0], places, form)
 
     def fits(self, arguments: Sequence[Any]) -> bool:
-        """Whether these are the arguments again: the same objects, tensors at least."""
+        """Whether the arguments are the same again: the same tensor objects and equal other values."""
         leaves = list(_leaves(arguments))
         return len(leaves) == len(self._leaves) and all(map(_is_same, leaves, self._leaves))
 

@@ -1,8 +1,8 @@
-"""The drafting side of the loop: the contract of a drafting method, and the driver that asks it and tells it.
+"""The drafting side of the loop: the contract of a drafting method, and the driver that calls it.
 
-A `Drafter` is weights and options, a `DraftSession` its state for one request; the driver feeds it hidden states and
-committed tokens, and takes nothing from it unchecked. This face, with `hf_speculate.tree`, is what a drafter of a third
-party needs; nothing else is promised.
+A `Drafter` is weights and options; a `DraftSession` is its state for one request. The driver gives it hidden states and
+committed tokens, and checks everything that it returns. A third-party drafter needs this module and
+`hf_speculate.tree`; nothing else is promised.
 """
 
 from .ahead import Pending as Pending

@@ -1,7 +1,7 @@
-"""The next round's draft, made on a thread of its own while the target verifies this one's.
+"""The next round's draft, made on a separate thread while the target verifies this one.
 
-Nothing of a request depends on how long that takes: a draft whose guess was right is waited for, any other is told to
-end and thrown away, and until it has ended nobody else uses the session. What is lost is time only.
+The text never depends on how long that takes. A draft whose guess was right is waited for. Any other is cancelled and
+dropped, and nobody else uses the session until it has ended. A wrong guess costs only time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..tree import DraftTree
 
 
 class Worker:
-    """The thread of one request, and the share of PyTorch's threads that it computes with.
+    """The thread of one request, with its share of PyTorch's threads.
 
-    PyTorch (with OpenMP) keeps the number of its threads for every thread that computes, and a pool for each: so those
-    of a target on the CPU are divided while both compute. New threads take the number that was set last, anywhere:
-    those that somebody else begins in the middle of a round may find the target's share.
+    PyTorch (with OpenMP) keeps a thread count and a thread pool for every computing thread. So the threads of a target
+    on the CPU are divided while both compute. A new thread takes the count that was set last in any thread. So threads
+    that other code starts in the middle of a round may get the target's share.
 
     Args:
-        device: of the target; on any other than a CPU nothing has to be divided.
+        device: device of the target. Threads are divided on a CPU only.
     """
 
     def __init__(self, device: torch.device):
@@ -36,7 +36,7 @@ class Worker:
         self._num_threads = 0
 
     def start(self, call: Callable[[], DraftTree]) -> Future[tuple[DraftTree, float]]:
-        """Begins a call, with what PyTorch's modes are here. Its result is with the seconds that it took."""
+        """Begins a call under this thread's PyTorch modes. Its result comes with the seconds that it took."""
         self._num_threads = torch.get_num_threads()
         share = max(self._num_threads // 4, 1) if self._divides else self._num_threads
         if self._divides:
@@ -55,16 +55,15 @@ class Worker:
         return self._executor.submit(run)
 
     def finished(self) -> None:
-        """The call has ended: the target has all threads again."""
+        """Gives the target all threads again, after the call has ended."""
         torch.set_num_threads(self._num_threads)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._executor.shutdown(wait=True)
 
 
 def _modes(device: torch.device) -> Sequence[Callable[[], Any]]:
-    """The modes that PyTorch keeps for every thread, as they are on this one."""
+    """This thread's settings of the modes that PyTorch keeps for every thread."""
     inference = torch.is_inference_mode_enabled()
     modes: list[Callable[[], Any]] = [lambda: torch.inference_mode(inference), torch.no_grad]
     for kind in {"cpu", device.type}:
@@ -78,14 +77,14 @@ class Pending:
     """A draft that is being made.
 
     Args:
-        worker: whose thread makes it.
-        call: makes it.
-        cancelled: what it looks at.
-        path: tokens that it takes for committed.
+        worker: worker on whose thread the draft is made.
+        call: function that makes the draft.
+        cancelled: event that tells the drafter to stop.
+        path: token ids that the draft assumes to be committed.
 
     Attributes:
-        seconds: that the thread computed, once it has ended without an error.
-        waited: seconds until it had ended, of whoever asked for it or cancelled it.
+        seconds: computing time of the thread, set when it has ended without an error.
+        waited: seconds that the caller of `result` or `cancel` waited.
     """
 
     def __init__(self, worker: Worker, call: Callable[[], DraftTree], cancelled: Event, path: Sequence[int]):
@@ -96,14 +95,14 @@ class Pending:
         self._future = worker.start(call)
 
     def result(self) -> DraftTree:
-        """The draft, when it has been made; raises what it raised."""
+        """The draft, once it is made; raises the error of making it."""
         self._wait()
         self._end()
         tree, self.seconds = self._future.result()
         return tree
 
     def cancel(self) -> None:
-        """Nobody wants the draft any more. Returns when the session is free again; a draft's error is lost with it."""
+        """Cancels the draft. Returns when the session is free again; an error of the draft is dropped."""
         if self._has_ended:
             return
         self._cancelled.set()

@@ -1,4 +1,4 @@
-"""The calibration of a drafter: how often nodes of a given value are right."""
+"""The calibration of a drafter: how often nodes with a given value are right."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from ..files import read_json
 CALIBRATION_FILE = "calibration.json"
 _MAX_BYTES = 1 << 20
 
-# Of what is remembered, after every round: a memory of about 30. Of 0.95 to 0.99 on recorded rounds, none is clearly
-# better.
+# Decay of the statistics after every round: a memory of about 30 rounds. Between 0.95 and 0.99 no value was clearly
+# better on recorded rounds.
 MEMORY = 0.97
-# Nodes that what was thought before counts as. Of 2 to 16, the less the better where texts are long.
+# Weight of the prior, in nodes. Between 2 and 16, less is better for long texts.
 _PRIOR_WEIGHT = 3.0
 
-# Log-probabilities that a drafter gives a node below its parent; narrow where most nodes are.
+# Bounds of the ranges of a node's log-probability given its parent; narrow where most nodes are.
 _EDGES = (-6.0, -4.5, -3.5, -2.75, -2.1, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.19, -0.1, -0.05, -0.02)
 _SHARES = tuple(math.exp((low + high) / 2) for low, high in zip((-8.0, *_EDGES), (*_EDGES, 0.0), strict=True))
 
 Shares = Sequence[float]
-"""One for each range of log-probabilities, rising."""
+"""One share for each range of log-probabilities, rising."""
 
 
 class Calibration:
-    """value of a node below its parent -> probability that it is right where its parent is. Learnt from every round,
-    rising (pooled adjacent violators), soon forgotten again.
+    """Maps the log-probability of a node given its parent to the measured probability that it is right.
+
+    The mapping is learnt from every round. It never falls (pooled adjacent violators) and forgets old rounds.
 
     Args:
-        prior: shares to begin with, and to go back to; None: a drafter is believed.
+        prior: shares to begin with and to return to; None takes the drafter's values as they are.
     """
 
     def __init__(self, prior: Shares | None = None):
@@ -46,7 +47,7 @@ class Calibration:
         self._shares: list[float] | None = None
 
     def share(self, value: float) -> float:
-        """The share of nodes of such a value that are right where their parent is; NaN is worth nothing."""
+        """The share of nodes with this value that are right if their parent is; 0 for NaN."""
         return self.shares[bisect_left(_EDGES, value)] if value == value else 0.0
 
     @property
@@ -58,21 +59,21 @@ class Calibration:
         return self._shares
 
     def count(self, value: float, is_hit: bool) -> None:
-        """Learns of one node whose parent was right."""
+        """Learns from one node whose parent was right."""
         place = bisect_left(_EDGES, value)
         self._trials[place] += 1
         self._hits[place] += is_hit
         self._shares = None
 
     def fade(self) -> None:
-        """A round has passed."""
+        """Gives all earlier rounds less weight; called once a round."""
         self._trials = [MEMORY * trials for trials in self._trials]
         self._hits = [MEMORY * hits for hits in self._hits]
         self._shares = None
 
 
 def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The never falling sequence nearest to `values` (weighted least squares, by pooling adjacent violators)."""
+    """The non-decreasing sequence nearest to `values` (weighted least squares, by pooling adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, length
     for value, weight in zip(values, weights, strict=True):
         length = 1
@@ -86,10 +87,10 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """The calibration that lies beside a head (`calibration.json`): what is known of a drafter before it drafts.
+    """The calibration saved beside a head (`calibration.json`).
 
     Attributes:
-        greedy, sampled: shares to begin with, for requests of each kind.
+        greedy, sampled: shares to begin with, for requests of each kind; None if unknown.
     """
 
     greedy: Shares | None = None
@@ -105,10 +106,10 @@ class CalibrationTable:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> CalibrationTable:
-        """Reads `calibration.json`; empty where there is none.
+        """Reads `calibration.json`; an empty table without one.
 
         Raises:
-            CheckpointError: the file is not one of these.
+            CheckpointError: the file is not a calibration.
         """
         path = Path(folder) / CALIBRATION_FILE
         if not os.path.lexists(path):

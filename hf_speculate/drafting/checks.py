@@ -1,9 +1,9 @@
-"""Checks of every tree that a drafter gives, so that it can be wrong only in speed.
+"""Checks of every tree that a drafter returns: it can be wrong only in speed.
 
-The loop sets node 0 itself and makes the plan of a tree from its parents. Trees that are on the host are checked before
-they are scored. Reading one back from a device before would have the target wait for the host: there, out-of-range
-values are clamped, so that no kernel can fail, and the tree is checked when it is read back (`DraftTree.host`), which
-is behind its forward as a rule, and always before anything of it is emitted.
+The loop sets node 0 itself and computes the plan from the parents. A tree on the host is checked before it is scored.
+Reading a tree from a device first would make the target wait. So its values are clamped there, to keep kernels from
+failing, and it is checked when the host reads it (`DraftTree.host`). That is usually after its forward, and always
+before any of its tokens is emitted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..transfers import to_device
 from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostTree
 
 
-# Of the best nodes of a draft so many are scored at the most, root included. No published tree has more than about 100;
-# a mask has N x N entries.
+# Largest number of nodes to score, root included. No published tree has more than about 100, and a mask has N x N
+# entries.
 MAX_NODES = 512
 
 
@@ -28,9 +28,9 @@ class DraftChecks:
     """Checks the trees of one drafter.
 
     Args:
-        name: the drafter's, for errors.
-        vocab_size: ids that the target has embeddings for.
-        max_nodes: that are scored, root included.
+        name: name of the drafter, for errors.
+        vocab_size: number of token ids that the target has embeddings for.
+        max_nodes: largest number of nodes to score, root included.
     """
 
     def __init__(self, name: str, vocab_size: int, max_nodes: int = MAX_NODES):
@@ -39,11 +39,11 @@ class DraftChecks:
         self._max_nodes = max_nodes
 
     def admit(self, tree: Any, roots: Sequence[int]) -> DraftTree:
-        """A tree like `tree` that can be scored, with `roots` as the nodes 0 of its rows.
+        """A version of `tree` that can be scored, with `roots` as its nodes 0.
 
         Raises:
-            DrafterError: no tree, not of as many rows, or one that breaks an invariant of `DraftTree`; of a tree on a
-                device where its `host` is asked for.
+            DrafterError: the result is no tree, has another number of rows, or breaks an invariant of `DraftTree`. For
+                a tree on a device this is raised where its `host` is first used.
         """
         if not isinstance(tree, DraftTree):
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
@@ -105,7 +105,7 @@ class DraftChecks:
             raise self._error(f"drafted {[len(row) for row in parents]} parents for {list(tokens.shape)} nodes")
 
     def _check(self, host: HostTree) -> int:
-        """The depth of the deepest node."""
+        """Checks tokens and structure; returns the depth of the deepest node."""
         for row, (tokens, parents) in enumerate(zip(host.token_ids, host.parents, strict=True)):
             if min(tokens[1:], default=0) < 0 or max(tokens[1:], default=0) >= self._vocab_size:
                 wrong = next(token for token in tokens[1:] if not 0 <= token < self._vocab_size)
@@ -114,7 +114,7 @@ class DraftChecks:
         return self._check_structure(host.parents)
 
     def _check_structure(self, rows: Sequence[Sequence[int]]) -> int:
-        """The depth of the deepest node."""
+        """Checks the parents; returns the depth of the deepest node."""
         deepest = 0
         for row, parents in enumerate(rows):
             if parents[0] != ROOT_PARENT:
@@ -145,7 +145,7 @@ class DraftChecks:
 
 
 def _as_it_is(tree: DraftTree) -> DraftTree:
-    """The tree of its own tensors, which may have been written since it was made from another."""
+    """A new tree from its tensors: these may have changed since it was derived from another tree."""
     if not tree.reading.is_derived:
         return tree
     parents = tree.parents
@@ -164,7 +164,7 @@ def _is_on_host(tree: DraftTree) -> bool:
 
 
 def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int) -> DraftTree:
-    """The tree on its device, with values that no kernel can stumble over; the same where no fault will be found."""
+    """The tree on its device, with values clamped so that no kernel can fail. A valid tree stays the same."""
     tokens = tree.token_ids
     first = to_device(roots, tokens.device)[:, None]
     tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)

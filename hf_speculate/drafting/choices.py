@@ -1,4 +1,4 @@
-"""The tokens that the target found probable at the nodes of a round: more than the one that was chosen there."""
+"""The target's most probable tokens at the nodes of a round, not only the chosen one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Choices:
     """The target's most probable next tokens after every node that it scored in a round, accepted or not.
 
     Attributes:
-        rows: of the batch; the others have one of these each.
-        tree: the nodes.
+        rows: indices of the batch rows, one for each R.
+        tree: scored tree of these rows.
         token_ids: int64 [R, N, K] on the CPU, most probable first.
-        probs: float32 [R, N, K] on the CPU, among these K, after the request's temperature and cuts.
+        probs: float32 [R, N, K] on the CPU: probabilities among these K, after the request's temperature and cuts.
     """
 
     rows: Sequence[int]
@@ -31,7 +31,7 @@ class Choices:
 
     @classmethod
     def of(cls, tree: DraftTree, logits: Float[Tensor, "R N V"], warpers: Warpers, count: int) -> Choices:
-        """The first `count` ones; waits for the device.
+        """The `count` most probable tokens at every node. Waits for the device.
 
         The warpers see these tokens alone: over the whole vocabulary, at every node, they cost more than a draft.
         """
@@ -41,7 +41,7 @@ class Choices:
         return cls(tree.rows, tree.host, token_ids.cpu(), probs.cpu())
 
     def first(self, count: int) -> Choices:
-        """The `count` most probable ones."""
+        """The same with only the `count` most probable tokens."""
         probs = self.probs[..., :count]
         probs = (probs / probs.sum(-1, keepdim=True)).nan_to_num()
         return Choices(self.rows, self.tree, self.token_ids[..., :count], probs)

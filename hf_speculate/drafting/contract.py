@@ -1,8 +1,8 @@
 """The contract between the decoding loop and a drafting method.
 
-A `Drafter` is weights and options and does not change while generating; `start` opens a `DraftSession` for one
-request. A drafter holds no decoding loop, no acceptance rule and no cache surgery on the target: it can be wrong only
-in speed, never in text. `hf_speculate.testing.check_drafter` is the conformance suite.
+A `Drafter` is weights and options and does not change while generating; `start` opens a `DraftSession` for one request.
+A drafter has no decoding loop, no acceptance rule and no access to the target's cache: it can be wrong only in speed,
+never in text. `hf_speculate.testing.check_drafter` is the conformance suite.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Key in `Drafter.feature_layers`: the last layer's own output. The last entry of `hidden_states` comes after the final
-# norm, so this one is in no index.
+# Key in `Drafter.feature_layers` for the last layer's own output. The last entry of `hidden_states` comes after the
+# final norm, so no index names it.
 RAW_LAST = -1
 
 
 class DraftSession(ABC):
-    """The drafting state of one request. Sessions are used by one thread at a time and closed exactly once.
+    """The drafting state of one request. One thread at a time uses it, and it is closed exactly once.
 
     Attributes:
-        carries_over: whether the next turn of a conversation can use what this session knows; then it is also told of
+        carries_over: whether the next turn of a conversation can use what this session knows. Then `observe` also gets
             the last rounds, after which nothing was drafted.
-        num_choices: how many of the target's most probable tokens `observe_choices` is told of at every node of a
-            round; 0: it is not called, and nothing is computed for it.
+        num_choices: number of the target's most probable tokens that `observe_choices` gets at every node; 0 never
+            calls it.
     """
 
     carries_over: bool = False
@@ -50,11 +50,10 @@ class DraftSession(ABC):
 
     @abstractmethod
     def draft(self, state: DraftState) -> DraftTree:
-        """A tree for the next round, all B rows; its node 0 is `state.root_ids`. May be the root alone.
+        """A tree for the next round, with all B rows; its node 0 is `state.root_ids`. It may be the root alone.
 
-        The loop may score only the nodes of the highest values (`DraftTree.values`), or the first ones where there are
-        none; at most 511. It checks what it is given (see `DraftChecks`): a breach is a `DrafterError`, the root is its
-        own.
+        The loop may score only the nodes with the highest values (`DraftTree.values`), or the first ones if there are
+        no values, at most 511. It checks the tree (`DraftChecks`) and raises `DrafterError` for a breach.
         """
 
     @abstractmethod
@@ -64,38 +63,45 @@ class DraftSession(ABC):
         features: Mapping[int, Float[Tensor, "B J H"]],
         lengths: Int[Tensor, " B"],
     ) -> None:
-        """Learns what was committed: once after the prefill, then before every `draft`, but the first, what the rounds
-        since the last one brought (several, if some of them had no draft).
+        """Learns what was committed.
+
+        The loop calls it once after the prefill. Later it calls it before every `draft` but the first, with the rounds
+        since the last call.
 
         Args:
-            tokens: int64 on the CPU; `tokens[r, j]` was chosen *after* path node j of row r, root first. After the
-                prefill, "path node j" is prompt token `known_from + j`. Columns from `lengths[r]` on are padding.
-            features: the target's hidden state *at* path node j, for each index in `Drafter.feature_layers`.
-            lengths: int64 on the CPU, how many columns of each row are real (0 for finished rows).
+            tokens: int64 [B, J] on the CPU; `tokens[r, j]` was chosen *after* path node j of row r, root first. After
+                the prefill, path node j is prompt token `known_from + j`. Columns from `lengths[r]` on are padding.
+            features: hidden states of the target *at* path node j, [B, J, H], for each index in
+                `Drafter.feature_layers`.
+            lengths: int64 [B] on the CPU: number of real columns of each row (0 for finished rows).
         """
 
     def observe_choices(self, choices: Choices) -> None:
-        """Learns what the target found probable at the nodes of a round, where `num_choices` asks for it; before that
-        round's `observe`."""
+        """Learns the target's most probable tokens at the nodes of a round, before that round's `observe`.
+
+        It is called if `num_choices` is above 0.
+        """
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
-        """A tree for the round after the coming one, as if that had committed `path`: as `observe(path)`, without any
-        hidden states, and `draft(state)` would. Leaves the session where it was before, however it ends.
+        """A tree for the round after the coming one, assuming that the coming round commits `path`.
 
-        Called of drafters that say `drafts_ahead`, on a thread of its own while the target verifies; until it has
-        returned nothing else of the session is. It draws no random numbers but the state's noise. Where
-        `state.goes_on` says no, nobody wants the draft any more: the next level need not be drafted.
+        The result is that of `observe(path)` without hidden states, then `draft(state)`. The session is left as it was,
+        however the call ends.
+
+        It is called if `Drafter.drafts_ahead` is set, on a separate thread while the target verifies. Nothing else of
+        the session is called until it returns. It draws no random numbers but the state's noise. If `state.goes_on` is
+        False, nobody wants the draft any more and it may return early.
 
         Args:
-            state: of a request with one row. Its root is the last of `path` (the session's own where that is empty):
-                what it draws of the first level are guesses at the token that the target chooses there itself, so a
-                draft may be one level deeper than one of `draft`.
-            path: tokens of the draft that the target is likely to accept.
+            state: state of a request with one row. Its root is the last token of `path`, or the session's own root if
+                `path` is empty. The first level holds guesses at the token that the target chooses there, so a draft
+                may be one level deeper than one of `draft`.
+            path: token ids of the draft that the target is likely to accept.
         """
         raise NotImplementedError(f"{type(self).__name__} drafts nothing ahead.")
 
     def close(self) -> None:
-        """Releases what the session holds. Called exactly once, also after an error."""
+        """Releases what the session holds. The loop calls it exactly once, also after an error."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,9 @@ class SavedHead:
     """The result of `Drafter.save_pretrained`, for the model card.
 
     Attributes:
-        algorithm: tag of the method on the Hub, e.g. "eagle3".
+        algorithm: tag of the method on the Hub, for example "eagle3".
         layout: name of the layout that was written.
-        base_model: Hub id or path of the target, if the drafter knows it.
+        base_model: Hub id or path of the target; None if the drafter does not know it.
     """
 
     algorithm: str
@@ -114,20 +120,20 @@ class SavedHead:
 
 
 class Drafter(ABC):
-    """Weights and options of a drafting method; may be shared by threads and requests.
+    """Weights and options of a drafting method; threads and requests may share it.
 
-    Where the user asked for compiled forwards, `DraftRequest.compiler` is set: a drafter may hand it functions of
-    static shapes (`hf_speculate.compilation.Compiler.run`, with tensors from its `Buffers`), or ignore it.
+    If the user asked for compiled forwards, `DraftRequest.compiler` is set. A drafter may pass it functions of static
+    shapes (`hf_speculate.compilation.Compiler.run`, with tensors from its `Buffers`), or ignore it.
 
     Class attributes:
-        name: the entry point's name.
-        feature_layers: indices into the target's `hidden_states` tuple (0: embeddings, k: output of layer k - 1, L:
-            after the final norm) that `observe` wants; `RAW_LAST` asks for the last layer's output before that norm.
-        calibration: what the values of its trees mean, as far as that is known before it drafts.
-        record: what the folder of a head records of its target and its acceptance.
-        is_free: whether drafting takes next to nothing: no forward of a model.
-        drafts_ahead: whether its sessions have `DraftSession.ahead`.
-        options_classes: dataclasses whose fields are the drafter's options, for those who list them.
+        name: name of the entry point.
+        feature_layers: indices into the target's `hidden_states` that `observe` wants (0: embeddings, k: output of
+            layer k - 1, L: after the final norm). `RAW_LAST` asks for the last layer's output before that norm.
+        calibration: calibration of the drafter's node values before it has drafted.
+        record: record of a head's target and acceptance, read from its folder.
+        is_free: whether drafting takes almost no time: it runs no model.
+        drafts_ahead: whether its sessions implement `DraftSession.ahead`.
+        options_classes: dataclasses whose fields are the drafter's options, for listings.
     """
 
     name: ClassVar[str]
@@ -140,18 +146,18 @@ class Drafter(ABC):
 
     @property
     def advice(self) -> Advice:
-        """The advice that statistics give on the drafter's acceptance; by default the one for heads, for drafters that
-        read the target's states."""
+        """Advice that statistics show about the acceptance. The default is advice for heads if the drafter reads the
+        target's states."""
         return of_heads(self.record) if self.feature_layers else Advice()
 
     @classmethod
     @abstractmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        """Builds the drafter for a target from keyword options; unknown options raise `TypeError`."""
+        """Builds the drafter for a target from keyword options. Unknown options raise `TypeError`."""
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
-        """Whether `folder` holds a checkpoint of this method. Looks at files; loads no weights."""
+        """Whether `folder` holds a checkpoint of this method. Looks at files only; loads no weights."""
         return False
 
     @classmethod
@@ -163,15 +169,15 @@ class Drafter(ABC):
         """Writes weights and config to the folder `path` in a published layout (None: the drafter's default).
 
         Raises:
-            CheckpointError: nothing to save, or the layout cannot express it; nothing has been written then.
+            CheckpointError: there is nothing to save, or the layout cannot express it. Nothing was written.
         """
         raise CheckpointError(f"the drafter {self.name!r} has no weights to save.")
 
     def check_layout(self, layout: str | None = None) -> str | None:
-        """The layout that `save_pretrained` would write, by its own name; None: the only one.
+        """The name of the layout that `save_pretrained` would write.
 
         Raises:
-            CheckpointError: no such layout, or it cannot express this head.
+            CheckpointError: the layout does not exist, or cannot express this head.
         """
         return layout
 
@@ -182,9 +188,9 @@ class Drafter(ABC):
 
     @classmethod
     def files(cls, folder: str) -> list[str]:
-        """Names of the files that make up the head in a folder that `recognizes` accepted: an upload takes no others.
+        """Names of the files of the head in a folder that `recognizes` accepted; an upload takes only these.
 
-        By default those are `config.json` and everything in safetensors. A name without a file is passed over.
+        The default is `config.json` and all safetensors files. A name without a file is ignored.
         """
         return ["config.json", *(name for name in file_names(folder) if name.endswith(".safetensors"))]
 
@@ -192,7 +198,7 @@ class Drafter(ABC):
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""
 
     def forget(self) -> None:
-        """Drops the texts that it keeps of earlier requests. A benchmark calls it before it repeats its requests."""
+        """Drops the texts kept from earlier requests. A benchmark calls it before it repeats its requests."""
 
     @abstractmethod
     def start(self, request: DraftRequest) -> DraftSession:

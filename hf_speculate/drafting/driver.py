@@ -1,4 +1,4 @@
-"""The drafter's side of a request: what it is asked and told, and what its errors mean to the caller."""
+"""The drafter's side of a request: when it is called, with what, and what its errors mean to the caller."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .requests import Deepening, DraftRequest, DraftState
 
 Answer = TypeVar("Answer")
 
-# Tokens of prompts whose states wait until a draft is wanted.
+# Longest prompt, in tokens, whose states are kept until a draft is wanted.
 _MOST_KEPT = 2048
 
 
 class Drafting:
-    """A drafter at work on one request: its session, and the taps that get it the target's hidden states.
+    """A drafter at work on one request: its session, and the taps that get the target's hidden states.
 
     Args:
-        drafter: the method.
-        request: what its session is told.
-        max_nodes: of a tree, root included, that the target can take.
+        drafter: drafting method.
+        request: facts of the request for its session.
+        max_nodes: largest number of nodes, root included, that the target can score at once.
     """
 
     def __init__(self, drafter: Drafter, request: DraftRequest, max_nodes: int = MAX_NODES):
@@ -51,10 +51,9 @@ class Drafting:
         self._checks = DraftChecks(drafter.name, self._num_ids, max_nodes)
         self._worker: Worker | None = None
         self._pending: Pending | None = None
-        self._is_asked = False  # for a draft, in this round
+        self._is_asked = False  # whether a draft was asked for in this round
 
     def start(self) -> None:
-        """Opens the session."""
         self._open_session = self._ask(lambda: self.drafter.start(self.request))
 
     @property
@@ -68,19 +67,18 @@ class Drafting:
         return self._taps.forward_kwargs
 
     def listening(self) -> AbstractContextManager[None]:
-        """Around the forwards whose hidden states the drafter gets."""
+        """A context for the forwards whose hidden states the drafter gets."""
         return self._taps.listening()
 
     def skip(self, num_rerun: int) -> None:
-        """Forgets what the last forward showed of its first tokens: they were run again, in front of the nodes."""
+        """Drops the states of the last forward's first tokens, which were run again before the nodes."""
         self._taps.skip(num_rerun)
 
     def observe_prompt(self, tokens: Tensor, hidden_states: Any) -> None:
-        """Notes the prompt, of which the drafter is told when a draft is wanted; of a long one, whose states are not to
-        be kept for that, now.
+        """Stores the prompt until a draft is wanted. A long prompt goes to the drafter now, to free its states.
 
         Args:
-            tokens: [B, J], what came after each of its known positions, see `DraftSession`.
+            tokens: int64 [B, J], the token after each known position (`DraftSession.observe`).
         """
         features = self._taps.last(hidden_states, tokens.shape[1])
         self._prompt = Observation(tokens, features, torch.full((tokens.shape[0],), tokens.shape[1]))
@@ -89,27 +87,30 @@ class Drafting:
 
     @property
     def has_unread_prompt(self) -> bool:
-        """Whether the drafter has not been told of the prompt."""
+        """Whether the drafter has not read the prompt yet."""
         return self._prompt is not None
 
     def read_prompt(self) -> None:
-        """Tells of the prompt, once."""
+        """Gives the prompt to the drafter, once."""
         prompt, self._prompt = self._prompt, None
         if prompt is not None:
             self._ask(lambda: self._session.observe(*prompt))
 
     def observe(self, round: Round, hidden_states: Any) -> None:
-        """Notes what the drafter will be told before its next draft."""
+        """Stores a round, which the drafter gets before its next draft."""
         if any(round.tokens):
             paths = [path[: len(emitted)] for path, emitted in zip(round.paths, round.tokens, strict=True)]
             self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows))
 
     def observe_choices(self, round: Round, logits: Tensor, sampler: Sampler) -> None:
-        """Tells what the target found probable at the nodes of a round, [R, N, V], if the drafter wants to know. Of
-        rounds that it had no part in nothing is told: that would cost them more than they may lose."""
+        """Tells the drafter the target's most probable tokens, from logits [R, N, V], if it wants them.
+
+        Rounds without a draft are left out: they may not lose that time.
+        """
         count, is_asked, self._is_asked = self._session.num_choices, self._is_asked, False
         if count and is_asked and any(round.tokens):
-            known = logits if logits.shape[-1] <= self._num_ids else logits[..., : self._num_ids]  # what can be drafted
+            # tokens that can be drafted
+            known = logits if logits.shape[-1] <= self._num_ids else logits[..., : self._num_ids]
             choices = Choices.of(round.tree, known, sampler.warpers, count)
             self._ask(lambda: self._session.observe_choices(choices))
 
@@ -124,8 +125,8 @@ class Drafting:
         deepening: Deepening | None = None,
     ) -> DraftState:
         """The situation before a round."""
-        # Somebody who draws from the same RNG once will do so again: no noise is drawn ahead of its turn then. Drafters
-        # draw for the target's vocabulary.
+        # Code that has drawn from the same RNG will do so again: then no noise is drawn early. The noise must also have
+        # the width of the vocabulary that drafters draft for.
         noise = sampler.noise
         shares_noise = noise is not None and not noise.was_disturbed and noise.width == self._vocab_size
         return DraftState(
@@ -140,10 +141,10 @@ class Drafting:
         )
 
     def draft(self, state: DraftState) -> DraftTree:
-        """A tree that the target can score, of as many rows as the request."""
+        """A checked tree that the target can score, with all rows of the request."""
         self.read_prompt()
         observation, session = self._unobserved.take(), self._session
-        roots = state.root_ids.tolist()  # before anybody else has them
+        roots = state.root_ids.tolist()  # copied before the drafter can change them
         self._is_asked = True
 
         def draft() -> DraftTree:
@@ -159,8 +160,8 @@ class Drafting:
         return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> Pending:
-        """Begins a draft on the worker's thread, see `DraftSession.ahead`. Until it has ended, the session is its
-        own."""
+        """Begins a draft on the worker's thread (`DraftSession.ahead`). Until it has ended, only it may use the
+        session."""
         self.read_prompt()
         observation, session = self._unobserved.take(), self._session
         if observation is not None:
@@ -175,11 +176,11 @@ class Drafting:
         return self._pending
 
     def made_ahead(self, pending: Pending) -> DraftTree:
-        """The draft, once it has been made, from the root that the state had."""
+        """The finished draft, from the root of its state."""
         return self._ask(pending.result)
 
     def close(self) -> None:
-        """Closes the session; one that carries over is told of the last rounds before."""
+        """Closes the session. One that carries over gets the last rounds first."""
         try:
             if self._pending is not None:
                 self._pending.cancel()
@@ -204,7 +205,7 @@ class Drafting:
             session.close()
 
     def _unnoticed(self, call: Callable[[], Answer]) -> Answer:
-        """A drafter may use random numbers, and gradients: nobody else is to notice."""
+        """Calls the drafter and restores RNG and grad mode, which it may change."""
         rng, has_gradients = RngState(self.request.input_ids.device), torch.is_grad_enabled()
         try:
             return call()

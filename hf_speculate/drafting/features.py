@@ -1,4 +1,4 @@
-"""Hidden states of the target for drafters that want them."""
+"""Hidden states of the target, for drafters that use them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .contract import RAW_LAST
 
 
 def finite(states: Tensor) -> Tensor:
-    """Float16 states with the largest numbers there are for those that overflowed, and 0 for what is no number.
+    """float16 states without infinities and NaN: overflows become the largest number, NaN becomes 0.
 
-    One infinite value at the first token would be in every later state of a drafter that attends to it. (Transformers
-    clamps fp16 states for the same reason.) Others pass as they are: no other dtype overflows, and training has to see
-    when it diverges.
+    One infinite value at the first token would spread to every later state of a drafter that attends to it.
+    Transformers clamps fp16 states for the same reason. Other dtypes do not overflow, and training must see when it
+    diverges.
     """
     if states.dtype != torch.float16 or states.requires_grad:
         return states
@@ -31,7 +31,7 @@ def finite(states: Tensor) -> Tensor:
 
 
 def check_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> None:
-    """Raises `UnsupportedRequestError` where the states that a drafter named so wants cannot be tapped."""
+    """Raises `UnsupportedRequestError` if the states that the drafter needs cannot be tapped."""
     if RAW_LAST in layers and _last_layer(target) is None:
         raise UnsupportedRequestError(
             f"the drafter {drafter!r} reads the output of the last decoder layer, which is not to be found in "
@@ -40,7 +40,7 @@ def check_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> 
 
 
 def _last_layer(target: GenerativeModel) -> nn.Module | None:
-    """The last of the decoder's layers: of its `layers`, or of the only list of as many modules as the config says."""
+    """The last decoder layer: that of `layers`, or of the only module list with the config's number of layers."""
     decoder, count = target.get_decoder(), target.config.get_text_config(decoder=True).num_hidden_layers
     lists = {name: child for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)}
     stacks = [lists["layers"]] if "layers" in lists else [child for child in lists.values() if len(child) == count]
@@ -56,12 +56,12 @@ def _gathered(states: Float[Tensor, "B N H"], paths: Sequence[Sequence[int]]) ->
 
 
 class FeatureTaps:
-    """Taps the layers that a drafter asked for, for the time of one request.
+    """Collects the hidden states of the layers that a drafter asked for, during one request.
 
     Args:
-        target: the model.
-        layers: `Drafter.feature_layers`. Those of the `hidden_states` tuple cost a forward argument; `RAW_LAST` is read
-            by a hook, since that tuple holds the last layer's output after the final norm only.
+        target: model to tap.
+        layers: layer indices, `Drafter.feature_layers`. `RAW_LAST` is read by a hook, because `hidden_states` has the
+            last layer's output only after the final norm. The others need a forward argument.
     """
 
     def __init__(self, target: GenerativeModel, layers: Sequence[int]):
@@ -79,7 +79,7 @@ class FeatureTaps:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around the forwards that are tapped: processors, criteria and consumers may run the target as well."""
+        """A context for the forwards to tap: processors, criteria and consumers may run the target too."""
         if RAW_LAST in self.layers and self._hook is None:
             self._hook = self._tap_raw_last()
         self._listening = True
@@ -89,7 +89,8 @@ class FeatureTaps:
             self._listening = False
 
     def skip(self, count: int) -> None:
-        """Forgets the first positions of the last forward; those of the `hidden_states` tuple are the forward's own."""
+        """Drops the first `count` positions of the last forward's raw states. The forward itself cuts
+        `hidden_states`."""
         if count and self._raw_last is not None:
             self._raw_last = self._raw_last[:, count:]
 
@@ -100,10 +101,11 @@ class FeatureTaps:
     def at(
         self, hidden_states: Any, paths: Sequence[Sequence[int]], rows: Sequence[int]
     ) -> Mapping[int, Float[Tensor, "B J H"]]:
-        """The states at the nodes of one path a row; rows with shorter paths repeat node 0 as padding.
+        """The states at the nodes of one path for each row. Shorter paths are padded with node 0.
 
         Args:
-            rows: those that the forward ran. The others, whose paths are empty, get states of another row.
+            rows: indices of the batch rows that the forward ran. Other rows have empty paths and get states of another
+                row.
         """
         if not self.layers:
             return {}

@@ -1,4 +1,4 @@
-"""Rounds that were committed and that the drafter has not been told of yet."""
+"""Committed rounds that the drafter has not seen yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..transfers import to_device
 
 
 class Observation(NamedTuple):
-    """The arguments of `DraftSession.observe`, see there."""
+    """The arguments of one `DraftSession.observe` call."""
 
     tokens: Int[Tensor, "B J"]
     features: Mapping[int, Float[Tensor, "B J H"]]
@@ -23,25 +23,28 @@ class Observation(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]], features: Mapping[int, Tensor]) -> Observation:
-        """An observation made of the tokens of every row, and of features as wide as the longest of them."""
+        """An observation from the tokens of every row, and features as wide as the longest row."""
         width = max(map(len, rows))
         tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
         return cls(tokens, features, torch.tensor([len(row) for row in rows]))
 
 
 class Observations:
-    """Rounds in waiting. A drafter that is not asked for drafts is not bothered either: what rounds without a draft
-    committed is told in one piece before the next one, so that a pause costs no drafter forwards, and no tensors."""
+    """Rounds that wait for the drafter.
+
+    Rounds without a draft are passed on in one piece before the next draft. So a pause in drafting costs no drafter
+    forwards.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Sequence[Sequence[int]], Mapping[int, Tensor]]] = []
 
     def add(self, rows: Sequence[Sequence[int]], features: Mapping[int, Tensor]) -> None:
-        """Notes one round, see `Observation.from_rows`."""
+        """Stores one round; see `Observation.from_rows`."""
         self._waiting.append((rows, features))
 
     def take(self) -> Observation | None:
-        """All that waited, as one observation; None if nothing did."""
+        """All waiting rounds as one observation; None if there are none."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return None
@@ -57,7 +60,7 @@ class Observations:
 
 
 def joined(observations: Sequence[Observation]) -> Observation:
-    """Consecutive observations as one: the real columns of every row one after the other, padding at the end."""
+    """Consecutive observations as one: each row's real columns in order, then padding."""
     if len(observations) == 1:
         return observations[0]
     tokens = torch.cat([observation.tokens for observation in observations], dim=1)

@@ -1,4 +1,4 @@
-"""The ranking of the children of nodes by a drafter's logits, as a function of tensors: it can be a part of a graph."""
+"""The ranking of a node's children by a drafter's logits, as a function of tensors that can be compiled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 Warpers = Sequence[Callable[..., Any]]
-"""Processors that see only scores; they are called with no text."""
+"""Logits processors that see only scores; they are called without a text."""
 
-# Of logits: beyond all that models give, and finite at any temperature.
+# A bound for logits: larger than any model gives, and finite at any temperature.
 _UNLIKELY = 1e4
 
 
@@ -23,9 +23,9 @@ def rank_children(
     """The scores that `DraftState.child_scores` returns.
 
     Args:
-        log_noise: log of the noise that the target will use at these children, for the first C <= W columns; None for a
-            greedy request, whose scores are the logits.
-        warpers: of the request.
+        log_noise: logarithm of the noise that the target will use at these children, for the first C <= W columns. None
+            for a greedy request, whose scores are the logits.
+        warpers: processors of the request that warp logits.
     """
     if log_noise is None:
         return draft_logits
@@ -33,7 +33,7 @@ def rank_children(
 
 
 def warped(logits: Float[Tensor, "B N V"], warpers: Warpers) -> Float[Tensor, "B N V"]:
-    """Logits after the warpers, float32. Some raise for NaN, which a token that nobody trained may lead to."""
+    """Logits after the warpers, float32. NaN is replaced first, because some warpers raise for it."""
     scores: Any = logits.float().flatten(0, 1)
     if warpers:
         scores = scores.nan_to_num(nan=-_UNLIKELY, posinf=_UNLIKELY, neginf=-torch.inf)

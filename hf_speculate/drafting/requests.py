@@ -1,4 +1,4 @@
-"""The facts that a drafter is told: of the `generate` call (`DraftRequest`), and before each round (`DraftState`)."""
+"""The facts that a drafter gets: about the `generate` call (`DraftRequest`), and before each round (`DraftState`)."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRequest:
-    """The `generate` call as a session knows it.
+    """The facts of a `generate` call that a session gets.
 
     Attributes:
-        target: the model that verifies.
-        input_ids: int64 [B, S], the prompt as `generate` was given it (left padded).
+        target: model that verifies.
+        input_ids: int64 [B, S], prompt as given to `generate` (left padded).
         attention_mask: int64 [B, S'], None when all ones; S' > S when the prompt continues a cache.
-        known_from: index into `input_ids` of the first prompt token that `observe` will report; tokens before it
-            belong to a reused cache and come without features.
+        known_from: index into `input_ids` of the first prompt token that `observe` will report. Earlier tokens belong
+            to a reused cache and come without features.
         do_sample: whether the request samples.
-        max_new_tokens: upper bound of what will be emitted, None if unbounded.
-        cache: the target's cache: drafters key by it what the next turn of a conversation can use (`conversations`).
-            None where the caller does not get to see it: there will be no such turn.
-        num_earlier: tokens that the cache holds and `input_ids` does not (a turn that was given its new tokens only).
-        earlier_ids: these tokens, where they are known (one row).
-        adaptive: whether what is drafted may depend on how long things take.
-        compiler: what forwards of static shapes can be compiled with; None where the user did not ask for that. The
-            target's are already; a drafter may have its own compiled too (`Compiler.run`), or leave it.
-        adapters: the target's PEFT adapters in effect, "" for none (`active_adapters`): what a drafter learns about
-            acceptance from one text to the next holds for these.
+        max_new_tokens: upper bound of the new tokens; None if there is none.
+        cache: KV cache of the target, by which drafters store what the next turn can use (`conversations`). None if the
+            caller does not get the cache, so that there is no next turn.
+        num_earlier: number of tokens in the cache that are not in `input_ids` (for a turn given as new tokens only).
+        earlier_ids: token ids of these; None if unknown. Known for one row only.
+        adaptive: whether the amount drafted may depend on measured time.
+        compiler: compiler for forwards of static shapes; None if the user did not ask for that. The target's forwards
+            are already compiled; a drafter may compile its own (`Compiler.run`).
+        adapters: names of the target's active PEFT adapters, "" for none (`active_adapters`). What a drafter learns
+            about acceptance holds for these only.
     """
 
     target: PreTrainedModel
@@ -61,7 +61,7 @@ class DraftRequest:
 
     @property
     def text(self) -> list[int] | None:
-        """The whole text so far, of a request with one row, no padding and nothing unknown; else None."""
+        """The whole text so far; None for several rows, padding or unknown tokens."""
         is_plain = self.input_ids.shape[0] == 1 and self.attention_mask is None
         if not is_plain or (self.num_earlier and self.earlier_ids is None):
             return None
@@ -69,12 +69,12 @@ class DraftRequest:
 
     @property
     def carried_text(self) -> list[int] | None:
-        """The same where a later turn may go on from it, else None: nobody has to read what comes last."""
+        """The text so far if a later turn may continue it; else None."""
         return None if self.cache is None else self.text
 
     @property
     def row_texts(self) -> list[list[int]]:
-        """The text of every row so far, without padding, as far as it is known."""
+        """The known text of every row so far, without padding."""
         mask, texts = self.attention_mask, []
         for row, tokens in enumerate(self.input_ids.tolist()):
             if mask is not None and tokens:
@@ -85,31 +85,34 @@ class DraftRequest:
 
 
 class Deepening(Protocol):
-    """Whether another level of a draft pays."""
+    """A decision whether another level of a draft pays."""
 
     def __call__(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
-        """Decides on the next level; called in the order of the levels of one draft.
+        """Decides on the next level. It is called level by level.
 
         Args:
-            values: of the nodes that the next level would expand (`DraftTree.values`), on the CPU.
-            previous: index of each one's parent among those of the last call; None: it is the one in the same place.
+            values: path log-probabilities on the CPU (`DraftTree.values`) of the nodes that the next level would
+                expand.
+            previous: index of each node's parent in the previous call's `values`; None if parents are at the same
+                index.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftState:
-    """The situation before one round.
+    """The state of a request before one round.
 
     Attributes:
-        root_ids: int64 [B] on the CPU, the last committed token of each row (node 0 of the tree to be drafted).
-        active: False for rows that are finished; what is drafted for them is ignored.
-        max_depth: nodes deeper than this cannot be emitted; 0 asks for no draft. Always >= 0.
-        chains_only: True where the target cannot score branches: only the first branch of a tree is used.
-        num_emitted: new tokens of each row so far; noise row `num_emitted[r] + d` chooses the children of row r's
-            nodes at depth d.
-        deepening: what `goes_on` asks.
-        cancelled: set when nobody wants the draft any more (`DraftSession.ahead`); None: it will be wanted.
+        root_ids: int64 [B] on the CPU, last committed token of each row (node 0 of the tree to be drafted).
+        active: whether each row is unfinished; drafts of finished rows are ignored.
+        max_depth: deepest level whose nodes can still be emitted; 0 asks for no draft.
+        chains_only: whether the target cannot score branches, so that only the first branch of a tree is used.
+        num_emitted: number of new tokens of each row so far. Noise row `num_emitted[r] + d` chooses the children of row
+            r's nodes at depth d.
+        deepening: decision that `goes_on` returns; None always continues.
+        cancelled: event that is set when nobody wants the draft any more (`DraftSession.ahead`); None if it cannot be
+            cancelled.
     """
 
     root_ids: Int[Tensor, " B"]
@@ -124,14 +127,15 @@ class DraftState:
     _rows: Sequence[int] | None = None
 
     def select(self, rows: Sequence[int]) -> DraftState:
-        """The situation of some rows, for a drafter that leaves finished ones out; see `whole_tree`."""
+        """The state of some rows, for a drafter that leaves finished rows out (see `whole_tree`)."""
         if len(rows) == len(self.active):
             return self
         active, num_emitted = (tuple(values[row] for row in rows) for values in (self.active, self.num_emitted))
         return replace(self, root_ids=self.root_ids[list(rows)], active=active, num_emitted=num_emitted, _rows=rows)
 
     def whole_tree(self, tree: DraftTree, rows: Sequence[int]) -> DraftTree:
-        """The result of `draft`, made of a tree of `rows`: the other rows get a draft that nobody looks at."""
+        """A tree of all rows for `draft` to return, made from a tree of `rows`. The drafts of other rows are never
+        used."""
         if len(rows) == len(self.active):
             return tree
         slots = {row: slot for slot, row in enumerate(rows)}
@@ -142,9 +146,11 @@ class DraftState:
         return DraftTree(tokens, parents, max_depth, values=whole.values)
 
     def goes_on(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
-        """Whether another level pays, for drafters that ask before each but the first; see `Deepening`. Always true on
-        a device, which would have to be waited for: `max_depth` is chosen for that. No level of a draft that was
-        cancelled does."""
+        """Whether to draft another level; drafters ask before each level but the first.
+
+        The answer is always True on a device, as the host would have to wait for it; `max_depth` limits such drafts. It
+        is False once the draft is cancelled. Arguments: see `Deepening`.
+        """
         if self.cancelled is not None and self.cancelled.is_set():
             return False
         return self.deepening is None or values.device.type != "cpu" or self.deepening(values, previous)
@@ -152,16 +158,17 @@ class DraftState:
     def child_scores(
         self, draft_logits: Float[Tensor, "B N W"], depth: int, token_ids: Int[Tensor, " W"] | None = None
     ) -> Float[Tensor, "B N W"]:
-        """Scores by which children of nodes at `depth` should be ranked (top-k of these are the children).
+        """Scores by which children of nodes at `depth` are ranked; the top k become the children.
 
         For a greedy request these are the logits. For a sampled one they are `warped logits - log(noise of that step)`:
         the target samples with the same noise, so drafting with it raises acceptance (Gumbel top-k coupling) and cannot
         change the text. Scores of different nodes are comparable only after `log_softmax`.
 
         Args:
-            draft_logits: logits of the drafter, any float dtype.
+            draft_logits: logits of the drafter, of any float dtype.
             depth: depth of the nodes whose children are ranked (0: children of the root).
-            token_ids: target vocabulary id of each column, when the draft vocabulary is a part of the target's.
+            token_ids: target token id of each column, if the draft vocabulary is a part of the target's; None if the
+                columns are the target's.
         """
         noise = self.log_noise((depth,), draft_logits.shape[-1], token_ids)
         return rank_children(draft_logits, None if noise is None else noise[:, 0].to(draft_logits.device), self.warpers)
@@ -169,11 +176,12 @@ class DraftState:
     def log_noise(
         self, depths: Sequence[int], num_columns: int | None = None, token_ids: Int[Tensor, " W"] | None = None
     ) -> Float[Tensor, "B D C"] | None:
-        """log of the noise that chooses the children of nodes at `depths`, None for a greedy request.
+        """Logarithm of the noise that chooses the children of nodes at `depths`; None for a greedy request.
 
         Args:
-            num_columns: W, of the draft logits; None: of the target's.
-            token_ids: see `child_scores`. Without it, C is the smaller of W and the target's vocabulary.
+            num_columns: number of columns of the draft logits, W; None takes the target's.
+            token_ids: target token id of each column (`child_scores`). With None, C is the smaller of W and the
+                target's vocabulary.
         """
         if self._noise is None:
             return None
@@ -190,5 +198,5 @@ class DraftState:
 
     @property
     def warpers(self) -> LogitsProcessorList:
-        """Those processors of the request that warp a drafter's logits as they warp the target's."""
+        """The request's processors that warp a drafter's logits as they warp the target's."""
         return self._warpers

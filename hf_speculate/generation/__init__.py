@@ -1,8 +1,8 @@
 """A `generate` call from end to end: the bridge that takes it over from transformers, and the loop that runs it.
 
-The bridge wraps three methods of `GenerationMixin`; requests are checked and prepared, then the loop drafts, scores,
-verifies, keeps and publishes one round after the other. Everything that is decided once a request is decided here;
-what a round needs comes from the rooms below.
+The bridge wraps three methods of `GenerationMixin`. Requests are checked and prepared here. Then the loop drafts,
+scores, verifies, keeps and publishes one round after the other. Decisions made once a request belong here; what a round
+needs comes from the other rooms.
 """
 
 from .bridge import install as install

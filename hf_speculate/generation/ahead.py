@@ -1,8 +1,8 @@
-"""Looking ahead: while the target verifies a draft, the drafter makes the next one on the likeliest guess.
+"""Drafting ahead: while the target verifies a draft, the drafter makes the next one from the most likely outcome.
 
-The guess is the path of the draft whose nodes are worth most; what the target chooses behind it is guessed by the
-drafter, in the first level of what it drafts. Where the verdict is that path and one of these tokens, what hangs on it
-is the next draft; else it is thrown away. Which of the two happens depends on the text, never on how long things take.
+It assumes that the draft's path of highest value is accepted. The first level of the new draft guesses the token that
+the target chooses after that path. If the round ends that way, with one of these tokens, the subtree below the token is
+the next draft; otherwise the draft is dropped. The outcome depends on the text, never on how long anything takes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Ahead:
     """Drafting ahead in one request of one row.
 
     Args:
-        drafting: the drafter at work.
-        noise: of a request that samples.
-        stats: count what became of it.
+        drafting: drafter at work.
+        noise: noise of a request that samples; None if it is greedy.
+        stats: counters of drafts made ahead.
 
     Attributes:
-        was_taken: whether the last draft that was asked for had been made ahead.
+        was_taken: whether the last draft from `take` was made ahead.
     """
 
     def __init__(self, drafting: Drafting, noise: Noise | None, stats: SpeculationStats):
@@ -39,18 +39,19 @@ class Ahead:
         self.was_taken = False
 
     def begin(self, tree: DraftTree, budget: Budget, state: DraftState) -> None:
-        """Starts on the round after that of `tree`.
+        """Begins the draft for the round after that of `tree`.
 
         Args:
-            budget: of the round; the next one's is not known yet.
-            state: as before the round, but for `max_depth`: what may be emitted from its root on.
+            budget: budget of the round of `tree`, as the next one's is not known yet.
+            state: state before the round of `tree`. Its `max_depth` is the number of tokens that may be emitted from
+                its root on.
         """
         row = tree.host.rows()[0]
         path = [row.token_ids[node] for node in row.best_path()]
         max_depth = state.max_depth - len(path) + 1
         if budget.max_depth is not None:
             max_depth = min(max_depth, budget.max_depth + 1)
-        if max_depth < 2:  # what hangs on the token behind the path
+        if max_depth < 2:  # nothing could be drafted below the guessed token
             return
         num_emitted = state.num_emitted[0] + len(path) - 1
         root = torch.tensor(path[-1:])
@@ -58,11 +59,11 @@ class Ahead:
         self._pending = self._drafting.ahead(self._state, path[1:])
 
     def settle(self, emitted: Sequence[int], *, is_over: bool) -> float:
-        """The verdict is there; returns the seconds that were waited for the drafter.
+        """Compares the guess with the outcome; returns the seconds spent waiting for the drafter.
 
         Args:
-            emitted: tokens of the round.
-            is_over: no other round follows.
+            emitted: token ids that the round emitted.
+            is_over: whether this was the last round.
         """
         pending, self._pending = self._pending, None
         if pending is None or self._state is None:
@@ -76,7 +77,7 @@ class Ahead:
         return pending.waited
 
     def take(self) -> DraftTree | None:
-        """The draft that was made for the coming round; None if there is none. It is wanted now or never."""
+        """The draft made for the coming round, or None. It can be taken once."""
         ready, self._ready = self._ready, None
         self.was_taken = ready is not None
         return ready

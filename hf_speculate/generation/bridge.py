@@ -1,9 +1,9 @@
-"""The bridge: what makes `model.generate(..., speculator=...)` work on stock transformers models.
+"""The bridge, which makes `model.generate(..., speculator=...)` work on stock transformers models.
 
-Three methods of `GenerationMixin` are wrapped (`install`, undone by `uninstall`). `generate` takes `speculator=` off
-the arguments and notes it in a ContextVar; everything else goes through the original, which prepares inputs, cache,
-processors and criteria as always; `_validate_generation_mode` refuses what cannot work before any of that; `_sample`,
-which serves greedy decoding and sampling, runs our loop if the note names this model and the original otherwise.
+`install` wraps three methods of `GenerationMixin`, and `uninstall` undoes that. `generate` takes `speculator=` off the
+arguments and notes it in a ContextVar. The original does the rest: it prepares inputs, cache, processors and criteria.
+`_validate_generation_mode` refuses what cannot work before any of that. `_sample`, which serves greedy decoding and
+sampling, runs our loop if the note names this model, and the original otherwise.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ _NOT_GIVEN: Any = object()
 
 @dataclass(frozen=True)
 class _Note:
-    """The note that `generate` leaves for `_sample`: the speculator for exactly this model, and the way it was asked
-    for.
+    """The note that `generate` leaves for `_sample`: the speculator for exactly this model, and how it was given.
 
     Attributes:
-        has_callers_cache: the cache was an argument, so that the caller has it.
+        has_callers_cache: whether the caller passed the cache in.
     """
 
     model: GenerativeModel
@@ -67,10 +66,11 @@ _originals: dict[str, Callable] = {}
 
 
 def install() -> None:
-    """Adds `speculator=` to `generate` of every transformers model. Idempotent; done by `import hf_speculate`.
+    """Adds `speculator=` to `generate` of every transformers model. `import hf_speculate` calls it; a second call does
+    nothing.
 
     Raises:
-        IncompatibleTransformersError: what would be wrapped is gone or has changed; nothing is wrapped then.
+        IncompatibleTransformersError: a method to wrap is missing or has changed. Nothing is wrapped then.
     """
     if _originals:
         return
@@ -87,7 +87,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`. A method that somebody else has wrapped since is left alone, with a warning."""
+    """Undoes `install`. A method that other code has wrapped since is left alone, with a warning."""
     for name, original in _originals.items():
         if getattr(GenerationMixin, name).__dict__.get("__hf_speculate__"):
             setattr(GenerationMixin, name, original)
@@ -106,14 +106,14 @@ def _wrap_generate(original: Callable) -> Callable:
         if chosen is not None:
             has_cache = any(kwargs.get(name) is not None for name in (CACHE_NAME, OLD_CACHE_NAME))
             note = _Note(self, resolve(chosen, self), explicit, streamed.get(), has_cache)
-        # Also where there is none: a call within another one (token healing) must not take that one's.
+        # Set it even to None: a `generate` call within another one (token healing) must not take the outer note.
         tokens = _note.set(note), streamed.set(None)
         try:
             if note is not None:
                 with _stepping_aside(note, UnsupportedRequestError, TargetMismatchError):
                     check_model(self)
                     check_arguments(kwargs)
-                    note.speculator.drafter.check_target(self)  # an attached one may not fit any more
+                    note.speculator.drafter.check_target(self)  # an attached drafter may no longer fit
             return original(self, *args, **kwargs)
         finally:
             _note.reset(tokens[0])
@@ -128,7 +128,7 @@ def _wrap_generate(original: Callable) -> Callable:
     )
     generate.__signature__ = signature.replace(parameters=[*parameters[:-1], new, parameters[-1]])  # type: ignore
     generate.__dict__["__hf_speculate__"] = True
-    # The way past `torch.no_grad` leads where it did, not to the decorated original.
+    # `__wrapped__` leads past `torch.no_grad`, as it did before.
     generate.__wrapped__ = getattr(original, "__wrapped__", original)
     return generate
 
@@ -175,7 +175,7 @@ def _wrap_sample(original: Callable) -> Callable:
 def _speculate(
     note: _Note, arguments: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape, reason: str, sizes: Sizes | None
 ) -> Any:
-    """The result of `_sample`, or the prepared call of a stream."""
+    """The result of `_sample`, or the prepared call for a stream."""
     model, input_ids, processors, criteria, config = arguments
     kwargs.pop("synced_gpus", None)
     streamer = kwargs.pop("streamer", None)
@@ -206,8 +206,10 @@ def _speculate(
 
 @contextmanager
 def _stepping_aside(note: _Note, *errors: type[SpeculateError]) -> Iterator[None]:
-    """The way out where a request cannot run: an error for an explicit speculator; an attached one steps aside with one
-    warning."""
+    """Handles errors of a request that cannot run: raises them for an explicit speculator.
+
+    For an attached one it warns once and lets the request run without.
+    """
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""A request that `generate` has prepared for our loop: its rounds, and what `generate` returns in the end."""
+"""A request that `generate` has prepared for our loop: its rounds, and the result of `generate`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..tree import Round
 from .loop import Decoding, decode
 
 
-# What `hf_speculate.stream` or `rounds` is about to yield. Where it is set, our `_sample` hands the prepared call back
-# unfinished, and `generate` returns it as it is.
+# The kind of items that `hf_speculate.stream` or `rounds` will yield. If it is set, our `_sample` returns the prepared
+# call unfinished, and `generate` passes it on.
 streamed: ContextVar[Literal["rounds", "text"] | None] = ContextVar("hf_speculate_streamed", default=None)
 
 
 @dataclass
 class PreparedCall:
-    """One `generate` call behind its preparation.
+    """A `generate` call after its preparation.
 
     Attributes:
-        run: the loop's state.
-        speculator: gets the statistics of the call, however it ends.
-        config: the request, as `generate` completed it.
+        run: state of the loop.
+        speculator: speculator that gets the statistics of the call, however it ends.
+        config: generation config, as `generate` completed it.
     """
 
     run: Decoding
@@ -43,14 +43,15 @@ class PreparedCall:
     _first: Round | None = None
 
     def start(self) -> PreparedCall:
-        """Runs the prompt now, within whatever `generate` was called in; `rounds` then begins with its outcome."""
+        """Runs the prompt now, within the context that `generate` was called in. `rounds` then begins with its
+        round."""
         self._loop = decode(self.run)
         with self._timed():
             self._first = next(self._loop)
         return self
 
     def rounds(self) -> Generator[Round]:
-        """The rounds, see `decode`. Closing it ends the generation; the time between rounds is the consumer's."""
+        """The rounds of `decode`. Closing the generator ends the generation; time between rounds is not counted."""
         stats, loop = self.run.stats, self._loop or decode(self.run)
         try:
             if self._first is not None:
@@ -71,7 +72,7 @@ class PreparedCall:
             self.speculator.count(stats, self.run.drafts.driver.request.adapters)
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
-        """The result of stock `generate`, with `speculation` (this call's statistics) in the dict form."""
+        """The result of stock `generate`. Its dict form also has `speculation`, the statistics of this call."""
         sequences = self.run.rows.sequences.result()
         if not self.config.return_dict_in_generate:
             return sequences
@@ -84,7 +85,7 @@ class PreparedCall:
     def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            # The consumer of a stream calls from outside `generate` and its `no_grad`.
+            # A stream's consumer runs the rounds outside `generate` and its `no_grad`.
             with torch.no_grad():
                 yield
         finally:

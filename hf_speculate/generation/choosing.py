@@ -14,16 +14,16 @@ from .rows import Rows
 
 
 class Delivery:
-    """A streamer at work on one request.
+    """Delivers the tokens of one request to a streamer.
 
     Args:
-        streamer: as `generate` takes it.
-        sequences: the text; rows are of equal length.
-        noise: of a request that samples.
+        streamer: streamer that was given to `generate`.
+        sequences: texts of the rows, which must have equal lengths.
+        noise: noise of a request that samples; None if it is greedy.
 
     Attributes:
-        num_steps: steps that were handed over.
-        seconds: that the streamer has taken since `take_seconds` was called: they are not ours.
+        num_steps: number of steps delivered so far.
+        seconds: time that the streamer has taken since the last `take_seconds`; it does not count as ours.
     """
 
     def __init__(self, streamer: Any, sequences: Sequences, noise: Noise | None):
@@ -34,8 +34,8 @@ class Delivery:
         self.seconds = 0.0
 
     def __call__(self) -> bool:
-        """Hands over what is new. What the streamer draws is drawn in its turn: False if it has drawn, and so changed
-        the noise of what is still to be chosen."""
+        """Delivers new tokens. Returns False if the streamer drew random numbers, which changes the noise of later
+        steps."""
         start = time.perf_counter()
         if self._noise is not None:
             self._noise.pause(self._sequences.num_emitted[0])
@@ -47,7 +47,7 @@ class Delivery:
         return not was_disturbed
 
     def take_seconds(self) -> float:
-        """Seconds since the last call."""
+        """Seconds that the streamer has taken since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -57,9 +57,9 @@ class Choosing:
     """The choice of tokens in one request.
 
     Attributes:
-        sampler: chooses as stock's loop does.
-        delivery: hands the tokens [B] of every step to a streamer; None: there is none.
-        is_text_broken: whether stock's own steps give scores that are not finite, in every row.
+        sampler: sampler that chooses as stock's loop does.
+        delivery: delivery of every step's tokens [B] to a streamer; None if there is no streamer.
+        is_text_broken: whether plain decoding steps give scores that are not finite, in every row.
     """
 
     sampler: Sampler
@@ -69,7 +69,7 @@ class Choosing:
     def verify(
         self, logits: Tensor, tree: DraftTree, rows: Rows, verdict: Verdict, *, may_be_tainted: bool = False
     ) -> None:
-        """Walks the tree, emitting what the sampler chooses; see `verification.verify`."""
+        """Walks the tree and emits what the sampler chooses; see `verification.verify`."""
         verify(
             logits,
             tree,
@@ -84,7 +84,7 @@ class Choosing:
         )
 
     def num_delivered(self, rows: Rows) -> list[int]:
-        """Tokens of every row that its consumer has got."""
+        """Number of tokens of every row that its consumer has received."""
         emitted = rows.sequences.num_emitted
         return list(emitted) if self.delivery is None else [min(self.delivery.num_steps, n) for n in emitted]
 

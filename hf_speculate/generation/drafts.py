@@ -1,4 +1,4 @@
-"""The drafts of one request: how much a round may draft, and what the drafter gives within that."""
+"""The drafts of one request: how much a round may draft, and what the drafter returns within that."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _UNBOUNDED = 10**9
 
 
 class DepthLimits:
-    """The depth that each row may draft to: where tokens can still be emitted, and where the target's forward does not
-    depend on its longest position.
+    """The depth to which each row may draft.
+
+    Two things limit it: how many tokens can still be emitted, and positions beyond which the target's forward would
+    differ from plain decoding.
 
     Args:
-        target: the model.
-        stopping, sequences: of the request.
+        target: model that verifies.
+        stopping, sequences: criteria and texts of the request.
     """
 
     def __init__(self, target: GenerativeModel, stopping: Stopping, sequences: Sequences):
@@ -37,7 +39,8 @@ class DepthLimits:
         self._counts_padding = has_length_dependent_rope(target.config)
 
     def __call__(self, scorer: Scorer, root_positions: Sequence[int]) -> list[int]:
-        """For every row of the batch; a node at depth d can be emitted only if d tokens and the bonus still fit."""
+        """The limit of every row of the batch. A node at depth d can be emitted only if d tokens and the bonus token
+        fit."""
         limit = 0 if scorer.takes_root_only else self._limit(scorer.cache.append_index, root_positions)
         rows, max_length = range(self._sequences.batch_size), self._stopping.max_length
         if max_length is None:
@@ -51,7 +54,7 @@ class DepthLimits:
         return _UNBOUNDED if limit is None else limit
 
     def _counts(self, append_index: int, root_positions: Sequence[int]) -> set[int]:
-        """The places that the model may take its roots to be at. Padding has no positions, but some models count it."""
+        """The positions that the model may use for the roots. Padding has no position ids, but some models count it."""
         if not self._takes_position_ids:
             return {append_index}
         return {max(root_positions), *((append_index,) if self._counts_padding else ())}
@@ -62,11 +65,11 @@ class Drafts:
     """The drafting side of one request.
 
     Attributes:
-        driver: the drafter at work.
-        policy: chooses how much every round drafts.
-        limits: how deep a round may draft.
-        ahead: drafts the next round while this one is verified; None: nobody does.
-        depth: depth of the last draft before it was cut; 0 where there was none.
+        driver: drafter at work.
+        policy: policy that chooses how much every round drafts.
+        limits: limits of the depth of each row.
+        ahead: drafts the next round while this one is verified; None if that is off.
+        depth: depth of the last draft before it was cut; 0 without a draft.
     """
 
     driver: Drafting
@@ -103,14 +106,14 @@ class Drafts:
         return tree.pruned(limits) if tree.max_depth > min(taking_part) else tree
 
     def begin_ahead(self, tree: DraftTree, budget: Budget, rows: Rows, target: Target, sampler: Sampler) -> None:
-        """Lets the drafter begin with the round after that of `tree`."""
+        """Lets the drafter begin the draft for the round after that of `tree`."""
         assert self.ahead is not None
         (limit,) = self.limits(target.scorer, target.root_positions(rows.sequences))
         self.ahead.begin(tree, budget, self._state(rows, target, sampler, limit, self.policy.deepening_ahead()))
 
     @property
     def was_made_ahead(self) -> bool:
-        """Whether the last draft was."""
+        """Whether the last draft was made ahead."""
         return self.ahead is not None and self.ahead.was_taken
 
     def _state(

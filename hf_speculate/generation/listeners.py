@@ -14,7 +14,7 @@ from ..verification import Sampler, Sequences
 
 
 Listener = Callable[[Round, Any], None]
-"""Told of every round, with the output of its forward, which the round does not keep."""
+"""A function that is called after every round, with the output of its forward."""
 
 
 def listeners(
@@ -25,7 +25,7 @@ def listeners(
     drafting: Drafting,
     policy: PolicySession,
 ) -> Sequence[Listener]:
-    """Those of one request, in the order in which they are told."""
+    """The listeners of one request, in the order in which they are called."""
     records = sampler.records
     windows = layer_windows(scorer.model.config) if records.forward_kwargs else ()
 

@@ -1,4 +1,4 @@
-"""The decoding loop: choose a budget, draft a tree, score it in one target forward, verify, keep, tell everybody.
+"""The decoding loop: choose a budget, draft a tree, score it in one target forward, verify, keep, publish.
 
 Streaming, statistics and text are consumers of the generator `decode`, not parts of it.
 """
@@ -23,10 +23,11 @@ from .target import Target
 
 
 def decode(run: Decoding) -> Generator[Round]:
-    """Generates until every row is finished; yields the rounds, the prompt's first.
+    """Generates until every row is finished; yields the rounds, beginning with the prompt's.
 
-    However it ends (exhausted, closed, interrupted, an error in a drafter, criterion or consumer), the cache then holds
-    the prompt and the delivered tokens but the last, and the RNG is where plain `generate` would have left it.
+    It may end in any way: exhausted, closed, interrupted, or by an error in a drafter, criterion or consumer. The cache
+    then holds the prompt and all delivered tokens but the last, and the RNG is where plain `generate` would have left
+    it.
     """
     try:
         yield run.prefill()
@@ -47,15 +48,15 @@ def decode(run: Decoding) -> Generator[Round]:
 
 @dataclass(kw_only=True)
 class Decoding:
-    """One request on its way: what `decode` needs, and the verbs of its loop.
+    """One request while it runs: the state that `decode` needs, and the steps of its loop.
 
     Attributes:
-        rows: texts, criteria that end them, and what ended ones owe.
-        target: the model, its prompt and its forwards over trees.
-        drafts: drafter, policy and limits of drafts.
-        choosing: sampler, and streamer.
+        rows: texts of the rows, the criteria that end them, and what finished rows still need.
+        target: model with its prompt and its forwards over trees.
+        drafts: drafter, policy and depth limits.
+        choosing: sampler and streamer.
         stats: counters of this call.
-        listeners: functions that are told of every round.
+        listeners: functions that are called after every round.
     """
 
     rows: Rows
@@ -109,7 +110,7 @@ class Decoding:
             return self.drafts.choose(self.rows, self.cache)
 
     def draft(self, budget: Budget) -> DraftTree:
-        """A tree for every row that the target is going to run."""
+        """A tree for every row that the target will run."""
         if not budget.is_nothing and self.drafts.driver.has_unread_prompt:
             self._read_prompt()
         with self.stats.timed("drafter_seconds"):
@@ -119,14 +120,14 @@ class Decoding:
         return tree
 
     def _read_prompt(self) -> None:
-        """The drafter reads the prompt when a draft is wanted. It is no round's work."""
+        """Lets the drafter read the prompt, at the first draft. The time belongs to no round."""
         before = self.stats.drafter_prefill_seconds
         with self.stats.timed("drafter_prefill_seconds"):
             self.drafts.driver.read_prompt()
         self._clock.leave_out(self.stats.drafter_prefill_seconds - before)
 
     def look_ahead(self, tree: DraftTree, budget: Budget) -> None:
-        """Lets the drafter begin with the next round, where it may."""
+        """Lets the drafter begin the next round's draft, if drafting ahead is on."""
         if self.drafts.ahead is not None and not budget.is_nothing:
             with self.stats.timed("drafter_seconds"):
                 self.drafts.begin_ahead(tree, budget, self.rows, self.target, self.choosing.sampler)
@@ -146,8 +147,10 @@ class Decoding:
         return output
 
     def verify(self, tree: DraftTree, output: Any) -> tuple[DraftTree, Verdict]:
-        """Walks the tree, emitting what the request's sampler chooses; the tree is its root alone where scores of its
-        nodes cannot be trusted."""
+        """Walks the tree and emits what the request's sampler chooses.
+
+        The returned tree is only the root if the scores of its nodes could not be trusted.
+        """
         with self.stats.timed("target_seconds"):
             verdict = Verdict.empty(self.rows.sequences.batch_size)
             self._broken_off = tree, verdict, output
@@ -167,37 +170,38 @@ class Decoding:
         return tree, verdict
 
     def _score_again(self, roots: DraftTree, output: Any) -> None:
-        """Puts the output of plain steps in place of one over drafts with states that are not finite."""
+        """Replaces an output that is not finite because of the drafts by that of plain steps."""
         self.stats.fallbacks["scored again without the draft: it led to states that are not finite"] += 1
         self.drafts.depth = 0
         self.cache.clear_uncommitted()
         for name, value in self._score(roots).items():
             output[name] = value
-        # Where single steps give NaN in every row, the text itself is what is not finite. (A window may leave it.)
+        # If plain steps give NaN in every row, the text itself is not finite. With sliding windows it may leave the
+        # window.
         is_broken = bool(are_tainted(output.logits).all()) and not self.target.scorer.has_windows
         self.choosing.is_text_broken = is_broken
 
     def keep(self, tree: DraftTree, verdict: Verdict) -> Round:
-        """Keeps the entries of the accepted paths; the round that this makes."""
+        """Keeps the entries of the accepted paths, and returns the finished round."""
         self._broken_off = None
         place = self.cache.lengths, self.cache.append_index
         self.cache.keep(self.rows.paths(verdict, self.cache), ended=self.rows.done(self.cache))
         return self._round(tree, verdict, *place)
 
     def publish(self, round: Round, output: Any) -> None:
-        """Tells the listeners what the round did."""
+        """Passes the round to all listeners."""
         for listener in self.listeners:
             listener(round, output)
         self._clock.told()
 
     def close(self) -> None:
-        """Leaves cache, session and RNG consistent with what was delivered; works after any interruption."""
+        """Leaves cache, session and RNG consistent with what was delivered. It works after any interruption."""
         with ExitStack() as ends:
-            for end in (self.drafts.policy.close, self.drafts.driver.close, self._settle):  # the last first
+            for end in (self.drafts.policy.close, self.drafts.driver.close, self._settle):  # the last one runs first
                 ends.callback(end)
 
     def _settle(self) -> None:
-        if self._broken_off is not None:  # what was emitted of a round that was broken off
+        if self._broken_off is not None:  # keep what an interrupted round has emitted
             tree, verdict, output = self._broken_off
             self.drafts.driver.observe(self.keep(tree, verdict), output.hidden_states)
         self.cache.bring_back()
@@ -206,7 +210,7 @@ class Decoding:
             wanted = zip(self.rows.settled_lengths(delivered), self.cache.lengths, strict=True)
             self.cache.truncate(list(map(min, wanted)))
             self.target.scorer.settle()
-        if self.cache.is_ragged:  # what the next turn masks must be finite
+        if self.cache.is_ragged:  # the next turn masks these entries, so they must be finite
             self.cache.clear_uncommitted()
         self.cache.release()
         if self.choosing.sampler.noise is not None:
@@ -230,7 +234,7 @@ class Decoding:
         )
 
     def _leave_to_streamer(self, counter: str) -> None:
-        """Takes the streamer's time out of ours."""
+        """Subtracts the streamer's time from ours."""
         if seconds := self.choosing.take_seconds():
             self.stats.take_out(seconds, counter)
             self._clock.leave_out(seconds)

@@ -1,4 +1,4 @@
-"""The state of our loop, made of what `generate` has prepared."""
+"""Builds the state of our loop from what `generate` has prepared."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from .recomputing import recomputing
 from .requests import total_length
 from .rows import Rows, lockstep_reason
 from .stock_step import TOKEN_KWARGS, StockStep
-from .target import Prompt, Target
+from .target import Prefill, Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCall:
-    """A call of `_sample`, as `generate` makes it.
+    """The arguments of `_sample`, as `generate` passes them.
 
     Attributes:
-        model, input_ids, processors, criteria, config: its positional arguments.
-        model_kwargs: the others, the streamer left out.
-        streamer: as `generate` takes it.
-        has_callers_cache: the cache was an argument of `generate`.
-        shape, reason: what the model takes, and why nothing wider, see `request_shape`.
-        sizes: for `exact_scorer`; None: nothing has to be exact.
+        model, input_ids, processors, criteria, config: positional arguments of `_sample`.
+        model_kwargs: keyword arguments, without the streamer.
+        streamer: streamer that was given to `generate`; None without one.
+        has_callers_cache: whether the caller passed the cache in.
+        shape, reason: widest draft that the model takes, and why nothing wider (`request_shape`).
+        sizes: row counts for `exact_scorer`; None if exact text was not asked for.
     """
 
     model: GenerativeModel
@@ -81,23 +81,23 @@ class SampleCall:
 
     @property
     def shows_cache(self) -> bool:
-        """Somebody gets to see the cache."""
+        """Whether the caller gets to see the cache."""
         return self.has_callers_cache or bool(self.config.return_dict_in_generate)
 
     @cached_property
     def num_earlier(self) -> int:
-        """Tokens that the cache holds and `input_ids` does not."""
+        """Number of tokens in the cache that are not in `input_ids`."""
         return total_length(self.input_ids, self.config, self.model_kwargs) - self.input_ids.shape[1]
 
     @property
     def num_virtual(self) -> int:
-        """Tokens of a prompt-learning adapter in front of the text."""
+        """Number of virtual tokens that a prompt-learning adapter puts before the text."""
         adapter = prompt_learning(self.model)
         return 0 if adapter is None else adapter.num_virtual_tokens
 
     @cached_property
     def attention_mask(self) -> Tensor | None:
-        """[B, M], of all that the cache will hold of the prompt; None when all ones."""
+        """[B, M] over all cache entries of the prompt; None when all ones."""
         mask = self.model_kwargs.get("attention_mask")
         return functional.pad(mask, (self.num_virtual, 0), value=1) if mask is not None and self.num_virtual else mask
 
@@ -107,7 +107,7 @@ class SampleCall:
         length, position_ids = self.input_ids.shape[1], self.model_kwargs.get("position_ids")
         adapter = prompt_learning(self.model)
         if adapter is not None and adapter.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
-            # PEFT drops the position ids then: positions are those in the cache, padding counted.
+            # PEFT drops the position ids here, so positions count cache entries, padding included.
             return [self.num_virtual + length - 1] * self.batch_size
         if position_ids is None:
             return [self.num_virtual + self.num_earlier + length - 1] * self.batch_size
@@ -115,7 +115,7 @@ class SampleCall:
 
     @property
     def num_expected(self) -> int | None:
-        """Entries that the cache should have behind the prompt, if that is known."""
+        """Number of cache entries expected after the prompt; None if unknown."""
         if self.attention_mask is not None:
             return self.attention_mask.shape[1]
         if self.model_kwargs.get("inputs_embeds") is not None:
@@ -138,7 +138,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     lockstep = ""
     if call.batch_size > 1:
         lockstep = lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
-    # Something looks at the whole batch, or at every step of it.
+    # Whether something sees the whole batch, or every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, sampler, stats)
@@ -146,7 +146,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         rows=Rows(sequences, stopping, lockstep_reason=lockstep, are_padded=are_padded, show_cache=call.shows_cache),
         target=Target(
             model=model,
-            prompt=Prompt(
+            prompt=Prefill(
                 forward=lambda **taps: model._prefill(call.input_ids, call.config, {**call.model_kwargs, **taps}),
                 positions=call.positions,
                 num_expected=call.num_expected,
@@ -200,7 +200,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
 def _policy(
     speculator: Speculator, request: DraftRequest, drafting: Drafting, sampler: Sampler, stats: SpeculationStats
 ) -> tuple[PolicySession, Ahead | None]:
-    """The policy of the request, and drafting ahead where it is wanted."""
+    """The policy of the request, and drafting ahead if it is on."""
     size = request.input_ids.shape[0]
     if speculator.options.ahead and size > 1:
         stats.fallbacks["nothing is drafted ahead: the guess would have to be right in every row"] += 1
@@ -219,7 +219,7 @@ def _policy(
 
 
 def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler: Compiler | None) -> Scorer:
-    """Must be made before the prompt runs: our layers take the places of the cache's."""
+    """The scorer of the request. Make it before the prompt runs, as it replaces the cache's layers."""
     model, token_kwargs = call.model, _token_kwargs(call.model_kwargs)
     arguments = call.cache, call.batch_size, call.attention_mask, call.shape
     if call.sizes is not None and not has_native_layers(model):
@@ -233,8 +233,10 @@ def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler:
 
 
 def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Arguments with a value for each token, for new tokens, as stock goes on with them: the last one's, and 0 (text)
-    where images are told from text."""
+    """Arguments with a value for each token, as stock continues them for new tokens.
+
+    New tokens repeat the last value. `mm_token_type_ids` become 0, which means text.
+    """
     given = {name: model_kwargs[name][:, -1:] for name in TOKEN_KWARGS if model_kwargs.get(name) is not None}
     return {name: torch.zeros_like(v) if name == "mm_token_type_ids" else v for name, v in given.items()}
 
@@ -245,7 +247,7 @@ def _records(config: GenerationConfig) -> Records:
     return Records(
         scores=StepRecord() if config.output_scores else None,
         logits=StepRecord() if config.output_logits else None,
-        # Some models have axes in front of the batch's (Gemma 3n: one for each of its predictions).
+        # Some models have axes before the batch's (Gemma 3n: one for each of its predictions).
         hidden_states=LayerRecord(batch_axis=-3) if config.output_hidden_states else None,
         attentions=LayerRecord(batch_axis=-4) if config.output_attentions else None,
     )
@@ -256,6 +258,6 @@ def _known_from(speculator: Speculator, call: SampleCall) -> int:
     num_prompt, config = call.input_ids.shape[1], call.config
     first = 0 if call.num_earlier else call.cache.get_seq_length()
     if config.prefill_chunk_size is not None and speculator.drafter.feature_layers:
-        # Of a chunked prefill only the last chunk's hidden states come back.
+        # A chunked prefill returns only the last chunk's hidden states.
         first += (num_prompt - first - 1) // config.prefill_chunk_size * config.prefill_chunk_size
     return min(first, max(num_prompt - 1, 0))

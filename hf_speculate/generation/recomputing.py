@@ -1,7 +1,7 @@
-"""Models that run the whole text anew at one place: where RoPE changes from short to long factors (Phi-3, PhiMoE).
+"""Models that recompute the whole text at one position, where RoPE changes from short to long factors (Phi-3, PhiMoE).
 
-Their `prepare_inputs_for_generation` drops the cache there. Up to that place trees are scored as everywhere; its step
-is the one that stock makes, by the same method; behind it trees are scored on the cache that this step has filled.
+Their `prepare_inputs_for_generation` drops the cache there. The step at that position is stock's own, by the same
+method. Before and after it trees are scored as usual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .stock_step import StockStep
 
 
 def recomputing(scorer: Scorer, model: GenerativeModel, step: StockStep) -> Scorer:
-    """The scorer, which makes stock's step where `model` may drop its cache."""
+    """The scorer, changed to make stock's step where `model` may drop its cache."""
     switch = longrope_switch(model.config)
     if switch is not None and has_own_method(model, "prepare_inputs_for_generation"):
         scorer.forward = RecomputingForward(scorer.forward, switch, step)
@@ -26,9 +26,9 @@ class RecomputingForward(Forward):
     """A forward that makes one step as stock does.
 
     Args:
-        others: makes all others.
-        switch: entries of the cache at which the model may drop it.
-        step: stock's next step of the request.
+        others: forward for all other steps.
+        switch: number of cache entries at which the model may drop its cache.
+        step: next step of the request as stock makes it.
     """
 
     def __init__(self, others: Forward, switch: int, step: StockStep):
@@ -41,7 +41,8 @@ class RecomputingForward(Forward):
         self._others.settle(scorer)
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
-        """The `whole_output` of the scorer is that of the step in which everything was run again."""
+        """The output for the nodes. If everything was recomputed, `whole_output` of the scorer has that step's
+        output."""
         scorer.num_rerun, scorer.whole_output = 0, None
         if not self.takes_root_only(scorer):
             return self._others.run(scorer, nodes)
@@ -54,7 +55,7 @@ class RecomputingForward(Forward):
 
 
 def _adopt(scorer: Scorer, output: Any) -> None:
-    """Goes on with the model's new cache, in which the root's entry is yet to be kept."""
+    """Continues with the model's new cache, in which the root's entry is not kept yet."""
     old = scorer.cache
     length = scorer.num_rerun = old.append_index
     old.restore()

@@ -1,6 +1,6 @@
-"""The requests that `generate` takes with a speculator: every clear error before any work, and facts of a request.
+"""Checks of requests with a speculator, before any work, and facts about a request.
 
-Each check raises `UnsupportedRequestError` for what it finds; the bridge decides what becomes of it.
+Each check raises `UnsupportedRequestError`. The bridge decides whether the caller sees it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def check_acceptance(speculator: Speculator, config: GenerationConfig, processor
 def exact_sizes_of(
     speculator: Speculator, model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> Sizes | None:
-    """The row counts that exact forwards can trust; None where nobody asked for exact text."""
+    """Row counts that exact forwards can trust; None if exact text was not asked for."""
     if not speculator.options.exact:
         return None
     if config.output_attentions:
@@ -157,7 +157,7 @@ def exact_sizes_of(
 
 
 def check_stream(streamed: str | None, batch_size: int) -> None:
-    """Refuses what `generate` can do and `hf_speculate.stream` cannot."""
+    """Raises for requests that `generate` can run but `hf_speculate.stream` cannot."""
     if streamed == "text" and batch_size > 1:
         raise UnsupportedRequestError(
             f"stream(tokenizer=...) yields the text of one sequence, the request has {batch_size}; without tokenizer= "
@@ -166,6 +166,6 @@ def check_stream(streamed: str | None, batch_size: int) -> None:
 
 
 def total_length(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> int:
-    """Tokens of cache and prompt together. `generate` drops a mask of ones and notes its length."""
+    """Number of tokens in cache and prompt together. `generate` drops a mask of ones and notes its length."""
     mask = kwargs.get("attention_mask")
     return mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])

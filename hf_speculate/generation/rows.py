@@ -1,8 +1,8 @@
-"""The rows of a request: what each has emitted, which have ended, and what the target still has to run of those.
+"""The rows of a request: what each has emitted, which have ended, and what the target must still run for those.
 
-Stock goes on with every row until the last one ends, feeding padding to those that have ended. Of that, others get to
-see the entry of a row's EOS in the returned cache, which the next turn attends to. Where something looks at the whole
-batch, or at every step of every row, they also see what rows show for their padding.
+Stock runs every row until the last one ends, and feeds padding to finished rows. Part of that is visible to others: the
+returned cache has an entry for a row's EOS, which the next turn attends to. If something sees the whole batch or every
+step of it, the results for padding are visible too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..tree import DraftTree, TreeRow
 from ..verification import Sampler, Sequences, Stopping, Verdict
 
 
-# Steps of padding that a row catches up with in one round at most.
+# Most padding steps that a row catches up with in one round.
 _MAX_PADDING = 32
 
 
 def lockstep_reason(
     target: GenerativeModel, scorer: Scorer, sampler: Sampler, stopping: Stopping, has_streamer: bool
 ) -> str:
-    """Why all rows must emit the same number of tokens a round; "" if each may go on alone."""
+    """The reason why all rows must emit the same number of tokens a round; "" if each advances alone."""
     if not sampler.row_wise:
         return "a logits processor that is not known to be row-wise"
     if not stopping.row_wise:
@@ -41,12 +41,12 @@ class Rows:
     Args:
         sequences: text of every row.
         stopping: criteria that end rows.
-        lockstep_reason: why all rows must emit the same number of tokens a round; "" if each goes on alone.
-        are_padded: whether ended rows go on with padding, as stock's do; else with their EOS alone.
-        show_cache: whether somebody gets to see the cache.
+        lockstep_reason: reason why all rows must emit the same number of tokens a round; "" if each advances alone.
+        are_padded: whether finished rows continue with padding, as in stock. Otherwise they end with their EOS.
+        show_cache: whether the caller gets to see the cache.
 
     Attributes:
-        prompt_lengths: cache entries of each row's prompt; None until it has run.
+        prompt_lengths: number of cache entries of each row's prompt; None until the prompt has run.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Rows:
         self.stopping = stopping
         self.lockstep_reason = lockstep_reason
         self.are_padded = are_padded
-        # Without EOS rows go on with tokens of their own, and all end together.
+        # Without an EOS, rows keep emitting their own tokens and end together.
         self._owe_eos = show_cache and stopping.has_eos and not are_padded
         self.prompt_lengths: Sequence[int] | None = None
 
@@ -80,8 +80,10 @@ class Rows:
 
     @property
     def can_leave(self) -> bool:
-        """Whether ended rows need not be run any more. In lock-step all are: what is called with the whole batch must
-        see what stock shows it."""
+        """Whether finished rows need no more forwards.
+
+        In lock-step all rows run, because code that gets the whole batch must see what stock shows it.
+        """
         finished = self.sequences.finished
         return not self.lockstep and any(finished) and not all(finished)
 
@@ -90,7 +92,7 @@ class Rows:
         return not all(self.sequences.finished) or self._is_any_behind(cache)
 
     def _is_any_behind(self, cache: TreeCache) -> bool:
-        """Whether, all rows having ended, one has not been run as far as stock's."""
+        """Whether, after all rows have ended, one has run fewer steps than in stock."""
         emitted = self.sequences.num_emitted
         if self.are_padded:
             return len(set(emitted)) > 1
@@ -98,26 +100,27 @@ class Rows:
         return self._owe_eos and any(found < settled for found, settled in pairs)
 
     def done(self, cache: TreeCache) -> list[int]:
-        """Rows that need not be run any more, whatever the others do. Rows that go on with padding are none of them."""
+        """Finished rows that need no more forwards. Rows that continue with padding are not among them."""
         if self.are_padded:
             return []
         return [row for row in self.sequences.finished_rows if not self._owes_eos(row, cache)]
 
     def paths(self, verdict: Verdict, cache: TreeCache) -> list[list[int]]:
-        """The nodes that are kept of a round: the accepted paths, and the root of a row that has ended with it."""
+        """The nodes to keep: the accepted paths, and the root of a row whose EOS still needs an entry."""
         if not self._owe_eos or not any(self.sequences.finished):
             return verdict.paths
         owing = [row for row in cache.rows if self._owes_eos(row, cache)]
         return [path or ([0] if row in owing else path) for row, path in enumerate(verdict.paths)]
 
     def settled_lengths(self, num_new: Sequence[int]) -> list[int]:
-        """Entries of real tokens in stock's cache where rows have so many new tokens: the last step's have none."""
+        """Number of entries of real tokens in stock's cache after `num_new` new tokens a row. The last step's tokens
+        have none."""
         assert self.prompt_lengths is not None
         last = max(max(num_new) - 1, 0)
         return [length + min(n, last) for length, n in zip(self.prompt_lengths, num_new, strict=True)]
 
     def with_padding(self, tree: DraftTree) -> DraftTree:
-        """The tree with a chain of padding for every row that has ended, as deep as the longest may get."""
+        """The tree with a chain of padding for every finished row, as deep as the longest row may get."""
         sequences, chains = self.sequences, {}
         if not self.are_padded or not any(sequences.finished):
             return tree
@@ -134,7 +137,7 @@ class Rows:
         return DraftTree.from_rows(rows)
 
     def _owes_eos(self, row: int, cache: TreeCache) -> bool:
-        """Whether the last token of a row is its EOS, and not in the cache."""
+        """Whether the last token of a row is its EOS and not yet in the cache."""
         assert self.prompt_lengths is not None
         is_behind = cache.lengths[row] < self.prompt_lengths[row] + len(self.sequences.new_tokens[row])
         return self._owe_eos and self.sequences.finished[row] and is_behind

@@ -1,4 +1,4 @@
-"""The next step of stock's loop: what it would hand the model, by the model's own methods."""
+"""The next step of stock's loop: the inputs that it would give the model, made by the model's own methods."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..models import GenerativeModel, has_own_method
 from ..verification import Sequences
 
 
-# With a value for each token: stock goes on with them token by token.
+# Arguments with a value for each token; stock extends them token by token.
 TOKEN_KWARGS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# Arguments of `_sample` that the loop makes anew for every forward, or that concern the prompt only.
+# Arguments of `_sample` that the loop makes for every forward, or that concern only the prompt.
 OWN_KWARGS = (
     "attention_mask",
     "position_ids",
@@ -26,7 +26,7 @@ OWN_KWARGS = (
     "use_cache",
     "logits_to_keep",
     "inputs_embeds",
-    "tokenizer",  # of stop strings: stock hands it on to the model, which has no use for it
+    "tokenizer",  # for stop strings; stock passes it to the model, which ignores it
     "output_attentions",
     "output_hidden_states",
     *TOKEN_KWARGS,
@@ -38,9 +38,9 @@ class StockStep:
     """The next step of one request, as stock's loop makes it.
 
     Args:
-        model: the target.
-        sequences: the text; rows of equal length.
-        model_kwargs: of `_sample`.
+        model: model that verifies.
+        sequences: texts of the rows, which must have equal lengths.
+        model_kwargs: keyword arguments of `_sample`.
     """
 
     def __init__(self, model: GenerativeModel, sequences: Sequences, model_kwargs: Mapping[str, Any]):
@@ -49,18 +49,19 @@ class StockStep:
         self._kwargs = dict(model_kwargs)
 
     def inputs(self, cache: Cache) -> dict[str, Any]:
-        """For the last token of the text."""
+        """The inputs of the model for the last token of the text."""
         sequences = self._sequences
         return self._inputs(sequences.view(range(sequences.batch_size)), sequences.num_emitted[0], cache)
 
     def forward_kwargs(self, cache: Cache) -> dict[str, Any]:
-        """Further arguments of every forward behind the prompt; to be asked for when that has run.
+        """Further arguments of every forward after the prompt. Call it when the prompt has run.
 
-        Stock hands on whatever `generate` was given. A model that prepares its inputs its own way may leave some of it
-        out, an image that is in the cache for one; without more than text there is nothing that it was not tried with.
+        Stock passes on everything that `generate` was given. A model with its own input preparation may drop some of
+        it, such as an image that is already in the cache. Text-only requests skip this check: the model's trial covers
+        them.
 
         Raises:
-            PromptError: it makes something else of them, which may change from step to step.
+            PromptError: the model changes these arguments, perhaps at every step.
         """
         given = {name: v for name, v in self._kwargs.items() if v is not None and name not in OWN_KWARGS}
         more = [name for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL if self._kwargs.get(name) is not None]
@@ -70,7 +71,7 @@ class StockStep:
         name = type(self._model).__name__
         try:
             inputs = self._inputs(torch.cat([prompt, prompt.new_zeros(len(prompt), 1)], dim=1), 1, cache)
-        except Exception as error:  # methods of others, which expect to be called by stock's loop
+        except Exception as error:  # the model's own methods expect to be called by stock's loop
             raise PromptError(f"{name} cannot say what it makes of {sorted((*given, *more))}: {error}") from error
         found = {key: v for key, v in inputs.items() if v is not None and key not in (*OWN_KWARGS, "input_ids")}
         own = sorted(key for key, value in found.items() if key not in given or not _is_same(value, given[key]))

@@ -1,4 +1,4 @@
-"""The target in one request: its prompt's forward, and its forwards over trees."""
+"""The target in one request: the forward of its prompt, and its forwards over trees."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from .stock_step import StockStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """The prompt of a request, which runs before the loop begins.
+class Prefill:
+    """The forward of a request's prompt, before the loop begins.
 
     Attributes:
-        forward: runs it, `hidden_states` layers given, and returns the model's output.
-        positions: position id of each row's last token.
-        num_expected: entries that the cache should have behind it, if that is known.
-        step: what stock would hand the model behind it.
+        forward: function that runs the prompt and returns the model's output. It takes further forward arguments, such
+            as `output_hidden_states`.
+        positions: position id of each row's last prompt token.
+        num_expected: number of cache entries expected after the prompt; None if unknown.
+        step: stock's step after the prompt.
         known_from: index of the first token whose hidden states the drafter gets.
     """
 
@@ -39,15 +40,15 @@ class Prompt:
     known_from: int
 
     def run(self, scorer: Scorer, forward_kwargs: dict[str, Any]) -> Any:
-        """The model's output; the scorer then has the cache that the prompt has filled.
+        """Runs the prompt and returns the model's output. The scorer then has the filled cache.
 
         Raises:
-            PromptError: the model goes on behind it in a way that trees cannot follow.
+            PromptError: the model continues this prompt in a way that trees cannot follow.
         """
         output = self.forward(**forward_kwargs)
-        if cache_of(output) is not scorer.cache.cache:  # prefix tuning brings its own
+        if cache_of(output) is not scorer.cache.cache:  # prefix tuning brings its own cache
             scorer.cache = TreeCache(cache_of(output), len(scorer.cache.lengths))
-        # Masks, positions and paths are laid over entries by their index: there has to be one for each token.
+        # Masks, positions and paths address entries by index, so each token must have exactly one.
         found = scorer.cache.cache.get_seq_length()
         if self.num_expected is not None and found != self.num_expected:
             raise PromptError(
@@ -59,11 +60,12 @@ class Prompt:
         return output
 
     def root_positions(self, sequences: Sequences) -> list[int]:
-        """Position ids of the last emitted tokens: for the first of them one behind the prompt's last."""
+        """Position ids of the last emitted tokens. The first one is right after the prompt."""
         return [position + count for position, count in zip(self.positions, sequences.num_emitted, strict=True)]
 
     def known_tokens(self, sequences: Sequences) -> Tensor:
-        """int64 [B, J]: what came after each position that the drafter is told of, the prompt's next token."""
+        """int64 [B, J], the token after each position whose states the drafter gets; the last is the prompt's next
+        token."""
         first = torch.tensor([tokens[:1] for tokens in sequences.new_tokens])
         return torch.cat([sequences.prompt[:, self.known_from + 1 :].cpu(), first], dim=1)
 
@@ -73,15 +75,15 @@ class Target:
     """The target in one request.
 
     Attributes:
-        model: the model.
-        prompt: its prompt, which has to run first.
-        scorer: its forward over trees; owns the cache.
-        forward_kwargs: further arguments of every forward: what drafter and records have to see of it.
-        compiler: compiler of its forwards, and of the drafter's; None: nothing is compiled.
+        model: model that verifies.
+        prompt: forward of the prompt, which must run first.
+        scorer: runs forwards over trees, and owns the cache.
+        forward_kwargs: further arguments of every forward, for the outputs that drafter and records need.
+        compiler: compiler for the forwards of target and drafter; None if nothing is compiled.
     """
 
     model: GenerativeModel
-    prompt: Prompt
+    prompt: Prefill
     scorer: Scorer
     forward_kwargs: dict[str, Any] = field(default_factory=dict)
     compiler: Compiler | None = None
@@ -92,14 +94,14 @@ class Target:
         return self.scorer.cache
 
     def begin_round(self, rows: Rows) -> None:
-        """Takes finished rows out of the target's forwards from here on, as far as that is allowed."""
+        """Begins a round: finished rows leave the target's forwards if they can."""
         if rows.can_leave:
             self.scorer.leave_out(rows.done(self.cache))
         self._num_compiled = self._count_compiled()
 
     @property
     def has_compiled(self) -> bool:
-        """Whether something was compiled since the round began."""
+        """Whether anything was compiled since the round began."""
         return self._count_compiled() != self._num_compiled
 
     def run_prompt(self) -> Any:
@@ -115,7 +117,7 @@ class Target:
         return self.prompt.root_positions(sequences)
 
     def may_be_tainted(self, tree: DraftTree) -> bool:
-        """Whether entries that a node must not see are part of its sums, times zero: NaN there would show."""
+        """Whether sums include masked entries with the weight 0: a NaN in one would spread."""
         return self.scorer.sums_masked and (tree.num_nodes > 1 or self.cache.is_ragged)
 
     def _count_compiled(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether a request leaves the target alone between two forwards, so that it need not be looked at each time."""
+"""Whether a request leaves the target unchanged between two forwards, so that it need not be checked each time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from ..drafting import Drafter
 from ..models import GenerativeModel
 
 
-# Whose code does not change a target that generates.
+# Packages whose code does not change a target while it generates.
 _PACKAGES = ("builtins", "transformers", "hf_speculate", "hf_speculate_plugins")
 
-# What processors and criteria of transformers may have been given by the caller.
+# Types that the caller may have put into processors and criteria of transformers.
 _CALLED = (FunctionType, MethodType, partial, nn.Module)
 
 
 def undisturbed(model: GenerativeModel, *others: Any) -> AbstractContextManager[None]:
-    """Around the forwards of a request: tells a packed model that nobody changes it meanwhile, where that is so.
+    """A context for the forwards of a request. It tells a packed model that nobody changes it, if that is known.
 
     Args:
-        others: what runs between forwards: lists of processors and criteria, streamers, drafters; None: nothing.
+        others: objects that run between forwards: lists of processors and criteria, streamers, drafters. None is
+            allowed.
     """
     forward: Any = vars(model).get("forward")
     if not hasattr(forward, "undisturbed") or not all(map(_is_known, _each(others))):
@@ -41,7 +42,7 @@ def _each(others: Iterable[Any]) -> Iterable[Any]:
 
 
 def _is_known(other: Any) -> bool:
-    """Whether this is code that is known, and calls none of others."""
+    """Whether this object is known code and calls no unknown code."""
     if type(other).__module__.partition(".")[0] not in _PACKAGES or isinstance(other, _CALLED):
         return False
     parts = getattr(other, "__dict__", {}).values()

@@ -1,5 +1,4 @@
-"""The methods of transformers that the bridge wraps and the loop calls, checked by signature before anything is
-wrapped."""
+"""Signatures of the transformers methods that the bridge wraps and the loop calls, checked before wrapping."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from transformers import GenerationMixin
 from ..compatibility import incompatible
 
 
-# Wrapped: they are called with all of this, and nothing may be added that our loop would not know.
+# Wrapped methods get all of these arguments. A new argument would be unknown to our loop.
 _WRAPPED = {
     "_validate_generation_mode": "self, generation_mode, generation_config, generation_mode_kwargs",
     "_sample": "self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, "
     "**model_kwargs",
 }
-# Called: what we give them; what they take beyond that may be left out.
+# Called methods get these arguments. Others must be optional.
 _CALLED = {
     "_prefill": "self, input_ids, generation_config, model_kwargs",
     "_optimize_model_for_decode": "self",
@@ -29,7 +28,7 @@ _STARS = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
 
 def check_transformers() -> None:
-    """Raises `IncompatibleTransformersError` if a method is gone or takes other arguments; changes nothing."""
+    """Raises `IncompatibleTransformersError` if a method is missing or takes other arguments."""
     _check_generate(_method("generate"))
     for name, expected in _WRAPPED.items():
         parameters = _parameters(_method(name))
@@ -44,7 +43,7 @@ def check_transformers() -> None:
 
 
 def _check_generate(generate: Callable) -> None:
-    """`generate` hands on what it is given: it must take keywords, and not have a `speculator` of its own."""
+    """Checks that `generate` takes keywords and has no `speculator` of its own."""
     parameters = _parameters(generate)
     if not parameters or parameters[-1].kind is not Parameter.VAR_KEYWORD:
         raise _changed("generate", parameters, "self, …, **kwargs")
@@ -68,7 +67,7 @@ def _listed(parameters: list[Parameter]) -> str:
 
 
 def _takes_anything(parameters: list[Parameter]) -> bool:
-    """Whether this is `(*args, **kwargs)`, with or without self: a wrapper of somebody else's."""
+    """Whether the parameters are `(*args, **kwargs)`, perhaps with self: a wrapper by other code."""
     return [parameter.kind for parameter in parameters[-2:]] == list(_STARS) and len(parameters) <= 3
 
 

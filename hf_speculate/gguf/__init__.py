@@ -1,11 +1,12 @@
 """GGUF files as targets whose weights stay packed (`native`): `hf_speculate.load_gguf(path)`.
 
-reading    the header, every length checked against the size of the file
-metadata   its values by type, and what they say of the vocabulary
+reading    the header of a file, with every length checked against the file's size
+metadata   metadata values by type, and the vocabulary that they describe
 tokenizer  the tokenizer in the file
-model      which model the file holds: configuration, names, shapes
-shards     which file on the disk or the Hub, and models in several
-loading    builds the model, and reports on its packed weights
+model      the model in the file: configuration, names, shapes
+shards     files on the disk or the Hub, and models in several files
+matrices   rows of tensors for packing
+loading    building the model, and a report on its packed weights
 """
 
 from ..native import fuse as fuse

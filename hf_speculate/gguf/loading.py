@@ -84,14 +84,16 @@ def load_gguf(
         dtype: dtype of everything that is not packed, and of products.
         device: device of the weights; None: the CPU.
         tokenizer: a tokenizer to use instead of the one in the file.
-        backend: "auto" takes, on a CPU, "native" (a kernel compiled at first use, for which it needs a C++ compiler),
-            in bfloat16 without AMX "native-int8" (which rounds inputs of products to 8 bits, as llama.cpp does:
-            faster, nearly the same), without a compiler "dense" (everything dequantised at load). On other devices it
-            takes "dequantize" (at every call, small and slow).
-        attn_implementation: see `from_pretrained`.
-        hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only` ...
+        backend: backend for products with packed weights. "auto" takes on a CPU "native", a kernel that is compiled at
+            first use and needs a C++ compiler. In bfloat16 without AMX it takes "native-int8", which rounds inputs to 8
+            bits as llama.cpp does: faster, nearly the same. Without a compiler it takes "dense" (everything dequantised
+            at load). On other devices it takes "dequantize" (at every call, small and slow).
+        attn_implementation: attention of the model, as in `from_pretrained`; None takes its default.
+        hub_kwargs: options of the download: `revision`, `token`, `cache_dir`, `local_files_only` ...
+
     Returns:
         Model (in eval mode) and tokenizer. `hf_speculate.gguf.packing_report(model)` lists the bytes of its weights.
+
     Raises:
         CheckpointError: there is no such file; it is broken, cut off, of another architecture, or has missing or
             unknown metadata or tensors. Only scales that are not finite are found after weights are read.
@@ -116,7 +118,7 @@ def load_model(
     backend: str = "auto",
     attn_implementation: str | None = None,
 ) -> GenerativeModel:
-    """The model of `load_gguf` alone, also from a file without a tokenizer. Arguments and errors: see there."""
+    """The model of `load_gguf` without a tokenizer. The arguments and errors are those of `load_gguf`."""
     on = torch.device(device or "cpu")
     plan, chosen = plan_model(read_model_file(path)), choose_backend(backend, on, dtype)
     return build_model(plan, dtype, on, chosen, attn_implementation)
@@ -199,7 +201,7 @@ class _Builder:
                 setattr(parent, names[name], self._projections(prefix, [name])[0])
 
     def _groups(self, prefix: str, names: Iterable[str]) -> list[list[str]]:
-        """Projections of one input; those that are packed and of one type form a group."""
+        """Projections of one input. Packed ones of the same type form a group."""
         groups: dict[Any, list[str]] = {}
         for name in names:
             kind = self.file.tensors[f"{prefix}{name}.weight"].type

@@ -17,7 +17,7 @@ class TensorRows:
     """The rows of one tensor.
 
     Attributes:
-        order: int64 [rows], which row of the file each row is; None where they are in order.
+        order: int64 [rows], row of the file for each row; None if they are in order.
     """
 
     file: GgufFile
@@ -27,7 +27,7 @@ class TensorRows:
     def read(self, start: int, stop: int) -> UInt8[Tensor, "R bytes"]:
         if self.order is None:
             return self.file.read(self.entry, start, stop)
-        wanted = self.order[start:stop]  # within the heads of these rows: hardly more is read than is taken
+        wanted = self.order[start:stop]  # rows move only within a head, so little more is read than needed
         first = int(wanted.min())
         return self.file.read(self.entry, first, int(wanted.max()) + 1)[wanted - first]
 
@@ -48,7 +48,7 @@ class Matrix:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each part."""
+        """Number of rows of each part."""
         return tuple(part.entry.num_rows for part in self.parts)
 
     @property
@@ -68,7 +68,7 @@ class Matrix:
         return sum(part.entry.num_bytes for part in self.parts)
 
     def read(self, start: int, stop: int) -> UInt8[Tensor, "R bytes"]:
-        """The bytes of some rows."""
+        """The bytes of rows `start` to `stop`."""
         pieces, first = [], 0
         for part, size in zip(self.parts, self.sizes, strict=True):
             begin, end = max(start - first, 0), min(stop - first, size)
@@ -78,7 +78,8 @@ class Matrix:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def chunks(self, num_weights: int, multiple: int = 1) -> Iterator[tuple[int, UInt8[Tensor, "R bytes"]]]:
-        """(first row, bytes) of about `num_weights` weights at a time; all but the last are a multiple of rows."""
+        """(first row, bytes) of about `num_weights` weights at a time; every chunk but the last has a multiple of
+        `multiple` rows."""
         step = max(num_weights // (self.num_columns * multiple), 1) * multiple
         for start in range(0, self.num_rows, step):
             yield start, self.read(start, min(start + step, self.num_rows))

@@ -93,7 +93,7 @@ def token_id(reader: Metadata, name: str, vocab_size: int) -> int | None:
 
 
 def end_tokens(reader: Metadata, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a turn: those that the metadata name, and known control tokens."""
+    """Tokens that end a turn: those named in the metadata, and known control tokens."""
     found = [token_id(reader, name, vocab_size) for name in ("eos", "eot", "eom")]
     tokens = reader.items("tokenizer.ggml.tokens", str)
     types = reader.items("tokenizer.ggml.token_type", int)

@@ -67,7 +67,7 @@ class GgufFile:
     Attributes:
         path: path of the file.
         metadata: values by key; arrays are lists.
-        tensors: entries by name, in the file's order; all of them lie within this file or one of `others`.
+        tensors: entries by name, in the file's order. All of them are in this file or one of `others`.
         num_bytes: size of the file.
         identity: inode and time of the last write, to notice a change.
         others: further files of the same model, with some of the tensors.

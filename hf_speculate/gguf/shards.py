@@ -56,10 +56,11 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
 
 
 def read_model_file(path: str | os.PathLike[str]) -> GgufFile:
-    """The header of a model's file, with the tensors of all its parts, which lie beside each other.
+    """The header of a model's file, with the tensors of all its parts, which must be in the same folder.
 
     Args:
         path: the file, or the first of its parts.
+
     Raises:
         CheckpointError: see `read_header`; or the part is not the first one, or one is missing or of another model.
     """

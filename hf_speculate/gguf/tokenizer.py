@@ -89,12 +89,12 @@ class PreType:
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    if pattern == _DIGIT:  # as tokenizers of models say it, by Unicode tables of their own
+    if pattern == _DIGIT:  # as in models' own tokenizers, which have their own Unicode tables
         return pre_tokenizers.Digits(individual_digits=True)
     return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
 
 
-DEFAULT = PreType((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", _IN_THREES))  # for files that name none
+DEFAULT = PreType((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", _IN_THREES))  # for files without a name
 
 PRE_TYPES: dict[str, PreType] = {
     name: kind
@@ -142,8 +142,9 @@ def read_tokenizer(file: GgufFile, vocab_size: int | None = None) -> PreTrainedT
 
     Args:
         vocab_size: rows of the embeddings; a tokenizer may have fewer tokens. None: unknown.
+
     Raises:
-        CheckpointError: there is none, or it has more tokens, or is of a kind that transformers does not know.
+        CheckpointError: there is no tokenizer, it has more tokens, or transformers does not know its kind.
     """
     if "tokenizer.ggml.model" not in file.metadata or "tokenizer.ggml.tokens" not in file.metadata:
         raise CheckpointError(f"{file.path!r} holds no tokenizer (tokenizer.ggml.*): pass `tokenizer=`.")

@@ -1,14 +1,14 @@
-"""The native kernel for CPUs: C++ in `kernel/`, compiled at first use, and what computes with it.
+"""The native kernel for CPUs: C++ in `kernel/`, compiled at first use, and the Python modules that use it.
 
-binding    compiles and calls `kernel/` (kept and checked by kernel_cache)
-formats    the bytes of a block: integers, scale and offset per group
-backends   products with packed matrices, computed by the kernel or by torch
-modules    packed linear layers, fused projections, embeddings
-rounded    matrices in 8 bits for what drafts, and the layers that answer by them
-forwards   whole models in one native call (step), for few rows (rows), into transformers' caches (caches); fused: their
-           layers (layer_parts, layers) one by one; with weights where they lie (weights), in large_pages; angles of
-           positions
-ranking, growth  the proposals of a head, and trees of them, for drafters; draft: in one call
+binding        compiles, loads and calls the kernel; kernel_cache keeps and checks compiled libraries
+formats        block formats of packed weights: integers, with a scale and an offset for each group
+backends       matrix products with packed weights, by the kernel or by torch
+modules        packed linear layers, fused projections and embeddings
+rounded        8-bit matrices for drafting; rounded_layers: the layers that use them
+forwards       whole models in one native call (step), with transformers' caches (caches)
+fused          single decoder layers in one native call (layers, layer_parts, rows)
+weights        addresses of the weights; large_pages: their memory; angles: rotary embeddings
+draft          whole drafts of a head in one native call; ranking and growth: its parts
 """
 
 from .angles import FIXED_ROPE as FIXED_ROPE

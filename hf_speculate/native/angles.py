@@ -1,4 +1,4 @@
-"""Cosines and sines of positions, as transformers' rotary embeddings make them, kept from forward to forward."""
+"""Cosines and sines of positions from transformers' rotary embeddings, kept between forwards."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-# RoPE whose angles depend on nothing but the position.
+# Types of RoPE whose angles depend only on the position.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class AngleTable:
-    """Those of all positions up to the longest that was asked for."""
+    """Cosines and sines of all positions up to the longest one asked for."""
 
     def __init__(self) -> None:
         self._made_of: tuple[Any, ...] = ()
         self._table: tuple[Tensor, Tensor] | None = None
 
     def upto(self, rotary: Any, needed: int, dtype: torch.dtype) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
-        """Angles of so many positions at least, contiguous; made anew where the frequencies have changed.
+        """Contiguous angles of at least `needed` positions. They are computed again if the frequencies have changed.
 
         Args:
-            rotary: of a kind in `FIXED_ROPE`.
+            rotary: rotary embedding module of a type in `FIXED_ROPE`.
         """
         frequencies = rotary.inv_freq
         version = None if frequencies.is_inference() else frequencies._version

@@ -1,6 +1,6 @@
-"""Backends that compute products with packed matrices: one interface, chosen at load for a device and a dtype.
+"""Backends for products with packed matrices: one interface, chosen at load by device and dtype.
 
-A backend serves decoding and verification alike: the bits of a row never depend on how many rows there are.
+Decoding and verification use the same backend: the bits of a row never depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from . import binding, large_pages
 from .formats import FORMATS
 
 
-# What is known by this name is not packed: transformers' own linear layers.
+# Name of the choice to pack nothing and use transformers' own linear layers.
 DENSE = "dense"
 
-# Weights that `dequantize` has in memory at a time, in float32 and in the model's dtype.
+# Number of weights that `dequantize` has in memory at a time, in float32 and in the model's dtype.
 BUFFER_WEIGHTS = 1 << 22
 
 
 class Blocks(Protocol):
-    """A matrix of a file: rows of blocks of one type.
+    """A matrix in a file: rows of blocks of one type.
 
     Attributes:
-        names: tensors of the file that it is made of.
-        type: block type of all of them.
-        num_rows, num_columns: its shape.
-        row_bytes: bytes of a row.
+        names: names of its tensors in the file.
+        type: block type of all its tensors.
+        num_rows, num_columns: shape of the matrix.
+        row_bytes: number of bytes of a row.
     """
 
     @property
@@ -52,7 +52,8 @@ class Blocks(Protocol):
     def row_bytes(self) -> int: ...
 
     def chunks(self, num_weights: int, multiple: int = 1) -> Iterator[tuple[int, UInt8[Tensor, "R bytes"]]]:
-        """(first row, bytes) of about `num_weights` weights at a time; all but the last are a multiple of rows."""
+        """(first row, bytes) of about `num_weights` weights at a time; every chunk but the last has a multiple of
+        `multiple` rows."""
         ...
 
 
@@ -60,21 +61,21 @@ class Backend(ABC):
     """Packs matrices of blocks and multiplies with them.
 
     Attributes:
-        name: for `load_gguf(backend=)` and reports.
+        name: name for `load_gguf(backend=)` and reports.
     """
 
     name: str
 
     @abstractmethod
     def problem(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Why it cannot be used there; "" where it can."""
+        """The reason why the backend cannot be used with this device and dtype; "" if it can."""
 
     @abstractmethod
     def pack(self, matrix: Blocks, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Packs a matrix: `packed`, uint8, and other tensors that `multiply` needs, by name.
 
         Raises:
-            CheckpointError: scales that are not finite.
+            CheckpointError: a scale is not finite.
         """
 
     @abstractmethod
@@ -82,14 +83,14 @@ class Backend(ABC):
         """x @ w.T without bias.
 
         Args:
-            layer: has the packed tensors as attributes, `block_type` and `out_features` (N).
+            layer: module with the packed tensors, `block_type` and `out_features` (N) as attributes.
         """
 
 
 class NativeBackend(Backend):
-    """A kernel of our own, compiled at first use (`native`): the integers as they are, sums in float32.
+    """Our own kernel, compiled at first use: it multiplies with the packed integers and sums in float32.
 
-    Weights lie at the width that they have in the file. In bfloat16 only inputs and products are rounded.
+    Weights keep the width that they have in the file. In bfloat16 only inputs and products are rounded.
     """
 
     name = "native"
@@ -113,10 +114,10 @@ class NativeBackend(Backend):
 
 
 class RoundingBackend(NativeBackend):
-    """The same weights, multiplied with inputs that are rounded to 8 bits in blocks of 32, as llama.cpp does.
+    """The same kernel with inputs rounded to 8 bits in blocks of 32, as llama.cpp does.
 
-    Products of bytes are exact and take a fraction of the instructions. A model's answers are nearly those that it
-    gives without (docs/quantised-targets.md has the figures).
+    Products of bytes are exact and need far fewer instructions. Results are close to those without rounding
+    (docs/quantised-targets.md has the figures).
     """
 
     name = "native-int8"
@@ -124,7 +125,7 @@ class RoundingBackend(NativeBackend):
 
     @staticmethod
     def is_faster(dtype: torch.dtype) -> bool:
-        """Whether the CPU verifies drafts faster so than with `native`, of a model that rounds to bfloat16 anyway."""
+        """Whether this CPU verifies drafts faster this way, for a model that rounds to bfloat16 anyway."""
         library = binding.library()
         return dtype is torch.bfloat16 and library.bf16 < binding.AMX and library.multiplies_bytes
 
@@ -132,13 +133,13 @@ class RoundingBackend(NativeBackend):
 class DequantizeBackend(Backend):
     """Keeps the blocks of the file and dequantises some rows at a time at every call.
 
-    As small as the file, on any device, and the plain reference of the others; many times slower than dense weights
-    where few rows are computed.
+    It is as small as the file, works on any device, and is the plain reference of the others. With few rows it is many
+    times slower than dense weights.
     """
 
     name = "dequantize"
 
-    # Matrix libraries sum in another order when there are few rows. Every product is one of this many rows.
+    # Matrix libraries sum in another order when there are few rows, so every product has this many rows.
     _ROWS = 16
 
     def problem(self, device, dtype):
@@ -172,7 +173,7 @@ def _not_finite(matrix: Blocks) -> CheckpointError:
 def _multiply(
     inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int, rounds: bool
 ) -> Float[Tensor, "M N"]:
-    """`Library.multiply`, also while torch.compile traces, which cannot look into the library."""
+    """`Library.multiply`, which also works while torch.compile traces."""
     if torch.compiler.is_compiling():
         return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features, rounds)
     return binding.library().multiply(inputs, tiles, block_type, out_features, rounds)
@@ -189,7 +190,7 @@ def _(inputs, tiles, block_type, out_features, rounds):
 
 
 def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:
-    """`Backend.problem`, as far as the kernels for CPUs have it in common."""
+    """The part of `Backend.problem` that all CPU kernels share."""
     if device.type != "cpu":
         return f"it computes on the CPU, not on {device.type!r}"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -211,10 +212,10 @@ BACKENDS: dict[str, Backend] = {
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend | None:
-    """The backend called `name`; for "auto" the fastest that runs there. None: weights are dequantised at load.
+    """The backend called `name`; for "auto" the fastest that works. None: weights are dequantised at load.
 
     Raises:
-        UnsupportedRequestError: an unknown name, or a backend that cannot run there.
+        UnsupportedRequestError: the name is unknown, or the backend cannot be used here.
     """
     if name == DENSE:
         return None
@@ -230,7 +231,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backe
 
 
 def _fastest(device: torch.device, dtype: torch.dtype) -> Backend | None:
-    """None for CPUs without a compiler: dequantising at every call takes many times longer there."""
+    """The fastest backend. It is None for a CPU without a compiler, as dequantising at every call is far slower."""
     if _problem_on_cpus(device, dtype):
         return BACKENDS[DequantizeBackend.name]
     if binding.native_problem():

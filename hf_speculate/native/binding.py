@@ -1,8 +1,8 @@
 """Compiles `kernel/` at first use, keeps the library in the user's cache (`kernel_cache`), and calls it.
 
-The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library is looked up by a hash of the
-source, the flags and the CPU, and one of the compiler: a folder that several machines share is no danger. Where there
-is no compiler that works, what another one has made serves.
+The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library's name has two hashes: one of
+source, flags and CPU, and one of the compiler. So machines can share a folder. Without a working compiler, a library
+from another compiler is used.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ logger = get_logger(__name__)
 
 SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 
-# Rows of a matrix that lie together, and columns that are multiplied at a time.
+# Number of rows that are packed together, and of columns that are multiplied at a time.
 TILE_ROWS, TILE_COLUMNS = 16, 32
 
-# `Library.bf16` of CPUs with AMX.
+# Value of `Library.bf16` on CPUs with AMX.
 AMX = 2
 
-# What matrices that lie as they come are called.
+# The kernel's names for matrices that are not packed.
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 _COMPILERS = ("g++", "clang++", "c++")
@@ -48,29 +48,28 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
 
 
 class NativeError(SpeculateError):
-    """The library cannot be had here; says why, with what the compiler said."""
+    """The library cannot be compiled or loaded; the message has the reason and the compiler's output."""
 
 
 class NoCompilerError(NativeError):
-    """There is none, and none was asked for."""
+    """There is no compiler, and $CXX names none."""
 
 
 class Library:
     """The functions of `kernel.cpp`.
 
     Args:
-        content: the shared library.
+        content: bytes of the shared library.
 
     Attributes:
-        kinds: the number of each block type, and of dense ones.
-        run_layers, find_runs: for `layers`; move: for `caches`; step: for `step`; rank: for
-            `ranking`; grow, see, cut: for `growth`; draft: for `draft`; ask_for_large_pages: for
-            `backends` and `rounded`; look_up: for `lookup`.
-        bf16: what multiplies bfloat16: 0 float32 arithmetic, 1 AVX512_BF16, 2 AMX.
-        multiplies_bytes: whether there are instructions for that.
+        kinds: number of each block type and dense type in the kernel.
+        run_layers, find_runs, move, step, rank, grow, see, cut, draft, ask_for_large_pages, look_up: functions of the
+            library; the modules of this room call them.
+        bf16: instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for AVX512_BF16, 2 for AMX.
+        multiplies_bytes: whether the CPU has instructions that multiply bytes.
 
     Raises:
-        OSError, AttributeError: `content` is no library for this machine, or another one.
+        OSError, AttributeError: `content` is no library for this machine, or another library.
     """
 
     def __init__(self, content: bytes):
@@ -113,29 +112,29 @@ class Library:
         self.has_threads: bool = functions.hfs_has_threads()
 
     def tile_bytes(self, block_type: str, in_features: int) -> int:
-        """Bytes of 16 rows."""
+        """Number of bytes of a tile of 16 rows."""
         return self._functions.hfs_tile_bytes(self.kinds[block_type], in_features)
 
     def pack(
         self, block_type: str, rows: UInt8[Tensor, "R bytes"], in_features: int, tiles: UInt8[Tensor, "T bytes"]
     ) -> bool:
-        """Writes rows of blocks into tiles of zeros; False where a scale or an offset is not finite."""
+        """Packs rows of blocks into tiles of zeros; returns False if a scale or an offset is not finite."""
         rows = rows.contiguous()
         kind, threads = self.kinds[block_type], torch.get_num_threads()
         return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
 
     def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
-        """See `verification.stand_in`."""
+        """`Kernel.draw_exponential` of the verification room."""
         self._functions.hfs_exponential(state.data_ptr(), values.data_ptr(), values.numel())
 
     def argmax(self, row: Float[Tensor, " V"]) -> int:
-        """See `verification.stand_in`."""
+        """`Kernel.argmax` of the verification room."""
         return self._functions.hfs_argmax(row.data_ptr(), len(row), row.dtype is torch.bfloat16)
 
     def most_probable(
         self, scores: Float[Tensor, "R N V"], count: int
     ) -> tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]:
-        """See `verification.stand_in`."""
+        """`Kernel.most_probable` of the verification room."""
         num_rows, num_nodes, width = scores.shape
         probs = torch.empty(num_rows, num_nodes, count)
         columns = torch.empty(num_rows, num_nodes, count, dtype=torch.long)
@@ -152,10 +151,12 @@ class Library:
         out_features: int,
         rounds: bool = False,
     ) -> Float[Tensor, "M N"]:
-        """x @ w.T in the dtype of the inputs. Sums are float32, and so are inputs where bfloat16 cannot be multiplied.
+        """x @ w.T in the dtype of the inputs.
+
+        Sums are float32. So are the inputs where the CPU cannot multiply bfloat16.
 
         Args:
-            rounds: inputs are rounded to 8 bits, in blocks of 32.
+            rounds: whether inputs are rounded to 8 bits, in blocks of 32.
         """
         is_bf16 = inputs.dtype is torch.bfloat16
         values = (inputs if is_bf16 else inputs.float()).contiguous()
@@ -179,7 +180,7 @@ class Library:
 
 @functools.cache
 def native_problem() -> str:
-    """Why there is no library; "" where there is one. Compiles and warns at most once in a process."""
+    """The reason why there is no library; "" if there is one. Compiles and warns at most once in a process."""
     try:
         library()
     except NativeError as error:
@@ -190,7 +191,7 @@ def native_problem() -> str:
 
 @functools.cache
 def has_kernel() -> bool:
-    """Whether there is a library, for whom its absence is no loss to be warned of."""
+    """Whether there is a library. Unlike `native_problem` this does not warn."""
     try:
         library()
     except NativeError as error:
@@ -201,11 +202,11 @@ def has_kernel() -> bool:
 
 @functools.cache
 def library() -> Library:
-    """Compiled or from the cache; raises `NativeError`."""
+    """The library, compiled or from the cache; raises `NativeError`."""
     try:
         _share_threads()
         found = build()
-    except (OSError, ValueError) as error:  # no folder for temporary files, no source, odd text in the environment
+    except (OSError, ValueError) as error:  # no temporary folder, no source, odd text in the environment
         raise NativeError(f"the kernel cannot be made: {error}") from error
     if not found.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
@@ -215,7 +216,7 @@ def library() -> Library:
 
 
 def build() -> Library:
-    """The library, compiled if the cache has none that can be used; raises `NativeError`."""
+    """The library, compiled if the cache has no usable one; raises `NativeError`."""
     cache, kind = KernelCache(), _kind()
     try:
         found, problems = _by_compiler(cache, kind), cache.problems
@@ -250,13 +251,13 @@ def _first_usable(cache: KernelCache, names: Sequence[str]) -> Library | None:
         if content := cache.read(name):
             try:
                 return Library(content)
-            except (OSError, AttributeError) as error:  # of another machine that shares the folder
+            except (OSError, AttributeError) as error:  # made by another machine that shares the folder
                 logger.info(f"{name} cannot be loaded here: {error}")
     return None
 
 
 def compile_source(compiler: Sequence[str]) -> bytes:
-    """The shared library that a compiler makes of `kernel.cpp`; raises `NativeError`."""
+    """The shared library compiled from `kernel.cpp`; raises `NativeError`."""
     command = [*compiler, *_FLAGS, _tune()]
     logger.info(f"compiling {SOURCE}")
     with temporary_folder() as folder:
@@ -288,7 +289,7 @@ def find_compiler() -> list[str]:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs it in one language for all users; what is no UTF-8 is still shown."""
+    """Runs a command with English output; bytes that are not UTF-8 are still shown."""
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         return subprocess.run(
@@ -299,7 +300,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _kind() -> str:
-    """The beginning of the names of all libraries that serve here, whatever compiler made them."""
+    """The common prefix of the names of all libraries that work here, from any compiler."""
     sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
     return f"native-{_digest(*sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
 
@@ -313,7 +314,7 @@ def _tune() -> str:
 
 
 def _processor() -> str:
-    """The facts about the processor that -march=native may depend on."""
+    """Facts about the processor that -march=native may depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -323,7 +324,7 @@ def _processor() -> str:
 
 
 def _share_threads() -> None:
-    """Makes torch's OpenMP library visible to what is loaded next; it is already, as PyPI's torch comes."""
+    """Makes torch's OpenMP library visible to the kernel. With torch from PyPI it already is."""
     if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return
     try:

@@ -1,4 +1,4 @@
-"""transformers' caches as the native kernel writes them: in place."""
+"""transformers' caches in the form that the kernel writes in place."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .layers import CallStructure, NativeLayers
 
 
 def appendable_layers(cache: Cache, first: int, count: int) -> list[PreallocatedLayer]:
-    """Layers of a cache in which entries can be written in place; those of transformers' own become such layers.
+    """Cache layers whose entries can be written in place. Stock layers among them are replaced by such layers.
 
-    Empty where they are of another kind, or of different lengths.
+    The list is empty if a layer is of another kind, or lengths differ.
     """
     if type(cache).update is not Cache.update or cache.offloading:
         return []
@@ -42,13 +42,16 @@ def appendable_layers(cache: Cache, first: int, count: int) -> list[Preallocated
 def make_room(
     layers: Sequence[PreallocatedLayer], inputs: Tensor, shape: tuple[int, int, int]
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """The buffers of keys and values of each layer, with room for the rows of `inputs` behind the entries there are.
+    """The buffers of keys and values of each layer, with room for the rows of `inputs`.
+
+    The result is None if the kernel cannot read the layout of the entries. No entry is changed.
 
     Args:
-        inputs: [B, N, H].
+        inputs: states of the new rows, [B, N, H].
         shape: B, heads and head_dim of the layers.
+
     Returns:
-        None where entries lie otherwise than the kernel reads them; no entry was changed.
+        Keys and values of each layer; or None.
     """
     for layer in layers:
         if not layer.is_initialized or not layer.buffers:
@@ -71,13 +74,13 @@ def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bo
 
 @dataclass(frozen=True)
 class Room:
-    """The places of new entries of all layers in one cache.
+    """Room for new entries of all layers of one cache.
 
     Attributes:
-        native: whose entries.
-        layers: of the cache.
-        buffers: theirs, with room.
-        call: of `native`, with these buffers.
+        native: native layers whose entries these are.
+        layers: layers of the cache.
+        buffers: keys and values of each layer, with room.
+        call: call structure of `native` with these buffers.
     """
 
     native: NativeLayers
@@ -87,17 +90,17 @@ class Room:
 
     @classmethod
     def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> Room | None:
-        """Room for some more entries of each text; None where the cache is one that the kernel does not write."""
+        """Room for `count` more entries of each text; None if the kernel cannot write this cache."""
         layers = appendable_layers(cache, 0, len(native))
         like = torch.empty(batch_size, count, 0, dtype=native.dtype)
         buffers = make_room(layers, like, (batch_size, *native.heads)) if layers else None
         return None if buffers is None else cls(native, layers, buffers, native.call(buffers))
 
     def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int, are_alike: bool = False) -> bool:
-        """Whether this is still the room of this cache, for so many more entries.
+        """Whether this is still the room of `cache`, for `count` more entries.
 
         Args:
-            are_alike: whatever became of one layer since became of all.
+            are_alike: whether all layers have changed in the same way since, so that it suffices to check two.
         """
         if self.native is not native or cache.layers != self.layers or cache.offloading:
             return False
@@ -111,17 +114,17 @@ class Room:
         return True
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Moves entries of all layers, see `cache.Mover`."""
+        """Moves entries in all layers (`cache.Mover`)."""
         count, batch_size = len(sources), len(self.buffers[0][0])
         places = ctypes.c_int64 * count
         binding.library().move(ctypes.addressof(self.call), batch_size, places(*sources), places(*destinations), count)
 
     @property
     def length(self) -> int:
-        """Entries of each text."""
+        """Number of entries of each text."""
         return self.layers[0].length
 
     def count(self, length: int) -> None:
-        """So many are there now."""
+        """Sets the number of entries of each text."""
         for layer in self.layers:
             layer.length = length

@@ -1,7 +1,7 @@
-"""Whole drafts of EAGLE-3 heads, one native call each: what was committed is read, and trees grow behind it.
+"""Whole drafts of EAGLE-3 heads in one native call each: the call reads new committed entries and grows the trees.
 
-Structure: that of `kernel/draft.h`. The reference is the calls of `TreeRows`, `NativeRanking` and `NativeGrowth`, level
-by level.
+The ctypes structure mirrors `kernel/draft.h`. The plain reference calls `TreeRows`, `NativeRanking` and `NativeGrowth`
+level by level.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_FEATURES = 8
 _Ask = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64)
 
 
-class _Draft(ctypes.Structure):
+class _DraftStructure(ctypes.Structure):
     _fields_ = [
         *(("layers", CallStructure), ("ranking", RankingStructure), ("growth", ctypes.c_void_p)),
         ("embeddings", MatrixStructure),
@@ -45,12 +45,12 @@ class _Draft(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Unread:
-    """Entries that were committed and are yet to be read; everything contiguous.
+    """Committed entries that the head has not read yet. All tensors are contiguous.
 
     Attributes:
-        tokens: of the entries.
-        features: their states; or several of the target's, which `fusing` projects together.
-        fusing: None: there is but one, which is their states.
+        tokens: token ids of the entries.
+        features: states of the entries; or several states of the target, which `fusing` projects together.
+        fusing: matrix that projects `features`; None if there is one feature, the entries' states.
     """
 
     tokens: Int[Tensor, "B J"]
@@ -59,13 +59,13 @@ class Unread:
 
     @staticmethod
     def fusing_of(projection: nn.Module, num_features: int) -> RoundedMatrix | None:
-        """The matrix that projects so many features; None where that is to be done before (no matrix in 8 bits)."""
+        """The matrix that projects `num_features` features; None if the module must do it (no 8-bit matrix)."""
         forward = vars(projection).get("forward")
         if not isinstance(forward, RoundedForward) or num_features > _MOST_FEATURES:
             return None
         return forward.matrix()
 
-    def fill(self, draft: _Draft) -> None:
+    def fill(self, draft: _DraftStructure) -> None:
         draft.num_pending, draft.pending_tokens = self.tokens.shape[1], self.tokens.data_ptr()
         if self.fusing is None:
             draft.pending_states = self.features[0].data_ptr()
@@ -81,9 +81,9 @@ class NativeDraft:
     """The native part of the drafts of one request.
 
     Attributes:
-        rows: where entries go. Its layers are those of a head, the first one joins embeddings.
-        ranking: what follows the layers.
-        embeddings: looks tokens up.
+        rows: rows of the trees, with the head's layers. The first layer joins embeddings.
+        ranking: norm and output matrix after the layers.
+        embeddings: embedding module of the head.
         angles: cosines and sines of every position, [positions, D] each, contiguous.
     """
 
@@ -94,7 +94,7 @@ class NativeDraft:
 
     @staticmethod
     def looks_up(embeddings: nn.Module, dtype: torch.dtype) -> bool:
-        """Whether the kernel looks tokens up as this module does, in this type."""
+        """Whether the kernel can look tokens up in this module and dtype."""
         return fill_embeddings(MatrixStructure(), embeddings, dtype)
 
     def grow(
@@ -107,29 +107,34 @@ class NativeDraft:
         noise: Callable[[int], Float[Tensor, "B C"] | None],
         goes_on: Callable[[], bool],
     ) -> bool:
-        """Grows trees as deep as they may be.
+        """Grows the trees to their full depth.
 
         Args:
-            growth: to which nothing was proposed yet.
-            root: contiguous, states of the entry that was committed last. Found, where something is to be read.
-            unread: is read first; counted by `rows`.
-            positions: of the next entry of each row.
-            noise: of each level, see `NativeRanking.run`.
-            goes_on: whether another level is wanted, after each.
+            growth: trees without any proposals.
+            root: states of the last committed entry, contiguous. They are computed if `unread` is given.
+            unread: committed entries to read first, already counted by `rows`; None for none.
+            positions: position id of the next entry of each row.
+            sampling: warpers of the request.
+            noise: function from a level to its log noise (`NativeRanking.run`).
+            goes_on: function that is called after each level and returns whether to draft another one.
+
         Returns:
-            False where scores are not finite or a token has no embedding. No entry that was committed has changed.
+            Whether the draft was made. It is not if scores are not finite or a token has no embedding. Committed
+            entries never change.
+
         Raises:
-            MemoryError: there is none left.
+            MemoryError: there is not enough memory.
         """
-        kept = [noise(0)]  # of the level that is ranked next
+        kept = [noise(0)]  # noise of the level to be ranked next, kept alive for the kernel
         layers = self.rows.layers.call(self.rows.buffers)
-        draft = _Draft(layers=layers, ranking=self.ranking.call(kept[0], sampling))
+        draft = _DraftStructure(layers=layers, ranking=self.ranking.call(kept[0], sampling))
         if not fill_embeddings(draft.embeddings, self.embeddings, root.dtype):
             return False
         draft.growth, draft.root, draft.positions = growth.address, root.data_ptr(), positions.data_ptr()
         draft.cos, draft.sin = (part.data_ptr() for part in self.angles)
         draft.offsets, draft.runs = (part.data_ptr() for part in self.rows.sight_before)
-        draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None  # anything: it is wanted
+        # any address: it only asks for normed states
+        draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None
         draft.layers.num_keys = self.rows.num_before
         if unread is not None:
             unread.fill(draft)
@@ -144,13 +149,13 @@ class NativeDraft:
                     kept[0] = found
                     draft.ranking.log_noise = found.data_ptr()
                 return is_wanted
-            except BaseException as error:  # it cannot pass through the kernel
+            except BaseException as error:  # an exception cannot pass through the kernel
                 errors.append(error)
                 return False
 
         draft.goes_on = _Ask(ask)
         done = binding.library().draft(ctypes.addressof(draft))
-        draft.goes_on = _Ask()  # a cycle with `ask` would be the garbage collector's work, round after round
+        draft.goes_on = _Ask()  # break the reference cycle with `ask`, which would need the garbage collector
         if errors:
             raise errors[0]
         if done < 0:

@@ -62,7 +62,7 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 
 def _bits(values: Tensor, width: int, fields: int) -> Tensor:
-    """uint8 [..., n] -> [..., fields, n]: bit fields of `width` bits of each byte, lowest first."""
+    """uint8 [..., fields, n] from uint8 [..., n]: bit fields of `width` bits of each byte, lowest first."""
     shifts = torch.arange(0, fields * width, width, dtype=torch.uint8, device=values.device)
     return values[..., None, :] >> shifts[:, None] & (1 << width) - 1
 
@@ -144,7 +144,7 @@ def _q6_k(blocks: Tensor) -> Decoded:
     return (low | high << 4).to(torch.int16) - 32, _halves(blocks, 208) * scales, None
 
 
-# Integers behind the codes of IQ4_NL and IQ4_XS.
+# Integers that the codes of IQ4_NL and IQ4_XS stand for.
 _IQ4_INTEGERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 

@@ -1,9 +1,9 @@
 """Forwards of packed models in one native call each, from token ids to states or logits.
 
-The modules stay transformers' own: only the `forward` of the causal LM and that of its decoder ask first whether the
-kernel computes the same. It does not where somebody looks into a module or has changed it (hooks, adapters, devices,
-gradients, autocast, outputs of attentions, graphs), nor for inputs and caches that it does not know, nor for more rows
-of a text than it takes. Then the modules run; they are the plain reference of the kernel.
+The modules stay transformers' own. Only `forward` of the causal LM and of its decoder first check whether the kernel
+computes the same. It does not if somebody watches or has changed a module (hooks, adapters, devices, gradients,
+autocast, attention outputs, graphs). Nor does it for unknown inputs or caches, or too many rows. Then the modules run;
+they are the plain reference of the kernel.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from .fused import FusedForward, Snapshot, fuse_layers, is_captor, is_stock_atte
 from .layer_parts import parts_of
 from .layers import MOST_ROWS
 from .rows import is_intercepted, sight_of
-from .step import NativeStep, Rows, Scored
+from .step import NativeStep, Scored, TextRows
 
 
-# Whose hooks on a layer only read what it computes: transformers' for hidden states, and the taps of drafters.
+# Modules whose hooks only read a layer's output: transformers' for hidden states, and the taps of drafters.
 _READERS = (output_capturing.__name__, "hf_speculate")
 
 
 def fuse(model: Any) -> int:
-    """Lets the kernel compute what it can of a packed causal LM; how many of its layers that are."""
+    """Lets the kernel compute as much as it can of a packed causal LM. Returns the number of its layers that it
+    computes."""
     decoder, forwards = model.model, fuse_layers(model.model)
     if forwards and len(forwards) == len(decoder.layers):
         whole = _Whole(model, forwards)
@@ -50,22 +51,22 @@ def fuse(model: Any) -> int:
     return len(forwards)
 
 
-class _Forward:
+class _NativeForward:
     """The common part of the forwards of a decoder and of its causal LM.
 
     Args:
-        module: whose.
-        whole: the model that computes; None: the modules do.
+        module: decoder or causal LM.
+        whole: packed model with its weights; None lets the modules compute.
     """
 
     is_native = True
-    """That it is no one's who has changed the model."""
+    """A mark that this replaced forward is ours and changes nothing."""
 
     def __init__(self, module: Any, whole: _Whole | None):
         self.module, self._whole = module, whole
 
     def __getstate__(self):
-        """The state of a copy, whose modules compute."""
+        """The state of a copy, in which the modules compute."""
         return {"module": self.module, "_whole": None}
 
     @cached_property
@@ -78,11 +79,11 @@ class _Forward:
         return self._whole.run(dict(zip(("input_ids",), arguments, strict=False)) | named, num_scored)
 
 
-class DecoderForward(_Forward):
+class DecoderForward(_NativeForward):
     """The `forward` of a decoder."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """See `LlamaModel.forward`."""
+        """Runs the decoder natively if possible; see `LlamaModel.forward`."""
         found = self._computed(arguments, named, 0)
         if found is None:
             return type(self.module).forward(self.module, *arguments, **named)
@@ -90,27 +91,26 @@ class DecoderForward(_Forward):
         return BaseModelOutputWithPast(last_hidden_state=found.scored.normed, **parts)
 
 
-class CausalForward(_Forward):
+class CausalForward(_NativeForward):
     """The `forward` of a causal LM."""
 
     takes_tree_masks = True
-    """That `attention_mask` may be a `TreeMask`."""
+    """A mark that `attention_mask` may be a `TreeMask`."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Within this nobody changes the model between two forwards of this thread, except that hooks may be
-        registered. What a forward has looked at holds for the next ones.
+        """A context in which nobody changes the model between two forwards of this thread, except by registering hooks.
 
-        Looking costs 0.6 ms, a tenth of a small model's step: weights have just gone through all caches of the CPU,
-        and everything that is looked at comes from memory.
+        One check of the model then holds for the next forwards too. A check takes 0.6 ms, a tenth of a small model's
+        step: the weights have just filled all CPU caches, so everything checked comes from memory.
         """
         return nullcontext() if self._whole is None else self._whole.undisturbed()
 
     def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
-        """See `cache.Mover`: those of a cache that native forwards write."""
+        """Moves entries of a cache that native forwards write (`cache.Mover`)."""
         return self._whole is not None and self._whole.move_entries(cache, sources, destinations)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """See `LlamaForCausalLM.forward`."""
+        """Runs the model natively if possible; see `LlamaForCausalLM.forward`."""
         found = None
         to_keep = named.get("logits_to_keep", 0)
         if type(to_keep) is int and named.get("labels") is None:
@@ -132,11 +132,11 @@ class _Output:
 
 
 class _Whole:
-    """A packed causal LM, and how it was when it was loaded.
+    """A packed causal LM, and its state when it was loaded.
 
     Args:
-        model: all of whose layers fit.
-        forwards: of the layers.
+        model: causal LM whose layers the kernel can all compute.
+        forwards: fused forwards of the layers.
     """
 
     def __init__(self, model: Any, forwards: Sequence[FusedForward]):
@@ -155,14 +155,14 @@ class _Whole:
         self._step: NativeStep | None = None
         self._angles = AngleTable()
         self._rooms: WeakKeyDictionary[Cache, Room] = WeakKeyDictionary()
-        self._looks: dict[int, _Look] = {}  # by thread, while nobody disturbs it
+        self._looks: dict[int, _Look] = {}  # by thread, within `undisturbed`
 
     def run(self, named: dict[str, Any], num_scored: int | None) -> _Output | None:
-        """None, and nothing done, where the modules are to compute this.
+        """The output of the model; None if the modules must compute it. Nothing was changed then.
 
         Args:
-            named: arguments of the decoder.
-            num_scored: queries whose logits are wanted, the last ones; None: all.
+            named: keyword arguments of the decoder.
+            num_scored: number of the last queries whose logits are wanted; None for all.
         """
         inputs, config = _Inputs.of(named), self._decoder.config
         if inputs is None:
@@ -186,7 +186,7 @@ class _Whole:
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
 
     def _looked_at(self, config: Any, look: _Look | None) -> NativeStep | None:
-        """The weights, of a model that nobody has changed; notes that where nobody is going to."""
+        """The weights if nobody has changed the model. The result is noted within `undisturbed`."""
         step = self._current_step() if self._is_untouched(config) else None
         if look is not None and step is not None:
             look.note(step)
@@ -194,7 +194,7 @@ class _Whole:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """See `CausalForward.undisturbed`."""
+        """The context of `CausalForward.undisturbed`."""
         thread = threading.get_ident()
         before = self._looks.get(thread)
         self._looks[thread] = _Look()
@@ -206,7 +206,7 @@ class _Whole:
                 self._looks[thread] = before
 
     def _is_untouched(self, config: Any) -> bool:
-        """Whether everything is what was loaded, and who watches a layer only reads what it answers."""
+        """Whether everything is as loaded, and hooks on layers only read outputs."""
         return (
             (type(self._model).forward, type(self._decoder).forward) == self._stock
             and type(vars(self._decoder).get("forward")) is DecoderForward
@@ -223,7 +223,7 @@ class _Whole:
         )
 
     def _current_step(self) -> NativeStep | None:
-        """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
+        """The weights, collected again if they were replaced or moved; None if the kernel cannot compute them now."""
         if self._step is None or not self._step.is_current():
             decoder = self._decoder
             parts = [parts_of(layer) for layer in self._layers]
@@ -239,14 +239,14 @@ class _Whole:
         return room
 
     def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
-        """See `cache.Mover`."""
+        """Moves entries of a cache that native forwards write (`cache.Mover`)."""
         room, step = self._rooms.get(cache), self._step
         if room is None or step is None or not room.takes(step.layers, cache, len(room.buffers[0][0]), 0):
             return False
         room.move(sources, destinations)
         return True
 
-    def _scored(self, step: NativeStep, rows: Rows, keeps_states: bool) -> Scored | None:
+    def _scored(self, step: NativeStep, rows: TextRows, keeps_states: bool) -> Scored | None:
         rotary, dtype = self._decoder.rotary_emb, step.layers.dtype
         angles = self._angles.upto(rotary, 1, dtype)
         scored = step.run(rows, angles, keeps_states)
@@ -255,24 +255,24 @@ class _Whole:
         return step.run(rows, self._angles.upto(rotary, needed, dtype), keeps_states)
 
     def _show(self, scored: Scored) -> None:
-        """Lets those read who watch a layer."""
+        """Calls the hooks that read layer outputs."""
         if not any(self._taps):
             return
         for index, (layer, hooks) in enumerate(zip(self._layers, self._taps, strict=True)):
             for hook in tuple(hooks.values()):
-                if not is_captor(hook):  # of transformers: hidden states are handed out anyway
+                if not is_captor(hook):  # transformers' own hooks are not needed: the output has hidden states
                     hook(layer, (scored.states[index],), scored.states[index + 1])
 
 
 class _Look:
-    """The result of a look at the model before a forward."""
+    """The result of checking the model before a forward."""
 
     def __init__(self) -> None:
         self.step: NativeStep | None = None
         self._num_hooks = -1
 
     def note(self, step: NativeStep) -> None:
-        """Notes that nobody has changed the model, whose weights are these."""
+        """Notes that nobody has changed the model, and its weights."""
         self.step, self._num_hooks = step, RemovableHandle.next_id
 
     def holds(self) -> bool:
@@ -282,7 +282,7 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of a decoder, as far as the kernel knows them."""
+    """The inputs of a decoder that the kernel knows."""
 
     ids: Tensor
     cache: Cache | None
@@ -292,7 +292,7 @@ class _Inputs:
 
     @classmethod
     def of(cls, named: dict[str, Any]) -> _Inputs | None:
-        """None where something else is asked for."""
+        """The inputs; None if the arguments ask for anything else."""
 
         def take(name: str) -> Any:
             return named.pop(name, None)
@@ -304,11 +304,11 @@ class _Inputs:
         if not isinstance(found.cache, Cache | None):
             return None
         if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
-            return None  # positions may say that several texts stand in one row
+            return None  # positions may mean that several texts are in one row
         return found if is_plain and returns_dict is not False and _served(found.ids) else None
 
-    def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> Rows | None:
-        """None where these are positions or masks that the kernel does not take."""
+    def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> TextRows | None:
+        """The rows of the forward; None if the kernel does not take these positions or masks."""
         (batch_size, count), past = self.ids.shape, room.length
         positions = torch.arange(past, past + count)[None] if self.positions is None else self.positions
         if type(positions) is not Tensor or positions.dim() != 2 or positions.dtype is not torch.long:
@@ -320,22 +320,22 @@ class _Inputs:
             return None
         positions = positions.expand(batch_size, -1).contiguous()
         num_scored = count if num_scored is None else min(num_scored, count)
-        return Rows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sight, num_scored)
+        return TextRows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sight, num_scored)
 
     def _sight(
         self, config: Any, cache: Cache, positions: Tensor, past: int
     ) -> tuple[bool, tuple[Tensor, Tensor] | None]:
-        """See `sight_of`."""
+        """The entries that queries see, in the form of `sight_of`."""
         size, given = self.ids.shape, self.mask
         if isinstance(given, TreeMask):
             fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
             return False, given.runs() if fits else None
         mask = self._mask(config, cache, positions, past + size[1])
-        # Without one, every query sees what lies before it.
+        # Without a mask every query sees what comes before it.
         return (True, None) if mask is None else sight_of(mask, size, past + size[1])
 
     def _mask(self, config: Any, cache: Cache, positions: Tensor, num_keys: int) -> Any:
-        """The mask as layers are given it."""
+        """The mask in the form for layers."""
         mask = self.mask
         if type(mask) is not Tensor or mask.dim() != 2:
             return mask
@@ -348,7 +348,7 @@ class _Inputs:
 
 
 def _served(ids: Any) -> bool:
-    """Whether the kernel takes such tokens."""
+    """Whether the kernel takes these token ids."""
     return (
         type(ids) is Tensor
         and ids.dim() == 2
@@ -361,10 +361,10 @@ def _served(ids: Any) -> bool:
 
 
 def _selected(scored: Scored, wanted: Any, config: Any) -> tuple[Tensor | None, ...]:
-    """Hidden states as transformers hands them out: embeddings, what each layer answers, the last one normed.
+    """Hidden states in transformers' form: embeddings, the output of each layer, the last one normed.
 
     Args:
-        wanted: True for all, or which; None stands for the others.
+        wanted: True for all, or indices; the other states are None.
     """
     count, is_tied = len(scored.states), vars(config).get("tie_last_hidden_states")
     last = scored.states[-1] if is_tied is False else scored.normed

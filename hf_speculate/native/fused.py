@@ -1,9 +1,9 @@
-"""Decoder layers of packed models in native calls, one each: for those whose model is not computed whole (`forwards`).
+"""Decoder layers of packed models in one native call each, for models that are not computed whole (`forwards`).
 
-The layers stay transformers' own: only their `forward` asks first whether the kernel computes the same as the modules.
-It does not where somebody looks into a layer or has changed it (hooks, adapters, devices, gradients, autocast, outputs
-of attentions, graphs), nor for caches and masks that it does not know, nor for more rows than it takes. Then the
-modules run; they are the plain reference of the kernel.
+The layers stay transformers' own. Only their `forward` first checks whether the kernel computes the same as the
+modules. It does not if somebody watches or has changed a layer (hooks, adapters, devices, gradients, autocast,
+attention outputs, graphs). Nor does it for unknown caches or masks, or too many rows. Then the modules run; they are
+the plain reference of the kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .rows import new_rows, served
 
 
 def fuse_layers(decoder: Any) -> list[FusedForward]:
-    """Lets the kernel compute those layers of a packed Llama or Qwen2 that it can; their new forwards."""
+    """Lets the kernel compute the layers of a packed Llama or Qwen2 that it can; returns their new forwards."""
     forwards = [FusedForward(layer) for layer in decoder.layers if parts_of(layer) is not None]
     for forward in forwards:
         forward.layer.forward = forward
@@ -39,7 +39,7 @@ def fuse_layers(decoder: Any) -> list[FusedForward]:
 
 @dataclass
 class _Arguments:
-    """The inputs of a layer; names are those of `LlamaDecoderLayer.forward`."""
+    """The inputs of a layer, named as in `LlamaDecoderLayer.forward`."""
 
     hidden_states: Tensor
     attention_mask: Tensor | None
@@ -57,7 +57,7 @@ class FusedForward:
     """The `forward` of one layer.
 
     Args:
-        layer: one that has `parts_of`.
+        layer: decoder layer that has `parts_of`.
     """
 
     def __init__(self, layer: Any):
@@ -65,12 +65,11 @@ class FusedForward:
         self._loaded: _LoadedLayer | None = _LoadedLayer(layer)
 
     def __getstate__(self):
-        """The state of a copy, which finds its own weights: the modules compute where it is one of a layer that was
-        changed."""
+        """The state of a copy, which collects its own weights. If the copied layer was changed, its modules compute."""
         return {"layer": self.layer, "_loaded": None}
 
     def __call__(self, hidden_states: Tensor, *positional: Any, **named: Any) -> Tensor:
-        """See `LlamaDecoderLayer.forward`."""
+        """Runs the layer natively if possible; see `LlamaDecoderLayer.forward`."""
         if not positional and not torch.compiler.is_compiling():
             output = self._computed(_Arguments.of(hidden_states, **named))
             if output is not None:
@@ -79,7 +78,7 @@ class FusedForward:
 
     @property
     def is_native(self) -> bool:
-        """Whether the layer is as it was loaded, so that the kernel serves whom it can."""
+        """Whether the layer is as loaded, so that the kernel can compute it."""
         return self._loaded is not None and self._loaded.is_untouched()
 
     def _computed(self, arguments: _Arguments) -> Tensor | None:
@@ -89,7 +88,7 @@ class FusedForward:
 
 
 class _LoadedLayer:
-    """A layer, and how it was when it was loaded."""
+    """A layer, and its state when it was loaded."""
 
     def __init__(self, layer: Any):
         self._layer = layer
@@ -97,7 +96,7 @@ class _LoadedLayer:
         self._native: NativeLayers | None = None
 
     def run(self, arguments: _Arguments) -> Tensor | None:
-        """[B, N, H]; None, and nothing done, where the modules are to compute it."""
+        """The output [B, N, H]; None if the modules must compute it. Nothing was changed then."""
         inputs, cache, rotary = arguments.hidden_states, arguments.cache, arguments.position_embeddings
         if cache is None or rotary is None or not (served(inputs) and self.is_untouched()):
             return None
@@ -112,7 +111,7 @@ class _LoadedLayer:
         return None if rows is None else rows.run(inputs, (cos, sin))[0]
 
     def _current_layers(self) -> NativeLayers | None:
-        """Made anew where weights were exchanged or have moved; None if the kernel does not compute them now."""
+        """The weights, collected again if they were replaced or moved; None if the kernel cannot compute them now."""
         if self._native is None or not self._native.is_current():
             self._native = NativeLayers.of([parts_of(self._layer)])
         return self._native
@@ -123,11 +122,11 @@ class _LoadedLayer:
 
 
 class Snapshot:
-    """The state of modules when they were loaded: who changes or watches them changes this.
+    """The state of modules when they were loaded, to notice changes and hooks.
 
     Args:
-        modules: that nobody may watch.
-        parents: of whom only the children count.
+        modules: modules that nobody may watch or change.
+        parents: modules of which only the children must stay the same.
     """
 
     def __init__(self, modules: Sequence[nn.Module], parents: Sequence[nn.Module] = ()):
@@ -137,7 +136,7 @@ class Snapshot:
         self._children_before = [dict(children) for children in self._children]
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether everything is as it was."""
         return (
             (not any(self._hooks) or _sleep(filter(None, self._hooks)))
             and not any(map(operator.contains, self._attributes, repeat("forward")))
@@ -148,7 +147,7 @@ class Snapshot:
 
 
 def is_stock_attention(config: Any) -> bool:
-    """Whether attentions are to compute what the kernel does."""
+    """Whether the configured attention is one that the kernel computes."""
     attention = config._attn_implementation
     if attention == "sdpa":
         return ALL_ATTENTION_FUNCTIONS["sdpa"] in (grouped_sdpa, sdpa_attention_forward)
@@ -156,14 +155,14 @@ def is_stock_attention(config: Any) -> bool:
 
 
 def only_stock_is_asked(others: dict[str, Any]) -> bool:
-    """Whether further arguments, which attentions are handed, ask for nothing that the kernel does not do."""
+    """Whether further arguments for attentions ask for nothing that the kernel cannot do."""
     return not others.get("output_attentions") and "is_causal" not in others
 
 
 def _sleep(hooks: Iterable[dict[int, Any]]) -> bool:
-    """Whether hooks of modules are transformers' own for attentions, and none is collected.
+    """Whether the hooks are transformers' own for attentions, and no attention is being collected.
 
-    They stay on a model for ever once it was asked for any outputs.
+    They stay on a model for ever after any outputs were asked for.
     """
     collected = output_capturing._active_collector.get()
     if collected is not None and "attentions" in collected:
@@ -172,5 +171,5 @@ def _sleep(hooks: Iterable[dict[int, Any]]) -> bool:
 
 
 def is_captor(hook: Any) -> bool:
-    """Whether a hook is one with which transformers collects outputs."""
+    """Whether a hook is one of transformers' for collecting outputs."""
     return getattr(hook, "__module__", None) == output_capturing.__name__

@@ -1,6 +1,6 @@
-"""Dynamic draft trees, grown natively from what a head proposes.
+"""Dynamic draft trees, grown natively from a head's proposals.
 
-Structure: that of `kernel/growth.h`.
+The ctypes structure mirrors `kernel/growth.h`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import binding
 from .weights import fields
 
 
-# Nodes that a level runs, and levels, at the most (MOST_WIDTH of the kernel).
+# Largest number of nodes in a level, and of levels (MOST_WIDTH of the kernel).
 MOST_WIDTH = 128
 
 
@@ -28,19 +28,19 @@ class GrowthStructure(ctypes.Structure):
 
 
 class NativeGrowth:
-    """The trees of one round.
+    """The draft trees of one round.
 
     Args:
-        batch_size: of them.
-        width: nodes that a level runs, and children of each; at most `MOST_WIDTH`, as is `depth`.
-        depth: levels that they may have.
-        token_ids: int64, target vocabulary id of each column, contiguous; None: the columns.
+        batch_size: number of trees.
+        width: number of nodes that a level runs, and of children of each; at most `MOST_WIDTH`, as is `depth`.
+        depth: largest number of levels.
+        token_ids: int64, target token id of each column, contiguous; None if columns are token ids.
 
     Attributes:
         depth: see above.
-        tokens: int64 [B, K], the frontier: what the next level runs, the best first.
-        values: float32 [B, K], its log-probabilities.
-        previous: int64 [B, K], index of each one's parent among the frontier before.
+        tokens: int64 [B, K], token ids of the frontier: the nodes that the next level runs, best first.
+        values: float32 [B, K], path log-probabilities of the frontier.
+        previous: int64 [B, K], index of each one's parent in the previous frontier.
     """
 
     def __init__(self, batch_size: int, width: int, depth: int, token_ids: Int[Tensor, " W"] | None = None):
@@ -73,23 +73,23 @@ class NativeGrowth:
 
     @property
     def num_levels(self) -> int:
-        """The number of levels that were proposed, the last one being the frontier."""
+        """Number of proposed levels; the last one is the frontier."""
         return self._structure.num_levels
 
     def extend(self, shares: Float[Tensor, "B F K"], columns: Int[Tensor, "B F K"]) -> None:
-        """Takes the children of the frontier (F = K), at first those of the root (F = 1); at most `depth` times.
+        """Adds the children of the frontier (F = K), at first those of the root (F = 1); at most `depth` times.
 
         Args:
-            shares, columns: from `NativeRanking.run`.
+            shares, columns: log-probabilities and columns of the children (`NativeRanking.run`).
         """
         self._library.grow(self.address, shares.data_ptr(), columns.data_ptr())
 
     def sight(self, before: tuple[Tensor, Tensor], num_before: int) -> tuple[Tensor, Tensor]:
-        """The entries that the frontier sees, as `NativeLayers.run` takes them.
+        """The entries that the frontier sees, in the form of `NativeLayers.run`.
 
         Args:
-            before: from `find_sight`, of the entries before the tree, one query a row.
-            num_before: of these entries.
+            before: entries before the tree that each row sees, as runs (`find_sight` with one query a row).
+            num_before: number of entries before the tree.
         """
         offsets, runs = before
         num_nodes = self.tokens.numel()
@@ -109,10 +109,10 @@ class NativeGrowth:
     def best(
         self, root_ids: Int[Tensor, " B"], most: int
     ) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B n"], Float[Tensor, "B n"]]:
-        """Tokens, parents and values of the root and the best `most` nodes, or all if there are fewer, the best first.
+        """Tokens, parents and values of the root and the best `most` nodes (or all, if fewer), best first.
 
         Raises:
-            MemoryError: there is none left.
+            MemoryError: there is not enough memory.
         """
         structure = self._structure
         size = structure.width + (self.num_levels - 1) * structure.width**2

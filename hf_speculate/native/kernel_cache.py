@@ -1,9 +1,9 @@
-"""Keeps compiled kernels between processes, and loads them: nothing runs that somebody else can have written.
+"""Keeps compiled kernels between processes and loads them, but none that another user could have written.
 
-A folder is used only where its path is absolute, it belongs to the user or to root, and nobody else can write it; so
-must the file. Owners are asked of open descriptors, never of paths, which could be exchanged in between. A file is its
-library and a hash of it: what a full disk, a power cut or anything else has damaged is not loaded but made anew. What
-was verified is loaded out of memory.
+A folder is used only if its path is absolute, it belongs to the user or root, and nobody else can write it. The same
+holds for a file. Ownership is checked on open descriptors, as a path could be replaced in between. A file holds its
+library and a hash. A damaged file (full disk, power cut) is not loaded but compiled again. The verified bytes
+themselves are loaded from memory.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-# A folder that is shared on purpose, e.g. filled by root for all users: looked into before the user's own.
+# A folder that users share on purpose, for example filled by root. It is read before the user's own.
 SHARED_VARIABLE = "HF_SPECULATE_CACHE"
 
-# Behind the library, with its hash; where a reader of libraries looks no more.
+# Mark after the library, before its hash; loaders do not read that far.
 _MARK = b"\nhf_speculate kernel, sha256 "
 _MAX_BYTES = 1 << 26
-# Nobody compiles or writes for so long: what is older was left by a process that was killed.
+# Age at which unfinished files and folders count as left over from a killed process.
 LEFTOVER_SECONDS = 24 * 3600
-_TEMPORARY = "hf_speculate-kernel-"  # folders that are compiled in
+_TEMPORARY = "hf_speculate-kernel-"  # prefix of the folders in which compilers run
 
 _HAS_OWNERS = hasattr(os, "geteuid") and {os.open, os.mkdir, os.unlink} <= os.supports_dir_fd
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A folder, and who is to read what is written there."""
+    """A folder for kernels, and who may read what is written there."""
 
     path: str
     is_shared: bool
@@ -53,12 +53,12 @@ class _Place:
 
 
 class KernelCache:
-    """The folders where kernels are kept: `$HF_SPECULATE_CACHE` if it is set, and the user's own cache.
+    """The folders for kernels: `$HF_SPECULATE_CACHE` if it is set, and the user's own cache.
 
-    Nothing here raises: what cannot be used is passed over and noted.
+    Nothing here raises: what cannot be used is skipped and noted.
 
     Attributes:
-        problems: what is wrong with the folders and their files, for one warning.
+        problems: descriptions of unusable folders and files, for one warning.
     """
 
     def __init__(self) -> None:
@@ -72,19 +72,20 @@ class KernelCache:
         return list(self._noted.values())
 
     def read(self, name: str) -> bytes | None:
-        """The library of that name, verified; None if there is none. What only the user has fills a shared folder."""
+        """The verified library of this name; None if there is none. A library found only in the user's cache is copied
+        to the shared folder."""
         for number, place in enumerate(self._places):
             with self._noting(place.path), _opened(place) as folder, self._noting(f"{place.path}/{name}"):
                 _remove_leftovers(folder)
                 library = _read(folder, name)
                 for earlier in self._places[:number]:
-                    with contextlib.suppress(OSError):  # most users may only read there
+                    with contextlib.suppress(OSError):  # most users may not write there
                         _keep(earlier, name, library)
                 return library
         return None
 
     def names(self, prefix: str) -> list[str]:
-        """Names of what is kept that begin so, the newest of each folder first."""
+        """Names that begin with `prefix`, the newest of each folder first."""
         found: dict[str, None] = {}
         for place in self._places:
             with self._noting(place.path), _opened(place) as folder:
@@ -94,7 +95,7 @@ class KernelCache:
         return list(found)
 
     def keep(self, name: str, library: bytes) -> bool:
-        """Writes a library to the first folder that takes it, at once or not at all; False if none does."""
+        """Writes a library to the first folder that accepts it, whole or not at all; returns whether one did."""
         failures = []
         for place in self._places:
             try:
@@ -108,7 +109,7 @@ class KernelCache:
 
     @contextlib.contextmanager
     def _noting(self, where: str) -> Iterator[None]:
-        """Passes over what is not there, and notes what cannot be used."""
+        """A context that ignores missing files and notes what cannot be used."""
         try:
             yield
         except FileNotFoundError:
@@ -124,18 +125,18 @@ class KernelCache:
             yield from places
             return
         home = os.path.expanduser("~/.cache")
-        if os.path.isabs(home) or not shared:  # users without home are whom a shared folder is for
+        if os.path.isabs(home) or not shared:  # a shared folder is meant for users without a home
             yield from self._place("the home folder's cache", home, is_shared=False)
 
     def _place(self, source: str, path: str, is_shared: bool) -> Iterator[_Place]:
         if os.path.isabs(path):
             yield _Place(path if is_shared else os.path.join(path, "hf_speculate"), is_shared)
-        else:  # it would depend on the current folder, where anybody may have put anything
+        else:  # a relative path depends on the current folder, which anybody may have filled
             self._noted[source] = f"{source} is {path!r}, not an absolute path, and is not used"
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder to compile in. Those that killed processes of this user left more than a day ago are removed."""
+    """A folder to compile in. Folders that this user's killed processes left over a day ago are removed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*") if _HAS_OWNERS else ():
         with contextlib.suppress(OSError):  # gone meanwhile
             status = folder.lstat()
@@ -145,13 +146,13 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def load(library: bytes) -> ctypes.CDLL:
-    """Loads a library from these very bytes: no file that could change or shrink below them.
+    """Loads a library from memory, so that no file can change or shrink underneath.
 
     Raises:
-        OSError: it is none, or none for this machine, or only a part of one.
+        OSError: the bytes are no library, are for another machine, or are cut off.
     """
     _check_whole(library)
-    with contextlib.suppress(OSError, AttributeError):  # not Linux, no /proc, forbidden: a copy serves as well
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, no /proc, or forbidden: use a copy
         return _load_from_memory(library)
     with tempfile.TemporaryDirectory(prefix="hf_speculate-", ignore_cleanup_errors=True) as private:
         path = Path(private) / "kernel.so"
@@ -160,11 +161,11 @@ def load(library: bytes) -> ctypes.CDLL:
 
 
 def _check_whole(library: bytes) -> None:
-    """Raises `OSError` for an ELF file that ends before what its headers name.
+    """Raises `OSError` for an ELF file that is shorter than its headers say.
 
-    The loader would map pages behind the end, and the first access to them kills the process.
+    The loader would map pages after the end, and the first access to them kills the process.
     """
-    if library[:5] != b"\x7fELF\x02":  # of 64 bits; there is no kernel for others
+    if library[:5] != b"\x7fELF\x02":  # 64 bits; there is no kernel for others
         return
     size, order = len(library), "<" if library[5:6] == b"\x01" else ">"
     try:
@@ -189,7 +190,7 @@ def _load_from_memory(library: bytes) -> ctypes.CDLL:
             file.write(library)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        # Stays open: libraries are known by their names, and the number of a closed one would be given away again.
+        # The descriptor stays open: the loader knows libraries by name, and a closed number would be reused.
         return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     except BaseException:
         os.close(descriptor)
@@ -198,20 +199,20 @@ def _load_from_memory(library: bytes) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _opened(place: _Place, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder; raises `OSError` where it cannot be trusted."""
+    """A descriptor of the folder; raises `OSError` if it cannot be trusted."""
     is_new = make and _make_folder(place)
     folder = os.open(place.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _check_trusted(os.fstat(folder), "the folder")
         if is_new and place.is_shared and not os.listdir(folder):
-            os.fchmod(folder, place.folder_mode)  # readable as it was meant, whatever the umask
+            os.fchmod(folder, place.folder_mode)  # readable as intended under any umask
         yield folder
     finally:
         os.close(folder)
 
 
 def _make_folder(place: _Place) -> bool:
-    """Whether it was absent."""
+    """Makes the folder; returns whether it was missing."""
     os.makedirs(os.path.dirname(place.path), mode=place.folder_mode, exist_ok=True)
     try:
         os.mkdir(place.path, place.folder_mode)
@@ -241,13 +242,13 @@ def _remove_leftovers(folder: int) -> None:
     """Removes files that killed processes began to write more than a day ago."""
     for name in os.listdir(folder):
         if name.startswith(".native-"):
-            with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+            with contextlib.suppress(OSError):  # already removed, or owned by another user
                 if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime > LEFTOVER_SECONDS:
                     os.unlink(name, dir_fd=folder)
 
 
 def _read(folder: int, name: str) -> bytes:
-    # Neither a link that leads elsewhere is followed, nor a pipe waited for.
+    # Do not follow links, and do not wait for pipes.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(name, flags, dir_fd=folder)
     try:
@@ -274,13 +275,13 @@ def _write(folder: int, name: str, content: bytes, mode: int) -> None:
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())  # the name must not be on the disk before what it names
+            os.fsync(file.fileno())  # the name must reach the disk after the content
         os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(partial, dir_fd=folder)
         raise
-    with contextlib.suppress(OSError):  # some file systems know no such thing for folders
+    with contextlib.suppress(OSError):  # some file systems cannot do this for folders
         os.fsync(folder)
 
 

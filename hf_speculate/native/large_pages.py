@@ -1,7 +1,7 @@
 """Memory for packed weights, in large pages where the system has them.
 
-A forward reads all weights, and fewer addresses are to be translated so: a token of SmolLM2 takes 4.7 ms instead of
-5.1. The matrices of a small model are smaller than a large page: they lie together.
+A forward reads all weights, and with large pages fewer addresses must be translated. A token of SmolLM2 takes 4.7 ms
+instead of 5.1. A small model's matrices are smaller than a large page, so they share pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import binding
 
 
-# Bytes that are taken at a time. What is not used of them is never touched.
+# Bytes allocated at a time. Unused ones are never touched.
 _CHUNK = 1 << 25
 _LINE = 64
 
@@ -40,7 +40,7 @@ _shared: ContextVar[_Chunks | None] = ContextVar("hf_speculate_large_pages", def
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Around the packing of one model: its matrices share memory."""
+    """A context for packing one model, in which its matrices share memory."""
     token = _shared.set(_Chunks())
     try:
         yield
@@ -49,14 +49,14 @@ def together() -> Iterator[None]:
 
 
 def zeros(num_rows: int, row_bytes: int) -> UInt8[Tensor, "rows bytes"]:
-    """A matrix of bytes, contiguous."""
+    """A contiguous matrix of zero bytes."""
     chunks, size = _shared.get(), num_rows * row_bytes
     memory = _own(size) if chunks is None else chunks.take(size)
     return memory.zero_().view(num_rows, row_bytes)
 
 
 def _own(size: int) -> UInt8[Tensor, " size"]:
-    """Nobody has written to it: large pages are given at the first touch."""
+    """New memory. Nobody has written to it: the system assigns large pages at the first write."""
     memory = torch.empty(size, dtype=torch.uint8)
     binding.library().ask_for_large_pages(memory.data_ptr(), size)
     return memory

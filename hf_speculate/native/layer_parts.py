@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that the native kernel needs, and whether it computes such a one."""
+"""The parts of a decoder layer that the kernel needs, and whether it can compute the layer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .rounded_layers import RoundedForward, RoundedLinear
 from .weights import parameters_of, unpacked
 
 
-# What the kernel has room for: columns of a head, heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).
+# Limits of the kernel: columns of a head, and heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).
 _MOST_HEAD_DIM, _MOST_GROUPS = 512, 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """The parts of a decoder layer, whosever its modules are.
+    """The parts of a decoder layer of any model class.
 
     Attributes:
-        sizes: hidden, heads, kv_heads, head_dim, inner.
-        norms: RMSNorms by the names of the structure, those that there are.
-        projections: q, k, v, o, gate, up, down, each packed by the native backend or an `nn.Linear`.
-        joins, norms_residual: of EAGLE-3's first layer, see there.
+        sizes: hidden, heads, kv_heads, head_dim and inner sizes, by name.
+        norms: RMSNorm modules by the names of the kernel's structure; missing ones are left out.
+        projections: modules q, k, v, o, gate, up and down, each packed by the native backend or an `nn.Linear`.
+        joins, norms_residual: options of EAGLE-3's first layer: whether it joins embeddings, and norms its residual.
     """
 
     sizes: dict[str, int]
@@ -41,11 +41,11 @@ class LayerParts:
 
     @classmethod
     def of(cls, attention: Any, mlp: Any, norms: dict[str, Any], **others: Any) -> LayerParts:
-        """Parts of modules that are called as transformers calls them.
+        """The parts of modules with transformers' usual names.
 
         Args:
-            norms: of the layer; those of queries and keys are found.
-            others: the other attributes.
+            norms: RMSNorm modules of the layer, without those of queries and keys, which are found here.
+            others: other attributes of `LayerParts`.
         """
         of_heads = {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
         projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
@@ -58,28 +58,31 @@ class LayerParts:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Whose weights it has, each once."""
+        """The modules whose weights the layer uses, each once."""
         return list(dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)]))
 
     def rounds(self) -> bool | None:
-        """Whether packed matrices round their inputs to bytes; None where the kernel does not multiply with all of the
-        matrices, or the packed ones differ. Dense matrices never round, and stand beside either kind."""
+        """Whether packed matrices round their inputs to bytes; None if the kernel cannot use all matrices, or packed
+        ones differ.
+
+        Dense matrices never round, and can be combined with either kind.
+        """
         found = [(isinstance(matrix, PackedMatrix), rounds_inputs(matrix)) for matrix in self.matrices]
         of_packed = {rounds for is_packed, rounds in found if is_packed} or {False}
         is_known = all(rounds is not None for _, rounds in found)
         return of_packed.pop() if is_known and len(of_packed) == 1 else None
 
     def rounded(self) -> LayerParts:
-        """These with the matrices that can be in 8 bits, for drafts."""
+        """The same parts with 8-bit matrices where possible, for drafting."""
         return replace(self, projections={name: rounded(each) or each for name, each in self.projections.items()})
 
     def dtype(self) -> torch.dtype | None:
-        """The dtype of what is not packed; None where there are several."""
+        """The dtype of all weights that are not packed; None if they differ."""
         found = {weight.dtype for weight in unpacked(parameters_of(self.modules))}
         return found.pop() if len(found) == 1 else None
 
     def fit(self) -> bool:
-        """Whether the kernel computes such a layer."""
+        """Whether the kernel can compute the layer."""
         sizes, step = self.sizes, binding.TILE_ROWS
         widths = sizes["hidden"], sizes["heads"] * sizes["head_dim"], sizes["inner"]
         return (
@@ -94,7 +97,7 @@ class LayerParts:
 
 
 def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
-    """Whether inputs of a matrix are rounded to bytes; None where the kernel does not multiply with it."""
+    """Whether a matrix rounds its inputs to bytes; None if the kernel cannot multiply with it."""
     if isinstance(matrix, PackedMatrix):
         return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
     if matrix is None or matrix.weight.dtype not in binding.DENSE_KINDS or not matrix.weight.is_contiguous():
@@ -103,7 +106,7 @@ def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
 
 
 def rounded(projection: nn.Module) -> RoundedMatrix | None:
-    """Its matrix in 8 bits; None where that is not to be had."""
+    """The 8-bit matrix of a projection; None if there is none."""
     if isinstance(forward := vars(projection).get("forward"), RoundedForward):
         return forward.matrix()
     matrix = matrix_of(projection)
@@ -111,7 +114,7 @@ def rounded(projection: nn.Module) -> RoundedMatrix | None:
 
 
 def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
-    """The matrix that computes a projection; None where that is something else."""
+    """The matrix that computes a projection; None for other modules."""
     if isinstance(projection, RoundedLinear):
         return matrix_of(projection.layer)
     if type(projection) is Projection:
@@ -120,7 +123,7 @@ def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
 
 
 def parts_of(layer: Any) -> LayerParts | None:
-    """The parts of a layer that the kernel needs; None where it computes something else."""
+    """The parts of a layer that the kernel needs; None if it cannot compute the layer."""
     attention, config = layer.self_attn, layer.self_attn.config
     if config.hidden_act != "silu" or getattr(attention, "sliding_window", None) is not None:
         return None

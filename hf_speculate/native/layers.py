@@ -1,6 +1,6 @@
-"""Decoder layers as the native kernel takes them, and what their queries see.
+"""Decoder layers in the form for the kernel, and the entries that their queries see.
 
-Structures: those of `kernel/layer.h`.
+The ctypes structures mirror `kernel/layer.h`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .modules import Projection
 from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
 
 
-# Rows of an input that the kernel has room for (its CHUNK).
+# Largest number of rows in one kernel call (its CHUNK).
 MOST_ROWS = 128
 
-# Of a row, beside the queries: ancestors that were run before, and what it sees in one piece.
+# Most runs of a query, beside one for each other query: earlier ancestors and contiguous pieces.
 _MOST_RUNS = 32
 
-# Of a layer, in the order of its structure.
+# RMSNorms of a layer, in the order of the structure.
 _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "beside_norm")
 
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
-class _Layer(ctypes.Structure):
+class _LayerStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_int64, "hidden", "heads", "kv_heads", "head_dim", "inner"),
         *fields(ctypes.c_int64, "q_at", "k_at", "v_at", "gate_at", "up_at"),
@@ -46,7 +46,7 @@ class CallStructure(ctypes.Structure):
     """`Call` of the kernel.
 
     Attributes:
-        kept: the objects that it points to.
+        kept: objects that the structure points to, kept alive.
     """
 
     kept: Any
@@ -63,14 +63,14 @@ class CallStructure(ctypes.Structure):
 
 
 class NativeLayer:
-    """The weights of one decoder layer, where they lie in memory now.
+    """The weights of one decoder layer at their present addresses.
 
     Attributes:
-        address: of the structure.
+        address: address of the kernel's structure.
     """
 
     def __init__(self, parts: LayerParts):
-        self._layer = _Layer(
+        self._layer = _LayerStructure(
             **parts.sizes,
             eps=parts.eps,
             scale=parts.scale,
@@ -90,7 +90,7 @@ class NativeLayer:
         self.address = ctypes.addressof(self._layer)
 
     def _place(self, places: Any, projections: dict[str, nn.Module]) -> None:
-        """Matrices of one input in the order in which they are first met, their outputs beside each other."""
+        """Places matrices with the same input in the order of first use; their outputs lie side by side."""
         columns: dict[nn.Module, int] = {}
         width = 0
         for field, projection in projections.items():
@@ -109,12 +109,12 @@ class NativeLayers:
     """Consecutive layers of one decoder.
 
     Args:
-        layers: each of which fits, of the same sizes and type.
+        layers: parts of layers that all fit and have the same sizes and dtype.
 
     Attributes:
-        dtype: of states and caches.
+        dtype: dtype of states and caches.
         rounds: whether inputs of packed matrices are rounded to bytes.
-        heads: of keys, and their size.
+        heads: number of KV heads, and their size.
     """
 
     def __init__(self, layers: Sequence[LayerParts]):
@@ -128,7 +128,7 @@ class NativeLayers:
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts | None]) -> NativeLayers | None:
-        """None where the kernel does not compute all of them in one call."""
+        """The layers; None if the kernel cannot compute all of them in one call."""
         known = [parts for parts in layers if parts is not None and parts.fit()]
         is_alike = len({(parts.dtype(), parts.rounds()) for parts in known}) == 1
         return cls(known) if is_alike and len(known) == len(layers) else None
@@ -137,18 +137,18 @@ class NativeLayers:
         return len(self._layers)
 
     def is_current(self) -> bool:
-        """See `WeightsInPlace.are_current`."""
+        """Whether the weights are unchanged (`WeightsInPlace.are_current`)."""
         return self._weights.are_current()
 
     def has_gradients(self) -> bool:
-        """Whether somebody trains a weight."""
+        """Whether a weight requires a gradient."""
         return self._weights.have_gradients()
 
     def call(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> CallStructure:
-        """A call of these layers with its cache, without any rows; it keeps what it points to.
+        """A call structure of these layers with a cache, but no rows. It keeps alive what it points to.
 
         Args:
-            buffers: see `run`.
+            buffers: keys and values of each layer (`run`).
         """
         count, strides = len(self._layers), [keys.stride() for keys, _ in buffers]
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
@@ -176,17 +176,18 @@ class NativeLayers:
         sight: tuple[Tensor, Tensor] | None,
         beside: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
-        """The outputs of every layer; writes the entries of the queries into the cache.
+        """The outputs of every layer. The entries of the queries are written to the cache.
 
         Args:
-            inputs: contiguous, of `dtype`.
+            inputs: states of the queries, contiguous, of `dtype`.
             rotary: cosines and sines, contiguous; R is B or 1.
-            buffers: of each layer's keys and values [B, KV, capacity, D], alike, entries contiguous.
-            num_keys: with those of the queries, which are the last ones.
-            sight: from `find_sight`; None: all before a query, and itself.
-            beside: contiguous, what layers that join it attend with.
+            buffers: keys and values of each layer, [B, KV, capacity, D], all of one layout, entries contiguous.
+            num_keys: number of entries including those of the queries, which are the last ones.
+            sight: entries that each query sees, as runs (`find_sight`); None if it sees all entries up to its own.
+            beside: second input of layers that join it, contiguous; None if no layer does.
+
         Raises:
-            MemoryError: there is none left; nothing was written.
+            MemoryError: there is not enough memory. Nothing was written.
         """
         batch_size, num_queries, _ = inputs.shape
         outputs = inputs.new_empty(len(self._layers), *inputs.shape)
@@ -207,7 +208,7 @@ class NativeLayers:
 
 
 def batch_parts(batch_size: int, num_queries: int) -> list[slice]:
-    """So many texts each as the kernel takes at once."""
+    """Slices of a batch, each with as many texts as the kernel takes at once."""
     step = max(MOST_ROWS // num_queries, 1)
     return [slice(start, start + step) for start in range(0, batch_size, step)]
 
@@ -215,21 +216,22 @@ def batch_parts(batch_size: int, num_queries: int) -> list[slice]:
 def part_of(
     rows: slice, num_queries: int, buffers: Sequence[tuple[Tensor, Tensor]], sight: tuple[Tensor, Tensor] | None
 ) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None]:
-    """Buffers and sight of some texts, see `NativeLayers.run`."""
-    if sight is not None:  # offsets count from the first run of all
+    """Buffers and sight of some texts, in the form of `NativeLayers.run`."""
+    if sight is not None:  # offsets count from the first run of the whole batch
         sight = sight[0][rows.start * num_queries : rows.stop * num_queries + 1], sight[1]
     return [(keys[rows], values[rows]) for keys, values in buffers], sight
 
 
 def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
-    """The entries that each query of a mask sees, as runs.
+    """The entries that each query sees by a mask, as runs.
 
     Args:
-        mask: [B or 1, 1, at least N, S], 0 or True where an entry is seen, the lowest value or False where it is not;
-            or as `target.fold` makes them.
+        mask: [B or 1, 1, at least N, S]; 0 or True where an entry is seen, the lowest value or False elsewhere. Masks
+            from `scoring.fold` work too.
+
     Returns:
-        int32 [B * N + 1], where the runs of each query begin, and int32 [runs, 2], each from its first entry to its
-        end; None where the mask holds other values, or more runs than trees need.
+        int32 [B * N + 1], the offset of each query's runs, and int32 [runs, 2], the first entry and the end of each
+        run. None if the mask has other values, or more runs than trees need.
     """
     kind, num_rows = _MASK_KINDS.get(mask.dtype), batch_size * num_queries
     if kind is None or mask.stride(-1) != 1:

@@ -1,7 +1,7 @@
-"""Layers that hold packed weights, in the place of transformers' own.
+"""Layers with packed weights, in place of transformers' own.
 
-They count as `nn.Linear` and `nn.Embedding`, so that PEFT puts LoRA around them as around those. What PEFT (or anybody)
-would compute from their `weight` raises: it is no matrix.
+They are subclasses of `nn.Linear` and `nn.Embedding`, so that PEFT puts LoRA around them. Computing with their `weight`
+raises an error: it is not a matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .backends import Backend
 from .formats import FORMATS
 
 
-# Columns that a gradient needs unpacked at a time.
+# Number of columns that a gradient unpacks at a time.
 _UNITS = 64
 
 
@@ -28,7 +28,7 @@ _POSSIBLE = (
     "weights (merging, DoRA, modules_to_save, trainable tokens) load the file with load_gguf(..., backend='dense')."
 )
 
-# What may be asked of packed bytes.
+# Properties and methods of packed bytes that may be used.
 _PROPERTIES = ("device", "dtype", "grad", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized", "is_sparse")
 _ANSWERED = {
     *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES, "layout", "nbytes", "ndim", "requires_grad", "shape")),
@@ -38,10 +38,10 @@ _ANSWERED = {
 
 
 class PackedBytes(Tensor):
-    """A view of packed weights for those who ask a layer's `weight` for its device: computing with it raises.
+    """A view of packed weights for code that reads a `weight`'s device or shape. Computing with it raises an error.
 
     Raises:
-        UnsupportedRequestError: anything but what describes a tensor.
+        UnsupportedRequestError: an operation other than reading a property.
     """
 
     @classmethod
@@ -60,24 +60,24 @@ class PackedModule(nn.Module):
     """The common part of packed layers.
 
     Attributes:
-        packed: uint8, the packed bytes; a parameter, so that whoever looks for the device of the layer finds it.
+        packed: packed bytes, uint8. They are a parameter, so that code which looks for the layer's device finds it.
     """
 
     packed: Tensor
 
     @property
     def weight(self) -> Tensor:
-        """The packed bytes, to be asked for their device only."""
+        """The packed bytes; only their properties can be read."""
         return self.packed.as_subclass(PackedBytes)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        """Saves the packed rows as "weight", by which PEFT asks a file for what it copied (`modules_to_save`)."""
+        """Saves the packed bytes as "weight", the name by which PEFT looks for copies (`modules_to_save`)."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix + "packed" in destination:
             destination[prefix + "weight"] = destination.pop(prefix + "packed")
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        """PEFT is not strict when it loads what it saved of whole layers: that must not be left out in silence."""
+        """Raises for weights that are not packed: PEFT would leave them out without an error."""
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.is_floating_point():
             raise UnsupportedRequestError(
@@ -91,7 +91,7 @@ class PackedModule(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T with a gradient for x: heads are trained through the output matrix of their target."""
+    """x @ w.T with a gradient for x: heads are trained through their target's output matrix."""
 
     @staticmethod
     def forward(ctx, inputs: Tensor, layer: PackedMatrix) -> Tensor:
@@ -100,7 +100,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """The gradient of the inputs: a packed matrix answers unit vectors with its columns."""
+        """The gradient of the inputs. Unit vectors give the columns of the packed matrix."""
         layer = ctx.layer
         units = torch.eye(layer.in_features, dtype=gradient.dtype, device=gradient.device)
         parts = [gradient @ layer.backend.multiply(block, layer).T for block in units.split(_UNITS)]
@@ -111,10 +111,10 @@ class PackedMatrix(PackedModule):
     """Multiplies with a matrix that stays packed.
 
     Args:
-        block_type: of the blocks in the file.
-        backend: what packed the matrix and multiplies with it.
-        tensors: what `Backend.pack` gave.
-        bias: [out_features] in the dtype of the model, or None.
+        block_type: type of the blocks in the file.
+        backend: backend that packed the matrix and multiplies with it.
+        tensors: result of `Backend.pack`.
+        bias: [out_features] in the dtype of the model; None without one.
     """
 
     bias: Tensor | None
@@ -137,7 +137,7 @@ class PackedMatrix(PackedModule):
             if name == "packed":
                 self.packed = nn.Parameter(tensor, requires_grad=False)
             else:
-                # No part of a state dict, in which PEFT would look for each of its tensors in an adapter's file.
+                # Not in the state dict: PEFT would look for each of its tensors in an adapter's file.
                 self.register_buffer(name, tensor, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
@@ -158,23 +158,23 @@ class PackedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]
 
 
 class FusedLinear(nn.Module):
-    """Several projections of one input as one product: the first one called computes all.
+    """Several projections of one input as one product. The first one that is called computes all.
 
     Args:
-        linear: their matrices, one below the other; no `nn.Linear`, which PEFT's "all-linear" would adapt.
-        sizes: rows of each.
+        linear: matrices of all projections, stacked. It is no `nn.Linear`, which PEFT's "all-linear" would adapt.
+        sizes: number of rows of each projection.
     """
 
     def __init__(self, linear: PackedMatrix, sizes: Sequence[int]):
         super().__init__()
         self.linear = linear
         self.sizes = tuple(sizes)
-        # Thread id -> input and products that its other projections are about to ask for.
+        # Thread id -> input and products for the projections that will be called next.
         self._pending: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
 
     def project(self, index: int, inputs: Tensor) -> Tensor:
-        """Product `index`; computed anew for the first one and for inputs that are not those of the last call."""
-        # Who traces is alone, and cannot look into this function.
+        """Product `index`. It is computed for the first projection, and for another input than the last call's."""
+        # Tracing runs on one thread and cannot call this function.
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
         known, products = self._pending.get(thread, (None, ()))
         if index == 0 or known is not inputs:
@@ -189,7 +189,7 @@ class FusedLinear(nn.Module):
 
 
 class Projection(PackedModule, nn.Linear):  # type: ignore[override]
-    """One of the projections of a `FusedLinear`; `packed` are the bytes of all of them together."""
+    """One projection of a `FusedLinear`; `packed` has the bytes of all its projections."""
 
     def __init__(self, fused: FusedLinear, index: int):
         nn.Module.__init__(self)
@@ -215,16 +215,16 @@ class Projection(PackedModule, nn.Linear):  # type: ignore[override]
 
 
 class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
-    """Embeddings that stay in the file's blocks; the rows that are looked up are dequantised.
+    """Embeddings that stay in the file's blocks; only rows that are looked up are dequantised.
 
     Args:
-        weight: uint8 [V, bytes of a row].
-        block_type: of the blocks.
-        dtype: of what is looked up.
-        is_native: the kernel looks rows up, the same ones in half the time.
+        weight: blocks of the file, uint8 [V, bytes of a row].
+        block_type: type of the blocks.
+        dtype: dtype of the result.
+        is_native: whether the kernel looks rows up, in half the time and with the same bits.
     """
 
-    # What PEFT asks an embedding for: nothing of it is set.
+    # Attributes that PEFT reads from an embedding, at their defaults.
     padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = None, None, 2.0, False, False
 
     def __init__(self, weight: UInt8[Tensor, "V bytes"], block_type: str, dtype: torch.dtype, is_native: bool = False):
@@ -235,7 +235,7 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         self.block_type = block_type
         self.is_native = is_native
         self.packed = nn.Parameter(weight, requires_grad=False)
-        # Follows `model.to(dtype)`, which the bytes do not.
+        # This follows `model.to(dtype)`; the bytes do not.
         self.register_buffer("_of_dtype", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
 
     _of_dtype: Tensor
@@ -248,7 +248,7 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         return rows.to(self._of_dtype.dtype).view(*token_ids.shape, self.embedding_dim)
 
     def _native_rows(self, ids: Int[Tensor, " N"]) -> Float[Tensor, "N H"] | None:
-        """None where the blocks are to be read by torch: while it traces, on other devices, for ids that are none."""
+        """The rows from the kernel; None if torch must read them: in tracing, on other devices, for invalid ids."""
         if not self.is_native or torch.compiler.is_compiling() or not (ids.is_cpu and self.packed.is_cpu):
             return None
         return look_up(self.packed, self.block_type, self.embedding_dim, ids)
@@ -260,11 +260,11 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
 def look_up(
     rows: UInt8[Tensor, "V bytes"], block_type: str, num_columns: int, ids: Int[Tensor, " N"]
 ) -> Float[Tensor, "N K"] | None:
-    """`BlockFormat.dequantize` of some rows, bit for bit, in float32; None where one of them is not there.
+    """`BlockFormat.dequantize` of some rows, bit for bit, in float32; None if an id is out of range.
 
     Args:
         rows: blocks as in the file.
-        ids: from 0 on; torch's negative ones are none here.
+        ids: row indices from 0 on; negative ones are out of range.
     """
     library, ids = binding.library(), ids.long().contiguous()
     values = torch.empty(len(ids), num_columns)

@@ -1,7 +1,6 @@
-"""The ranking of tokens by the states of a head in one native call: norm, output matrix, noise, and the best of a
-softmax.
+"""The ranking of tokens by a head's states in one native call: norm, output matrix, noise, best softmax shares.
 
-Structure: that of `kernel/ranking.h`.
+The ctypes structure mirrors `kernel/ranking.h`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .rounded_layers import RoundedForward
 from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
 
 
-# In the order in which `generate` applies them.
+# Warpers that the kernel can apply, in the order of `generate`.
 _WARPERS: dict[type | None, str] = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -50,7 +49,7 @@ class RankingStructure(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The warpers of a sampled request, as far as the kernel does what they do; the defaults do nothing."""
+    """The warpers of a sampled request that the kernel can apply; the defaults change nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -59,7 +58,7 @@ class Sampling:
 
     @classmethod
     def of(cls, warpers: Sequence[Any]) -> Sampling | None:
-        """None where they do something else, or in another order than `generate` has them in."""
+        """The options of these warpers; None if one is unknown, or the order is not that of `generate`."""
         order = [_WARPERS.get(type(warper)) for warper in warpers]
         known = [name for name in order if name is not None]
         if len(known) < len(order) or known != [name for name in _WARPERS.values() if name in known]:
@@ -74,9 +73,9 @@ class Ranked:
     """The proposals of a head.
 
     Attributes:
-        shares: float32, logarithms of the best columns' shares of a softmax over all, the best first.
-        columns: int64.
-        fed_back: the states that the next draft step takes.
+        shares: float32, log-probabilities of the best columns under a softmax over all, best first.
+        columns: int64, the best columns.
+        fed_back: states that the next draft step takes.
     """
 
     shares: Float[Tensor, "B N K"]
@@ -85,17 +84,17 @@ class Ranked:
 
 
 class NativeRanking:
-    """The computation that follows the last layer of a head.
+    """The computation after the last layer of a head.
 
     Args:
-        matrix: the output matrix; one that fits, see `of`.
-        norm: the RMSNorm before it; None: none.
-        eps: of the norm.
-        dtype: of the states.
+        matrix: output matrix that the kernel can use (`of`).
+        norm: RMSNorm before the matrix; None without one.
+        eps: epsilon of the norm.
+        dtype: dtype of the states.
         feeds_back_normed: whether normed states are fed back.
 
     Attributes:
-        num_columns: of the output matrix.
+        num_columns: number of columns of the scores, the matrix's outputs.
         feeds_back_normed: see above.
     """
 
@@ -117,16 +116,16 @@ class NativeRanking:
         feeds_back_normed: bool = False,
         rounds: bool = False,
     ) -> NativeRanking | None:
-        """None where the kernel does not compute this.
+        """The ranking; None if the kernel cannot compute it.
 
         Args:
-            output: what has the output matrix.
-            rounds: whether that is to be multiplied in 8 bits, where it can be.
+            output: module with the output matrix.
+            rounds: whether to multiply in 8 bits if possible.
         """
         matrix: Any = matrix_of(output)
         if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % binding.TILE_COLUMNS:
             return None
-        if type(vars(matrix).get("forward")) not in (NoneType, RoundedForward):  # accelerate's, say
+        if type(vars(matrix).get("forward")) not in (NoneType, RoundedForward):  # such as accelerate's
             return None
         weights = unpacked(parameters_of(_modules(matrix, norm)))
         is_alike = all(weight.is_cpu and weight.dtype is dtype for weight in weights)
@@ -136,12 +135,12 @@ class NativeRanking:
         return cls(in_8_bits or matrix, norm, eps, dtype, feeds_back_normed)
 
     def is_current(self) -> bool:
-        """See `WeightsInPlace.are_current`."""
+        """Whether the weights are unchanged (`WeightsInPlace.are_current`)."""
         return self._weights.are_current()
 
     def call(self, log_noise: Float[Tensor, "B C"] | None = None, sampling: Sampling | None = None) -> RankingStructure:
-        """A call without any states; arguments as of `run`."""
-        call = RankingStructure.from_buffer_copy(self._fixed)  # threads share a head
+        """A call structure without states; the arguments are those of `run`."""
+        call = RankingStructure.from_buffer_copy(self._fixed)  # a copy, because threads share a head
         sampling = sampling or Sampling()
         call.temperature, call.top_p, call.min_p = sampling.temperature, sampling.top_p, sampling.min_p
         call.log_noise = None if log_noise is None else log_noise.data_ptr()
@@ -156,14 +155,16 @@ class NativeRanking:
         log_noise: Float[Tensor, "B C"] | None = None,
         sampling: Sampling | None = None,
     ) -> Ranked | None:
-        """The best `most` columns of every node; None where scores are not finite.
+        """The best `most` columns of every node; None if scores are not finite.
 
         Args:
-            states: contiguous, of `dtype`.
-            log_noise: float32, contiguous, taken from the scores, which have no more columns then.
-            sampling: what is done to the products before; None: nothing.
+            states: states of the head, contiguous, of `dtype`.
+            log_noise: log noise, float32, contiguous, subtracted from the scores; it limits their columns to its own.
+                None when greedy.
+            sampling: warpers that are applied to the scores first; None for none.
+
         Raises:
-            MemoryError: there is none left.
+            MemoryError: there is not enough memory.
         """
         shape = states.shape[:2]
         shares, columns = torch.empty(*shape, most), torch.empty(*shape, most, dtype=torch.long)

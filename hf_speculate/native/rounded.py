@@ -1,6 +1,6 @@
-"""Matrices in 8 bits, multiplied with inputs in 8 bits: for what drafts, whose proposals are checked anyway.
+"""8-bit matrices that round their inputs to 8 bits too, for drafting, as drafts are checked anyway.
 
-Drafts are as good as they were, and their products take a third of the time (docs/benchmarks.md, "Heads").
+Drafts stay as good, and their products take a third of the time (docs/benchmarks.md, "Heads").
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BLOCK_TYPE, _BLOCK_SIZE = "Q8_0", 32
 
 
 class RoundedMatrix(PackedMatrix):
-    """The same matrix for drafts: a copy in blocks of Q8_0 beside a dense one, the same bytes if it is packed.
+    """A matrix for drafting: a copy in blocks of Q8_0 for a dense one, the same bytes for a packed one.
 
     Attributes:
-        source: the matrix, which stays what it is.
+        source: original matrix, which stays unchanged.
     """
 
     def __init__(self, source: PackedMatrix | nn.Linear, block_type: str, tiles: UInt8[Tensor, "T bytes"]):
@@ -33,7 +33,7 @@ class RoundedMatrix(PackedMatrix):
     @classmethod
     @torch.no_grad()
     def of(cls, matrix: PackedMatrix | nn.Linear) -> RoundedMatrix | None:
-        """None where the kernel does not multiply with it, or its weights are not finite or beyond float16."""
+        """The 8-bit matrix; None if the kernel cannot use it, or its weights are not finite or exceed float16."""
         if isinstance(matrix, PackedMatrix):
             is_native = isinstance(matrix.backend, NativeBackend)
             return cls(matrix, matrix.block_type, matrix.packed) if is_native else None
@@ -48,7 +48,7 @@ class RoundedMatrix(PackedMatrix):
 
 
 def _tiles(weight: Tensor) -> UInt8[Tensor, "T bytes"] | None:
-    """The matrix as the kernel takes it; None where a scale is not finite."""
+    """The matrix in the kernel's layout; None if a scale is not finite."""
     library, step = binding.library(), binding.TILE_ROWS
     num_rows, num_columns = weight.shape
     tiles = large_pages.zeros(-(-num_rows // step), library.tile_bytes(_BLOCK_TYPE, num_columns))
@@ -61,7 +61,7 @@ def _tiles(weight: Tensor) -> UInt8[Tensor, "T bytes"] | None:
 
 
 def _blocks(rows: Float[Tensor, "R K"]) -> UInt8[Tensor, "R bytes"]:
-    """Rows as llama.cpp packs them in Q8_0: a scale in float16 and 32 signed bytes a block."""
+    """Rows in llama.cpp's Q8_0: a float16 scale and 32 signed bytes in each block."""
     groups = rows.unflatten(1, (-1, _BLOCK_SIZE))
     scales = groups.abs().amax(-1, keepdim=True) / 127
     codes = (groups / scales).nan_to_num_(0.0).round_().to(torch.int8)

@@ -1,4 +1,4 @@
-"""Linear layers that answer in 8 bits where few rows are drafted (`rounded`), and as they are everywhere else."""
+"""Linear layers that compute in 8 bits when few rows are drafted (`rounded`), and as usual otherwise."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from .rounded import RoundedMatrix
 from .weights import WeightsInPlace
 
 
-# Up to how many rows 8 bits are faster than PyTorch (three times up to 8; AMX multiplies more rows of bfloat16 faster).
+# Most rows for which 8 bits are faster than PyTorch: three times up to 8 rows. AMX multiplies more rows of bfloat16
+# faster.
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 16}
 
-# Smaller matrices cost their call.
+# Below this size the call takes longer than it saves.
 _LEAST_WEIGHTS = 1 << 17
 
 
 def quicken(module: nn.Module) -> int:
-    """Lets the kernel compute the larger linear layers of a module where few rows are asked for; how many they are.
+    """Lets the kernel compute the larger linear layers of a module for few rows. Returns their number.
 
-    Products are rounded, so this is for what drafts. The layers stay what they are for whoever reads, writes or trains
-    them; each gets a copy in 8 bits beside it.
+    Products are rounded, so this is only for drafting. The layers can still be read, written and trained; each gets an
+    8-bit copy.
     """
     layers: list[Any] = [each for each in module.modules() if _is_plain(each)]
     for layer in layers:
@@ -37,7 +38,7 @@ def quicken(module: nn.Module) -> int:
 def _is_plain(module: nn.Module | None) -> bool:
     return (
         type(module) is nn.Linear
-        and "forward" not in vars(module)  # accelerate's, or done already
+        and "forward" not in vars(module)  # accelerate's, or already quickened
         and module.weight.is_cpu
         and module.weight.dtype in DENSE_KINDS
         and module.weight.numel() >= _LEAST_WEIGHTS
@@ -48,7 +49,7 @@ class RoundedForward:
     """The `forward` of a layer that drafts.
 
     Args:
-        layer: an `nn.Linear`, or a packed matrix.
+        layer: `nn.Linear` or packed matrix.
     """
 
     def __init__(self, layer: Any):
@@ -57,12 +58,11 @@ class RoundedForward:
         self._weights: WeightsInPlace | None = None
 
     def __getstate__(self):
-        """A copy makes its own matrix."""
+        """The state of a copy, which makes its own matrix."""
         return {"layer": self.layer, "_matrix": None, "_weights": None}
 
     def matrix(self) -> RoundedMatrix | None:
-        """The matrix that multiplies, made anew where the weights have changed; None where the kernel does not multiply
-        it."""
+        """The 8-bit matrix, made again if the weights have changed; None if the kernel cannot use it."""
         if self._weights is None or not self._weights.are_current():
             self._matrix = RoundedMatrix.of(self.layer)
             self._weights = WeightsInPlace([self.layer], are_copied=True)
@@ -75,7 +75,7 @@ class RoundedForward:
 
 
 class RoundedLinear(nn.Module):
-    """A layer of somebody else, which is left alone, as a drafter calls it."""
+    """A layer that belongs to another model and stays unchanged, in the form for a drafter."""
 
     def __init__(self, layer: Any):
         super().__init__()
@@ -84,17 +84,17 @@ class RoundedLinear(nn.Module):
 
     @staticmethod
     def suits(layer: nn.Module | None) -> bool:
-        """Whether it would be faster."""
+        """Whether a layer would be faster in this form."""
         return _is_plain(layer) or (isinstance(layer, PackedMatrix) and isinstance(layer.backend, NativeBackend))
 
     @property
     def layer(self) -> Any:
-        """Whose answers these are."""
+        """The original layer."""
         return self.forward.layer
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the layer."""
+        """The weight of the original layer."""
         return self.layer.weight
 
 

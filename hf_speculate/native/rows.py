@@ -18,13 +18,13 @@ from .layers import MOST_ROWS, NativeLayers, batch_parts, find_sight, part_of
 
 @dataclass(frozen=True)
 class NativeRows:
-    """Rows that native layers take.
+    """Rows that native layers can compute.
 
     Attributes:
-        layers: which.
-        cache_layers: where their entries are to be.
-        buffers: of those layers, with room.
-        sight: see `NativeLayers.run`.
+        layers: native layers to run.
+        cache_layers: cache layers for their entries.
+        buffers: keys and values of these cache layers, with room.
+        sight: entries that each row sees, as runs (`NativeLayers.run`).
     """
 
     layers: NativeLayers
@@ -39,9 +39,9 @@ class NativeRows:
         rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
         beside: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
-        """The outputs of every layer; their entries are in the cache then.
+        """The outputs of every layer. Their entries are then in the cache.
 
-        A large batch is run in parts, whose rows have the bits that they have together.
+        A large batch runs in parts; its rows keep the same bits.
         """
         inputs, beside = inputs.contiguous(), None if beside is None else beside.contiguous()
         parts = batch_parts(*inputs.shape[:2])
@@ -66,12 +66,12 @@ class NativeRows:
 def new_rows(
     layers: NativeLayers, inputs: Float[Tensor, "B N H"], cache: Cache, first: int, mask: Tensor | None
 ) -> NativeRows | None:
-    """None where modules are to compute these rows; no entry was changed.
+    """The rows for these layers; None if the modules must compute them. No entry is changed.
 
     Args:
-        inputs: of a kind that is `served`.
+        inputs: states of the rows, of a kind that is `served`.
         first: index of the first layer in the cache.
-        mask: [B or 1, 1, at least N, S], see `find_sight`; None: every row sees what lies before it, and itself.
+        mask: [B or 1, 1, at least N, S] (`find_sight`); None if every row sees all entries up to its own.
     """
     if inputs.dtype is not layers.dtype:
         return None
@@ -88,13 +88,13 @@ def new_rows(
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Rows of trees that are run level by level behind the entries of a cache, which does not count them.
+    """Rows of trees that are run level by level after the entries of a cache. The cache does not count them.
 
     Attributes:
-        layers: which.
-        buffers: of the cache, with room for all levels.
-        num_before: entries before the trees.
-        sight_before: which of these are seen, see `find_sight`.
+        layers: native layers to run.
+        buffers: keys and values of the cache, with room for all levels.
+        num_before: number of entries before the trees.
+        sight_before: entries before the trees that each row sees, as runs (`find_sight`).
     """
 
     layers: NativeLayers
@@ -109,7 +109,7 @@ class TreeRows:
         rotary: tuple[Float[Tensor, "B F D"], Float[Tensor, "B F D"]],
         beside: Float[Tensor, "B F H"] | None,
     ) -> Float[Tensor, "L B F H"]:
-        """The outputs of every layer for the frontier; everything contiguous."""
+        """The outputs of every layer for the frontier. All inputs must be contiguous."""
         num_keys = self.num_before + growth.num_levels * inputs.shape[1]
         sight = growth.sight(self.sight_before, self.num_before)
         return self.layers.run(inputs, rotary, self.buffers, num_keys, sight, beside)
@@ -123,14 +123,14 @@ def tree_rows(
     visible: Bool[Tensor, "B M"] | None,
     num_pending: int = 0,
 ) -> TreeRows | None:
-    """None where modules are to compute these trees; no entry was changed.
+    """The rows for trees of these layers; None if the modules must compute them. No entry is changed.
 
     Args:
-        root: of the type of their states.
-        cache: its layers are `layers`.
+        root: states of the roots, in the dtype of the layers.
+        cache: cache of these layers.
         size: width and number of levels.
-        visible: which of the entries of the cache are real; None: all.
-        num_pending: entries of each row that are to be read before, all of them real.
+        visible: bool [B, M], whether cache entries are real; None when all are.
+        num_pending: number of real entries of each row that are read first.
     """
     batch_size, (width, num_levels) = len(root), size
     is_large = batch_size * max(width, num_pending) > MOST_ROWS or max(size) > MOST_WIDTH
@@ -151,7 +151,7 @@ def tree_rows(
 
 
 def served(inputs: Tensor) -> bool:
-    """Whether the kernel takes such rows, as many of each text."""
+    """Whether the kernel takes these rows, and this many of each text."""
     return (
         type(inputs) is Tensor
         and inputs.is_cpu
@@ -164,16 +164,16 @@ def served(inputs: Tensor) -> bool:
 
 
 def is_intercepted() -> bool:
-    """Whether autocast or a dispatch mode is to see every operation."""
+    """Whether autocast or a dispatch mode must see every operation."""
     return torch.is_autocast_enabled("cpu") or bool(torch._C._len_torch_dispatch_stack())
 
 
 def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:
-    """Whether every query sees what lies before it and itself; else what it sees, None if that cannot be said.
+    """Whether every query sees all entries up to its own; else the entries that it sees, None if unknown.
 
     Args:
-        mask: as layers are given it, see `new_rows`.
-        size: texts, and queries of each.
+        mask: mask in the form for layers (`new_rows`).
+        size: number of texts, and of queries in each.
     """
     batch_size, num_queries = size
     if mask is None:

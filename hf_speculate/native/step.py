@@ -1,6 +1,6 @@
-"""Forwards of causal LMs, one native call each: token ids to logits, with the states of every layer on the way.
+"""Forwards of causal LMs in one native call each: from token ids to logits, with the states of every layer.
 
-Structure: that of `kernel/step.h`.
+The ctypes structure mirrors `kernel/step.h`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .weights import (
 )
 
 
-class _Step(ctypes.Structure):
+class _StepStructure(ctypes.Structure):
     _fields_ = [
         *(("layers", CallStructure), ("embeddings", MatrixStructure)),
         *fields(ctypes.c_void_p, "tokens", "positions", "cos", "sin"),
@@ -44,15 +44,15 @@ class _Step(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Tokens of some texts, and where they go; everything contiguous.
+class TextRows:
+    """Tokens of some texts, and where their entries go. All tensors are contiguous.
 
     Attributes:
-        tokens, positions: of the queries.
-        buffers: of each layer's keys and values, see `NativeLayers.run`.
-        call: from `NativeLayers.call`, of these buffers.
-        num_keys, sight: see `NativeLayers.run`.
-        num_scored: of each text's queries, the last ones; 0: no logits are wanted.
+        tokens, positions: token ids and position ids of the queries.
+        buffers: keys and values of each layer (`NativeLayers.run`).
+        call: call structure with these buffers (`NativeLayers.call`).
+        num_keys, sight: number of entries, and those that each query sees (`NativeLayers.run`).
+        num_scored: number of each text's last queries whose logits are wanted.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -63,15 +63,15 @@ class Rows:
     sight: tuple[Tensor, Tensor] | None
     num_scored: int
 
-    def parts(self, layers: NativeLayers) -> list[Rows]:
-        """So many texts each as the kernel takes at once."""
+    def parts(self, layers: NativeLayers) -> list[TextRows]:
+        """The rows in parts that the kernel takes at once."""
         parts = batch_parts(*self.tokens.shape)
         return [self] if len(parts) == 1 else [self._part(rows, layers) for rows in parts]
 
-    def _part(self, rows: slice, layers: NativeLayers) -> Rows:
+    def _part(self, rows: slice, layers: NativeLayers) -> TextRows:
         buffers, sight = part_of(rows, self.tokens.shape[1], self.buffers, self.sight)
         tokens, positions = self.tokens[rows], self.positions[rows]
-        return Rows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sight, self.num_scored)
+        return TextRows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sight, self.num_scored)
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Scored:
     """The result of a forward.
 
     Attributes:
-        states: embeddings, then the outputs of each layer; may be empty, see `NativeStep.run`.
-        normed: the last layer's, normed.
-        logits: empty where none were wanted.
+        states: embeddings, then the outputs of each layer; may be empty (`NativeStep.run`).
+        normed: normed output of the last layer.
+        logits: logits of the last queries; empty if none were wanted.
     """
 
     states: Float[Tensor, "L1 B N H"]
@@ -90,7 +90,7 @@ class Scored:
 
     @classmethod
     def joined(cls, parts: Sequence[Scored]) -> Scored:
-        """The result of a batch, from those of its parts."""
+        """The result of a batch from those of its parts."""
         if len(parts) == 1:
             return parts[0]
         normed, logits = (torch.cat([getattr(part, name) for part in parts]) for name in ("normed", "logits"))
@@ -98,11 +98,11 @@ class Scored:
 
 
 class NativeStep:
-    """The weights of a whole causal LM, where they lie in memory now.
+    """The weights of a whole causal LM at their present addresses.
 
     Args:
-        layers: of the decoder.
-        embeddings, norm, output: the modules around them; what fits, see `of`.
+        layers: layers of the decoder.
+        embeddings, norm, output: modules around the layers that the kernel can use (`of`).
 
     Attributes:
         layers: see above.
@@ -112,13 +112,13 @@ class NativeStep:
         self.layers = layers
         self._hidden, self._num_columns = embeddings.embedding_dim, output.out_features
         self._weights = WeightsInPlace([embeddings, norm, output])
-        self._fixed = _Step(norm=norm.weight.data_ptr(), eps=norm.variance_epsilon)
+        self._fixed = _StepStructure(norm=norm.weight.data_ptr(), eps=norm.variance_epsilon)
         fill_embeddings(self._fixed.embeddings, embeddings, layers.dtype)
         fill_matrix(self._fixed.output, output)
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts | None], embeddings: Any, norm: Any, output: Any) -> NativeStep | None:
-        """None where the kernel does not compute all of it."""
+        """The weights; None if the kernel cannot compute the whole model."""
         found, matrix = NativeLayers.of(layers), matrix_of(output)
         if found is None or matrix is None or matrix is not output or rounds_inputs(matrix) is None:
             return None
@@ -129,42 +129,44 @@ class NativeStep:
         return cls(found, embeddings, norm, matrix) if is_known and is_alike else None
 
     def is_current(self) -> bool:
-        """See `WeightsInPlace.are_current`."""
+        """Whether the weights are unchanged (`WeightsInPlace.are_current`)."""
         return self.layers.is_current() and self._weights.are_current()
 
     def has_gradients(self) -> bool:
-        """Whether somebody trains a weight."""
+        """Whether a weight requires a gradient."""
         return self.layers.has_gradients() or self._weights.have_gradients()
 
     def run(
-        self, rows: Rows, angles: tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]], keeps_states: bool = True
+        self, rows: TextRows, angles: tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]], keeps_states: bool = True
     ) -> Scored | None:
-        """The outputs for these rows, whose entries are in the cache then.
+        """The outputs for these rows. Their entries are then in the cache.
 
         Args:
             angles: cosines and sines of every position, contiguous.
-            keeps_states: whether the states of all layers are wanted; else they may be empty.
+            keeps_states: whether the states of all layers are wanted; otherwise they may be empty.
+
         Returns:
-            None where a token has no embedding or a position no angle: no entry that was committed has changed.
+            The outputs; None if a token has no embedding or a position no angle. Committed entries never change.
+
         Raises:
-            MemoryError: there is none left; likewise.
+            MemoryError: there is not enough memory. Committed entries are unchanged.
         """
         found, parts = [], rows.parts(self.layers)
         for part in parts:
             scored = self._run(part, angles)
             if scored is None:
                 return None
-            if len(parts) > 1 and not keeps_states:  # those of a large batch are many
+            if len(parts) > 1 and not keeps_states:  # the states of a large batch take much memory
                 scored = replace(scored, states=scored.states.new_empty(0, 0))
             found.append(scored)
         return Scored.joined(found)
 
-    def _run(self, rows: Rows, angles: tuple[Tensor, Tensor]) -> Scored | None:
+    def _run(self, rows: TextRows, angles: tuple[Tensor, Tensor]) -> Scored | None:
         size, dtype = rows.tokens.shape, self.layers.dtype
         states = torch.empty(len(self.layers) + 1, *size, self._hidden, dtype=dtype)
         normed = torch.empty(*size, self._hidden, dtype=dtype)
         logits = torch.empty(size[0], rows.num_scored, self._num_columns, dtype=dtype)
-        step = _Step.from_buffer_copy(self._fixed)
+        step = _StepStructure.from_buffer_copy(self._fixed)
         step.layers = rows.call
         step.layers.x, step.layers.y = states.data_ptr(), states.data_ptr() + normed.nbytes
         step.layers.batch_size, step.layers.num_queries = size

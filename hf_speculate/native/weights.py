@@ -1,4 +1,4 @@
-"""Weights as the native kernel reads them: where they lie in memory now."""
+"""Weights as the kernel reads them: at their present addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rounded import RoundedMatrix
 
 
 def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
-    """Fields of a structure that have one type."""
+    """Fields of a structure that have the same type."""
     return [(name, kind) for name in names]
 
 
@@ -30,7 +30,7 @@ class MatrixStructure(ctypes.Structure):
 
 
 def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> None:
-    """Fills the structure of a matrix that `matrix_of` found."""
+    """Fills the structure for a matrix from `matrix_of`."""
     is_packed = isinstance(matrix, PackedMatrix)
     weight: Any = matrix.packed if is_packed else matrix.weight
     place.kind = binding.library().kinds[matrix.block_type if is_packed else binding.DENSE_KINDS[weight.dtype]]
@@ -41,7 +41,7 @@ def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> Non
 
 
 def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Fills the structure of a module that looks rows up in this type; False where the kernel does something else."""
+    """Fills the structure for an embedding with results of this dtype; returns whether the kernel can do that."""
     is_packed = type(module) is PackedEmbedding
     if not (is_packed or type(module) is nn.Embedding) or "forward" in vars(module) or module.max_norm is not None:
         return False
@@ -55,31 +55,32 @@ def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtyp
 
 
 Place = tuple[dict[str, Any], str]
-"""The dict in which a parameter is found, and its name there."""
+"""The dict that holds a parameter, and its name there."""
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """The owner and name of each parameter of these modules, of a rounded matrix those of its source."""
+    """The owner and name of each parameter of these modules; for a rounded matrix those of its source."""
     sources = [module.source if isinstance(module, RoundedMatrix) else module for module in modules]
     return [(module._parameters, name) for module in sources for name in module._parameters]
 
 
 def unpacked(places: Sequence[Place]) -> list[Tensor]:
-    """Those that there are, without what is packed."""
+    """The parameters that exist and are not packed."""
     return [of[name] for of, name in places if name != "packed" and of[name] is not None]
 
 
 class WeightsInPlace:
-    """Those of modules that structures point to, or that were copied. The modules are kept: rounded ones are nobody
-    else's.
+    """The weights that structures point to, or that were copied.
+
+    The modules are kept alive: nobody else holds rounded ones.
 
     Args:
-        modules: whose, see `parameters_of`.
-        are_copied: whether weights that are written to are others, too, as those of rounded matrices are. (Nothing
-            counts what is written under `torch.inference_mode`.)
+        modules: modules with the weights (`parameters_of`).
+        are_copied: whether the weights were copied, as for rounded matrices, so that a write makes the copy outdated.
+            (Writes under `torch.inference_mode` are not counted.)
 
     Attributes:
-        dtype: of the first of them.
+        dtype: dtype of the first weight.
     """
 
     def __init__(self, modules: Iterable[nn.Module], are_copied: bool = False):
@@ -91,8 +92,8 @@ class WeightsInPlace:
         self.dtype = self._tensors[0].dtype
 
     def are_current(self) -> bool:
-        """Whether they are those that they were and lie where they lay (`model.to` moves them), in the type that they
-        had."""
+        """Whether the weights are the same tensors at the same addresses and of the same dtype. `model.to` moves
+        them."""
         found: list[Any] = [of.get(name) for of, name in self._places]
         return (
             all(map(operator.is_, found, self._tensors))
@@ -101,11 +102,11 @@ class WeightsInPlace:
         )
 
     def have_gradients(self) -> bool:
-        """Whether somebody trains one."""
+        """Whether a weight requires a gradient."""
         return any(tensor is not None and tensor.requires_grad for tensor in self._tensors)
 
     def _read(self) -> list[int]:
-        """The addresses of the weights, and how often each was written to where that counts."""
+        """The addresses of the weights, and their version counters where writes matter."""
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         pointers = [tensor.data_ptr() for tensor in tensors]
         if not self._counts_writes:

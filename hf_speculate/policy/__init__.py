@@ -1,8 +1,8 @@
-"""The policy: how much every round drafts, a budget of nodes and depth, or nothing.
+"""The policy decides how much a round drafts: a budget of nodes and depth, or nothing.
 
-The adaptive policy learns what rounds cost and what a drafter's values mean; it drafts another level and scores another
-node only while that pays. Others always draft alike, or repeat what was written down. A policy changes the speed of a
-text, never the text.
+The adaptive policy learns what rounds cost and how reliable a drafter's values are. It drafts another level, or scores
+another node, only while that pays. The other policies always draft the same amount, or repeat a recorded run. A policy
+changes the speed of a text, never the text.
 """
 
 from .acceptance import Acceptance as Acceptance

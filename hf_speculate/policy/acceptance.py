@@ -1,4 +1,4 @@
-"""The worth of one drafter's drafts: how likely each node of a tree is right, and what another level brings."""
+"""Estimates for one drafter: how likely each node of a tree is right, and what another level is worth."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..drafting import MEMORY, Calibration
 from ..tree import HostTree, TreeRow, node_depths
 
 
-# Before anything was seen: what a level is worth to the one above it.
+# Assumed worth of a level relative to the level above it, before any round was seen.
 _PRIOR_RATIO = 0.7
-_MORE_LEVELS = 8  # than were seen; a first draft is no deeper
-# Of siblings in a tree without values, the next ones are right as many times less as the square of their rank: a rank
-# is as good a value as any, once it is calibrated.
+_MORE_LEVELS = 8  # levels to consider beyond those already seen; a first draft is no deeper
+# Assumed log-probability of the n-th sibling in a tree without values: it falls with the square of the rank.
+# Calibration turns these into measured probabilities.
 _RANKED = tuple(math.log(_PRIOR_RATIO / rank**2) for rank in range(1, 17))
 
 
@@ -34,25 +34,25 @@ class Average:
         self.weight *= MEMORY
 
     def near(self, prior: float) -> float:
-        """The mean, with `prior` as one more observation."""
+        """The mean, with `prior` counted as one more observation."""
         return (self.total + prior) / (self.weight + 1)
 
 
 class Acceptance:
-    """Learnt from the rounds of requests that are alike (target, adapters, sampled or not).
+    """Acceptance statistics from the rounds of similar requests (same target and adapters, sampled or greedy).
 
     Args:
-        calibration: of the drafter's values.
+        calibration: maps the drafter's node values to probabilities.
     """
 
     def __init__(self, calibration: Calibration):
         self.calibration = calibration
-        # What the nodes at depth d + 1 were worth, their price taken off, and the probability of those at depth d.
+        # For each depth d: the worth of the nodes at d + 1 minus their price, and the total probability of those at d.
         self._levels: list[tuple[Average, Average]] = []
-        self._nodes: list[Average] = []  # probability of the nodes, by their index
+        self._nodes: list[Average] = []  # probability of each node, by its index
 
     def probabilities(self, row: TreeRow) -> list[float]:
-        """The probability that a node is right, for every node of a row; 0 for padding."""
+        """The probability that each node of a row is right; 0 for padding."""
         found = [1.0]
         for node, value in enumerate(_own_values(row)[1:], start=1):
             parent = row.parents[node]
@@ -60,11 +60,11 @@ class Acceptance:
         return found
 
     def count(self, row: TreeRow, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learns what became of a row's tree: of every node whose parent was right.
+        """Learns from one row's tree, from every node whose parent was accepted.
 
         Args:
-            path: accepted nodes, root first.
-            tokens: `tokens[j]` was chosen after `path[j]`.
+            path: indices of the accepted nodes, root first.
+            tokens: token that was chosen after each node of `path`.
         """
         chosen = dict(zip(path, tokens, strict=False))
         for node, value in enumerate(_own_values(row)):
@@ -75,11 +75,11 @@ class Acceptance:
     def note_levels(
         self, host: HostTree, rows: Sequence[int], probabilities: Sequence[Sequence[float]], price: float
     ) -> None:
-        """Notes what the levels of a draft are worth.
+        """Records what each level of a draft is worth.
 
         Args:
-            rows: those that count, one of `probabilities` each.
-            price: of a node, in tokens.
+            rows: batch rows to average over, one for each entry of `probabilities`.
+            price: cost of scoring one more node, in tokens.
         """
         worth, mass = [0.0], [1.0]
         for row, found in zip(rows, probabilities, strict=True):
@@ -98,7 +98,7 @@ class Acceptance:
                 average.add(value)
 
     def note_nodes(self, probabilities: Sequence[Sequence[float]]) -> None:
-        """Notes how likely the nodes of a tree are right, for trees that cannot be looked at before they are scored."""
+        """Records how likely each node index is right, for trees that the host cannot read before they are scored."""
         width = max(map(len, probabilities), default=0)
         self._nodes += [Average() for _ in range(width - len(self._nodes))]
         for node in range(width):
@@ -106,22 +106,21 @@ class Acceptance:
             self._nodes[node].add(sum(shares) / len(probabilities))
 
     def fade(self) -> None:
-        """A round has passed."""
+        """Gives all earlier rounds less weight; called once a round."""
         self.calibration.fade()
         for average in (*self._nodes, *(each for level in self._levels for each in level)):
             average.fade()
 
     def next_level(self, depth: int) -> float:
-        """Tokens that the level behind `depth` is worth, its nodes' price taken off, where the nodes at `depth` are
-        right with probability 1 together."""
+        """The net worth in tokens of the level below `depth`, if the nodes at `depth` have a total probability of 1."""
         if depth >= len(self._levels):
             return _PRIOR_RATIO
         worth, mass = self._levels[depth]
         return (worth.total + _PRIOR_RATIO) / (mass.total + 1)
 
     def levels(self) -> list[float]:
-        """Tokens that each level of a draft is worth, as the last ones were, their nodes' price taken off; and what
-        more levels would be."""
+        """The net worth in tokens of each level of a draft, averaged over recent drafts. The list ends with estimates
+        for a few deeper levels."""
         found: list[float] = []
         for depth in range(len(self._levels) + _MORE_LEVELS):
             expected = _PRIOR_RATIO * (found[-1] if found else 1.0)
@@ -129,8 +128,10 @@ class Acceptance:
         return found
 
     def nodes(self) -> list[float]:
-        """Probability of each draft node of a tree, as those of the last trees were; of those that were not scored
-        lately, what that of the node before is: they may be worth another look."""
+        """The probability of each draft node, averaged over recent trees.
+
+        A node that was not scored lately gets the probability of the node before it, so that it is tried again.
+        """
         found = [1.0]
         for average in self._nodes[1:]:
             found.append(average.near(found[-1]))
@@ -138,7 +139,7 @@ class Acceptance:
 
 
 def _own_values(row: TreeRow) -> list[float]:
-    """The value of every node below its parent."""
+    """The log-probability of every node given its parent."""
     values, parents = row.values, row.parents
     if values is not None:
         return [values[node] - values[parent] if parent >= 0 else 0.0 for node, parent in enumerate(parents)]

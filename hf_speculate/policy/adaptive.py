@@ -1,12 +1,12 @@
-"""The adaptive policy: another level, another node, only while it pays; and nothing where nothing pays.
+"""The adaptive policy drafts another level or node only while it pays, and nothing where nothing pays.
 
-A drafter says of every node how sure it is (`DraftTree.values`); calibrated on the rounds so far, that is the
-probability that the node is right. What rounds take is measured on them, too. A token is worth the time that one takes
-at the speed that was reached lately: with this price (Dinkelbach's method for the largest ratio of two sums) every
-decision stands for itself.
+A drafter says how sure it is of every node (`DraftTree.values`). Calibrated on earlier rounds, this value is the
+probability that the node is right. The policy also measures what rounds cost. It prices a token at the recent time per
+token; with this price every decision can be made alone (Dinkelbach's method for the largest ratio of two sums).
 
-A balance bounds the losses. It earns a share of the time and what drafts win, and pays what they lose; no draft begins
-that it could not pay if every node were wrong. So a request begins with small drafts, and bad ones become rare.
+A balance bounds the losses. It grows by a share of the time and by what drafts gain, and shrinks by what they lose. The
+policy begins no draft that the balance could not pay for if every node were wrong. So a request begins with small
+drafts, and bad drafts become rare.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from .deepening import WhilePaying
 from .kept import KeptCosts
 
 
-# Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards. Of 64
-# tokens, both together are 2 %.
+# Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards.
+# Together they are 2 % of 64 tokens.
 LOSS_SHARE = 0.01
 LOSS_START = 0.6
 # Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
-# that pays; of an earlier request's, a request may lose a part, which keeps its first rounds from that.
+# that pays. A new request may lose a part of an earlier request's winnings, for the same reason.
 _BANK = 8.0
 LOSS_CARRIED = 3.0
-# Largest debt, in one-token forwards. Libraries prepare much in the first round of a kind, which says nothing about the
-# next one: it does not stop drafts for longer than this takes to earn.
+# Largest debt, in one-token forwards. The first round of a kind is slow because libraries prepare kernels in it. The
+# limit keeps such a round from stopping drafts for long.
 _DEBT = 0.1
-_STRAY = 0.1  # share by which the time that a round is charged may differ from what was expected
-_DEEPEST = 16  # levels; drafts that may go so far have no limit
-_FEW_IDLE = 4  # rounds without a draft, after which the next one takes longer: a head reads what it has missed
+_STRAY = 0.1  # largest relative difference between the charged and the expected time of a round
+_DEEPEST = 16  # levels; a draft that may go this deep has no limit
+_FEW_IDLE = 4  # rounds; after more rounds without a draft, a head needs extra time to read what it has missed
 
 
 @dataclass
 class Known:
-    """The knowledge about requests that are alike.
+    """Knowledge from the rounds of similar requests.
 
     Attributes:
-        acceptance: of the drafter.
-        balance: one-token forwards that drafts may lose.
-        tokens, seconds: of the last rounds, a row; in one-token forwards.
-        is_asked: whether the drafter asks before every level.
+        acceptance: acceptance statistics of the drafter.
+        balance: losses that drafts may still make, in one-token forwards.
+        tokens, seconds: tokens and time of recent rounds, averaged over rows; the time is in one-token forwards.
+        is_asked: whether the drafter asks before every level (`DraftState.goes_on`).
     """
 
     acceptance: Acceptance
@@ -66,19 +66,19 @@ class Known:
         return deepcopy(self)
 
     def fade(self) -> None:
-        """A round has passed."""
+        """Gives all earlier rounds less weight; called once a round."""
         for each in (self.acceptance, self.tokens, self.seconds):
             each.fade()
 
 
 class AdaptiveSession(PolicySession):
-    """Decides for every round of one request.
+    """The adaptive policy of one request.
 
     Args:
-        costs: of the target at this batch size.
-        known: what the request begins with; changed.
-        batch_size: rows.
-        keep: is given what is known in the end.
+        costs: round costs of the target at this batch size.
+        known: knowledge that the request begins with; the session changes it.
+        batch_size: number of rows.
+        keep: function that receives the final `known` when the request ends; None drops it.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class AdaptiveSession(PolicySession):
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored)
         self._situation, self._deepening = situation, None
-        # What plain decoding costs here has to be seen first.
+        # Measure plain decoding first: without it nothing can be compared.
         if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
             return NOTHING
         self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
         if not self._costs.drafting:
-            return Budget(None, 1)  # what a level costs is yet to be seen
+            return Budget(None, 1)  # one level measures what a level costs
         return Budget(None, self._depth_to_pay(_DEEPEST if self.known.is_asked else self._best_depth()))
 
     def deepening(self) -> Deepening | None:
@@ -116,8 +116,11 @@ class AdaptiveSession(PolicySession):
         return WhilePaying(self.known.acceptance, self._situation.rows, self._price_of_level)
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """The nodes that pay: the best of each row, as many in all; of a tree on a device, which is not to be waited
-        for, as many as would have paid of the last ones."""
+        """The part of a draft whose nodes pay: the best ones of each row, the same number in every row.
+
+        Reading a tree back from a device would stall it. Such a tree is cut to the node count that paid in recent
+        rounds.
+        """
         if self._deepening is not None and self._deepening.is_asked:
             self.known.is_asked = True
         if tree.reading.is_on_device:
@@ -126,7 +129,7 @@ class AdaptiveSession(PolicySession):
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
         probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
         self.known.acceptance.note_levels(host, list(of_rows), probabilities, self._price_of_node)
-        # In the order in which `best` takes them.
+        # Sort them as `best` does.
         ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
         means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
         return tree.best(self._best_count(means, tree.max_depth))
@@ -157,7 +160,8 @@ class AdaptiveSession(PolicySession):
             self._learn_nodes(round, rows)
 
     def _learn_drafting(self, round: Round) -> tuple[float, bool]:
-        """Learns from what a draft took, and returns what one like it should take, and whether that is known."""
+        """Learns from the time that a draft took. Returns the time expected for such a draft, and whether that estimate
+        is reliable."""
         levels, deepening, seconds = round.depth, self._deepening, round.seconds.drafting
         costs, context = self._costs, self._situation.context
         if not levels:
@@ -167,7 +171,8 @@ class AdaptiveSession(PolicySession):
             return seconds, True
         if self._num_idle > _FEW_IDLE and costs.drafting:
             return costs.drafting_to(levels, context), False
-        if self.known.is_asked:  # what is asked for costs; what is not (a copy of earlier text) may be as deep
+        # only levels that were asked for cost time; text copied from the prompt may be deeper for free
+        if self.known.is_asked:
             if deepening is None or not deepening.is_asked:
                 return seconds, True
             levels = deepening.levels
@@ -186,8 +191,10 @@ class AdaptiveSession(PolicySession):
             acceptance.count(of_row, round.paths[row], round.tokens[row])
 
     def _run(self, num_rows: int) -> None:
-        """The target is going to run so many rows of the batch. What that costs is learnt for this request only, where
-        it is not what the request began with: a batch of this size drafts for no other rows."""
+        """Switches to the costs of running `num_rows` rows of the batch.
+
+        Costs of another row count than the request's own are learnt for this request only.
+        """
         if num_rows not in self._costs_by_size:
             self._costs_by_size[num_rows] = RoundCosts(self._costs_by_size[self._batch_size])
         self._costs = self._costs_by_size[num_rows]
@@ -205,17 +212,19 @@ class AdaptiveSession(PolicySession):
 
     @property
     def _price_of_node(self) -> float:
-        """In tokens."""
+        """Cost of scoring one more node, in tokens."""
         return self._costs.rounds.slope(self._situation.context) / self._seconds_of_token
 
     @property
     def _price_of_level(self) -> float:
-        """In tokens."""
+        """Cost of drafting one more level, in tokens."""
         return self._costs.level(self._situation.context) / self._seconds_of_token
 
     def _best_count(self, probabilities: Sequence[float], depth: int) -> int:
-        """The number of nodes to score of a draft of so many levels: for the most tokens beyond what that takes, as far
-        as the balance can pay."""
+        """The number of draft nodes to score: the count with the best net gain that the balance can pay for.
+
+        `depth` is the number of levels that were drafted.
+        """
         seconds, context = self._costs.rounds.at, self._situation.context
         per_second, plain = 1 / self._seconds_of_token, self._plain
         worth, best, best_worth = 0.0, 0, 0.0
@@ -227,7 +236,7 @@ class AdaptiveSession(PolicySession):
         return _largest(best, lambda count: self._can_pay(depth, count))
 
     def _best_depth(self) -> int:
-        """To which drafts would have paid lately."""
+        """The depth that would have paid best in recent rounds."""
         worth, best, best_worth, price = 0.0, 1, 0.0, self._price_of_level
         for depth, level in enumerate(self.known.acceptance.levels(), start=1):
             worth += level - (price if depth > 1 else 0.0)
@@ -236,11 +245,12 @@ class AdaptiveSession(PolicySession):
         return best
 
     def _can_pay(self, depth: int, num_nodes: int) -> bool:
-        """Whether the balance suffices if the whole draft is wrong."""
+        """Whether the balance covers the loss if the whole draft is wrong."""
         return self._costs.loss_at_most(depth, num_nodes, self._situation.context) <= self.known.balance
 
     def _depth_to_pay(self, max_depth: int) -> int | None:
-        """The most levels, up to `max_depth`, of which the balance can pay a node each; None: any number."""
+        """The number of levels, up to `max_depth`, that the balance can pay for with one node each; None means no
+        limit."""
         depth = _largest(max_depth, lambda depth: self._can_pay(depth, depth))
         return None if depth == _DEEPEST else depth
 
@@ -250,23 +260,26 @@ class AdaptiveSession(PolicySession):
 
 
 def _charged(taken: float, expected: float, is_known: bool) -> float:
-    """Seconds that the balance is charged: not far from what was expected, once that is known, as a round that
-    something else held up says nothing about drafting."""
+    """Seconds to charge the balance for.
+
+    Once the expected time is reliable, the charge stays near it: a round that another process delayed says nothing
+    about drafting.
+    """
     return min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected) if is_known else max(taken, expected)
 
 
 def _largest(limit: int, is_possible: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that is possible, as all below it are; 0 if none is."""
+    """The largest number up to `limit` that is possible, or 0. If a number is possible, so are all smaller ones."""
     if not limit or is_possible(limit):
         return limit
     return bisect_left(range(1, limit), True, key=lambda number: not is_possible(number))
 
 
 class Adaptive(DraftPolicy):
-    """Every round drafts what measured costs and acceptance say pays best, and nothing where nothing pays.
+    """Drafts in every round what pays best by measured costs and acceptance, and nothing where nothing pays.
 
-    What is learnt goes from request to request, by target, by its adapters and by whether tokens are sampled: these
-    have nothing in common. Targets that are gone are forgotten.
+    The policy remembers what it learns for each target, its adapters and for sampled or greedy requests. It forgets
+    targets that no longer exist.
     """
 
     is_adaptive = True
@@ -276,7 +289,7 @@ class Adaptive(DraftPolicy):
         self._known: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was learnt of targets: they are of this process."""
+        """An empty state: what was learnt about targets belongs to this process."""
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The contract of a policy: asked before every round how much may be drafted, told after it what that brought."""
+"""The contract of a policy: it chooses a budget before every round, and learns from the round after it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Budget:
     """The most that a round may draft.
 
     Attributes:
-        max_nodes: draft nodes a row, the root not counted; None for what the drafter gives.
-        max_depth: likewise.
+        max_nodes: draft nodes a row, the root not counted; None sets no limit.
+        max_depth: levels below the root; None sets no limit.
     """
 
     max_nodes: int | None = None
@@ -35,12 +35,12 @@ NOTHING = Budget(0, 0)
 
 @dataclass(frozen=True)
 class Situation:
-    """The situation before a draft.
+    """The state of a request before a draft.
 
     Attributes:
-        rows: of the batch, that can emit tokens in this round.
-        num_scored: rows that the target is going to run; finished ones may be among them.
-        context: cache entries of the longest row.
+        rows: indices of the batch rows that can emit tokens in this round.
+        num_scored: number of rows that the target will run; finished rows may be among them.
+        context: number of cache entries of the longest row.
     """
 
     rows: Sequence[int]
@@ -50,16 +50,17 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRequest:
-    """The `generate` call as a policy knows it.
+    """The facts of a `generate` call that a policy gets.
 
     Attributes:
         target: the model that verifies.
-        batch_size: B.
-        adapters: of the target that are in effect, "" for none (`active_adapters`).
+        batch_size: number of rows, B.
+        adapters: names of the target's active adapters, "" for none (`active_adapters`).
         samples: whether tokens are sampled.
-        calibration: what is known of the drafter's values before it drafts.
-        looks_ahead: whether the next round is drafted while the target verifies this one, which may take longer then.
-        drafter: its name; "" keeps costs in this process.
+        calibration: calibration of the drafter's values that was saved with it.
+        looks_ahead: whether the next round is drafted while the target verifies this one. Verifying may then take
+            longer.
+        drafter: name of the drafter; with "" costs are not written to disk.
     """
 
     target: PreTrainedModel
@@ -79,13 +80,12 @@ class PolicySession(ABC):
         """The budget of the next round; `NOTHING` makes it a plain decoding step."""
 
     def deepening(self) -> Deepening | None:
-        """The decision that the drafter asks for before every level of the draft that follows; None: it drafts to the
-        budget's depth."""
+        """The decision that the drafter asks for before every level of the next draft. With None the drafter goes to
+        the budget's depth."""
         return None
 
     def deepening_ahead(self) -> Deepening | None:
-        """Likewise of a draft for the round after the coming one, on another thread; `learn` is called when it has
-        ended."""
+        """The same decision for a draft made ahead, on another thread. `learn` is called after that draft has ended."""
         return None
 
     def cut(self, tree: DraftTree) -> DraftTree:
@@ -93,18 +93,19 @@ class PolicySession(ABC):
         return tree
 
     def learn(self, round: Round) -> None:
-        """Called after every round that emitted something, the prompt's left out."""
+        """Learns from a round that emitted tokens. It is not called for the prompt's round."""
 
     def close(self) -> None:
-        """The request is over."""
+        """Ends the policy of this request."""
 
 
 class DraftPolicy(ABC):
-    """A rule for how much a speculator drafts; shared by its requests, and by threads. A policy never changes a text,
-    in 16 bit up to near ties.
+    """A rule for how much a speculator drafts; requests and threads share it.
+
+    A policy never changes a text. In 16 bit, two tokens within rounding of each other may swap.
 
     Class attributes:
-        is_adaptive: whether what is drafted may differ from run to run, so that drafters may choose by the clock too.
+        is_adaptive: whether the amount drafted may differ from run to run. Drafters may then choose by the clock too.
     """
 
     is_adaptive: bool = False

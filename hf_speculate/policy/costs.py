@@ -1,4 +1,4 @@
-"""The cost of rounds, as a function of their size and of the context, learnt as they run."""
+"""Measured cost of rounds, as a function of their size and of the context length."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from ..drafting import rising
 
 
-_FIRST = 2  # observations of a class, of which the shortest counts, until it is believed
-_WARM_UP = 0.25  # of an observation: what the first one of a size counts as
-_STEP = 0.02  # by which a later one moves what is expected at the most: times have stray values on one side
-# One-token forwards that a node, or a level, is expected to take before it was timed; low, so that it is tried.
+_FIRST = 2  # observations that make a class reliable; until then the shortest one counts
+_WARM_UP = 0.25  # weight of the first observation of a size; later ones weigh 1
+_STEP = 0.02  # largest relative change by one later observation: times have outliers on one side
+# Assumed cost of a node and of a level before any was timed, in one-token forwards; low, so that it is tried.
 _PER_NODE = 0.02
 _PER_LEVEL = 0.1
-# The same, where the question is what a draft may cost at the most.
+# Assumed cost where the worst case is asked for.
 _DEAR = 0.15
 
-# Seconds of a size; relative ones as long as nothing was observed.
-Shape = Callable[[float], float]
+# Seconds by size; relative ones before the first observation.
+TimeCurve = Callable[[float], float]
 
 
 def interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
-    """Linear between `points` (ascending), constant beyond them."""
+    """Linear interpolation between `points` (ascending), constant beyond them."""
     place = bisect_left(points, point)
     if place in (0, len(points)):
         return values[min(place, len(points) - 1)]
@@ -34,12 +34,12 @@ def interpolate(points: Sequence[float], values: Sequence[float], point: float) 
 
 @dataclass(frozen=True)
 class _Observed:
-    """The seconds that sizes of one class took.
+    """The measured time of one class of sizes.
 
     Attributes:
-        size: their mean.
-        ratio: of their seconds to the shape's.
-        count: observations.
+        size: mean of the observed sizes.
+        ratio: measured seconds divided by the seconds of the curve.
+        count: number of observations.
     """
 
     size: float
@@ -52,7 +52,7 @@ class _Observed:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there were others than warm-ups."""
+        """Whether it has observations other than warm-ups."""
         return self.count >= 1
 
     def with_warm_up(self, ratio: float) -> _Observed:
@@ -61,15 +61,20 @@ class _Observed:
         return _Observed(self.size, min(self.ratio, ratio), self.count + _WARM_UP)
 
     def beside(self, expected: float) -> _Observed:
-        """The seconds to believe where others say `expected`. Warm-ups may take any time, which says nothing."""
+        """The observation to believe where the other classes let expect the ratio `expected`.
+
+        A warm-up may take any time, so a slow one says nothing.
+        """
         if self.is_established or self.ratio <= expected:
             return self
         ratio = self.ratio if self.is_timed else min(self.ratio, 2 * expected)
         return replace(self, ratio=expected + (ratio - expected) * self.count / _FIRST)
 
     def with_another(self, size: int, ratio: float) -> tuple[_Observed, float]:
-        """The observation with another one, and the factor by which that moves what is expected of all sizes, as what
-        slows one slows all; what is remembered of these relative to the others moves less."""
+        """The observation updated by another one, and the factor by which the estimates of all sizes change.
+
+        What slows the machine slows all sizes. So most of a change goes to that factor, and less to the class itself.
+        """
         step = max(min(ratio / max(self.ratio, 1e-9) - 1, _STEP), -_STEP)
         mean = self.size + (size - self.size) / min(self.count + 1, 2 * _FIRST)
         if not self.is_established:
@@ -78,18 +83,20 @@ class _Observed:
 
 
 class _Table:
-    """The distance of observed seconds from a shape: robust averages over sizes up to 1, 2, 4, 8, 16 …, linear in
-    between, never less for more. (A table of every size keeps what a size took in a slow minute until it is tried
-    again, and it is not tried again.) A class that was seen once or twice counts little, unless it is faster than the
-    others let expect: what is slow at first would not be tried again either."""
+    """Measured times relative to a curve: robust averages for sizes up to 1, 2, 4, 8, 16 …, linear in between, never
+    falling.
 
-    def __init__(self, shape: Shape, largest: int = 0):
-        self.shape = shape
+    Single sizes would keep a value from a slow minute, as a size that seems slow is not tried again. For the same
+    reason a class with one or two observations counts little, unless it is faster than the other classes suggest.
+    """
+
+    def __init__(self, curve: TimeCurve, largest: int = 0):
+        self.curve = curve
         self._observed: dict[int, _Observed] = {}
-        # Replaced, never changed: other threads may be reading them.
+        # Replaced, never changed in place: other threads may be reading it.
         self._known: tuple[list[float], list[float]] = [], []
-        self._seconds: dict[float, float] = {}  # that were asked for since
-        self.largest = largest  # size of which the seconds are believed
+        self._seconds: dict[float, float] = {}  # answers of `at` since the last observation
+        self.largest = largest  # largest size with a reliable time
 
     def __contains__(self, size: int) -> bool:
         known = self._observed.get(_class_of(size))
@@ -97,17 +104,17 @@ class _Table:
 
     @property
     def sizes(self) -> Sequence[float]:
-        """Ascending."""
+        """Mean sizes of the observed classes, ascending."""
         return self._known[0]
 
     @property
     def believed(self) -> list[int]:
-        """Sizes that were observed often enough."""
+        """Sizes with enough observations."""
         return [round(each.size) for each in self._observed.values() if each.is_established]
 
     def record(self, size: int, seconds: float, is_warm_up: bool) -> float:
         """Learns one observation; see `_Observed.with_another`."""
-        ratio = seconds / max(self.shape(size), 1e-9)
+        ratio = seconds / max(self.curve(size), 1e-9)
         known = self._observed.get(_class_of(size)) or _Observed(size, ratio)
         new, factor = (known.with_warm_up(ratio), 1.0) if is_warm_up else known.with_another(size, ratio)
         self._observed = {**self._observed, _class_of(size): new}
@@ -120,25 +127,25 @@ class _Table:
         return factor
 
     def _fitted(self, observed: Sequence[_Observed]) -> tuple[list[float], list[float]]:
-        """Sizes and ratios; never less for more."""
-        shape = [max(self.shape(each.size), 1e-9) for each in observed]
-        pooled = rising([o.ratio * s for o, s in zip(observed, shape, strict=True)], [o.count + 1 for o in observed])
-        return [each.size for each in observed], [p / s for p, s in zip(pooled, shape, strict=True)]
+        """Sizes and ratios, adjusted so that a larger size never takes less time."""
+        expected = [max(self.curve(each.size), 1e-9) for each in observed]
+        pooled = rising([o.ratio * s for o, s in zip(observed, expected, strict=True)], [o.count + 1 for o in observed])
+        return [each.size for each in observed], [p / s for p, s in zip(pooled, expected, strict=True)]
 
     def is_established(self, size: int) -> bool:
         known = self._observed.get(_class_of(size))
         return known is not None and known.is_established
 
     def at(self, size: float) -> float:
-        asked = self._seconds  # read before what is known, which is replaced first
+        asked = self._seconds  # read before `_known`, which `record` replaces first
         if (seconds := asked.get(size)) is None:
             sizes, ratios = self._known
-            asked[size] = seconds = (interpolate(sizes, ratios, size) if sizes else 1.0) * self.shape(size)
+            asked[size] = seconds = (interpolate(sizes, ratios, size) if sizes else 1.0) * self.curve(size)
         return seconds
 
     def alike(self) -> _Table:
-        """A table for other contexts, whose shape is what is known now."""
-        twin = _Table(self.shape)
+        """A table for another context length; its curve is what this one has measured."""
+        twin = _Table(self.curve)
         twin._known = self._known
         return _Table(twin.at, self.largest)
 
@@ -148,38 +155,45 @@ def _class_of(size: int) -> int:
 
 
 class Timings:
-    """Seconds as a function of size and context. Every octave of the context from 512 on has a table of its own, which
-    takes what its nearest neighbour knows for a mere shape: its own first observations stretch it.
+    """Measured seconds as a function of size and context length.
+
+    Each octave of the context from 512 on has its own table. A new table begins with the curve of its nearest
+    neighbour, and its first observations scale that curve.
 
     Args:
-        shape: relative seconds by size, where nothing was observed.
-        like: timings of something much alike, to begin with.
+        curve: relative seconds by size, before the first observation.
+        like: timings of a similar case to begin with; None for none.
     """
 
-    def __init__(self, shape: Shape, like: Timings | None = None):
-        self._shape, self._like = shape, like
+    def __init__(self, curve: TimeCurve, like: Timings | None = None):
+        self._curve, self._like = curve, like
         self._tables: dict[int, _Table] = {}
-        self._sizes: set[int] = set()  # that were observed
-        self._slowness = 1.0 if like is None else like._slowness  # of the machine, at the moment
+        self._sizes: set[int] = set()  # sizes with an observation
+        # how slow the machine is at the moment, relative to its average
+        self._slowness = 1.0 if like is None else like._slowness
 
     def __bool__(self) -> bool:
-        """Whether anything is known."""
+        """Whether there are any observations."""
         return bool(self._tables or self._like)
 
     def knows(self, size: int, context: int = 0) -> bool:
-        """Whether seconds of `size` were observed near this context, here or of what is alike. A warm-up is no
-        observation: a plain round that seems slow would make every draft look cheap."""
+        """Whether `size` was timed near this context length, here or in `like`.
+
+        A warm-up does not count: a plain round that seems slow would make every draft look cheap.
+        """
         return size in self._table(context) or (self._like is not None and self._like.knows(size, context))
 
     def is_established(self, size: int, context: int = 0) -> bool:
-        """Whether sizes like this one were observed near this context often enough to be believed."""
+        """Whether sizes like this one have enough observations near this context length."""
         return self._table(context).is_established(size)
 
     def record(self, size: int, seconds: float, context: int = 0) -> None:
-        """Learns one observation. The first of every size is a warm-up (libraries prepare a kernel for it). Of the
-        first ones of a class the shortest counts, in part; later ones move an estimate of the median.
+        """Learns one observation.
 
-        Machines have slower and faster minutes: their pace is kept apart from what one size takes of another."""
+        The first observation of a size is a warm-up, as libraries prepare kernels in it. Of the first observations of a
+        class the shortest one counts. Later ones move an estimate of the median. The speed of the whole machine changes
+        over time and is tracked separately.
+        """
         octave = _octave(context)
         if octave not in self._tables:
             self._tables = {**self._tables, octave: self._table(context)}
@@ -188,16 +202,17 @@ class Timings:
         self._slowness *= self._tables[octave].record(size, seconds / self._slowness, is_warm_up)
 
     def observations(self) -> list[tuple[int, int, float]]:
-        """Context, size and seconds of what is believed."""
+        """(context, size, seconds) of all reliable estimates."""
         contexts = ((1 << octave + 8 if octave else 0, table) for octave, table in self._tables.items())
         return [(context, size, self.at(size, context)) for context, table in contexts for size in table.believed]
 
     def at(self, size: float, context: int = 0) -> float:
-        """Estimated seconds; relative ones where nothing is known."""
+        """Estimated seconds; relative ones before the first observation."""
         return self._slowness * self._table(context).at(size)
 
     def at_most(self, size: int, dear: float, context: int = 0) -> float:
-        """Seconds that `size` may take: `dear` for each one beyond the largest that is known."""
+        """Upper estimate of the seconds that `size` takes: `dear` seconds for each unit beyond the largest known
+        size."""
         table = self._table(context)
         if size <= table.largest:
             return self._slowness * table.at(size)
@@ -205,7 +220,7 @@ class Timings:
         return max(self._slowness * table.at(size), known + dear * (size - table.largest))
 
     def slope(self, context: int = 0) -> float:
-        """Seconds that one more of the size takes, between the smallest and the largest that are known."""
+        """Seconds for one more unit of size, between the smallest and the largest known size."""
         sizes = self._table(context).sizes
         low = sizes[0] if sizes else 1.0
         high = sizes[-1] if len(sizes) > 1 else low + 1
@@ -217,7 +232,7 @@ class Timings:
             return known
         if self._tables:
             return self._tables[min(self._tables, key=lambda known: abs(known - octave))].alike()
-        return _Table(self._shape) if self._like is None else self._like._table(context).alike()
+        return _Table(self._curve) if self._like is None else self._like._table(context).alike()
 
 
 def _octave(context: int) -> int:
@@ -225,13 +240,13 @@ def _octave(context: int) -> int:
 
 
 class RoundCosts:
-    """The cost of a round on one target at one batch size: drafting by depth, asking a drafter that finds nothing, and
-    everything else by nodes (root included).
+    """Measured cost of rounds on one target at one batch size; all calls of a speculator share it.
 
-    Shared by all calls of a speculator.
+    Three costs are kept: drafting by depth, a call of a drafter that finds nothing, and the rest of the round by nodes
+    (root included).
 
     Args:
-        like: costs of another number of rows, to begin with.
+        like: costs at another batch size to begin with; None for none.
     """
 
     def __init__(self, like: RoundCosts | None = None):
@@ -244,11 +259,11 @@ class RoundCosts:
         return self.rounds.at(1, context)
 
     def verifying(self, num_nodes: int, context: int = 0) -> float:
-        """Seconds of a round with `num_nodes` draft nodes, drafting left out."""
+        """Seconds of a round with `num_nodes` draft nodes, without drafting."""
         return self.rounds.at(num_nodes + 1, context)
 
     def loss_at_most(self, depth: int, num_nodes: int, context: int = 0) -> float:
-        """One-token forwards that a round with `depth` levels and `num_nodes` scored nodes loses if all are wrong."""
+        """The largest loss of a round whose draft is entirely wrong, in one-token forwards."""
         plain = self.plain(context)
         dear = _DEAR * plain
         drafting = self.drafting.at_most(depth, dear, context) if self.drafting else dear * depth
@@ -257,9 +272,9 @@ class RoundCosts:
         return (drafting + self.rounds.at_most(num_nodes + 1, dear, context)) / plain - 1
 
     def drafting_to(self, depth: int, context: int = 0) -> float:
-        """Seconds of a draft whose deepest node is at `depth` (>= 1)."""
+        """Seconds to draft `depth` levels (at least 1)."""
         return self.drafting.at(depth, context) if self.drafting else _PER_LEVEL * depth * self.plain(context)
 
     def level(self, context: int = 0) -> float:
-        """Seconds of one more level."""
+        """Seconds to draft one more level."""
         return self.drafting.slope(context) if self.drafting else _PER_LEVEL * self.plain(context)

@@ -1,4 +1,4 @@
-"""Whether another level of a draft pays, asked while it is drafted."""
+"""The decision whether another level of a draft pays, made while the draft is made."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .acceptance import Acceptance
 
 
 class PathProbabilities:
-    """The probability that the nodes of a draft are right, while it is drafted; asked level by level.
+    """Probabilities of a draft's nodes, computed level by level while it is drafted.
 
     Args:
-        calibration: of the drafter.
+        calibration: maps the drafter's node values to probabilities.
     """
 
     def __init__(self, calibration: Calibration):
         self._calibration = calibration
-        self._nodes: list[list[tuple[float, float]]] = []  # of the last level: values, and probabilities to be right
+        self._nodes: list[list[tuple[float, float]]] = []  # values and probabilities of the last level's nodes
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> list[list[float]]:
-        """The probability of the nodes of the next level and all above them. Arguments: see `Deepening`."""
+        """The probability of each node of the next level, for the arguments of `Deepening`."""
         above, share = self._nodes, self._calibration.share
         parents = None if previous is None else previous.tolist()
         self._nodes = []
@@ -37,12 +37,12 @@ class PathProbabilities:
 
 
 class WhilePaying:
-    """Says yes while the nodes that are to be expanded are likely enough to be right.
+    """Agrees to another level while the nodes to expand are likely enough to be right.
 
     Args:
-        acceptance: of the drafter.
-        rows: that count.
-        price: of a level, in tokens.
+        acceptance: acceptance statistics of the drafter.
+        rows: batch rows to average over.
+        price: cost of drafting one more level, in tokens.
     """
 
     def __init__(self, acceptance: Acceptance, rows: Sequence[int], price: float):
@@ -52,18 +52,18 @@ class WhilePaying:
 
     @property
     def is_asked(self) -> bool:
-        """Whether anybody has asked."""
+        """Whether the drafter has asked at least once."""
         return self._depth > 0
 
     @property
     def levels(self) -> int:
-        """The number of levels that were drafted."""
+        """Number of levels that were drafted."""
         return self._num_yes + 1
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
         self._depth += 1
         found = self._probabilities(values, previous)
-        # A drafter may leave out rows that have ended; if it has not, they do not count.
+        # Drafters may leave out finished rows, but need not: finished rows do not count here.
         rows = [row for row in self._rows if row < len(found)] or range(len(found))
         mass = sum(sum(found[row]) for row in rows) / len(rows)
         pays = mass * self._acceptance.next_level(self._depth) > self._price

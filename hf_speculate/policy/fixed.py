@@ -1,4 +1,4 @@
-"""Policies that look at no clock: always the same budget, or a list of them."""
+"""Policies that measure nothing: a constant budget, or a recorded list of budgets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession
 
 
 class Fixed(DraftPolicy):
-    """Every round drafts alike: what the drafter's options say, at most this.
+    """Drafts in every round what the drafter's options say, up to a constant limit.
 
     Args:
-        max_nodes: draft nodes a row; None: no limit.
-        max_depth: likewise.
+        max_nodes: most draft nodes a row; None sets no limit.
+        max_depth: most levels below the root; None sets no limit.
     """
 
     def __init__(self, max_nodes: int | None = None, max_depth: int | None = None):
@@ -29,14 +29,15 @@ class Fixed(DraftPolicy):
 
 
 class Replay(DraftPolicy):
-    """Every request gets these budgets, one a round, and drafts nothing when they are used up: an adaptive run that is
-    written down can be run again, with the same trees.
+    """Repeats a recorded list of budgets in every request, then drafts nothing.
+
+    This repeats an adaptive run with the same trees.
 
     Args:
-        budgets: of the rounds of one request.
+        budgets: one budget for each round of a request.
     """
 
-    is_adaptive = True  # so was the run that is repeated
+    is_adaptive = True  # the recorded run was adaptive
 
     def __init__(self, budgets: Iterable[Budget]):
         self.budgets = tuple(budgets)

@@ -1,7 +1,7 @@
-"""Keeps what rounds cost in the user's cache folder, so that a fresh process begins informed.
+"""Keeps measured round costs in the user's cache folder, so that a new process begins with them.
 
-A file is named by a hash of all that costs depend on. It tells the policy how costs relate to each other; the first
-rounds of a process say how fast the machine is now. Nothing here raises: what cannot be read or written is passed over.
+The file's name is a hash of everything that costs depend on. It tells the policy how costs compare; the first rounds of
+a process show how fast the machine is now. Nothing here raises: a file that cannot be read or written is ignored.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .contract import PolicyRequest
 from .costs import RoundCosts
 
 
-SWITCH = "HF_SPECULATE_KEEP_COSTS"  # "0": nothing is read or written
+SWITCH = "HF_SPECULATE_KEEP_COSTS"  # "0" turns reading and writing off
 _PARTS = ("rounds", "drafting", "asking")
 _EVERY_SECONDS = 60.0  # between two writes
 _MAX_BYTES = 1 << 16
-_MAX_CONTEXT, _MAX_SIZE, _MAX_SECONDS = 1 << 24, 1 << 12, 600.0  # that are believed
-_REPEATS = 3  # one to warm up, two to be believed
-# Fields of a configuration that say how much a forward computes.
+_MAX_CONTEXT, _MAX_SIZE, _MAX_SECONDS = 1 << 24, 1 << 12, 600.0  # larger values in a file are not believed
+_REPEATS = 3  # one warm-up, then enough observations to be reliable
+# Configuration fields that determine how much a forward computes.
 _SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads", "num_experts")
 
 
 class KeptCosts(RoundCosts):
-    """Costs of requests that are alike, which begin with what earlier processes kept."""
+    """Round costs that begin with what earlier processes measured for similar requests."""
 
     def __init__(self, request: PolicyRequest):
         self._path = _path(request)
@@ -46,9 +46,9 @@ class KeptCosts(RoundCosts):
         self._num_known = 0 if known is None else sum(map(len, _observations(known).values()))
 
     def keep(self) -> None:
-        """Writes them now and then, on a thread: a disk may be slow.
+        """Writes the costs to disk about once a minute, on a thread, as a disk may be slow.
 
-        A process that has hardly drafted keeps nothing: it would take from later ones what an earlier one has learnt.
+        A process that has hardly drafted writes nothing: it would overwrite what an earlier process has learnt.
         """
         if self._path is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
             return
@@ -71,7 +71,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _path(request: PolicyRequest) -> Path | None:
-    """The file for requests like this one; None where nothing is kept."""
+    """The file for similar requests; None if nothing is to be kept."""
     own = os.environ.get("XDG_CACHE_HOME", "")
     folder = own if os.path.isabs(own) else os.path.expanduser("~/.cache")
     if os.environ.get(SWITCH) == "0" or not request.drafter or not os.path.isabs(folder):
@@ -80,7 +80,7 @@ def _path(request: PolicyRequest) -> Path | None:
     facts = (
         device_name(target.device),
         (target.device.type, target.dtype, torch.__version__, torch.get_num_threads()),
-        sorted({_kind(module) for module in target.modules()}),  # packed layers and adapters among them
+        sorted({_kind(module) for module in target.modules()}),  # includes packed layers and adapters
         [getattr(config, field, None) for field in (*_SHAPE, "_attn_implementation")],
         (request.adapters, request.batch_size, request.looks_ahead, request.drafter),
     )
@@ -88,7 +88,7 @@ def _path(request: PolicyRequest) -> Path | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """The kind of computation: the target's class, and of packed weights the backend."""
+    """The kind of computation: the module's class, and the backend of packed weights."""
     return f"{type(module).__qualname__} {getattr(getattr(module, 'backend', None), 'name', '')}"
 
 
@@ -107,7 +107,7 @@ def _read(path: Path) -> RoundCosts | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The name that its maker gave a device; of a CPU the processor's name."""
+    """The manufacturer's name of a device; for a CPU the processor's name."""
     if device.type == "cpu":
         return _processor_name()
     if device.type == "cuda":

@@ -1,6 +1,6 @@
-"""The PEFT adapters that a target computes with: what was learnt of its text holds for these only.
+"""The PEFT adapters that a target computes with: what a drafter learns holds only for these.
 
-PEFT is not imported: its layers are known by what they have. Text never depends on what is found here.
+PEFT is not imported; its layers are recognised by their attributes. The text never depends on what is found here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ _SAMPLES = 256
 
 
 def active_adapters(model: GenerativeModel) -> str:
-    """The adapters in effect now, as one name: "" for none, "first", "first+second" for several at once, and
-    "first|second|__base__" for a batch with an adapter for each row (`adapter_names=`). Merged ones count as well.
+    """The active adapters as one name, merged ones included.
+
+    The name is "" for none, "first", "first+second" for several at once, and "first|second|__base__" for a batch with
+    an adapter for each row (`adapter_names=`).
 
     Args:
-        model: as `unwrap` gives it; only one that carries adapters is searched.
+        model: transformers model, without wrappers (`unwrap`).
     """
     prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if prompt_learning(model) is not None:
@@ -37,15 +39,17 @@ def active_adapters(model: GenerativeModel) -> str:
 
 
 def prompt_learning(model: GenerativeModel) -> Any:
-    """Config of a prompt-learning adapter (PEFT), which acts on the inputs while it calls `generate`; or None."""
+    """Config of a prompt-learning adapter (PEFT), which changes the inputs while it calls `generate`; or None."""
     prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
     config: Any = getattr(prepare, "active_peft_config", None)
     return config if prepare is not model and getattr(config, "is_prompt_learning", False) else None
 
 
 def outdated_peft() -> str:
-    """The problem with the PEFT that is installed, "" if there is none: transformers says which it works with. The
-    prompt-learning adapters of an older one may not know the names of its arguments."""
+    """The problem if the installed PEFT is older than transformers requires; "" if there is none.
+
+    Prompt-learning adapters of an older PEFT may not know transformers' argument names.
+    """
     try:
         found = version("peft")
     except PackageNotFoundError:
@@ -56,16 +60,17 @@ def outdated_peft() -> str:
 
 
 def activated_lora(model: GenerativeModel) -> bool:
-    """Whether an adapter is in effect from some token on (aLoRA): PEFT then counts a forward's tokens from its end,
-    which is right for prompts and for one token at a time only."""
+    """Whether an adapter is active only from some token on (aLoRA).
+
+    PEFT then counts a forward's tokens from its end, which is right only for prompts and for one token at a time.
+    """
     return any(offset is not None for offset in _hook_arguments(model, "alora_offsets"))
 
 
 def adapter_fingerprints(model: GenerativeModel) -> Mapping[str, str]:
-    """Name -> sha256 over a sample of the weights, of the adapters in effect (prompt learning left out).
+    """A sha256 over a sample of the weights of each active adapter, by name, without prompt learning.
 
-    Two files with the same weights have the same fingerprint, whatever they are called; "default" is what PEFT calls
-    most adapters.
+    Files with the same weights have the same fingerprint under any name; PEFT calls most adapters "default".
     """
     names = _names_in_effect(model)
     if not names:
@@ -79,7 +84,7 @@ def adapter_fingerprints(model: GenerativeModel) -> Mapping[str, str]:
 
 
 def sample_bytes(tensor: Tensor) -> bytes:
-    """256 evenly spaced values of a tensor; of one whose values lie elsewhere (offloaded) none."""
+    """256 evenly spaced values of a tensor as bytes; empty for an offloaded tensor."""
     if tensor.device.type == "meta":
         return b""
     flat = tensor.detach().reshape(-1)
@@ -94,7 +99,7 @@ def _without(name: str, key: str) -> str:
 
 def _adapter_layers(model: nn.Module) -> Iterator[Any]:
     """PEFT's layers, and the modules that it keeps copies of (`modules_to_save`)."""
-    if getattr(model, "peft_config", None):  # set by PEFT wherever it puts layers in
+    if getattr(model, "peft_config", None):  # PEFT sets this wherever it adds layers
         for module in model.modules():
             if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters"):
                 yield module
@@ -103,16 +108,16 @@ def _adapter_layers(model: nn.Module) -> Iterator[Any]:
 def _names_in_effect(model: nn.Module) -> set[str]:
     names: set[str] = set()
     for layer in _adapter_layers(model):
-        if not layer.disable_adapters:  # a layer that is switched off takes merged weights out again
+        if not layer.disable_adapters:  # a disabled layer also removes its merged weights
             names.update(layer.merged_adapters or layer.active_adapters)
     return names
 
 
 def _hook_arguments(model: nn.Module, argument: str) -> list[Any]:
-    """The arguments that PEFT hands its layers in every forward of this `generate`, which it calls within such hooks;
-    [] if it does not."""
+    """The value of an argument that PEFT passes to its layers through hooks during this `generate`; [] without one."""
     for layer in _adapter_layers(model):
-        for hook in reversed(layer._forward_pre_hooks.values()):  # the last one wins; an error leaves older ones behind
+        # the last hook wins; an error may leave older ones behind
+        for hook in reversed(layer._forward_pre_hooks.values()):
             if given := getattr(hook, "keywords", {}).get(argument):
                 return list(given)
     return []

@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
-    """The device of a module's weights; of an offloaded one, the device to which accelerate's hook fetches them. None:
-    not known."""
+    """The device of a module's weights; for an offloaded module, the device to which accelerate's hook moves them.
+
+    None if unknown.
+    """
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.device.type != "meta":
         return parameter.device
@@ -23,16 +25,16 @@ def execution_device(module: nn.Module) -> torch.device | None:
 
 
 def device_beside(module: nn.Module | None, model: PreTrainedModel) -> torch.device:
-    """The device where `module` of a model computes, or else where the model is."""
+    """The device where `module` computes, or else that of `model`."""
     return (execution_device(module) if isinstance(module, nn.Module) else None) or model.device
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """The device where a model takes its tokens. (Of offloaded embeddings `model.device` is "meta".)"""
+    """The device where a model takes its tokens. `model.device` is "meta" if the embeddings are offloaded."""
     return device_beside(model.get_input_embeddings(), model)
 
 
 def last_device(model: PreTrainedModel) -> torch.device:
-    """The device of a model's last layer: under a `device_map` the states that a head reads arrive last there."""
+    """The device of a model's last layer. Under a `device_map` the states for a head arrive there last."""
     layers = getattr(model.get_decoder(), "layers", None)
     return device_beside(layers[-1] if layers else None, model)

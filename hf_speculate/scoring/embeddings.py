@@ -1,6 +1,6 @@
-"""Rows of a target's embeddings and output matrix, whatever holds them: plain, packed, quantised, adapted, offloaded.
+"""Rows of a target's embeddings and output matrix in any form: plain, packed, quantised, adapted, offloaded.
 
-What cannot be read can be asked: an embedding for its tokens, a linear layer for its answers to unit vectors.
+A matrix that cannot be read is computed: an embedding from its tokens, a linear layer from unit vectors.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
-# At a time: columns of an output matrix, rows of embeddings.
+# Number of columns of an output matrix, and of embedding rows, computed at once.
 _UNITS, _TOKENS = 64, 4096
 
 
 def is_dense(module: Any) -> bool:
-    """Whether a module is an ordinary linear layer and nothing around it (not quantised, adapted nor offloaded)."""
+    """Whether a module is an ordinary linear layer: not quantised, adapted or offloaded."""
     weight = getattr(module, "weight", None)
     if type(module) is not nn.Linear or weight is None or weight.device.type == "meta":
         return False
@@ -28,10 +28,11 @@ def is_dense(module: Any) -> bool:
 def output_rows(
     module: Any, hidden_size: int, dtype: torch.dtype, ids: Int[Tensor, " N"] | None = None
 ) -> Float[Tensor, "N H"]:
-    """Rows of an output layer's matrix, by token; all of them for None. Its bias is left out.
+    """Rows of an output layer's matrix by token, without its bias; None gives all rows.
 
     Args:
-        dtype: of the states that it takes. Rows come in it, or as they are.
+        dtype: dtype of the states that the layer takes. Rows that must be computed have this dtype; others keep their
+            own.
     """
     if is_dense(module):
         return module.weight if ids is None else module.weight[ids.to(module.weight.device)]

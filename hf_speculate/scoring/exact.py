@@ -1,4 +1,4 @@
-"""The forward over a draft tree, bit for bit as stock's single steps (`walk`), and the search for what makes it so."""
+"""The forward over a draft tree that is bit for bit stock's single steps (`walk`), and the test that it is."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .walk import Sizes, Walk, depth_first, no_mask, walking
 
 
 class ExactForward(Forward):
-    """A forward whose logits, and the entries that it appends, are those of stock's single steps, bit for bit.
+    """A forward whose logits and cache entries are bit for bit those of stock's single steps.
 
     Args:
-        model: the target.
-        prompt_mask: bool or int [B, M0], as the scorer has it.
-        sizes: numbers of rows whose products can be trusted, see `Sizes`.
+        model: model that verifies.
+        prompt_mask: mask of the scorer, bool or int [B, M0]; None when all entries are real.
+        sizes: row counts that each weight's products can be trusted with (`Sizes`).
     """
 
     def __init__(self, model: PreTrainedModel, prompt_mask: Tensor | None, sizes: Sizes):
@@ -48,7 +48,7 @@ class ExactForward(Forward):
         self._mask_dtype = model.dtype if model.config._attn_implementation == "eager" else None
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
-        """Every node is attended for by itself, so the model is given no mask to look at."""
+        """The model's output. Each node's attention is computed alone, so the model gets an empty mask."""
         tree, cache = nodes.tree, scorer.cache
         if nodes.num_cached:
             raise ValueError("an exact forward runs a whole tree.")
@@ -69,14 +69,15 @@ class ExactForward(Forward):
 
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Of rows that are multiplied at once; others are put together of these."""
+"""Row counts to multiply at once. Other counts are put together from these."""
 
 MAX_NATIVE_ROWS = 128
-"""Of a text that the kernel for packed weights takes in one forward; more go through modules, which round otherwise."""
+"""Most rows of a text that the kernel for packed weights takes in one forward. More rows go through modules, which
+round differently."""
 
-# Values that are compared for each number of rows, as far as the weights are not large. Where a kernel adds up 4864
-# products otherwise, 3 in 10,000 differ (torch 2.13, AMX), 1 in 100,000 of 32: that none of a million shows has a
-# probability of 5e-5 there, and of 64 rows of a large weight one below 1e-9.
+# Number of values to compare for each row count, unless the weights are large. Where a kernel sums 4864 products in
+# another order, 3 values in 10,000 differ (torch 2.13, AMX); with 32 products, 1 in 100,000. So a million equal values
+# hide such a kernel with a probability of 5e-5. For a large weight, 64 equal rows hide it with less than 1e-9.
 _NUM_VALUES, _MOST_ROWS = 2_000_000, 20_000
 _MIN_ROWS, _NUM_PRODUCTS = 64, 2_000_000_000
 
@@ -85,7 +86,7 @@ _PATHS = (0, 1, 2, 3), (0, 1, 5, 6), (0, 4, 7)
 _LENGTHS = 9, 200, 1100
 _MOST_WINDOW = 4096
 
-# Entries before the chains in which products of other kinds are tried.
+# Prefix length for chains that test other kinds of products.
 _CHAIN_PREFIX = 200
 
 _Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool, torch.device, int]
@@ -94,11 +95,12 @@ _found: WeakKeyDictionary[GenerativeModel, dict[tuple[Any, ...], Sizes | str]] =
 
 
 def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded: bool) -> Sizes | str:
-    """The row counts that `ExactForward` can trust (none are needed where a kernel of ours computes the layers); or why
-    a model cannot be exact.
+    """Row counts that `ExactForward` can trust, or the reason why a model cannot be exact.
+
+    No counts are needed if a kernel of ours computes the layers.
 
     Args:
-        cache: of the request.
+        cache: KV cache of the request.
         is_padded: whether rows of the batch have padding.
     """
     if problem := _problem(model, cache):
@@ -116,7 +118,7 @@ def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded
 
 
 def _problem(model: GenerativeModel, cache: Cache) -> str:
-    """The reason why it cannot be, as far as it is known without trying; "" if there is none."""
+    """The reason, known without a test, why a request cannot be exact; "" if there is none."""
     name, attention = type(model).__name__, model.config._attn_implementation
     if not is_indexable(cache) or any(kind.is_chunked for kind in layer_types(model.config)):
         return f"not every layer of {name} keeps all of the text, or a window of it"
@@ -150,8 +152,10 @@ def _tried(model: GenerativeModel, batch_size: int, is_padded: bool) -> Sizes | 
 
 
 def product_sizes(model: nn.Module) -> Sizes:
-    """For the shape of every linear layer's weight [out, in] the numbers of rows, falling, with the bits of single
-    ones. Tried once a shape: which kernel multiplies does not depend on the weights."""
+    """The trusted row counts of every linear layer, by weight shape [out, in], falling.
+
+    Each shape is tested once: the choice of the kernel does not depend on the weights.
+    """
     sizes: dict[tuple[int, ...], Sequence[int]] = {}
     for module in model.modules():
         if type(module) is not nn.Linear or module.weight.is_meta:
@@ -166,7 +170,7 @@ def product_sizes(model: nn.Module) -> Sizes:
 
 
 def _equal_counts(layer: nn.Linear) -> Sequence[int]:
-    """The counts up to the first one with other bits, falling."""
+    """The counts up to the first one whose bits differ, falling."""
     weight = layer.weight
     num_rows = min(_NUM_VALUES // len(weight), _MOST_ROWS, _NUM_PRODUCTS // weight.numel())
     rows = torch.randn(max(num_rows, _MIN_ROWS), weight.shape[1]).to(weight.device, weight.dtype)
@@ -176,7 +180,7 @@ def _equal_counts(layer: nn.Linear) -> Sequence[int]:
 
     found, alone = [], multiplied(1)
     for count in COUNTS:
-        whole = len(rows) - len(rows) % count  # the last piece is smaller
+        whole = len(rows) - len(rows) % count  # leave out the last, smaller piece
         if not torch.equal(multiplied(count)[:whole], alone[:whole]):
             break
         found.insert(0, count)
@@ -184,8 +188,10 @@ def _equal_counts(layer: nn.Linear) -> Sequence[int]:
 
 
 def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, is_padded: bool = False) -> str:
-    """The first place where a tree's states or logits are not those of single steps, behind prefixes of several
-    lengths; "" if nowhere."""
+    """The first place where a tree's states or logits differ from single steps; "" if there is none.
+
+    Several prefix lengths are tested.
+    """
     tokens = torch.randperm(num_embeddings(model))[: len(_PARENTS)].expand(batch_size, -1).contiguous()
     tree = DraftTree(tokens, _PARENTS)
     for length in _prefix_lengths(model):
@@ -205,7 +211,7 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
 
 
 def chain_difference(model: GenerativeModel, sizes: Sizes, batch_size: int) -> str:
-    """The same for chains of all the numbers of rows in `COUNTS`, node by node."""
+    """The same test, node by node, for chains of all lengths in `COUNTS`."""
     most = num_positions(model.config)
     length = _CHAIN_PREFIX if most is None else max(min(_CHAIN_PREFIX, most - COUNTS[-1]), 1)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
@@ -223,7 +229,7 @@ def chain_difference(model: GenerativeModel, sizes: Sizes, batch_size: int) -> s
 
 
 def _different_place(step: Any, output: Any, node: int) -> str:
-    """The place where the states or logits of a node are not those of a single step; "" if nowhere."""
+    """The place where a node's states or logits differ from those of a single step; "" if there is none."""
     for layer, (stocks, ours) in enumerate(zip(step.hidden_states, output.hidden_states, strict=True)):
         if not torch.equal(stocks[:, -1], ours[:, node]):
             return f"layer {layer}"
@@ -231,8 +237,11 @@ def _different_place(step: Any, output: Any, node: int) -> str:
 
 
 def _prefix_lengths(model: GenerativeModel) -> Sequence[int]:
-    """Lengths of prefixes to try: as many as fit, with a path behind them, where a model has a table of positions; and
-    up to where windows begin to move, as far as that takes no great cache."""
+    """Lengths of the prefixes to test.
+
+    They must fit into a model's table of positions with a path after them. Some reach the point where a sliding window
+    begins to move, if it is small.
+    """
     depth, most = len(_PATHS[0]), num_positions(model.config)
     ends = {window - 2 for window in layer_windows(model.config) if window is not None and 2 < window <= _MOST_WINDOW}
     return [length for length in (*_LENGTHS, *sorted(ends)) if most is None or length + depth <= most]
@@ -245,7 +254,7 @@ def exact_scorer(
     prompt_mask: Tensor | None = None,
     token_kwargs: Mapping[str, Tensor] | None = None,
 ) -> Scorer:
-    """A scorer with the bits of single steps: where a kernel of ours computes the layers, any."""
+    """A scorer with the bits of single steps. If a kernel of ours computes the layers, any scorer is exact."""
     if has_native_layers(model):
         return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs)
     forward = ExactForward(model, prompt_mask, sizes)
@@ -253,10 +262,10 @@ def exact_scorer(
 
 
 class _Steps:
-    """Stock's forwards of a batch, one after the other.
+    """Stock's single steps of a batch, one after the other.
 
     Args:
-        cache: what stands before; it is left as it is.
+        cache: KV cache of the prefix; it is copied.
     """
 
     def __init__(self, model: GenerativeModel, mask: Tensor, cache: Cache):

@@ -1,4 +1,4 @@
-"""A cache behind a text that nobody wrote: for trials and measurements that would wait long for a prompt."""
+"""A cache of random entries, for tests and measurements that cannot wait for a prompt."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .devices import input_device
 
 
 def filler_cache(model: GenerativeModel, batch_size: int, length: int) -> DynamicCache:
-    """Random entries of the shapes and sizes that the model's own have, the same ones every time.
+    """A cache of random entries, the same at every call, with the shapes and scale of the model's own.
 
-    Needs a model whose layers all keep keys and values of every token (`hf_speculate.cache.is_indexable`).
+    All layers must keep keys and values of every token (`hf_speculate.cache.is_indexable`).
     """
     first, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
     tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=input_device(model))

@@ -1,7 +1,7 @@
-"""Hooks on the target's modules: whose they are, who must not call them, and how a model that has some is saved.
+"""Hooks on the target's modules: which package owns them, who must not call them, and how to save a model with hooks.
 
-transformers' own hooks that record outputs stay on a model for ever once a call asked for hidden states or attentions.
-They are local functions, which nothing can pickle; `keep_saveable` makes them so that `torch.save(model)` still works.
+After a call with hidden states or attentions, transformers' recording hooks stay on the model. They are local
+functions, which pickle cannot save. `keep_saveable` replaces them, so that `torch.save(model)` still works.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 
-# Whose hooks look at each row alone, whatever rows there are, or have to run for a forward to be right.
+# Packages whose hooks treat each row alone, or must run for a correct forward.
 _INDIFFERENT = ("hf_speculate", "hf_speculate_plugins", "torch", "transformers", "accelerate", "peft")
 
 
 def has_foreign_hooks(model: nn.Module) -> bool:
-    """Whether a forward of `model` calls a hook that may have a value for each row of the batch.
+    """Whether a forward of `model` calls a hook that may hold a value for each row of the batch.
 
-    Every hook may, unless it is known to be indifferent: those of torch, transformers and accelerate, ours, PEFT's
-    without values bound to them (it binds an adapter for each row), and those whose function says `row_wise = True`.
+    Any hook may, except known ones: those of torch, transformers and accelerate, our own, those whose function has
+    `row_wise = True`, and PEFT's without bound values. (PEFT binds an adapter for each row.)
     """
     everywhere = chain(_global_forward_hooks.values(), _global_forward_pre_hooks.values())
     return any(map(_is_foreign, chain(everywhere, *map(_hooks, model.modules()))))
 
 
 def may_hold_rows(model: nn.Module, forward_kwargs: Mapping[str, Any]) -> bool:
-    """Whether something beside inputs and cache may have a value for each row of the batch, so that no row can be left
-    out of the forwards: arguments of every forward, if they are more than a switch, and hooks.
+    """Whether anything besides inputs and cache may hold a value for each row of the batch.
+
+    That is a hook, or an argument of every forward that is more than a switch. Then no row can leave the forwards.
     """
     if any(not isinstance(value, bool | int | float | str) for value in forward_kwargs.values()):
         return True
@@ -45,7 +46,8 @@ def may_hold_rows(model: nn.Module, forward_kwargs: Mapping[str, Any]) -> bool:
 
 
 def unhooked(module: nn.Module) -> Callable[..., Any]:
-    """A module of the target, as a drafter calls it: a user's hooks are about the target's own forwards."""
+    """A module of the target for drafters to call, without the user's hooks: these are meant for the target's own
+    forwards."""
     if torch.compiler.is_compiling() or not any(map(_is_foreign, _hooks(module))):
         return module
     return module.forward
@@ -53,7 +55,7 @@ def unhooked(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def without_foreign_hooks(model: nn.Module) -> Iterator[None]:
-    """Forwards of `model` in here call no hook of others."""
+    """A context in which forwards of `model` call no hooks of others."""
     taken = []
     try:
         of_modules = ((module._forward_hooks, module._forward_pre_hooks) for module in model.modules())
@@ -85,39 +87,41 @@ def _is_foreign(hook: Callable[..., Any]) -> bool:
     return package not in _INDIFFERENT and not getattr(function, "row_wise", False)
 
 
-_INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark
+_INSTALLED = "_output_capturing_hooks_installed"  # the attribute by which transformers marks a model
 _INSTALL: Callable[..., None] = getattr(output_capturing, "install_output_capuring_hook", lambda module: None)
 _seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class Recorder:
-    """One of transformers' hooks; it is pickled by what it records.
+class SaveableHook:
+    """One of transformers' recording hooks, in a form that pickle can save.
 
     Args:
-        hook: transformers' own.
+        hook: original hook.
     """
 
     def __init__(self, hook: Callable[..., Any]):
         self._hook = hook
-        self.__module__ = hook.__module__  # who asks whose hook it is gets transformers' answer
+        self.__module__ = hook.__module__  # callers that check the owner of a hook get transformers' name
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self._hook(module, args, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         known, names = inspect.getclosurevars(self._hook).nonlocals, inspect.signature(_INSTALL).parameters
-        return _recorder, ({name: known[name] for name in names if name in known},)
+        return _saveable_hook, ({name: known[name] for name in names if name in known},)
 
 
-def _recorder(recorded: dict[str, Any]) -> Recorder:
+def _saveable_hook(recorded: dict[str, Any]) -> SaveableHook:
     module = nn.Module()
     _INSTALL(module, **recorded)
-    return Recorder(next(iter(module._forward_hooks.values())))
+    return SaveableHook(next(iter(module._forward_hooks.values())))
 
 
 def keep_saveable(model: PreTrainedModel) -> None:
-    """Exchanges the hooks that transformers left on `model`, if it left any since the last time. Nothing is removed:
-    another thread may be recording."""
+    """Replaces the recording hooks that transformers has left on `model`.
+
+    No hook is removed, because another thread may be recording.
+    """
     for part in (model, model.base_model, model.get_decoder()):
         if part is None or part in _seen or not getattr(part, _INSTALLED, False):
             continue
@@ -125,4 +129,4 @@ def keep_saveable(model: PreTrainedModel) -> None:
         for module in part.modules():
             for number, hook in list(module._forward_hooks.items()):
                 if getattr(hook, "__qualname__", "").startswith(f"{_INSTALL.__name__}."):
-                    module._forward_hooks[number] = Recorder(hook)
+                    module._forward_hooks[number] = SaveableHook(hook)

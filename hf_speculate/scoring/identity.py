@@ -1,8 +1,8 @@
-"""The identity of a target, told by a few of its weights, so that it is known again in another dtype or quantised.
+"""The identity of a target, from a few of its weights: it is recognised in another dtype or quantised.
 
-A sample of 16 values of some tensors: the embeddings, a norm of each kind, a linear layer of each kind, at depths that
-the names alone decide. What holds a matrix (packed, quantised, with an adapter around it) is asked for its answers to
-unit vectors. A few milliseconds, whatever the size of the model.
+A sample is 16 values of some tensors: the embeddings, one norm of each kind, one linear layer of each kind. Their names
+alone decide which layers are taken. A matrix that is packed, quantised or adapted is computed from unit vectors. This
+takes a few milliseconds for a model of any size.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..models import GenerativeModel
 from .adapters import active_adapters
 
 
-# Their weights are looked up or multiplied by `functional.linear`, whose numbers of rows are tried by themselves.
+# Modules that look up rows or multiply by `functional.linear`, whose row counts are tested separately.
 _VOUCHED = (nn.Linear, nn.Embedding)
 
 
 def structure_key(model: GenerativeModel) -> int:
-    """A number that changes with whatever a trial depends on.
+    """A number that changes with everything that a trial depends on.
 
-    That is: classes and replaced forwards of modules, shapes, dtypes and devices of tensors, the configuration (the
-    attention among it), adapters, training mode and threads.
+    That is: module classes and replaced forwards; shapes, dtypes and devices of tensors; the configuration with its
+    attention; adapters, training mode and threads.
     """
     modules = [(name, type(module), vars(module).get("forward")) for name, module in model.named_modules()]
-    # RoPE with scaling makes vectors of frequencies anew while it runs: of buffers only matrices count.
+    # RoPE with scaling replaces vectors of frequencies while it runs, so only matrices among the buffers count.
     weights = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.dim() > 1)]
     tensors = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in weights]
     config = repr(model.config.to_dict()), model.config._attn_implementation
@@ -41,9 +41,9 @@ def structure_key(model: GenerativeModel) -> int:
 
 
 def unvouched_modules(model: GenerativeModel) -> list[str]:
-    """The classes of modules that may multiply by other means than `functional.linear`: experts, convolutions, ….
+    """Classes of modules that may multiply by other means than `functional.linear`: experts, convolutions, …
 
-    Of a model that is not transformers' own, its class: anything may be in it.
+    If the model class is not transformers' own, it is in the list too.
     """
     names = {type(module).__name__ for module in model.modules() if any(_matrices(module))}
     if not type(model).__module__.startswith("transformers."):
@@ -52,20 +52,20 @@ def unvouched_modules(model: GenerativeModel) -> list[str]:
 
 
 def _matrices(module: nn.Module) -> Iterator[bool]:
-    """True for every tensor of a module's own that its forward may multiply with."""
+    """True for every tensor of a module that its forward may multiply by."""
     if type(module) not in _VOUCHED:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             yield tensor is not None and tensor.dim() > 1 and tensor.dtype is not torch.bool
 
 
-# Values of a matrix a side, and of a vector.
+# Number of sampled rows and columns of a matrix, and of sampled values of a vector.
 _SIDE, _LENGTH = 4, 16
 _MAX_KINDS = 8
 _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# A kind of tensor is another one than it was where fewer of its values are equal: casts may move some by one step.
+# A tensor counts as changed if a smaller share of its values is equal: casts may move some by one step.
 _EQUAL_SHARE = 0.75
-# Relative; of bfloat16, and of what other kernels make of the same blocks.
+# Allowed relative differences: a cast to bfloat16, and other kernels on the same blocks.
 _CAST_STEP, _KERNEL_STEP = 2.0**-8, 2.0**-5
 
 
@@ -74,8 +74,8 @@ class WeightSample:
     """Some values of a tensor.
 
     Attributes:
-        held: how they are held: "bfloat16", "float32", …, or how the model is quantised, without spaces.
-        values: float32 [rows, columns] of a matrix, [n] of a vector; on the CPU.
+        held: dtype ("bfloat16", "float32", …) or quantisation of the model, without spaces.
+        values: float32 on the CPU, [rows, columns] of a matrix or [n] of a vector.
     """
 
     held: str
@@ -83,14 +83,14 @@ class WeightSample:
 
     @property
     def text(self) -> str:
-        """The sample as text: how it is held, the shape and the values, each of them in eight hexadecimal digits."""
+        """The sample as text: `held`, the shape, and each value as eight hexadecimal digits."""
         bits = self.values.view(torch.int32).flatten().tolist()
         shape = "x".join(map(str, self.values.shape))
         return " ".join([self.held, shape, *(f"{value & 0xFFFFFFFF:08x}" for value in bits)])
 
     @classmethod
     def parse(cls, text: str) -> WeightSample:
-        """Reads `text`; raises `ValueError` for anything else."""
+        """The sample from its `text`; raises `ValueError` for anything else."""
         try:
             held, shape, *words = text.split(" ")
             values = torch.tensor([int(word, 16) for word in words], dtype=torch.int64)
@@ -102,13 +102,13 @@ class WeightSample:
 
 @dataclass(frozen=True)
 class Likeness:
-    """The likeness of two models by their samples.
+    """The similarity of two models by their samples.
 
     Attributes:
         compared: names of tensors that both have.
-        changed: of those held alike, the ones that are not equal.
-        similarity: cosine of the matrices, mean over tensors: 1 for the same ones, 0.99 in 4 bits, about 0 for
-            unrelated ones; None without any.
+        changed: names of compared tensors with the same dtype or quantisation but other values.
+        similarity: mean cosine of the matrices: 1 for equal ones, 0.99 for 4 bits, about 0 for unrelated ones. None
+            without matrices.
     """
 
     compared: tuple[str, ...]
@@ -118,7 +118,7 @@ class Likeness:
 
 @torch.no_grad()
 def sample_weights(model: GenerativeModel) -> dict[str, WeightSample]:
-    """Name below the decoder -> sample; tensors that lie elsewhere (offloaded, sharded) are left out."""
+    """Samples by name below the decoder, without offloaded and sharded tensors."""
     found: dict[str, WeightSample] = {}
     quantized = quantization_label(model).replace(" ", "") or "otherwise"
     for name, module in _chosen(model.get_decoder(), model.get_input_embeddings()):
@@ -145,7 +145,7 @@ def quantization_label(model: GenerativeModel) -> str:
 
 
 def compare_weights(ours: Mapping[str, WeightSample], theirs: Mapping[str, WeightSample]) -> Likeness:
-    """Compares the weights of two models; the shapes of tensors must be those of the same architecture."""
+    """Compares the weights of two models of the same architecture."""
     pairs = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
     pairs = {name: pair for name, pair in pairs.items() if pair[0].values.shape == pair[1].values.shape}
     changed = [name for name, pair in pairs.items() if _is_changed(*pair)]
@@ -154,14 +154,14 @@ def compare_weights(ours: Mapping[str, WeightSample], theirs: Mapping[str, Weigh
 
 
 def _chosen(decoder: nn.Module, embeddings: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by name: the embeddings, of every kind of linear layer and of norm one."""
+    """Modules by name: the embeddings, and one linear layer and one norm of each kind."""
     linear: dict[str, list[tuple[str, nn.Module]]] = {}
     norms: dict[str, list[tuple[str, nn.Module]]] = {}
     merged: list[str] = []
     for path, module in decoder.named_modules():
         if "lora_" in path or any(path.startswith(adapted) for adapted in merged):
             continue
-        if getattr(module, "merged_adapters", None):  # what lies beneath is no longer the model's own
+        if getattr(module, "merged_adapters", None):  # the weights below are no longer the model's own
             merged.append(f"{path}.")
         name = re.sub(r"\.(base_layer|original_module)\b", "", path)
         if module is embeddings or _within(embeddings) is module:
@@ -176,7 +176,7 @@ def _chosen(decoder: nn.Module, embeddings: nn.Module) -> Iterator[tuple[str, nn
 
 
 def _within(module: Any) -> Any:
-    """The module that an adapter has been put around."""
+    """The module inside an adapter's wrapper."""
     return getattr(module, "base_layer", getattr(module, "original_module", None))
 
 
@@ -185,20 +185,20 @@ def _sample(module: Any, dtype: torch.dtype, quantized: str) -> WeightSample | N
     if not isinstance(weight, Tensor) or weight.device.type == "meta" or hasattr(weight, "placements"):
         return None
     if type(weight) in (Tensor, nn.Parameter) and weight.dtype in _DENSE:
-        # Picked before it is converted: a conversion would copy the whole tensor.
+        # Select the values first: a conversion would copy the whole tensor.
         values = weight.detach()[_places(weight.shape[0], _SIDE if weight.ndim == 2 else _LENGTH)]
         if weight.ndim == 2:
             values = values[:, _places(weight.shape[1], _SIDE)]
         return WeightSample(str(weight.dtype).removeprefix("torch."), values.float().cpu())
     try:
         values = _asked(module, weight.device, dtype)
-    except Exception:  # what multiplies with quantised weights refuses such inputs in ways of its own
+    except Exception:  # kernels of quantised weights refuse such inputs with errors of their own
         return None
     return WeightSample(quantized, values.float().cpu())
 
 
 def _asked(module: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The same places of what is no plain matrix: rows of an embedding, answers to unit vectors."""
+    """The same values of a module that is not plain: rows of an embedding, or results for unit vectors."""
     if isinstance(module, nn.Embedding):
         rows = module(_places(module.num_embeddings, _SIDE).to(device))
         return rows[:, _places(module.embedding_dim, _SIDE)]
@@ -213,7 +213,7 @@ def _places(size: int, count: int) -> Tensor:
 
 
 def _is_changed(ours: WeightSample, theirs: WeightSample) -> bool:
-    """Whether tensors that are held alike differ: dense ones in any dtype, quantised ones in the same way."""
+    """Whether comparable tensors differ: dense ones in any dtype, quantised ones of the same kind."""
     a, b, dense = ours.values, theirs.values, [str(dtype).removeprefix("torch.") for dtype in _DENSE]
     if ours.held in dense and theirs.held in dense:
         allowed = 0 if ours.held == theirs.held else _CAST_STEP * a.abs() + 1e-7

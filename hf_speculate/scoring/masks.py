@@ -1,5 +1,4 @@
-"""The part of the text that the layers of a model see, by layer type, as its config tells: everything, a window, or a
-chunk."""
+"""The entries that each layer type of a model sees, from its config: everything, a window, or a chunk."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from ..transfers import to_device
 
 @dataclass(frozen=True)
 class LayerType:
-    """Layers with one attention mask.
+    """Layers that share an attention mask.
 
     Attributes:
-        name: their type in the config, by which a model with several types finds its mask.
-        layer_index: one of them.
-        window: entries that a token sees, itself included; None: all.
-        is_chunked: windows do not move with the token but lie side by side, from the first real token on.
+        name: layer type in the config. A model with several types finds its mask by this name.
+        layer_index: index of one of the layers.
+        window: number of entries that a token sees, itself included; None for all.
+        is_chunked: whether windows lie side by side from the first real token on, instead of moving with the token.
     """
 
     name: str
@@ -35,16 +34,17 @@ class LayerType:
     is_chunked: bool = False
 
     def hides_any(self, length: int) -> bool:
-        """Whether tokens of a text of `length` entries may be too far back."""
+        """Whether some entries of a text of `length` entries may be out of sight."""
         return self.window is not None and length > self.window
 
     def too_far(self, seen: Tensor, seeing: Tensor, num_padding: Tensor) -> Tensor:
-        """A mask of the entries that a token does not see any more.
+        """A mask of the entries that are out of a token's sight.
 
         Args:
-            seen: int64 [R, M], index of entries in the row's text, left padding counted (as stock counts).
-            seeing: int64 [R, N], of the tokens that look at them.
-            num_padding: int64 [R, 1], entries of left padding.
+            seen: int64 [R, M], index of each entry in its row's text, left padding counted (as in stock).
+            seeing: int64 [R, N], index of each token that looks at them.
+            num_padding: int64 [R, 1], number of left padding entries.
+
         Returns:
             bool [R, N, M].
         """
@@ -55,17 +55,17 @@ class LayerType:
 
 
 def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
-    """The layer types of a decoder, in the order of their first layer. One: a plain mask is enough, and it is named "".
+    """The layer types of a decoder, in the order of their first layer. A single type has the name "" and a plain mask.
 
     Raises:
-        CacheStateError: layers that differ in a way that no mask per layer type can say.
+        CacheStateError: layers differ in a way that one mask for each layer type cannot express.
     """
     decoder = config.get_text_config(decoder=True)
     names, options = get_layer_types_and_kwargs(decoder)
     mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
     types: dict[str, LayerType] = {}
     for index, (name, mask_name, option) in enumerate(zip(names, mask_names, options, strict=True)):
-        if name == "dummy":  # uses the states of another layer, whose mask has its name
+        if name == "dummy":  # it uses the states of another layer, and that layer's mask
             continue
         found = LayerType(mask_name, index, option.get("sliding_window"), is_chunked=name == "chunked_attention")
         known = types.setdefault(mask_name, found)
@@ -86,8 +86,7 @@ _known_types: WeakKeyDictionary[PreTrainedModel, tuple[dict[str, Any], tuple[Lay
 
 
 def layer_types_of(model: PreTrainedModel) -> tuple[LayerType, ...]:
-    """`layer_types` of a model's config. Asking a config takes long: it is asked again when one of its values has
-    changed."""
+    """`layer_types` of a model's config, cached until a value of the config changes."""
     values = vars(model.config.get_text_config(decoder=True))
     known = _known_types.get(model)
     if known is None or known[0] != values:
@@ -96,7 +95,7 @@ def layer_types_of(model: PreTrainedModel) -> tuple[LayerType, ...]:
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The number of entries that a token sees in every layer of a decoder, itself included; None: all."""
+    """Number of entries that a token sees in every layer of a decoder, itself included; None for all."""
     decoder = config.get_text_config(decoder=True)
     names, options = get_layer_types_and_kwargs(decoder)
     mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
@@ -108,7 +107,7 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor:
-    """int64 [B, 1] (or [1, 1] without a mask): entries before the first real one of every row."""
+    """int64 [B, 1], number of entries before the first real one of every row; [1, 1] without a mask."""
     if prompt_mask is None:
         return torch.zeros(1, 1, dtype=torch.long, device=device)
     return (prompt_mask.cumsum(-1) == 0).sum(-1, keepdim=True).to(device)
@@ -117,12 +116,13 @@ def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor
 def visible_prefix(
     lengths: Sequence[int], prompt_mask: Tensor | None, num_entries: int, device: torch.device
 ) -> Tensor:
-    """A mask of the first entries of a cache: those that are real.
+    """A mask of the real entries among the first `num_entries` of a cache.
 
     Args:
-        lengths: committed entries of each row.
-        prompt_mask: bool [R, M0], False for left padding and holes among the first M0 entries; None: all are real.
-        num_entries: M.
+        lengths: number of committed entries of each row.
+        prompt_mask: bool [R, M0], False for left padding and holes among the first M0 entries; None when all are real.
+        num_entries: number of entries, M.
+
     Returns:
         bool [R, M] on `device`.
     """

@@ -1,5 +1,4 @@
-"""The use that a model makes of positions: how deep a draft may go before a forward would differ from one-token
-forwards."""
+"""Limits that positions set to drafts: the depth at which a forward would begin to differ from one-token forwards."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
-# By the function that a model's forward is: somebody may put another in its place.
+# Keyed by the forward function, as other code may replace it.
 _takes_position_ids: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 
@@ -28,30 +27,31 @@ def has_length_dependent_rope(config: PreTrainedConfig) -> bool:
 
 
 class DepthLimit:
-    """The depth to which a tree may go so that the model knows every position, and its longest leaves RoPE as a one-
-    token forward would have it.
+    """The depth to which trees may go.
+
+    Every position must be known to the model, and the longest one must leave RoPE as in a one-token forward.
 
     Args:
-        config: of the model; read once, as asking it takes longer than a round may.
+        config: config of the model, read once: reading it takes longer than a round may.
     """
 
     def __init__(self, config: PreTrainedConfig):
         self._num_positions = num_positions(config)
         self._switch = longrope_switch(config)
         types = [p.get("rope_type") for p in _rope_parameters(config)]
-        if "dynamic" in types:  # a table as well: behind it every length has its own RoPE
+        if "dynamic" in types:  # treated as a table: beyond it every length has its own RoPE
             self._num_positions = config.get_text_config(decoder=True).max_position_embeddings
 
     @property
     def is_any(self) -> bool:
-        """Whether there is a limit anywhere."""
+        """Whether any limit exists."""
         return self._num_positions is not None or self._switch is not None
 
     def __call__(self, root_positions: Iterable[int]) -> int | None:
-        """The depth (0: no draft), or None for no limit.
+        """The largest depth (0: no draft); None for no limit.
 
         Args:
-            root_positions: of the roots, in one batch.
+            root_positions: position ids of the roots, in one batch.
         """
         limits = []
         for position in root_positions:
@@ -63,16 +63,16 @@ class DepthLimit:
 
 
 def longrope_switch(config: PreTrainedConfig) -> int | None:
-    """Positions up to which RoPE of type `longrope` takes its short factors; None for other types."""
+    """Number of positions for which RoPE of type `longrope` uses its short factors; None for other types."""
     of_type = (p for p in _rope_parameters(config) if p.get("rope_type") == "longrope")
     return next((p["original_max_position_embeddings"] for p in of_type), None)
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """Positions that a model without RoPE has in its table, learned or computed; None: any (RoPE), or not known.
+    """Number of positions in the table of a model without RoPE; None for RoPE, or if unknown.
 
-    A text may end before its table does though it was allowed more tokens than that: a draft must not look up what
-    plain `generate` would not have come to.
+    A text may end before the table does although it was allowed more tokens. A draft must not look up positions that
+    plain `generate` would never reach.
     """
     decoder = config.get_text_config(decoder=True)
     if getattr(decoder, "rope_parameters", None):

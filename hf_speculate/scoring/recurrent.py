@@ -1,10 +1,9 @@
-"""Models with recurrent layers (SSM, linear attention, short convolutions) beside attention: chains and a snapshot.
+"""Models with recurrent layers (SSM, linear attention, short convolutions) besides attention: chains and a snapshot.
 
-A recurrent state is a summary: nothing can be taken out of it again, and no branches fit in. So drafts are chains, and
-the states are copied before one is run: one copy, whose size does not depend on the text. What is rejected goes by
-putting the copy back; the accepted tokens are then run once more, in front of the next chain and in the same forward
-(verifying a few more tokens is nearly free), or alone where they have become many. Fully accepted chains cost nothing.
-Rows of a batch advance together.
+A recurrent state is a summary: nothing can be removed from it, and it has no branches. So drafts are chains, and the
+states are copied before a chain is run. The copy's size does not depend on the text. To reject tokens the copy is put
+back. The accepted tokens then run once more, before the next chain in the same forward, or alone if there are many. A
+fully accepted chain needs no rerun. Rows of a batch advance together.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .scoring import Forward, Nodes, Scorer
 from .support import Shape, supported_shape
 
 
-# Accepted tokens that are run again with the next chain at most; more are run alone, once.
+# Most accepted tokens to run again with the next chain; more run alone, once.
 MAX_RERUN = 16
 
 _RECURRENT = (
@@ -42,7 +41,7 @@ _RECURRENT = (
 
 
 def has_recurrent_layers(cache: Cache) -> bool:
-    """Whether `cache` holds recurrent states beside attention layers, all of kinds whose states can be put back."""
+    """Whether `cache` has recurrent and attention layers, all of kinds whose states can be put back."""
     layers = cache.layers
     known = all(type(layer) in (*INDEXABLE, *_RECURRENT) for layer in layers)
     has_attention = any(isinstance(layer, CacheLayerMixin) for layer in layers)
@@ -51,7 +50,8 @@ def has_recurrent_layers(cache: Cache) -> bool:
 
 @dataclass
 class _LayerStates:
-    """The states of a recurrent layer: copies of what forwards overwrite, references to what they replace."""
+    """The states of a recurrent layer: copies of tensors that forwards overwrite, references to those that they
+    replace."""
 
     states: dict[tuple[str, int], Tensor | None]
     has_previous: dict[int, bool]
@@ -70,7 +70,7 @@ class _LayerStates:
         return cls(states, dict(layer.has_previous_state), attention)
 
     def put_back(self, layer: Any, length: int) -> None:
-        """Gives `layer` the states again; `length` entries of attention states are what it had."""
+        """Restores the states in `layer`, with `length` entries of attention states."""
         for (kind, index), state in self.states.items():
             present = getattr(layer, kind)[index]
             if state is None:
@@ -94,9 +94,9 @@ class _LayerStates:
 
 
 class RecurrentCache(TreeCache):
-    """A `TreeCache` whose recurrent states lag behind: they are those after `state_length` tokens, or are current.
+    """A `TreeCache` whose recurrent states may lag behind: they cover `state_length` tokens unless they are current.
 
-    `rerun` [B, n] are the committed tokens from there on. All rows have the same length.
+    `rerun` [B, n] are the committed tokens after those. All rows have the same length.
     """
 
     def __init__(self, cache: Cache, batch_size: int):
@@ -104,7 +104,7 @@ class RecurrentCache(TreeCache):
         self._recurrent = [layer for layer in cache.layers if type(layer) in _RECURRENT]
         self.state_length = self.append_index
         self.rerun = torch.empty(batch_size, 0, dtype=torch.long)
-        self.is_current = False  # until the prompt is committed: an interruption puts back what was
+        self.is_current = False  # until the prompt is committed an interruption restores the old states
         self._snapshot = self._take()
         self._chain = self.rerun
 
@@ -114,7 +114,7 @@ class RecurrentCache(TreeCache):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Memory of the copy: that of all recurrent states, once."""
+        """Bytes of the copy of all recurrent states."""
         return sum(states.num_bytes for states in self._snapshot)
 
     @property
@@ -126,7 +126,7 @@ class RecurrentCache(TreeCache):
         self.advance()
 
     def advance(self) -> None:
-        """Makes the present states, which must cover everything committed, the snapshot."""
+        """Makes the present states the snapshot. They must cover all committed tokens."""
         self.state_length, self.is_current = self.append_index, True
         self.rerun = self.rerun[:, :0]
         self._snapshot = self._take()
@@ -134,7 +134,7 @@ class RecurrentCache(TreeCache):
         self._pin_windows()
 
     def begin(self, token_ids: Tensor) -> Tensor:
-        """Before a chain [B, N] is run: puts the states in order; returns the tokens to run in front of it [B, n]."""
+        """Prepares the states for a chain [B, N]; returns the tokens to run before it [B, n]."""
         if self.is_current and self.rerun.shape[1]:
             self.advance()
         elif not self.is_current:
@@ -143,7 +143,7 @@ class RecurrentCache(TreeCache):
         return self.rerun
 
     def keep(self, paths: Sequence[Sequence[int]], ended: Collection[int] = ()) -> None:
-        """Keeps the beginning of the chain that was run last, as far as the longest path; `ended` rows go along."""
+        """Keeps the first nodes of the last chain, as many as the longest path has; `ended` rows do the same."""
         num_kept = max(map(len, paths))
         self.rerun = torch.cat([self.rerun, self._chain[:, :num_kept].to(self.rerun.device)], dim=1)
         self.lengths = (self.append_index + num_kept,) * len(self.lengths)
@@ -163,7 +163,7 @@ class RecurrentCache(TreeCache):
         self.restore()
 
     def restore(self) -> None:
-        """Puts the snapshot back unless the states are current."""
+        """Restores the snapshot unless the states are current."""
         if self.is_current:
             return
         for layer, checkpoint in zip(self._sliding, self._before_prompt, strict=False):
@@ -183,15 +183,16 @@ class RecurrentCache(TreeCache):
 
 
 class RecurrentForward(Forward):
-    """A forward over chains on a `RecurrentCache`, which runs what its states lack in front of them."""
+    """A forward over chains on a `RecurrentCache`, which first reruns the tokens that its states lack."""
 
     needs_equal_rows = True
 
     def __init__(self) -> None:
-        self._shifts: Sequence[int] | None = None  # position less index of each row's entries; ended rows keep theirs
+        # position minus index of each row's entries; finished rows keep theirs
+        self._shifts: Sequence[int] | None = None
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
-        """`num_cached` must be 0. States and attentions of the output are those of the nodes only."""
+        """The output for the nodes only, without the tokens that were rerun. `num_cached` must be 0."""
         tree, cache = nodes.tree, _cache(scorer)
         if self._shifts is None:
             self._shifts = [position - cache.append_index for position in nodes.root_positions]
@@ -208,7 +209,7 @@ class RecurrentForward(Forward):
         return output
 
     def settle(self, scorer: Scorer) -> None:
-        """Brings the states up to everything committed."""
+        """Advances the states to everything committed."""
         cache = _cache(scorer)
         if not cache.is_current:
             rerun = cache.begin(cache.rerun[:, :0])
@@ -218,7 +219,7 @@ class RecurrentForward(Forward):
             cache.advance()
 
     def _run(self, scorer: Scorer, token_ids: Tensor, forward_kwargs: Mapping[str, Any]) -> Any:
-        """One forward over tokens [B, n], the first of them behind the states."""
+        """One forward over tokens [B, n], which follow the states."""
         count, device, start = token_ids.shape[1], scorer.device, _cache(scorer).state_length
         assert self._shifts is not None
         shifts = to_device(self._shifts, device)
@@ -248,7 +249,7 @@ def _cache(scorer: Scorer) -> RecurrentCache:
 
 
 def target_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
-    """`supported_shape`, and chains for models with recurrent layers."""
+    """The result of `supported_shape`, but chains for models with recurrent layers."""
     if not has_recurrent_layers(cache):
         return supported_shape(model, cache)
     return "chain", "recurrent layers: chains only, rejected tokens are undone by a copy of the states"
@@ -262,7 +263,7 @@ def target_scorer(
     shape: Shape = "tree",
     token_kwargs: Mapping[str, Tensor] | None = None,
 ) -> Scorer:
-    """The scorer that fits the layers of `cache`, with the cache that it needs."""
+    """The scorer and cache that fit the layers of `cache`."""
     if has_recurrent_layers(cache):
         own = RecurrentCache(cache, batch_size)
         return Scorer(model, own, prompt_mask, shape, token_kwargs=token_kwargs, forward=RecurrentForward())

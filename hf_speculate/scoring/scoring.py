@@ -1,7 +1,7 @@
 """One forward of a causal LM over a draft tree: inputs, positions, masks, cache.
 
-Used for the target by the decoding loop and by drafters that run a causal LM of their own. Nothing here names an
-architecture: any decoder-only model whose forward takes a 4-D mask, position ids and a `Cache` works.
+The decoding loop uses it for the target, and drafters for a causal LM of their own. It works with any decoder-only
+model whose forward takes a 4-D mask, position ids and a `Cache`; no code here names an architecture.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .positions import takes_position_ids
 from .support import Shape, counts_along_cache, ignores_masks
 
 
-# At this length, copying a row of the cache is taken to cost as much as running it in one forward over a tree; at
-# others in proportion. (One CPU core, bf16, 8 nodes: 3 000 for a model of 16M parameters, 10 000 for one of 0.5B.)
+# Context length at which copying a row of the cache costs as much as running it in one forward over a tree. (One CPU
+# core, bf16, 8 nodes: 3 000 for a model of 16M parameters, 10 000 for one of 0.5B.)
 _COPY_CONTEXT = 4096
 
 
@@ -36,10 +36,10 @@ class Nodes:
     """The nodes of a tree that a forward runs.
 
     Attributes:
-        tree: its rows are those that the cache holds (`TreeCache.rows`); a chain if the scorer's shape is "chain".
+        tree: draft tree of the rows that the cache holds (`TreeCache.rows`); a chain if the scorer's shape is "chain".
         root_positions: position id of the root of each row of the batch.
-        num_cached: the first nodes, already appended by calls since the last commit; only the others are run (how a
-            drafter grows a tree level by level).
+        num_cached: number of nodes already appended by calls since the last commit; only later nodes are run. A drafter
+            grows its tree this way, level by level.
         forward_kwargs: further keyword arguments of this forward.
     """
 
@@ -50,11 +50,12 @@ class Nodes:
 
 
 class Forward:
-    """A forward of the model over nodes, with the mask of their tree: the plain reference of `ExactForward`,
-    `StaticForward`, `RecurrentForward` and `RecomputingForward`.
+    """A plain forward of the model over nodes, with the mask of their tree.
+
+    It is the reference for `ExactForward`, `StaticForward`, `RecurrentForward` and `RecomputingForward`.
 
     Class attributes:
-        can_leave_rows_out: whether it runs any number of rows.
+        can_leave_rows_out: whether the number of rows may change.
         needs_equal_rows: whether all rows must have the same length.
     """
 
@@ -62,42 +63,44 @@ class Forward:
     needs_equal_rows = False
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
-        """The model's output, see `Scorer.__call__`; the cache of the scorer then holds the nodes."""
+        """The model's output (`Scorer.__call__`). The scorer's cache then holds the nodes."""
         mask = scorer.arranged_mask(nodes)
         output = scorer.run_model(nodes, mask)
         scorer.sums_masked = not isinstance(mask, TreeMask) or mask.is_made
         return output
 
     def takes_root_only(self, scorer: Scorer) -> bool:
-        """Whether the next forward can be a plain decoding step only."""
+        """Whether the next forward can only be a plain decoding step."""
         return False
 
     def settle(self, scorer: Scorer) -> None:
-        """Brings the cache up to everything committed, where it lags behind."""
+        """Advances the cache to everything committed, if it lags behind."""
 
 
 _PLAIN = Forward()
 
 
 class Scorer:
-    """Scores draft trees by a causal LM on top of one cache, rows of a batch having their own lengths. It builds the
-    inputs of a forward; a `Forward` runs them.
+    """Scores draft trees with a causal LM on one cache, in which rows have their own lengths.
+
+    It builds the inputs of a forward; a `Forward` runs them.
 
     Args:
-        model: the causal LM.
-        cache: its tree cache.
-        prompt_mask: bool or int [B, M0], which of the first M0 cache entries are real (left padding and holes are 0);
-            None when all are.
+        model: causal LM that scores.
+        cache: tree cache of the model.
+        prompt_mask: bool or int [B, M0], False for left padding and holes among the first M0 cache entries; None when
+            all are real.
         shape: "tree", or "chain" for attentions that take no tree mask.
         forward_kwargs: further keyword arguments of every forward.
-        token_kwargs: those of them that have a value for each token: [B, 1], what new tokens of a row get.
-        forward: runs the model.
+        token_kwargs: arguments among `forward_kwargs` with a value for each token: [B, 1], the value for a row's new
+            tokens.
+        forward: forward that runs the model.
 
     Attributes:
-        has_windows: whether some layers do not see all of the text.
-        sums_masked: whether the last forward may have summed entries that a mask hides.
-        num_rerun: committed tokens that the last forward ran again in front of the nodes.
-        whole_output: states and attentions of the last forward, where that ran the whole text; else None.
+        has_windows: whether some layers do not see the whole text.
+        sums_masked: whether the last forward may have added masked entries, with the weight 0.
+        num_rerun: number of committed tokens that the last forward ran again before the nodes.
+        whole_output: states and attentions of the last forward if it ran the whole text; else None.
     """
 
     def __init__(
@@ -135,10 +138,10 @@ class Scorer:
         num_cached: int = 0,
         forward_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Scores nodes of `tree`; the cache then holds N appended, uncommitted entries a row. Arguments: see `Nodes`.
+        """Scores nodes of `tree`. The cache then holds N appended, uncommitted entries a row. Arguments: see `Nodes`.
 
         Returns:
-            The model's output, of these rows; `logits` is [R, N - num_cached, V], `logits[r, i]` scores the token after
+            The model's output for these rows. `logits` is [R, N - num_cached, V]; `logits[r, i]` scores the token after
             node `num_cached + i`.
         """
         return self.forward.run(self, Nodes(tree, root_positions, num_cached, forward_kwargs or {}))
@@ -163,7 +166,7 @@ class Scorer:
         )
 
     def arranged_mask(self, nodes: Nodes) -> Mask | TreeMask:
-        """`mask` as the model is given it; the tree alone, where that is enough for it."""
+        """The mask in the form for the model, or the tree alone if the model can take it."""
         tree, num_cached = nodes.tree, nodes.num_cached
         is_whole = self.shape == "tree" and not num_cached and tree.num_nodes > 1
 
@@ -175,7 +178,7 @@ class Scorer:
         return TreeMask(tree.host.parents, self.cache.append_index, build)
 
     def _positions(self, nodes: Nodes) -> Tensor:
-        """int64 [R, N - num_cached]."""
+        """Position ids of the nodes, int64 [R, N - num_cached]."""
         tree, num_cached = nodes.tree, nodes.num_cached
         roots = [[nodes.root_positions[row]] for row in self.cache.rows]
         if tree.num_nodes == 1:
@@ -188,35 +191,36 @@ class Scorer:
         return to_device(to_device(roots, depths.device) + depths, self.device)
 
     def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
-        """Further keyword arguments of every forward from here on."""
+        """Sets further keyword arguments of every later forward."""
         self.forward_kwargs = dict(forward_kwargs)
 
     def for_tokens(self, count: int) -> dict[str, Tensor]:
-        """The `token_kwargs` of a forward over `count` tokens of the rows that are there."""
+        """The `token_kwargs` of a forward over `count` tokens of the present rows."""
         rows = list(self.cache.rows)
         return {name: values[rows].expand(-1, count) for name, values in self.token_kwargs.items()}
 
     @property
     def needs_equal_rows(self) -> bool:
-        """Whether rows must have the same length: no mask reaches what looks at the cache, or counts along it."""
+        """Whether rows must have the same length: some part of the model counts along the cache or gets no mask."""
         reaches_no_mask = self.has_windows or ignores_masks(self.model) or bool(counts_along_cache(self.model))
         return self.forward.needs_equal_rows or (self.shape == "chain" and reaches_no_mask)
 
     @property
     def takes_root_only(self) -> bool:
-        """Whether the next forward can be a plain decoding step only."""
+        """Whether the next forward can only be a plain decoding step."""
         return self.forward.takes_root_only(self)
 
     def leave_out(self, finished: Sequence[int]) -> bool:
-        """Before a round: takes rows that have finished out of the cache, and so out of the forwards.
+        """Takes finished rows out of the cache and the forwards, before a round.
 
-        Finished rows cost their share of every forward, leaving them out costs one copy of the others: it is done as
-        soon as the one is as much as the other.
+        Finished rows slow every forward down. Leaving them out copies the other rows, once. It happens as soon as the
+        rows have cost as much as the copy.
 
         Args:
-            finished: rows of the batch, not all of them.
+            finished: indices of finished rows of the batch, not all rows.
+
         Returns:
-            Whether any has left now.
+            Whether any row has left now.
         """
         idle = set(self.cache.rows).intersection(finished)
         if not idle or not self._can_leave_out:
@@ -233,16 +237,16 @@ class Scorer:
         return self.forward.can_leave_rows_out and not may_hold_rows(self.model, self.forward_kwargs)
 
     def settle(self) -> None:
-        """Brings the cache up to everything committed, where it lags behind."""
+        """Advances the cache to everything committed, if it lags behind."""
         self.forward.settle(self)
 
     def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | dict[str, Tensor] | None:
-        """The attention mask of a forward over the nodes of `tree` behind the first `num_cached`.
+        """The attention mask of a forward over the nodes of `tree` from `num_cached` on.
 
         Returns:
-            None for a root alone over a prefix without holes (the stock decoding step), int64 [B, M + N] for chains
-            under the model's own causal mask, additive [B, 1, N - num_cached, M + N] for trees (M: the entries that the
-            layers show), one for each layer type where they differ.
+            None for a root alone after a prefix without holes (the stock decoding step). int64 [B, M + N] for chains
+            under the model's own causal mask. Additive [B, 1, N - num_cached, M + N] for trees, by layer type if there
+            are several. M is the number of entries that the layers show.
         """
         num_prefix, num_nodes = self.cache.append_index, tree.num_nodes
         visible = self._visible_prefix(num_prefix)
@@ -254,7 +258,7 @@ class Scorer:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _tree_mask(self, tree: DraftTree, num_cached: int, visible: Tensor | None, layer_type: LayerType) -> Tensor:
-        """Additive [B, 1, N - num_cached, M + N] for the layers of one type."""
+        """The additive mask [B, 1, N - num_cached, M + N] for the layers of one type."""
         dtype, device = self.attention_dtype, self.device
         first, end = self.cache.visible_from(layer_type.layer_index), self.cache.append_index
         num_prefix = end - first
@@ -275,7 +279,7 @@ class Scorer:
 
     @property
     def prompt_mask(self) -> Tensor | None:
-        """bool [R, M0], of the rows that the cache holds; None when all entries are real."""
+        """bool [R, M0] for the rows that the cache holds; None when all entries are real."""
         if self._masked_rows is not self.cache.rows and self._whole_prompt_mask is not None:
             mask = self._whole_prompt_mask[list(self.cache.rows)]
             self._masked_rows, self._mask_of_rows = self.cache.rows, None if mask.all() else mask
@@ -288,12 +292,12 @@ class Scorer:
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """dtype of queries and keys, which `sdpa` wants of its mask; under autocast it is not the model's."""
+        """dtype of queries and keys, which `sdpa` requires of its mask. Under autocast it is not the model's."""
         first = next((layer for layer in self.cache.cache.layers if isinstance(layer, PreallocatedLayer)), None)
         return first.dtype if first is not None and first.is_initialized else self.model.dtype
 
     def _visible_prefix(self, num_prefix: int) -> Tensor | None:
-        """bool [B, num_prefix]: entries that are real; None if all are."""
+        """bool [B, num_prefix], whether entries are real; None if all are."""
         if self.prompt_mask is None and not self.cache.is_ragged:
             return None
         return visible_prefix(self.cache.present_lengths, self.prompt_mask, num_prefix, self.device)

@@ -1,10 +1,9 @@
-"""Scoring trees with static shapes, so that `torch.compile` can capture the target's forward as one graph.
+"""Scoring of trees with static shapes, so that `torch.compile` can capture the target's forward as one graph.
 
-A graph is for one number of nodes, one capacity of the cache and one batch size. Trees are padded to the next of few
-numbers of nodes, the cache's buffers have the next power of two of entries, and everything that a shape must not tell
-(how long rows are, where nodes are written) comes in as tensors, at the same addresses every time (`buffers`). So text
-may grow, trees may change and requests may come and go without another compilation. The plain reference is `Scorer`,
-which also serves what has no graph.
+A graph is for one number of nodes, one cache capacity and one batch size. Trees are padded to the next of a few sizes,
+and cache buffers have a power of two of entries. What may not be part of a shape, such as row lengths and slots of
+nodes, comes in as tensors with fixed addresses (`buffers`). So texts may grow, and trees and requests may change,
+without another compilation. The plain reference is `Scorer`, which also runs what has no graph.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
 
 
 def width_for(num_nodes: int) -> int:
-    """The least bucket for so many nodes."""
+    """The smallest bucket for `num_nodes` nodes."""
     return _widths(num_nodes)[0]
 
 
 def _widths(num_nodes: int) -> list[int]:
-    """The least bucket for so many nodes, and the next, which may do as well where it is compiled already."""
+    """The smallest bucket for `num_nodes` nodes and the next one, which also works if it is already compiled."""
     return [bucket for bucket in NODE_BUCKETS if bucket >= num_nodes][:2]
 
 
@@ -45,12 +44,12 @@ def _forward(model: Any, cache: Cache, inputs: dict[str, Tensor], options: dict[
 
 
 def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: bool) -> Scorer:
-    """The scorer, with compiled forwards where that can be and is needed.
+    """The scorer, changed to compile its forwards where possible.
 
     Args:
-        compiler: of the request.
-        has_taps: whether the drafter reads a layer by a hook.
-        is_private: nobody but the request will have its cache, so that buffers of earlier requests can serve.
+        compiler: compiler of the request.
+        has_taps: whether the drafter reads a layer through a hook.
+        is_private: whether only this request sees its cache, so that buffers of earlier requests can be used.
     """
     if has_native_layers(scorer.model):
         return scorer
@@ -65,13 +64,13 @@ def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: 
 
 
 def has_native_layers(model: Any) -> bool:
-    """Whether a kernel computes the layers (`gguf.fused`), as modules in a graph would slower and rounded otherwise."""
+    """Whether a kernel computes the layers (`gguf.fused`). Modules in a graph would be slower and round differently."""
     layers = getattr(model.get_decoder(), "layers", ())
     return any(getattr(layer.__dict__.get("forward"), "is_native", False) for layer in layers)
 
 
 def problem_with_static(scorer: Scorer) -> str:
-    """Why forwards of `scorer` cannot be captured, "" if they can."""
+    """The reason why forwards of `scorer` cannot be captured; "" if they can."""
     model, name = scorer.model, type(scorer.model).__name__
     if type(scorer.forward) is not Forward or scorer.shape != "tree" or scorer.has_windows:
         return f"not every layer of {name} keeps all of the text"
@@ -88,9 +87,9 @@ class StaticForward(Forward):
     """A compiled forward.
 
     Args:
-        scorer: whose inputs it runs; one that has no `problem_with_static`.
-        compiler: of the request.
-        is_private: see `compiled`.
+        scorer: scorer whose inputs it runs. `problem_with_static` must be "" for it.
+        compiler: compiler of the request.
+        is_private: whether only this request sees the cache (`compiled`).
     """
 
     can_leave_rows_out = False  # another number of rows is another graph
@@ -129,7 +128,7 @@ class StaticForward(Forward):
         return CausalLMOutputWithPast(logits=logits[:, :num_nodes], **as_cache(cache.cache), hidden_states=states)
 
     def settle(self, scorer: Scorer) -> None:
-        """Lets go of the buffers: plain `generate` makes its own when the cache grows."""
+        """Releases the buffers: plain `generate` makes its own when the cache grows."""
         for layer in _layers(scorer):
             layer.allocate = None
 
@@ -146,7 +145,10 @@ class StaticForward(Forward):
         return "" if all(layer.device == scorer.device for layer in layers) else "a cache on several devices"
 
     def _inputs(self, scorer: Scorer, nodes: Nodes, width: int, capacity: int) -> tuple[Cache, dict[str, Tensor]]:
-        """Tensors of static shape. Padding nodes are copies of the root: what they write is as finite as its entry."""
+        """The inputs as tensors of static shape.
+
+        Padding nodes are copies of the root, so the entries that they write are finite if the root's is.
+        """
         tree, device, attention = nodes.tree, scorer.device, scorer.attention
         mask = _static_mask(scorer, tree, width, capacity)
         lease = lease_of(scorer.cache.cache, self._pool)
@@ -169,7 +171,7 @@ def _layers(scorer: Scorer) -> list[Any]:
 
 
 def _static_mask(scorer: Scorer, tree: DraftTree, width: int, capacity: int) -> Tensor:
-    """Additive [B, 1, width, capacity]."""
+    """The additive mask [B, 1, width, capacity]."""
     found, num_seen = scorer.mask(tree), scorer.cache.append_index + tree.num_nodes
     assert not isinstance(found, dict)
     like = torch.empty(tree.batch_size, tree.num_nodes, dtype=scorer.attention_dtype, device=scorer.device)

@@ -14,8 +14,8 @@ from .masks import layer_types_of
 from .positions import takes_position_ids
 
 
-# A tree needs an additive 4-D mask; these attentions take one. (A *bool* 4-D mask is silently wrong with "eager", which
-# adds it to the scores, and is converted once a layer by "sdpa": none is ever made.)
+# Attentions that take an additive 4-D mask, as trees need. (A *bool* 4-D mask gives wrong results with "eager", which
+# adds it to the scores, and "sdpa" converts it in every layer. So none is ever made.)
 TREE_ATTENTION = ("eager", "sdpa")
 
 Shape = Literal["tree", "chain", "single"]
@@ -39,12 +39,12 @@ def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
 
 
 def ignores_masks(model: PreTrainedModel) -> bool:
-    """Whether transformers hands the attention of `model` no mask at all, not even one of padding."""
+    """Whether transformers gives the attention of `model` no mask at all, not even for padding."""
     return model.config._attn_implementation not in AttentionMaskInterface._global_mapping
 
 
 def has_foreign_attention(model: PreTrainedModel) -> bool:
-    """Whether somebody else than transformers registered the attention that `model` uses."""
+    """Whether other code than transformers registered the attention that `model` uses."""
     function: Any = AttentionInterface._global_mapping.get(model.config._attn_implementation or "")
     while isinstance(function, partial):
         function = function.func
@@ -52,7 +52,7 @@ def has_foreign_attention(model: PreTrainedModel) -> bool:
 
 
 def counts_along_cache(model: PreTrainedModel) -> str:
-    """Why the place of an entry in the cache matters to `model`, beside its position and mask; "" if it does not."""
+    """The reason why an entry's place in the cache matters to `model` besides position and mask; "" if it does not."""
     config = model.config.get_text_config(decoder=True)
     if not takes_position_ids(model):
         return f"{type(model).__name__} takes no position ids"

@@ -1,10 +1,9 @@
-"""Attention and products of a tree bit for bit as those of one token after another.
+"""Attention and matrix products of a tree, bit for bit as for one token after another.
 
-Norms, rotary embeddings and activations go row by row; so do products of 16 bit, up to a number of rows that `exact`
-finds. What is left is attention: many queries under a mask take another path through the kernels than one query over
-all its keys. Here every node is attended for as stock does it for a single token: one call with one query, over keys
-that lie one behind the other: the prefix, its ancestors, itself. The tree is walked depth first; of the entries behind
-the prefix only those are written anew that are another node's.
+Norms, rotary embeddings and activations treat each row alone. So do 16-bit products, up to a row count that `exact`
+finds. Attention does not: many queries under a mask take another path through the kernels than one query over all its
+keys. Here each node gets stock's call for a single token: one query over contiguous keys (the prefix, the node's
+ancestors, itself). The tree is walked depth first, and only entries that belong to another node are rewritten.
 """
 
 from __future__ import annotations
@@ -24,28 +23,30 @@ from transformers import AttentionInterface
 
 
 Attention: TypeAlias = Callable[..., tuple[Tensor, Any]]
-"""As transformers calls it: of a module, query [B, heads, N, D], key, value [B, KV heads, S, D], and a mask."""
+"""An attention function of transformers. It takes a module, query [B, heads, N, D], key and value [B, KV heads, S, D],
+and a mask."""
 
 
 Sizes = Mapping[tuple[int, ...], Sequence[int]]
-"""Of the weight of a product [out, in]: numbers of rows that give each row the bits that it has alone, falling."""
+"""Row counts, falling, by weight shape [out, in]. With these counts each row gets the same bits as alone."""
 
 
 Visit = tuple[int, int]
-"""A node, and where its entry belongs behind the committed ones of its row: at its depth."""
+"""A node and its depth, at which its entry belongs after its row's committed ones."""
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The order in which the attentions of one forward over a tree go from node to node.
+    """The order in which one forward over a tree computes the attention of its nodes.
 
     Attributes:
-        base: entries before the first node's.
-        visits: of every row, parents before children, each branch to its end.
-        lengths: committed entries of every row.
-        prompt_mask: bool [R, M0], see `Scorer`; None where stock has no padding to hide.
-        windows: of every layer the entries that a token sees, itself included, None for all; empty: no layer has one.
-        mask_dtype: of the mask that is added to all scores (eager); None: stock masks only where it has to.
+        base: number of entries before the first node's.
+        visits: nodes of every row in order, depth first, parents before children.
+        lengths: number of committed entries of every row.
+        prompt_mask: bool [R, M0], False for padding (`Scorer`); None if stock has no padding to hide.
+        windows: number of entries that a token sees in every layer, itself included; None for all. Empty if no layer
+            has a window.
+        mask_dtype: dtype of the mask that "eager" adds to all scores; None if stock uses a mask only where it must.
     """
 
     base: int
@@ -59,17 +60,18 @@ class Walk:
     def attend(
         self, stock: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Stock's attention of every node by itself.
+        """Stock's attention, computed for each node alone.
 
         Args:
-            query: [R, heads, N, D]; key, value: [R, KV heads, S, D], views of the cache up to the last node's entry,
-                left as they were.
+            query: [R, heads, N, D]; key, value: [R, KV heads, S, D], views of the cache up to the last node's entry.
+                They are unchanged at the end.
+
         Returns:
             [R, N, heads, D] and None.
         """
         rows, heads, num_nodes, _ = query.shape
         window = self.windows[module.layer_idx] if self.windows else None
-        hidden = self.base + num_nodes - key.shape[2]  # entries that a windowed layer has let go
+        hidden = self.base + num_nodes - key.shape[2]  # entries that a windowed layer has dropped
         queries = query.transpose(1, 2).contiguous()[:, :, :, None]  # [R, N, heads, 1, D]
         outputs = []
         for row in range(rows):
@@ -85,13 +87,13 @@ class Walk:
         return torch.cat(outputs) if rows > 1 else outputs[0], None
 
     def _mask(self, *place: Any) -> Tensor | None:
-        """The mask of `_made_mask`, made once for all layers."""
+        """The result of `_made_mask`, cached for all layers."""
         if place not in self._masks:
             self._masks[place] = self._made_mask(*place)
         return self._masks[place]
 
     def _made_mask(self, row: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Stock's mask of one token that sees the entries from `start` to `end`, [1, 1, 1, end - start]."""
+        """Stock's mask [1, 1, 1, end - start] of one token that sees the entries from `start` to `end`."""
         is_full = window is not None and end - start >= window
         if self.prompt_mask is None and self.mask_dtype is None and not is_full:
             return None
@@ -107,12 +109,12 @@ class Walk:
 
 
 class _Entries:
-    """The entries of one row in one layer while its tree is walked.
+    """The entries of one row in one layer during a walk.
 
     Args:
         keys, values: [1, KV heads, base + N, D].
         base: index of node 0.
-        length: index behind the committed entries, at most `base`.
+        length: number of committed entries, at most `base`.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, base: int, length: int):
@@ -121,8 +123,10 @@ class _Entries:
         self._holds = {base + node: node for node in range(keys.shape[2] - base)}
 
     def up_to(self, node: int, place: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefix, the node's ancestors, which were visited before it, and its own; the last
-        ones, as many as a window has."""
+        """Keys and values of the prefix, the node's ancestors and itself; at most `window` of the last ones.
+
+        The ancestors must have been visited before.
+        """
         place += self._length
         if self._holds.get(place) != node:
             if not self._saved:
@@ -135,16 +139,16 @@ class _Entries:
         return keys.narrow(2, start, place + 1 - start), values.narrow(2, start, place + 1 - start)
 
     def restore(self) -> None:
-        """Every node's entry is where the forward has put it."""
+        """Puts every node's entry back where the forward wrote it."""
         for buffer, saved in zip(self._buffers, self._saved, strict=False):
             buffer[:, :, self._base :] = saved
 
 
 class RowwiseProducts(TorchFunctionMode):
-    """Products of several rows, in pieces whose rows have the bits that they have alone.
+    """Splits products of several rows into pieces whose rows get the same bits as alone.
 
     Args:
-        sizes: of every weight's shape; of those that are not here any number of rows.
+        sizes: trusted row counts by weight shape; weights of other shapes may have any number of rows.
     """
 
     def __init__(self, sizes: Sizes):
@@ -175,12 +179,12 @@ _walk: ContextVar[Walk | None] = ContextVar("hf_speculate_exact_walk", default=N
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """The mask of an exact forward: nothing to look at, and not what other forwards have."""
+    """The empty mask that marks an exact forward. No other forward has it."""
     return torch.empty(1, 1, 1, 0, device=device)
 
 
 def is_walked(mask: Tensor | None) -> bool:
-    """Whether a forward with this mask is an exact one. (Graphs of others, which are traced, ask no more than this.)"""
+    """Whether a forward with this mask is an exact one. Traced graphs of other forwards run only this check."""
     return mask is not None and mask.shape[2:] == (1, 0)
 
 
@@ -193,7 +197,7 @@ def current_walk() -> Walk:
 
 @contextmanager
 def walking(walk: Walk, sizes: Sizes) -> Iterator[None]:
-    """Around a forward over a tree: exact attention and products."""
+    """A context for a forward over a tree with exact attention and products."""
     token = _walk.set(walk)
     try:
         with ExitStack() as around:
@@ -207,8 +211,10 @@ def walking(walk: Walk, sizes: Sizes) -> Iterator[None]:
 
 
 class _Eager:
-    """Replaces `AttentionInterface.get_interface` while exact forwards run, on whatever threads. Every modeling file
-    hands its own "eager" over as the default, so it stands in no table that could be changed instead."""
+    """Replaces `AttentionInterface.get_interface` while exact forwards run on any thread.
+
+    Every modeling file passes its own "eager" as the default, so no table holds it.
+    """
 
     def __init__(self) -> None:
         self._lock, self._num_running = Lock(), 0
@@ -239,7 +245,7 @@ _eager = _Eager()
 
 
 def _walked(stock: Attention) -> Attention:
-    """An attention that goes node by node in exact forwards, and is stock's in all others."""
+    """An attention that computes node by node in exact forwards, and as stock in all others."""
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         if isinstance(attention_mask, Tensor) and is_walked(attention_mask):
@@ -250,7 +256,7 @@ def _walked(stock: Attention) -> Attention:
 
 
 def depth_first(parents: Sequence[int]) -> list[Visit]:
-    """The nodes of one row, padding left out."""
+    """The nodes of one row in depth-first order, without padding."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents[1:], start=1):
         children.setdefault(parent, []).append(node)

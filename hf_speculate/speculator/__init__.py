@@ -1,4 +1,5 @@
-"""Speculators: a drafter with the engine's options and statistics, how to get one, and which model has one attached."""
+"""Speculators: a drafter with the engine's options and statistics, ways to get one, and speculators attached to
+models."""
 
 from .attaching import attach as attach
 from .attaching import attached as attached

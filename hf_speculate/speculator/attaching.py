@@ -1,5 +1,5 @@
-"""Speculators of models: what a `speculator=` argument means, and what is attached for code that calls `generate`
-itself."""
+"""Speculators of models: the meaning of a `speculator=` argument, and speculators attached for code that calls
+`generate` itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _attached: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.Weak
 
 
 class _Made(NamedTuple):
-    """A speculator, and what the folders that it was made of held when they were read."""
+    """A speculator, and the state of its folders when they were read."""
 
     speculator: Speculator
     state: tuple[Any, ...]
@@ -32,8 +32,8 @@ class _Made(NamedTuple):
 def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: GenerativeModel) -> Speculator:
     """The speculator that a `speculator=` argument means for `model`.
 
-    A text is made into one once per model; a name wins over a path. Where files in a folder that the text names have
-    changed since, it is made anew. A folder that is gone changes nothing.
+    A text is turned into a speculator once per model; a name wins over a path. If files in a folder that the text names
+    have changed since, the speculator is made again. A folder that no longer exists changes nothing.
     """
     if isinstance(speculator, Speculator):
         return speculator
@@ -46,7 +46,8 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
         )
     key = os.fspath(speculator)
     known = _resolved.setdefault(model, {})
-    state = tuple(map(folder_state, _folders(key)))  # before they are read: what changes meanwhile is read again
+    # taken before they are read: a file that changes meanwhile is read again
+    state = tuple(map(folder_state, _folders(key)))
     if key not in known or (any(state) and state != known[key].state):
         known[key] = _Made(make_speculator(key, model), state)
     return known[key].speculator
@@ -65,18 +66,20 @@ def _folders(text: str) -> tuple[str, ...]:
 def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator:
     """Makes every later `model.generate(...)` use `speculator`, for code that calls `generate` itself.
 
-    Requests that cannot run with a speculator (beams, …) warn once and run plain; `generate(..., speculator=None)`
-    runs plain too. Nothing is stored on the model. Undo with `detach`.
+    Requests that cannot run with a speculator (beams, …) warn once and run plain. So does `generate(...,
+    speculator=None)`, without the warning. Nothing is stored on the model. `detach` undoes it.
 
     Args:
-        model: also one that has a model inside generate for it (image and speech models): then that one is sped up; or
-            what holds a model as `.model` (a pipeline, an evaluation harness).
-        speculator: as for `generate`.
+        model: model to speed up. A model inside it may generate for it (image and speech models). It may also be an
+            object that holds a model as `.model` (a pipeline, an evaluation harness).
+        speculator: speculator, name or path, as for `generate(speculator=)`.
+
     Returns:
         The resolved speculator.
+
     Raises:
-        SpeculateError: a model that generates nothing.
-        TypeError: no model, nor anything that holds one.
+        SpeculateError: the model generates nothing.
+        TypeError: the object is no model and holds none.
     """
     model = held_model(model)
     generating = _generating(model)
@@ -88,8 +91,11 @@ def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator
 
 
 def _generating(model: GenerativeModel) -> list[GenerativeModel]:
-    """The models that `model.generate` may run in: itself; where it has a method of its own for that, also the models
-    inside that have transformers'."""
+    """The models that `model.generate` may run in.
+
+    That is the model itself. If it has a `generate` of its own, models inside it with transformers' `generate` are
+    included.
+    """
     if _generates_as_stock(model):
         return [model]
     inner = [m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel) and _generates_as_stock(m)]
@@ -105,7 +111,7 @@ def _generates_as_stock(model: PreTrainedModel) -> bool:
 
 
 def detach(model: Any) -> Speculator:
-    """Undoes `attach`; returns what was attached. Raises `SpeculateError` if nothing was."""
+    """Undoes `attach`; returns the speculator that was attached. Raises `SpeculateError` if there was none."""
     found = None
     for part in _generating(held_model(model)):
         found = _attached.pop(part, None) or found
@@ -115,17 +121,19 @@ def detach(model: Any) -> Speculator:
 
 
 def attached(model: Any) -> Speculator | None:
-    """The speculator attached to `model` (to one inside it, where that one generates for it), if any."""
+    """The speculator attached to `model`, or to a model inside that generates for it; None if there is none."""
     found = (_attached.get(part) for part in _generating(held_model(model)))
     return next(filter(None, found), None)
 
 
 def attached_to(model: GenerativeModel) -> Speculator | None:
-    """The speculator that a call of this very model's `generate` runs with, if any."""
+    """The speculator that this very model's `generate` runs with; None if there is none."""
     return _attached.get(model)
 
 
 def speculators(model: Any) -> dict[str, Speculator]:
-    """The speculators that were made for `model` from a text (`speculator="prompt_lookup"`), by that text: their
-    statistics, cumulative over calls, are `.stats`."""
+    """The speculators made for `model` from texts (`speculator="prompt_lookup"`), by that text.
+
+    Their statistics, cumulative over calls, are `.stats`.
+    """
     return {text: made.speculator for text, made in _resolved.get(held_model(model), {}).items()}

@@ -1,4 +1,4 @@
-"""The options of the engine: everything that a speculator can be told beside its drafter, spelled once."""
+"""The options of the engine: everything that a speculator takes besides its drafter, defined once."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ class EngineOptions:
     """Options of the engine around a drafter: the keyword arguments of `Speculator` and of `AutoSpeculator`.
 
     Attributes:
-        acceptance: "match": the target's own sampler chooses every token. "typical" is **lossy**: in requests that
-            sample, a drafted token is accepted if the target finds it probable enough (Medusa, arXiv:2401.10774), and
-            where none is, the most probable token is taken; nothing is drawn.
-        posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, see `TypicalAcceptance`.
-        policy: how much every round drafts, see `hf_speculate.policy`. None: `Adaptive()`, which drafts what measured
-            costs and acceptance say pays best, at most what the drafter's options allow, and nothing where nothing
-            pays; or what `adaptive` says.
-        adaptive: False is short for `policy=Fixed()`, always what the drafter's options say: then rounds, and with them
-            16-bit ties, do not depend on the clock. None: True unless the environment variable HF_SPECULATE_ADAPTIVE
-            is 0.
-        compile: forwards of the target over trees, and of heads, go through `torch.compile` with static shapes (see
-            `hf_speculate.compilation`), on GPUs as CUDA graphs: each (at most 8 of a function) takes seconds to minutes
-            when it is first needed, and is kept as long as the model, as are the buffers of up to 4 requests. Nobody
-            may change the model during a call. A string names a backend of `torch.compile`. What cannot be compiled
-            runs as always, and `stats.fallbacks` says why.
-        ahead: True: while the target verifies a draft, the drafter makes the next one on a thread of its own, on the
-            likeliest guess of what is accepted. The text does not depend on it. It pays where the drafter has a device
-            of its own, for requests of one row; on a CPU it shares the cores with the target, and loses. Of the
-            built-in drafters `draft_model` can do it.
-        exact: in 16 bit, too, the very text, scores and cache entries of plain `generate`, bit for bit: attention is
-            computed node by node, and products in numbers of rows that this machine was found to multiply as single
-            ones (tried once a model: seconds). A request that cannot have that is refused with the reason; with an
-            attached speculator it runs plain. In float32 the text is plain's without it.
+        acceptance: "match" or "typical". With "match" the target's own sampler chooses every token. "typical" is
+            **lossy**: in sampled requests a drafted token is accepted if the target finds it probable enough (Medusa,
+            arXiv:2401.10774). If none is, the most probable token is taken; no random numbers are drawn.
+        posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance (`TypicalAcceptance`); None takes
+            its defaults.
+        policy: policy that decides how much every round drafts (`hf_speculate.policy`). None follows `adaptive`. The
+            default is `Adaptive()`, which drafts what pays best by measured costs and acceptance, within the drafter's
+            options.
+        adaptive: False is short for `policy=Fixed()`: every round drafts what the drafter's options say. Then rounds,
+            and with them 16-bit ties, do not depend on the clock. None means True, unless the environment variable
+            HF_SPECULATE_ADAPTIVE is 0.
+        compile: whether forwards of the target over trees, and of heads, are compiled with `torch.compile` and static
+            shapes (`hf_speculate.compilation`), on GPUs as CUDA graphs. A string names a backend of `torch.compile`.
+            Each graph (at most 8 of a function) takes seconds to minutes when it is first needed. It is kept as long as
+            the model, as are buffers of up to 4 requests. Nobody may change the model during a call. What cannot be
+            compiled runs as usual, and `stats.fallbacks` says why.
+        ahead: True makes the drafter draft the next round on a separate thread while the target verifies, from the most
+            likely outcome. The text does not depend on it. It pays for requests of one row if the drafter has a device
+            of its own. On a CPU it shares cores with the target and is slower. Of the built-in drafters only
+            `draft_model` can do it.
+        exact: True makes text, scores and cache entries in 16 bit those of plain `generate`, bit for bit. Attention is
+            computed node by node, and products with row counts that were tested on this machine (once a model:
+            seconds). A request that cannot be exact is refused with the reason; with an attached speculator it runs
+            plain. In float32 the text equals plain text anyway.
+
     Raises:
-        ValueError: an option without a meaning, or two that exclude each other.
+        ValueError: an option has no meaning, or two exclude each other.
     """
 
     acceptance: Literal["match", "typical"] = "match"
@@ -67,28 +69,29 @@ class EngineOptions:
             raise ValueError(f"ahead must be True or False, got {self.ahead!r}.")
         others = {"compile": self.compile, "acceptance": self.acceptance == "typical", "ahead": self.ahead}
         for name, is_given in others.items():
-            if self.exact and is_given:  # drafting ahead takes threads from the target, which may round otherwise then
+            # drafting ahead takes threads from the target, which may then round differently
+            if self.exact and is_given:
                 raise ValueError(f"exact=True is the very text of plain `generate`, which {name}= cannot promise.")
         self.typical_acceptance()
         self.backend()
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
-        """The engine's options among a drafter's, and those that are left."""
+        """The engine's options among a drafter's, and the remaining ones."""
         names = {each.name for each in fields(cls)}
         own = {name: value for name, value in options.items() if name in names}
         return cls(**own), {name: value for name, value in options.items() if name not in names}
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> EngineOptions:
-        """Reads keyword arguments; raises `OptionError` for one that there is not."""
+        """The options from keyword arguments; raises `OptionError` for an unknown one."""
         engine, others = cls.split(options)
         for name in others:
             raise OptionError(_unknown_option(name, "a Speculator", ()))
         return engine
 
     def typical_acceptance(self) -> TypicalAcceptance | None:
-        """The rule of `acceptance="typical"`, None for "match"."""
+        """The rule of `acceptance="typical"`; None for "match"."""
         given = {"posterior_threshold": self.posterior_threshold, "posterior_alpha": self.posterior_alpha}
         given = {name: value for name, value in given.items() if value is not None}
         if self.acceptance == "typical":
@@ -100,7 +103,7 @@ class EngineOptions:
         return None
 
     def draft_policy(self) -> DraftPolicy:
-        """`policy`, or a new one."""
+        """The given policy, or a new one."""
         if self.policy is not None:
             return self.policy
         is_adaptive = self.adaptive
@@ -119,11 +122,13 @@ def read_options(
     """A drafter's options from keyword arguments.
 
     Args:
-        options_class: a dataclass of all options.
-        drafter: its name, for messages.
-        also: what it takes beside these (a folder, another dataclass' fields), taken out of `given` already.
+        options_class: dataclass of all options.
+        given: options by name.
+        drafter: name of the drafter, for messages.
+        also: names of further options that the drafter takes, already removed from `given`.
+
     Raises:
-        OptionError: one that neither the drafter nor the engine has, with the nearest name and all there are.
+        OptionError: neither the drafter nor the engine has an option. The message has the nearest name and all names.
     """
     own = [each.name for each in fields(options_class)]  # type: ignore[arg-type]
     for name in given:

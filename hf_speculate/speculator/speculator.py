@@ -1,4 +1,4 @@
-"""The user-facing object: a drafter with its statistics, and how to get one."""
+"""The class that users pass to `generate`: a drafter with policy, options and statistics; and ways to make one."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Speculator:
     """The argument of `model.generate(..., speculator=...)`: a drafter, a policy and options.
 
     Args:
-        drafter: proposes the draft trees; may be shared.
-        options: those of the engine, by name, see `EngineOptions`.
+        drafter: drafter that proposes the draft trees; speculators may share it.
+        options: options of the engine by name (`EngineOptions`).
 
     Attributes:
-        options: the `EngineOptions`.
-        typical: the rule of lossy acceptance; None: the request's sampler decides.
-        policy: how much is drafted; it keeps what it has learnt.
-        backend: of `torch.compile`; None if nothing is compiled.
+        options: options of the engine.
+        typical: rule of lossy acceptance; None if the request's sampler decides.
+        policy: policy that decides how much is drafted. It keeps what it has learnt.
+        backend: name of the `torch.compile` backend; None if nothing is compiled.
         stats: cumulative `SpeculationStats` of all calls; `stats.reset()` clears them.
-        adapter_stats: the same by the target's PEFT adapters in effect ("" for none, see `active_adapters`).
-        lossless: True: the text is the target's own (see the docs, "Testing and losslessness"). False with "typical".
+        adapter_stats: the same statistics by the target's active PEFT adapters, "" for none (`active_adapters`).
+        lossless: whether the text is the target's own (see the docs, "Testing and losslessness"). False with "typical".
     """
 
     def __init__(self, drafter: Drafter, **options: Any):
@@ -80,10 +80,10 @@ class Speculator:
         return SpeculationStats(drafter=self.drafter.name, advice=self.drafter.advice)
 
     def count(self, stats: SpeculationStats, adapters: str = "") -> None:
-        """Adds a call's statistics to the cumulative ones; warns, once, where drafts have turned out not to pay.
+        """Adds a call's statistics to the cumulative ones. Warns once if drafts have turned out not to pay.
 
         Args:
-            adapters: of the target that were in effect, "" for none.
+            adapters: names of the target's adapters during the call, "" for none.
         """
         self.stats.merge(stats)
         self.adapter_stats.setdefault(adapters, self.new_stats()).merge(stats)
@@ -101,17 +101,18 @@ class Speculator:
         notes: str = "",
         measured_on: str | None = None,
     ) -> None:
-        """Writes the drafter's weights in a published layout, and a model card unless the folder has a person's.
+        """Writes the drafter's weights in a published layout, and a model card unless a person has written one.
 
         Args:
-            path: folder, made if it is absent.
-            layout: one of the drafter's, e.g. "speculators", "specforge", "safeailab" for EAGLE-3 and "fasterdecoding",
-                "vllm" for Medusa; None: the drafter's default. (The acceptance rule is not part of any.)
-            custom_generate: write a folder of that name, too: code for `model.generate(..., custom_generate=path,
-                trust_remote_code=True)`.
-            metrics, notes, measured_on: for the card, see `hf_speculate.hub.card.write_card`.
+            path: folder, made if it does not exist.
+            layout: layout of the drafter: for EAGLE-3 "speculators", "specforge" or "safeailab", for Medusa
+                "fasterdecoding" or "vllm". None takes the drafter's default. No layout has the acceptance rule.
+            custom_generate: whether to write a folder of that name too, with code for `model.generate(...,
+                custom_generate=path, trust_remote_code=True)`.
+            metrics, notes, measured_on: contents of the model card (`hf_speculate.hub.card.write_card`).
+
         Raises:
-            CheckpointError: the drafter has no weights, or the layout cannot express them; nothing is written then.
+            CheckpointError: the drafter has no weights, or the layout cannot express them. Nothing was written.
         """
         saved = self.drafter.save_pretrained(path, layout)
         if custom_generate:
@@ -133,17 +134,19 @@ class Speculator:
         notes: str = "",
         measured_on: str | None = None,
     ) -> CommitInfo:
-        """Saves as `save_pretrained` does and uploads the result to a Hub repository, which is made if it is absent.
+        """Saves as `save_pretrained` does and uploads the result to a Hub repository, which is made if it does not
+        exist.
 
         Args:
             repo_id: "owner/name", or "name" for one of your own.
-            private: of a new repository; None leaves that to the owner's settings.
-            token, commit_message, revision, create_pr: as everywhere on the Hub.
-            custom_generate: upload code, too, so that `model.generate(..., custom_generate=repo_id,
-                trust_remote_code=True)` works where this package is installed, without an import of it.
+            private: whether a new repository is private; None takes the owner's setting.
+            token, commit_message, revision, create_pr: options of the upload, with `huggingface_hub`'s meaning.
+            custom_generate: whether to upload code too, so that `model.generate(..., custom_generate=repo_id,
+                trust_remote_code=True)` works without importing this package, where it is installed.
+
         Raises:
-            CheckpointError: as `save_pretrained`; or the repository holds weights under other names, which readers
-                could take for this head's. Nothing is uploaded then.
+            CheckpointError: see `save_pretrained`; or the repository has weights under other names, which readers could
+                load instead. Nothing was uploaded.
         """
         with tempfile.TemporaryDirectory() as folder:
             saved = self.drafter.save_pretrained(
@@ -176,18 +179,19 @@ class AutoSpeculator:
 
     @staticmethod
     def from_name(name: str, target: nn.Module, **options: Any) -> Speculator:
-        """A speculator by drafter name, e.g. `from_name("prompt_lookup", target=model, max_ngram=4)`.
+        """A speculator by drafter name, for example `from_name("prompt_lookup", target=model, max_ngram=4)`.
 
         Args:
-            name: an installed drafter, see `hf-speculate drafters`.
-            target: the model that it will draft for (PEFT-wrapped and compiled models are looked through).
-            options: the engine's (`EngineOptions`: acceptance, policy, adaptive, compile, …), and the drafter's;
-                unknown ones raise `OptionError` (a `TypeError`) with the nearest name.
+            name: name of an installed drafter (`hf-speculate drafters` lists them).
+            target: model to draft for; it may be wrapped by PEFT or compiled.
+            options: options of the engine (`EngineOptions`: acceptance, policy, adaptive, compile, …) and of the
+                drafter. Unknown ones raise `OptionError` (a `TypeError`) with the nearest name.
+
         Raises:
-            DrafterNotFoundError: no such drafter (with a suggestion).
-            TargetMismatchError: it does not fit the target.
+            DrafterNotFoundError: there is no such drafter. The message has a suggestion.
+            TargetMismatchError: the drafter does not fit the target.
         """
-        engine, own = EngineOptions.split(options)  # what it refuses is refused before weights are read
+        engine, own = EngineOptions.split(options)  # check the options before weights are read
         target = unwrap(target)
         drafter = load_drafter(name).for_target(target, **own)
         drafter.check_target(target)
@@ -205,18 +209,20 @@ class AutoSpeculator:
         subfolder: str | None = None,
         **options: Any,
     ) -> Speculator:
-        """A speculator from the folder or Hub repository of a head or draft model; the layout is recognised.
+        """A speculator from the folder or Hub repository of a head or draft model. The layout is recognised.
 
         Args:
-            name_or_path: folder, or Hub id; several, or names of drafters, joined with "+" draft together.
-            target: the model that it will draft for.
-            revision, token, cache_dir, local_files_only, subfolder: as everywhere on the Hub.
-            options: as of `from_name`.
+            name_or_path: folder or Hub id. Several of these, or names of drafters, joined with "+", draft together.
+            target: model to draft for.
+            revision, token, cache_dir, local_files_only, subfolder: options of the download, with `huggingface_hub`'s
+                meaning.
+            options: options of the engine and of the drafter, see `from_name`.
+
         Raises:
-            DrafterNotFoundError: neither a folder nor a repository that can be had.
-            CheckpointError: no installed drafter recognises it, or it is broken.
-            TargetMismatchError: it belongs to another target. (One that differs in weights, quantisation or adapters is
-                drafted for with a warning.)
+            DrafterNotFoundError: there is no such folder or repository.
+            CheckpointError: no installed drafter recognises the checkpoint, or it is broken.
+            TargetMismatchError: the head belongs to another target. (If only weights, quantisation or adapters differ,
+                it drafts with a warning.)
         """
         if len(parts := joined_sources(os.fspath(name_or_path))) > 1:
             return AutoSpeculator.from_name("combined", target, parts=parts, **options)
@@ -239,10 +245,10 @@ class AutoSpeculator:
 
 
 def make_speculator(text: str, target: nn.Module, **options: Any) -> Speculator:
-    """`AutoSpeculator.from_name` or `from_pretrained`: the name of a drafter wins over a path.
+    """A speculator by `AutoSpeculator.from_name` or `from_pretrained`: the name of a drafter wins over a path.
 
     Args:
-        text: `NAME_OR_PATH[:option=value,...]`; options in it win over `options`.
+        text: name or path with options, `NAME_OR_PATH[:option=value,...]`. Options in it win over `options`.
     """
     if text in installed_drafters():
         return AutoSpeculator.from_name(text, target, **options)

@@ -18,7 +18,7 @@ _MARGIN = 0.95  # measured times are not as sure as counts
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """A head's own record, as far as its folder has one.
+    """The record of a head's training, from its folder.
 
     Attributes:
         is_own_target: whether the target is the one of its training, by weights, quantisation and adapters; None where
@@ -95,7 +95,7 @@ def shortfall(counts: Counters, advice: Advice) -> str | None:
 
 
 def _problem(counts: Counters, margin: float = 1.0) -> str:
-    """Sentence that drafts do not pay; "" where they do or nobody knows."""
+    """A sentence that drafts do not pay; "" if they do, or too little is known."""
     length, needed = counts.mean_acceptance_length, counts.break_even_length
     if length is None or (counts.estimated_speedup or 0.0) >= 1.0:
         return ""

@@ -33,10 +33,10 @@ class _Stopwatch:
 
 @dataclass
 class Counters:
-    """Counters of one call or, cumulative, of a speculator. Times are seconds of wall clock on the host.
+    """Counters of one call or, cumulative, of a speculator. Times are wall-clock seconds on the host.
 
-    On an accelerator the host waits once a round, in the target's share; a drafter's device time that overlaps it is
-    counted there.
+    On an accelerator the host waits once a round, during the target's time. A drafter's device time that overlaps this
+    wait counts as the target's.
 
     Attributes:
         plain_steps: number of steps that plain decoding would have taken for the emitted tokens. A step emits a token
@@ -130,7 +130,7 @@ class Counters:
         self.accepted_to_depth.update(range(1, num_accepted + 1))
 
     def count_ahead(self, seconds: float, waited: float, *, was_right: bool) -> None:
-        """Counts a draft that was made ahead: seconds of drafting, and seconds that the round waited for it."""
+        """Counts a draft made ahead, with the seconds of drafting and the seconds that the round waited for it."""
         self.drafts_ahead += 1
         if was_right:
             self.drafts_ahead_taken += 1

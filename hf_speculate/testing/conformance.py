@@ -29,7 +29,7 @@ _WHY_NONE = (
     "Does it find its place in the text? After the prompt, `observe` gets prompt[1:] and the first new token; the last "
     "token that it got is the root of the next draft."
 )
-# Drafts ahead are cancelled, and broken off, after 0, 1, … levels, fewer than this.
+# Drafts ahead are cancelled, and interrupted by an error, after 0, 1, … levels, below this number.
 _LEVELS_CANCELLED = 3
 
 
@@ -44,23 +44,24 @@ def check_drafter(
     """Checks that `drafter` keeps the contract of `hf_speculate.drafting` on a small target.
 
     It checks:
-
     - the tree of every draft: root, parents, siblings, token range, depth budget;
     - one `close` per session, whatever happens, and two sessions open at once;
     - greedy and sampled requests, left-padded batches whose rows end at different steps, a budget of one token, a
       prompt of one token, targets that take chains only;
-    - for a drafter that `drafts_ahead`: a look ahead (right, wrong, cancelled between any two levels, broken off by an
-      error) changes no later draft;
+    - for a drafter with `drafts_ahead`: a draft ahead (right, wrong, cancelled between any two levels, interrupted by
+      an error) changes no later draft;
     - the text, which must stay the target's own.
 
     Args:
-        drafter: the drafter, or a speculator, whose drafter is checked; it must fit `target`.
-        target: a small model: this generates a few hundred tokens.
+        drafter: drafter to check, or a speculator with it. It must fit `target`.
+        target: small model; the check generates a few hundred tokens.
         prompts: at least two prompts of different lengths, int64 [S] each, or texts.
-        max_new_tokens: length of the generated texts.
-        tokenizer: makes token ids of texts.
+        max_new_tokens: length of the generated texts, in tokens.
+        tokenizer: tokenizer for prompts that are texts; None if all are token ids.
+
     Returns:
-        Counts of drafts. A drafter that drafted nothing at all gets a warning, because nothing of it was tested.
+        Counts of drafts. A drafter that drafted nothing at all gets a warning, because none of its drafts was tested.
+
     Raises:
         DrafterError: the contract was broken; the message names the call.
         LosslessnessError: the text is not the target's.
@@ -112,8 +113,8 @@ class DrafterReport:
     """The counts of a conformance check.
 
     Attributes:
-        num_asked: drafts that were asked for.
-        num_drafts: drafts with a node beside the root.
+        num_asked: number of drafts that were asked for.
+        num_drafts: drafts with at least one node below the root.
         tokens_a_round: tokens that a round with a draft emitted on average; None without such rounds.
     """
 
@@ -182,7 +183,7 @@ class _WatchedSession(DraftSession):
         return tree
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
-        """The draft of a look ahead, after other looks ahead that must leave no trace."""
+        """The draft made ahead, after others that must leave no trace."""
         self._cancelled(state, path)
         for levels in range(_LEVELS_CANCELLED):
             with suppress(_BrokenOff):
@@ -200,7 +201,7 @@ class _WatchedSession(DraftSession):
         self.inner.ahead(replace(state, cancelled=cancelled), path)
 
     def _compare(self, tree: DraftTree, other: DraftTree) -> None:
-        """Raises if a draft differs, beyond rounding, from one without any look ahead."""
+        """Raises if a draft differs, beyond rounding, from one without any drafting ahead."""
         if tree.host.token_ids == other.host.token_ids:
             return
         mine, its = (sorted((each.host.values or [[]])[0]) for each in (tree, other))
@@ -233,7 +234,7 @@ class _WatchedSession(DraftSession):
 
 
 class _SaysNo:
-    """A `Deepening` that says after some levels that no other pays."""
+    """A `Deepening` that agrees to some levels and then refuses."""
 
     def __init__(self, levels: int):
         self._left = levels
@@ -244,11 +245,11 @@ class _SaysNo:
 
 
 class _BrokenOff(Exception):
-    """The error in the middle of a draft."""
+    """An error in the middle of a draft."""
 
 
 class _BreaksOff(_SaysNo):
-    """A `Deepening` that raises after some levels."""
+    """A `Deepening` that agrees to some levels and then raises."""
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
         if not super().__call__(values, previous):

@@ -55,7 +55,7 @@ class Tie:
 
 @dataclass
 class LosslessReport:
-    """The outcome of `check_lossless`."""
+    """The result of `check_lossless`."""
 
     num_cases: int = 0
     num_identical: int = 0
@@ -81,19 +81,21 @@ def check_lossless(
     """Compares `generate` with and without `speculator` on every prompt (and seed), one prompt at a time.
 
     Args:
-        model: the target; it may be wrapped by PEFT or compiled.
-        speculator: the speculator to compare with plain `generate`.
+        model: target; it may be wrapped by PEFT or compiled.
+        speculator: speculator to compare with plain `generate`.
         prompts: token ids, int64 [S] or [1, S] each, or texts.
-        tokenizer: makes token ids of texts.
-        max_new_tokens: length of the texts.
+        tokenizer: tokenizer for prompts that are texts; None if all are token ids.
+        max_new_tokens: length of the texts, in tokens.
         seeds: seeds to try for sampled requests (`do_sample=True`); the RNG state afterwards is compared too.
         tolerance: logit error that counts as rounding, relative to the largest logit; None: `TOLERANCE` of the dtype.
         generate_kwargs: the rest of the request.
+
     Returns:
         A report; every difference in it is a proven tie.
+
     Raises:
         LosslessnessError: a difference is no tie, or the RNG state differs after equal text.
-        TypeError: texts without a tokenizer, no list of prompts, or no speculator.
+        TypeError: texts came without a tokenizer, prompts are no list, or `speculator` is no speculator.
     """
     if not isinstance(speculator, Speculator):
         raise TypeError(f"check_lossless takes a Speculator, got {type(speculator).__name__}: Speculator(drafter).")

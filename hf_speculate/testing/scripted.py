@@ -33,7 +33,7 @@ class _SilentSession(DraftSession):
 class ScriptedDrafter(_ScriptDrafter):
     """A drafter that knows the coming text and drafts it with a set acceptance.
 
-    Every round draws anew which levels are right. A script costs no time; with `paid` another drafter works beside it,
+    It draws in every round which levels are right. A script costs no time. With `paid` another drafter works beside it,
     and its drafts are thrown away.
 
     Args:
@@ -45,9 +45,11 @@ class ScriptedDrafter(_ScriptDrafter):
             each: 1 is perfect, 0 adversarial (never right).
         vocab_size: size of the vocabulary that wrong tokens are drawn from.
         seed: seed of the script's own random numbers.
-        ranked: whether to draft like trained drafters: the child at place r is true with a weight of 1 / (r + 1)², and
-            nodes are ordered by their value, whatever their depth. Else levels follow one another.
-        paid: a drafter that does its own work each round, as deep as the script; if it drafts ahead, so does this.
+        ranked: whether to draft like trained drafters: the child at rank r is true with a weight of 1 / (r + 1)², and
+            nodes are ordered by value at any depth. Otherwise levels follow one another.
+        paid: drafter that does its own work each round, as deep as the script; None for none. If it drafts ahead, so
+            does this one.
+
     Raises:
         SpeculateError: the tree is larger than the vocabulary; a prompt has no continuation (at `start`).
     """
@@ -103,14 +105,14 @@ def unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]
 
 
 @dataclass(frozen=True)
-class _Level:
+class _ScriptLevel:
     """The children of one node.
 
     Attributes:
         tokens: token of each child.
-        place: index of the child that the next level hangs on, and that may be the true one.
+        place: index of the child that the next level is attached to, and that may be the true one.
         value: probability that a round reaches the node.
-        shares: probability of each child to be the true one if it does.
+        shares: probability of each child to be the true one, if the round reaches the node.
     """
 
     tokens: list[int]
@@ -165,7 +167,7 @@ class _ScriptedSession(DraftSession):
                 parent = index[node]
         return TreeRow(tokens, parents, values)
 
-    def _levels(self, row: int, state: DraftState, shape: Sequence[tuple[int, float]]) -> list[_Level]:
+    def _levels(self, row: int, state: DraftState, shape: Sequence[tuple[int, float]]) -> list[_ScriptLevel]:
         # Random numbers depend on the place in the text only, not on earlier drafts.
         drawn = random.Random(f"{self.script.seed}, {row}, {state.num_emitted[row]}")
         levels, on_script, value = [], True, 1.0
@@ -177,7 +179,7 @@ class _ScriptedSession(DraftSession):
             if on_script and true_token is not None:
                 children[place] = true_token
             weights = self._weights(len(children))
-            levels.append(_Level(children, place, value, [accuracy * each / sum(weights) for each in weights]))
+            levels.append(_ScriptLevel(children, place, value, [accuracy * each / sum(weights) for each in weights]))
             value *= accuracy
         return levels
 
@@ -203,7 +205,7 @@ class _ScriptedSession(DraftSession):
 class RandomDrafter(_ScriptDrafter):
     """A drafter of random trees, different in every row and round.
 
-    Half of the rounds have random values, some of them above their parents' or NaN: the engine must not trust values.
+    Half of the rounds have random values, some of them NaN or above their parents'. The engine must not trust values.
     """
 
     name = "random"

@@ -1,11 +1,11 @@
-"""Draft trees, their plans, and the round that scored one.
+"""Draft trees, their plans, and the round that scores one.
 
-Shape letters, used in the whole package: B batch, T committed length, N nodes, D depth, K children per node,
-V target vocabulary, Vd draft vocabulary, H hidden size, L layers, M cache capacity.
+Shape letters, used in the whole package: B batch, T committed length, N nodes, D depth, K children per node, V target
+vocabulary, Vd draft vocabulary, H hidden size, L layers, M cache capacity.
 
 Node 0 of every tree is the root: the last committed token, whose entry is not yet in the KV cache. A tree with one
-branch is a chain; a tree with N = 1 has no draft. The *structure* (parents) is compiled once to a `TreePlan`
-(positions relative to the root, ancestor mask); plans of equal structure are shared.
+branch is a chain. A tree with N = 1 has no draft. The *structure* (parents) is compiled once to a `TreePlan`: depths
+and ancestor mask. Trees of equal structure share a plan.
 """
 
 from .draft_tree import DraftTree as DraftTree

@@ -21,21 +21,22 @@ _FEW = 128  # nodes of a batch, see `DraftTree.is_small`
 
 
 class DraftTree:
-    """Draft tokens of one round for a batch: every row has its own tokens, and its own structure or a shared one.
+    """Draft tokens of one round for a batch. Rows have their own tokens, and share a structure or have their own.
 
-    Nodes come in the order of their worth: the first n of them are the drafter's tree of n nodes, and the decoding loop
-    cuts trees there (`first`) where a smaller one pays better.
+    The drafter puts its best nodes first: the first n nodes are its tree of n nodes. The decoding loop cuts the tree
+    there (`first`) where a smaller tree pays better.
 
     Args:
-        token_ids: int64 [B, N], node 0 of every row is the root.
-        parents: structure. One sequence of N parents shared by all rows, a list of B such sequences, or an int64
-            tensor [B, N] (or [1, N]) that stays where it is. `parents[0] == -1`, `parents[i] < i`; padding nodes of
-            ragged batches have parent -2 and are never accepted.
-        max_depth: upper bound of the depth; needed with a tensor of parents (it is not read back from the device).
-        plan: of these parents, where it is known already.
-        values: float [B, N], log-probability that the path to a node is right, as the drafter sees it: 0 for the root,
-            never rising along a path; of padding anything. On the device of `token_ids`. None: the drafter does not
-            say, and the order of the nodes is all that is known.
+        token_ids: int64 [B, N]; node 0 of every row is the root.
+        parents: index of each node's parent. One sequence of N parents shared by all rows, a list of B such sequences,
+            or an int64 tensor [B, N] (or [1, N]) that stays on its device. `parents[0] == -1`, `parents[i] < i`.
+            Padding nodes have parent -2 and are never accepted.
+        max_depth: upper bound of the depth. It is required with a tensor of parents, which is not read back from the
+            device.
+        plan: plan of `parents`; None computes it on first use.
+        values: float [B, N] on the device of `token_ids`: log-probability, by the drafter's estimate, that the whole
+            path to a node is right. It is 0 for the root and never rises along a path; padding may have any value. None
+            means no estimate, and only the order of the nodes counts.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, root_ids: Int[Tensor, " B"]) -> DraftTree:
-        """A tree without a draft: the forward over it is a plain decoding step."""
+        """A tree without a draft: scoring it is a plain decoding step."""
         return cls(root_ids[:, None], (ROOT_PARENT,))
 
     @classmethod
     def chain(cls, token_ids: Int[Tensor, "B N"], values: Float[Tensor, "B N"] | None = None) -> DraftTree:
-        """One branch: node i is the child of node i - 1. The plain reference of every other shape."""
+        """A tree with one branch: node i is the child of node i - 1. It is the plain reference for all other trees."""
         return cls(token_ids, range(-1, token_ids.shape[1] - 1), values=values)
 
     @classmethod
     def from_rows(cls, rows: Sequence[TreeRow | tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
-        """A batch from one (tokens, parents) pair a row, padded to the widest row. Where all have values, so has it."""
+        """A batch from one (tokens, parents) pair a row, padded to the widest row. It has values if all rows have."""
         nodes = [row if isinstance(row, TreeRow) else TreeRow(row[0], row[1]) for row in rows]
         width = max(len(row.token_ids) for row in nodes)
         missing = [width - len(row.token_ids) for row in nodes]
@@ -80,7 +81,7 @@ class DraftTree:
 
     @property
     def plan(self) -> TreePlan:
-        """The structure as a forward needs it."""
+        """The structure in the form that a forward needs."""
         if self._plan is None:
             if not isinstance(self.parents, Tensor):
                 self._plan = TreePlan.from_parents(self.parents)
@@ -92,7 +93,7 @@ class DraftTree:
 
     @cached_property
     def reading(self) -> Reading:
-        """The reading of the tree, from its device back to the host."""
+        """The transfer of the tree from its device to Python lists."""
         return Reading(self.token_ids, self.parents, self.values)
 
     @property
@@ -101,12 +102,12 @@ class DraftTree:
         return self.reading.host
 
     def checked(self, token_ids: Int[Tensor, "B N"], max_depth: int, host: HostTree) -> DraftTree:
-        """The tree as the engine has checked it.
+        """A copy of this tree with checked tokens and depth.
 
         Args:
-            token_ids: tokens, with the loop's roots.
+            token_ids: int64 [B, N], with the loop's roots as node 0.
             max_depth: depth of the deepest node.
-            host: the same tokens and parents as lists.
+            host: the same tokens and parents as Python lists.
         """
         tree = DraftTree(token_ids, self.parents, max_depth, values=self.values)
         tree._max_depth = max_depth
@@ -130,11 +131,12 @@ class DraftTree:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is on the host, with so few nodes that Python is faster than tensor operations."""
+        """Whether the tree is on the host and so small that Python is faster than tensor operations."""
         return self.token_ids.numel() <= _FEW and not self.reading.is_on_device
 
     def best(self, count: int) -> DraftTree:
-        """The tree of the root and, of each row, the `count` draft nodes of the highest values; reads it."""
+        """The tree of the root and the `count` draft nodes with the highest values in each row. Reads the tree from its
+        device."""
         values = self.host.values
         if values is None or all(row == sorted(row, reverse=True) for row in values):
             return self.first(count)
@@ -151,14 +153,15 @@ class DraftTree:
         return tree
 
     def pruned(self, max_depths: Sequence[int]) -> DraftTree:
-        """The same tree with the nodes of row r below `max_depths[r]` cut off (turned to padding and trimmed)."""
+        """The same tree without the nodes of row r deeper than `max_depths[r]`."""
         rows = zip(self.host.rows(), max_depths, strict=True)
         return DraftTree.from_rows([row.pruned(limit) for row, limit in rows])
 
     def select(self, rows: Sequence[int]) -> DraftTree:
-        """The trees of some rows of the batch, as wide as the widest of them; to be scored as they are.
+        """The trees of some rows of the batch, trimmed to the widest of them.
 
-        Nodes keep their numbers. Everything of the result goes by its B' rows; `slot` tells which one a row has become.
+        Nodes keep their numbers. Tensors of the result have only the selected rows; `slot` maps a row of the batch to
+        its index there.
         """
         if len(rows) == self.batch_size:
             return self
@@ -167,7 +170,7 @@ class DraftTree:
         return selected
 
     def gather(self, rows: Sequence[int]) -> DraftTree:
-        """The trees of any rows in any order, as wide as the widest of them."""
+        """The trees of any rows in any order, trimmed to the widest of them."""
         index, parents, width = to_device(rows, self.token_ids.device), self.parents, self.num_nodes
         if isinstance(parents, Tensor):
             return self._part(rows, index, parents if len(parents) == 1 else parents.index_select(0, index), width)
@@ -177,7 +180,7 @@ class DraftTree:
         return self._part(rows, index, [row[:width] for row in parents], width)
 
     def _part(self, rows: Sequence[int], index: slice | Tensor, parents: Any, width: int) -> DraftTree:
-        """The first `width` nodes of some rows; `index`: these rows as an index of tensors."""
+        """The first `width` nodes of some rows; `index` selects the same rows from tensors."""
         values = None if self.values is None else self.values[index, :width]
         tree = DraftTree(self.token_ids[index, :width], parents, self._max_depth, values=values)
         tree.reading.through(self.reading, lambda host: host.part(rows, width))
@@ -185,11 +188,11 @@ class DraftTree:
 
     @property
     def rows(self) -> Sequence[int]:
-        """The rows of the batch that the tree has."""
+        """Indices of the batch rows that the tree contains."""
         return range(self.batch_size) if self._slots is None else tuple(self._slots)
 
     def slot(self, row: int) -> int:
-        """The index of a row of the batch in `token_ids`, and in whatever is computed from them."""
+        """The index of a batch row in `token_ids` and in everything computed from them."""
         return row if self._slots is None else self._slots[row]
 
 

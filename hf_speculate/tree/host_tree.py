@@ -11,14 +11,14 @@ from .plan import PADDING_PARENT, ROOT_PARENT, node_depths
 
 
 class TreeRow(NamedTuple):
-    """The nodes of one row, the root first; `values`: see `DraftTree`."""
+    """The nodes of one row, root first. `values` are those of `DraftTree`."""
 
     token_ids: Sequence[int]
     parents: Sequence[int]
     values: Sequence[float] | None = None
 
     def select(self, nodes: Sequence[int]) -> TreeRow:
-        """These nodes, in this order: the root first, and no node before its parent or without it."""
+        """The given nodes in the given order. The root must come first, and every node after its parent."""
         new = {ROOT_PARENT: ROOT_PARENT} | {node: position for position, node in enumerate(nodes)}
         return TreeRow(
             [self.token_ids[node] for node in nodes],
@@ -27,19 +27,21 @@ class TreeRow(NamedTuple):
         )
 
     def best(self, count: int) -> TreeRow:
-        """The root and `count` draft nodes of the highest values, best first; the first ones without values. A node is
-        worth no more than its parent, and nothing if its value is NaN."""
+        """The root and the `count` draft nodes with the highest values, best first.
+
+        Without values these are the first nodes. A node counts no more than its parent, and NaN counts as nothing.
+        """
         nodes = [node for node, parent in enumerate(self.parents) if node and parent != PADDING_PARENT]
         if self.values is not None:
             worth = [0.0] * len(self.parents)
             for node in nodes:
                 value = self.values[node]
                 worth[node] = min(worth[self.parents[node]], value if value == value else -math.inf)
-            nodes.sort(key=worth.__getitem__, reverse=True)  # stable: of equal ones the parent is the first
+            nodes.sort(key=worth.__getitem__, reverse=True)  # stable: a parent stays before children of equal value
         return self.select([0, *nodes[:count]])
 
     def below(self, top: int) -> TreeRow:
-        """The tree that hangs on the node `top`, which is its root."""
+        """The subtree of node `top`, which becomes the root."""
         nodes = [top]
         for node in range(top + 1, len(self.parents)):
             if self.parents[node] in nodes:
@@ -49,8 +51,8 @@ class TreeRow(NamedTuple):
         return row.select(nodes)
 
     def best_path(self) -> list[int]:
-        """The nodes, root first, of the path that takes of all children the one that is worth most; the first of them
-        where nodes have no values."""
+        """The path, root first, that takes the child of the highest value at every node. Without values it takes the
+        first child."""
         path, values = [0], self.values
         while children := [node for node, parent in enumerate(self.parents) if parent == path[-1]]:
             path.append(children[0] if values is None else max(children, key=values.__getitem__))
@@ -65,7 +67,7 @@ class TreeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class HostTree:
-    """A draft tree on the host: `token_ids[r][i]`, `parents[r][i]`, and `values[r][i]` of one that has values."""
+    """A draft tree as Python lists, indexed by row and node: `token_ids[r][i]`, `parents[r][i]`, `values[r][i]`."""
 
     token_ids: list[list[int]]
     parents: list[list[int]]
@@ -80,7 +82,6 @@ class HostTree:
         )
 
     def rows(self) -> list[TreeRow]:
-        """The nodes of every row."""
         values: Sequence[list[float] | None] = self.values or [None] * len(self.token_ids)
         rows = zip(self.token_ids, self.parents, values, strict=True)
         return [TreeRow(tokens, parents, of_row) for tokens, parents, of_row in rows]
@@ -94,7 +95,7 @@ class HostTree:
         return None
 
     def num_drafted(self, row: int) -> int:
-        """Draft nodes of a row: without the root and padding."""
+        """Number of draft nodes of a row, without root and padding."""
         return sum(parent >= 0 for parent in self.parents[row])
 
     def depth(self, row: int) -> int:

@@ -1,4 +1,4 @@
-"""The sight of the nodes of a tree, for forwards that can take it without a mask."""
+"""A tree's attention mask that is built only if a forward needs it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 @dataclass
 class TreeMask:
-    """Stands for the mask of a forward over whole trees behind entries that every node sees.
+    """A placeholder for the mask of a forward over whole trees behind a prefix that every node sees.
 
-    Making a mask and finding out what it says takes a tenth of a small model's forward.
+    Building and decoding a real mask takes a tenth of a small model's forward.
 
     Attributes:
-        parents: of the nodes, one sequence a row.
-        num_before: entries before the trees.
-        make: makes the mask.
-        is_made: whether it was needed.
+        parents: index of each node's parent, one sequence a row.
+        num_before: number of cache entries before the trees.
+        make: function that builds the mask.
+        is_made: whether the mask was built.
     """
 
     parents: Sequence[Sequence[int]]
@@ -31,37 +31,39 @@ class TreeMask:
     is_made: bool = False
 
     def build(self) -> Any:
-        """The mask, for a forward that needs one."""
+        """The real mask, for a forward that needs one."""
         self.is_made = True
         return self.make()
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes of each row."""
+        """Number of nodes of each row."""
         return len(self.parents[0])
 
     def runs(self) -> tuple[Int[Tensor, " F"], Int[Tensor, "S 2"]]:
-        """The entries that each node sees, as runs: its ancestors, itself and everything before the trees.
+        """The entries that each node sees, as runs: everything before the trees, its ancestors and itself.
 
         Returns:
-            int32, where the runs of each node begin (F is the number of all nodes and 1), and the runs, each from its
-            first entry to its end.
+            Two int32 tensors: the offsets of each node's runs (F is the number of all nodes plus 1), and the runs, each
+            as its first entry and its end.
         """
         offsets, behind, counts = _runs(tuple(map(tuple, self.parents)))
         return offsets, torch.add(behind, counts, alpha=self.num_before)
 
 
 @lru_cache(maxsize=256)
-@torch.inference_mode(False)  # kept for later requests, which may be in another mode
+@torch.inference_mode(False)  # cached for later requests, which may run in another mode
 def _runs(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets as of `TreeMask.runs`, and of runs where they begin and end: how far behind the entries before the trees,
-    and whether those count at all (0 for the beginning of the text)."""
+    """Offsets as in `TreeMask.runs`, and the ends of runs relative to the first node.
+
+    The last tensor is 0 for an end at the beginning of the text, and 1 for an end behind the prefix.
+    """
     offsets, behind, counts = [0], [], []
     for of_row in parents:
         paths: list[list[int]] = []
         for node, parent in enumerate(of_row):
             paths.append([*(paths[parent] if parent >= 0 else ()), node])
-            found = [[0, 0]]  # everything before
+            found = [[0, 0]]  # the prefix
             for seen in paths[-1]:
                 if found[-1][1] == seen:
                     found[-1][1] += 1

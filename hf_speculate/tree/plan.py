@@ -20,11 +20,11 @@ PADDING_PARENT = -2
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """The structure of a tree as a forward needs it.
+    """Depths and ancestor mask of a tree.
 
     Attributes:
-        depths: int64 [R, N], distance from the root (padding nodes: 0). R is 1 (all rows share it) or B.
-        ancestors: bool [R, N, N], `ancestors[r, i, j]`: node i attends to node j (ancestors and itself).
+        depths: int64 [R, N], distance from the root; 0 for padding. R is 1 (all rows share the plan) or B.
+        ancestors: bool [R, N, N]; `ancestors[r, i, j]` is True if node i attends to node j (its ancestors and itself).
         max_depth: upper bound of `depths`, known on the host.
     """
 
@@ -37,18 +37,19 @@ class TreePlan:
         return self.depths.shape[1]
 
     def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Additive form of `ancestors`: 0 where a node attends, the smallest number of `dtype` elsewhere [R, N, N]."""
+        """The additive form of `ancestors` [R, N, N]: 0 where a node attends, the smallest number of `dtype`
+        elsewhere."""
         cache = self.__dict__.setdefault("_bias", {})
         if (dtype, device) not in cache:
-            with torch.inference_mode(False):  # kept, as the plan is
+            with torch.inference_mode(False):  # cached with the plan, which other requests share
                 cache[dtype, device] = additive(to_device(self.ancestors, device), dtype)
         return cache[dtype, device]
 
     def extended(self, parents: Int[Tensor, "R F"]) -> TreePlan:
-        """The plan with F more nodes behind these, one level deeper than the last; cheaper than `from_tensor`.
+        """The plan with F more nodes at the end, one level deeper than the last; cheaper than `from_tensor`.
 
         Args:
-            parents: of the new nodes, indices of nodes of the deepest level.
+            parents: int64 [R, F], the new nodes' parents: indices of nodes at the deepest level.
         """
         num_rows, count = parents.shape
         seen = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.num_nodes))
@@ -59,19 +60,19 @@ class TreePlan:
 
     @staticmethod
     def of_siblings(num_rows: int, num_nodes: int, device: torch.device) -> TreePlan:
-        """The plan of nodes that all have depth 0: a forest of one level."""
+        """The plan of nodes that all have depth 0."""
         depths = torch.zeros(num_rows, num_nodes, dtype=torch.long, device=device)
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
         return TreePlan(depths=depths, ancestors=ancestors, max_depth=0)
 
     @staticmethod
     def from_parents(parents: Sequence[Sequence[int]]) -> TreePlan:
-        """Plan of a structure known on the host, one sequence of parents a row; cached by structure."""
+        """The plan of a structure known on the host, one sequence of parents a row; cached by structure."""
         return _plan_from_parents(tuple(tuple(row) for row in parents))
 
     @staticmethod
     def from_tensor(parents: Int[Tensor, "R N"], max_depth: int) -> TreePlan:
-        """Plan of a structure that lives on the device (dynamic trees): pointer doubling, no host synchronisation."""
+        """The plan of a structure that is on a device, computed by pointer doubling without host synchronisation."""
         num_rows, num_nodes = parents.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)
         jump = torch.where(parents < 0, torch.arange(num_nodes, device=parents.device), parents)
@@ -91,7 +92,7 @@ def additive(visible: Bool[Tensor, "*N"], dtype: torch.dtype) -> Tensor:
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
-    """Distance of every node from the root, of one row; 0 for padding."""
+    """Distance of every node of a row from the root; 0 for padding."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -99,7 +100,7 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-@torch.inference_mode(False)  # who asks first must not decide what later requests can do with it
+@torch.inference_mode(False)  # cached: the first caller's mode must not restrict later requests
 def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
     all_depths, all_ancestors = [], []
     for row_parents in parents:

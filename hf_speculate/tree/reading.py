@@ -1,4 +1,4 @@
-"""The host form of a draft tree: its tensors as Python lists, read from their device once."""
+"""The transfer of a draft tree from its device to Python lists, done once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .host_tree import HostTree
 
 
 class Reading:
-    """Reads a tree's tokens, parents and values when somebody asks for them.
+    """Reads a tree's tokens, parents and values on first use.
 
     Args:
         token_ids: int64 [B, N].
-        parents: int64 [R, N], or rows on the host; R is 1 or B.
-        values: float [B, N] or None.
+        parents: int64 [R, N], or Python lists; R is 1 or B.
+        values: float [B, N]; None if the tree has no values.
     """
 
     def __init__(self, token_ids: Tensor, parents: Tensor | Sequence[Sequence[int]], values: Tensor | None):
@@ -30,33 +30,34 @@ class Reading:
         self._source: tuple[Reading, Callable[[HostTree], HostTree]] | None = None
 
     def through(self, source: Reading, change: Callable[[HostTree], HostTree]) -> Reading:
-        """This reading, which from now on takes `change` of what `source` reads, so that nothing is read twice.
+        """This reading, changed to apply `change` to what `source` reads, so that nothing is read twice.
 
-        Whatever `change` raises is raised where the lists are asked for first.
+        An error of `change` is raised where the lists are first used.
         """
         self._source = source, change
         return self
 
     @property
     def is_derived(self) -> bool:
-        """Whether it takes its lists from another tree's reading."""
+        """Whether the lists come from another tree's reading."""
         return self._source is not None
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the host has to wait for a device to read the tree."""
+        """Whether the host must wait for a device to read the tree."""
         return any(tensor.device.type != "cpu" for tensor in self._tensors)
 
     @cached_property
     def host(self) -> HostTree:
-        """The lists; read here where `read_with` has not done so."""
+        """The tree as Python lists."""
         if self._source is not None:
             source, change = self._source
             return change(source.host)
         return self._as_host(_read(self._tensors))
 
     def read_with(self, table: Int[Tensor, "R K"]) -> list[list[int]]:
-        """`table` as lists. A tree on the same device comes in the same transfer, to wait for the device once."""
+        """`table` as lists. A tree on the same device is read in the same transfer, so that the host waits only
+        once."""
         origin = self
         while origin._source is not None and "host" not in vars(origin):
             origin = origin._source[0]
@@ -67,7 +68,7 @@ class Reading:
         return rows
 
     def _as_host(self, lists: Sequence[list[list[Any]]]) -> HostTree:
-        """Args: lists: `_tensors`, read."""
+        """The tree from `lists`, the contents of `_tensors` as Python lists."""
         rest = list(lists)
         tokens, values = rest.pop(0), rest.pop() if self._has_values else None
         rows = [list(row) for row in (rest.pop() if self._parents is None else self._parents)]
@@ -75,7 +76,7 @@ class Reading:
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
-    """Matrices of int64 and floats as lists; from a device in one transfer, in which floats travel as their 32 bits."""
+    """int64 and float matrices as lists. They leave a device in one transfer, floats as their 32 bits."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [tensor.tolist() for tensor in tensors]
     is_float = [tensor.is_floating_point() for tensor in tensors]

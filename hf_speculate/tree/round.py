@@ -1,6 +1,6 @@
-"""A round as a value: what was drafted, what of it was accepted, what was emitted, and what it took by `RoundClock`.
+"""One round of the loop as a value: the tree, what was accepted and emitted, and how long it took.
 
-Statistics, records, the policy and the drafter are told of every round; `hf_speculate.rounds` gives them to users.
+Statistics, records, the policy and the drafter receive every round. `hf_speculate.rounds` yields them to users.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """Wall clock of the host.
+    """Wall-clock seconds of a round, measured on the host.
 
     Attributes:
-        drafting: choosing the budget and drafting.
-        total: the whole round, without the time of its consumers.
+        drafting: time to choose the budget and draft.
+        total: time of the whole round, without the time that consumers take between rounds.
     """
 
     drafting: float = 0.0
@@ -32,22 +32,22 @@ class RoundSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The result of one turn of the loop. Sequences are over the rows of the batch.
+    """The result of one round. Sequences have one item for each row of the batch.
 
     Attributes:
-        tree: that was scored; of the rows that took part (`DraftTree.slot` says where a row is). The prompt's round has
-            the root alone: its last token.
-        paths: accepted nodes, root first; `tokens[r][j]` was chosen after node `paths[r][j]`. Of rows that have ended
-            they may go on with padding.
-        tokens: emitted token ids: those of the accepted nodes below the root, and the target's own token behind them.
-        num_accepted: how many of the tokens were draft nodes.
+        tree: scored tree of the rows that took part (`DraftTree.slot` maps rows). The prompt's round has only the root,
+            the prompt's last token.
+        paths: indices of the accepted nodes, root first; `tokens[r][j]` was chosen after node `paths[r][j]`. The path
+            of a finished row may go on with padding.
+        tokens: emitted token ids: those of the accepted nodes below the root, then the target's own token.
+        num_accepted: number of emitted tokens that were draft nodes.
         lengths: committed cache entries of each row before the round.
-        context: cache entries in front of the tree, those of the longest row.
-        depth: levels that were drafted, before the tree was cut to what the round was allowed to score.
-        seconds: what it took.
-        is_prefill: whether it is the prompt's.
-        is_warm_up: something was compiled in it: its time says nothing about others.
-        is_ahead: its draft was made while the round before it was verified.
+        context: number of cache entries before the tree, in the longest row.
+        depth: levels that the drafter made, before the tree was cut to the budget.
+        seconds: time that the round took.
+        is_prefill: whether this is the prompt's round.
+        is_warm_up: whether something was compiled in the round, so that its time is not typical.
+        is_ahead: whether the draft was made while the previous round was verified.
     """
 
     tree: DraftTree
@@ -64,16 +64,16 @@ class Round:
 
     @property
     def num_nodes(self) -> int:
-        """Draft nodes that were scored, a row."""
+        """Number of scored draft nodes in each row."""
         return self.tree.num_nodes - 1
 
     def draw(self, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-        """A picture of the tree in text, one for each row that emitted something.
+        """A text picture of the tree, one for each row that emitted something.
 
-        Accepted nodes are marked with `●`, others with `○`; `★` is the token that the target chose itself.
+        `●` marks accepted nodes, `○` other nodes, and `★` the token that the target chose itself.
 
         Args:
-            tokenizer: to show tokens as text; without one their ids are shown.
+            tokenizer: decodes tokens to text; None shows token ids.
         """
         return "\n\n".join(self._drawn(row, tokenizer) for row, tokens in enumerate(self.tokens) if tokens)
 
@@ -82,16 +82,14 @@ class Round:
         tokens, parents = self.tree.host.token_ids[slot], self.tree.host.parents[slot]
         accepted = self.num_accepted[row]
         path = list(self.paths[row][: len(emitted)])
-        nodes = _Nodes(tokens, parents, set(path), tokenizer)
+        picture = _Picture(tokens, parents, set(path), tokenizer)
         if accepted < len(emitted):
-            nodes.add_own(path[-1], emitted[-1])
-        heading = f"row {row}: {accepted} of {nodes.num_drafted} drafted tokens accepted, {len(emitted)} emitted"
-        return "\n".join([heading, nodes.text(tokens[0]), *nodes.lines(0, "")])
+            picture.add_own(path[-1], emitted[-1])
+        heading = f"row {row}: {accepted} of {picture.num_drafted} drafted tokens accepted, {len(emitted)} emitted"
+        return "\n".join([heading, picture.text(tokens[0]), *picture.lines(0, "")])
 
 
-class _Nodes:
-    """A row's tree, to be drawn."""
-
+class _Picture:
     def __init__(
         self,
         tokens: Sequence[int],
@@ -109,14 +107,14 @@ class _Nodes:
                 self._children.setdefault(parent, []).append((node, f"{mark} {self.text(token)}"))
 
     def add_own(self, parent: int, token: int) -> None:
-        """The token that the target chose where nothing that it chose was drafted."""
+        """Adds the token that the target chose itself."""
         self._children.setdefault(parent, []).append((-1, f"★ {self.text(token)}"))
 
     def text(self, token: int) -> str:
         return str(token) if self._tokenizer is None else repr(self._tokenizer.decode([token]))
 
     def lines(self, node: int, indent: str) -> Iterator[str]:
-        """Lines for everything below a node."""
+        """The lines for everything below a node."""
         children = self._children.get(node, [])
         for index, (child, text) in enumerate(children):
             is_last = index == len(children) - 1
@@ -126,8 +124,10 @@ class _Nodes:
 
 
 class RoundClock:
-    """Times one round after the other. The time of a round's consumers is not in it; what telling of a round took
-    counts for the next one."""
+    """Measures the rounds of one request.
+
+    The time of consumers is left out. The time that listeners take counts for the next round.
+    """
 
     def __init__(self) -> None:
         self._start = self._published = 0.0
@@ -137,24 +137,24 @@ class RoundClock:
         self._start = time.perf_counter() - self._carried
 
     def drafted(self) -> None:
-        """The tree is there."""
+        """Ends the drafting time."""
         self._drafting = time.perf_counter() - self._start
 
     def leave_out(self, seconds: float) -> None:
-        """Takes time of others, within the round, out of it."""
+        """Subtracts time within the round that others took."""
         self._start += seconds
 
     def put_off(self, seconds: float) -> None:
-        """Counts time of this round to the next one's draft."""
+        """Moves time of this round to the next round's draft."""
         self.leave_out(seconds)
         self._put_off += seconds
 
     def stop(self) -> RoundSeconds:
-        """The round is over, and is told of from here on."""
+        """Ends the round; from here on its listeners are called."""
         self._published = time.perf_counter()
         return RoundSeconds(drafting=self._drafting, total=self._published - self._start)
 
     def told(self) -> None:
-        """Everybody has been told."""
+        """Ends the time of the listeners."""
         self._carried = time.perf_counter() - self._published + self._put_off
         self._put_off = 0.0

@@ -1,6 +1,6 @@
-"""Noise, greedy choices and most probable tokens on CPUs: by torch, or faster by a kernel that was seen to do the same.
+"""Noise, greedy choices and most probable tokens on CPUs: by torch, or by a faster kernel with the same results.
 
-torch draws one value of noise after the other, 20 ns each: for a vocabulary of 150,000 that is 3 ms a token.
+torch draws noise values one by one, at 20 ns each: 3 ms a token for a vocabulary of 150,000.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ Probable = tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A stand-in for torch on CPUs."""
+    """A replacement for some torch functions on CPUs."""
 
     def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
-        """Fills contiguous float32 values as `exponential_` does with a generator in this state (from
-        `Generator.get_state`), and moves the state on."""
+        """Fills contiguous float32 `values` as `exponential_` does, and advances the generator state.
+
+        `state` comes from `Generator.get_state`.
+        """
         ...
 
     def argmax(self, row: Float[Tensor, " V"]) -> int:
-        """The first of the largest of a contiguous row in float32 or bfloat16; the first NaN where there is one."""
+        """Index of the first largest value, or of the first NaN, in a contiguous row of float32 or bfloat16."""
         ...
 
     def most_probable(self, scores: Float[Tensor, "R N V"], count: int) -> Probable:
-        """See `most_probable`. Scores are float32 or bfloat16, and all rows lie equally far apart."""
+        """The result of the function `most_probable`. Scores are float32 or bfloat16, with evenly spaced rows."""
         ...
 
 
@@ -42,11 +44,12 @@ _BLOCK = 64
 
 
 def stand_in(kernel: Kernel) -> tuple[bool, bool, bool]:
-    """Lets a kernel draw noise, choose, and rank from now on: each only if its answers are torch's to the last bit
-    (probabilities, which only drafts depend on: up to rounding).
+    """Makes a kernel draw noise, choose and rank from now on, each only if its results are torch's bit for bit.
+
+    Probabilities may differ by rounding: only drafts depend on them.
 
     Returns:
-        Whether it draws, whether it chooses, and whether it ranks.
+        Whether the kernel draws, whether it chooses, and whether it ranks.
     """
     draws = all(_draws_alike(kernel, num_before, count) for num_before, count in ((0, 5), (1, 4099), (0, 1 << 14)))
     chooses = all(_chooses_alike(kernel, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -61,7 +64,7 @@ def stand_in(kernel: Kernel) -> tuple[bool, bool, bool]:
 
 
 def exponential(values: Tensor, generator: torch.Generator) -> Tensor:
-    """`values.exponential_(generator=generator)` of new float32 values."""
+    """`values.exponential_(generator=generator)`, for new float32 values."""
     if not _draw or not values.is_cpu:
         return values.exponential_(generator=generator)
     state = generator.get_state()
@@ -71,7 +74,7 @@ def exponential(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def argmax(scores: Float[Tensor, "R V"]) -> list[int]:
-    """`scores.float().argmax(-1)`: the operation of stock, and in float32 four times faster than in bfloat16."""
+    """`scores.float().argmax(-1)`, as stock computes it. On bfloat16 itself argmax would be four times slower."""
     is_row = len(scores) == 1 and scores.dtype in (torch.bfloat16, torch.float32) and scores.is_contiguous()
     if not _argmax or not scores.is_cpu or not is_row or not scores.shape[1]:
         return scores.float().argmax(-1).tolist()
@@ -79,8 +82,10 @@ def argmax(scores: Float[Tensor, "R V"]) -> list[int]:
 
 
 def most_probable(scores: Float[Tensor, "R N V"], count: int) -> Probable:
-    """The `count` tokens of the largest scores (of equals, any), with their probabilities among these, largest first;
-    all are 0 where scores are not finite."""
+    """The `count` tokens with the largest scores, and their probabilities among these, largest first.
+
+    Ties come in any order. All probabilities are 0 where scores are not finite.
+    """
     is_known = _probable and scores.is_cpu and scores.dtype in (torch.bfloat16, torch.float32)
     num_nodes, (between_rows, between_nodes, step) = scores.shape[1], scores.stride()
     if is_known and step == 1 and (len(scores) == 1 or between_rows == num_nodes * between_nodes):
@@ -90,7 +95,10 @@ def most_probable(scores: Float[Tensor, "R N V"], count: int) -> Probable:
 
 
 def _largest(scores: Float[Tensor, "R N V"], count: int) -> tuple[Tensor, Tensor]:
-    """`scores.topk(count)`, three to five times as fast on a CPU: the largest are in the blocks of largest maxima."""
+    """`scores.topk(count)`, three to five times faster on a CPU.
+
+    The largest scores are in the `count` blocks with the largest maxima.
+    """
     num_blocks = scores.shape[-1] // _BLOCK
     if num_blocks <= count:
         return scores.topk(count)

@@ -1,13 +1,13 @@
 """Sampling noise that belongs to the step, not to the node.
 
-`torch.multinomial(probs, 1)` is `argmax(probs / noise)` with `noise ~ Exp(1)`, bit for bit and with the same RNG
-state afterwards. So the noise of step t can be drawn before the tokens of earlier steps are known: every node at
-depth d of a draft tree is sampled with row t + d, drafters draft with the same rows (Gumbel top-k coupling), and rows
-that a round does not use wait for the next.
+`torch.multinomial(probs, 1)` is `argmax(probs / noise)` with `noise ~ Exp(1)`, bit for bit and with the same RNG state
+afterwards. So the noise of step t can be drawn before earlier tokens are known. Every node at depth d of a tree is
+sampled with row t + d, and drafters draft with the same rows (Gumbel top-k coupling). Rows that a round does not use
+wait for the next.
 
-Rows are drawn from a generator of their own, which begins where the global one is. The global one is put where plain
-`generate` would have it whenever code of somebody else runs that may draw from it (`pause`), and in the end (`finish`);
-what such code draws counts as in stock: rows that no token has used yet are drawn anew behind it (`resume`).
+Rows come from a separate generator that begins in the state of the global one. Other code may draw from the global
+generator. Before such code runs, that generator is put where plain `generate` would have it (`pause`); so it is at the
+end (`finish`). Whatever such code draws counts as in stock: unused rows are drawn again after it (`resume`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 from .natively import exponential
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+NoiseMethod = TypeVar("NoiseMethod", bound=Callable[..., Any])
 
 
-def _one_at_a_time(method: Method) -> Method:
+def _one_at_a_time(method: NoiseMethod) -> NoiseMethod:
     @functools.wraps(method)
     def locked(self: Noise, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -38,13 +38,14 @@ def _one_at_a_time(method: Method) -> Method:
 
 
 class Noise:
-    """Rows of Exp(1) noise, one a decoding step, as stock `generate(do_sample=True)` would draw them. Whoever asks for
-    a row first, and on whichever thread: they are drawn in the order of their steps.
+    """Rows of Exp(1) noise, one for each decoding step, as stock `generate(do_sample=True)` would draw them.
+
+    Rows are drawn in the order of their steps, whoever asks first and on whichever thread.
 
     Args:
-        batch_size: B, as stock draws the noise of all rows of the batch at once.
-        width: V of the scores that are sampled from, see `fit`.
-        device: device of the scores; the default generator of that device is continued, as stock does.
+        batch_size: number of rows, B: stock draws the noise of the whole batch at once.
+        width: number of columns, V, of the scores to sample from (`fit` changes it).
+        device: device of the scores. Like stock, the noise continues the default generator of that device.
     """
 
     def __init__(self, batch_size: int, width: int, device: torch.device):
@@ -64,7 +65,7 @@ class Noise:
 
     @_one_at_a_time
     def row(self, step: int) -> Float[Tensor, "B V"]:
-        """Noise of decoding step `step` (0 = the first new token). Draws up to it; does not consume."""
+        """The noise of step `step` (0 is the first new token). Draws rows up to it and keeps them."""
         if step < self._first_step:
             raise IndexError(f"noise of step {step} was released; the first kept step is {self._first_step}.")
         while len(self._rows) <= step - self._first_step:
@@ -74,10 +75,9 @@ class Noise:
         return self._rows[step - self._first_step]
 
     def rows(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> Float[Tensor, "R V"]:
-        """Noise of `rows` (None: of every row of the batch), each at its own step.
+        """The noise of `rows`, each at its own step; None means every row of the batch.
 
-        A row that has ended may ask for a step that was released; it gets the first one kept, as what is drafted or
-        chosen for it is ignored.
+        A finished row may ask for a step that was released. It gets the first step kept, as its tokens are ignored.
         """
         chosen = range(len(steps)) if rows is None else rows
         found = [self.row(max(step, self._first_step))[row] for row, step in zip(chosen, steps, strict=True)]
@@ -86,7 +86,7 @@ class Noise:
     def log_rows(
         self, steps: Sequence[int], rows: Sequence[int] | None = None, columns: Int[Tensor, " W"] | None = None
     ) -> Float[Tensor, "R W"]:
-        """`rows(steps, rows)[:, columns].log()`; what later calls ask for again is computed once."""
+        """`rows(steps, rows)[:, columns].log()`, cached."""
         chosen = range(len(steps)) if rows is None else rows
         logs = [self._log(max(step, self._first_step), columns)[row] for row, step in zip(chosen, steps, strict=True)]
         return logs[0][None] if len(logs) == 1 else torch.stack(logs)
@@ -97,21 +97,23 @@ class Noise:
         key = None if columns is None else id(columns)
         if key not in of_step:
             row = self.row(step)
-            # With the columns themselves: their id is theirs as long as they are there.
+            # Keep the columns too: their id is unique only while they exist.
             of_step[key] = columns, (row if columns is None else row[:, columns.to(row.device)]).log()
         return of_step[key][1]
 
     @_one_at_a_time
     def fit(self, width: int, step: int) -> None:
-        """Sets the number of columns from `step` on: a processor or an output matrix may have its own idea of V. Rows
-        that were drawn for another width are drawn anew."""
+        """Sets the number of columns from `step` on, and draws rows of another width again.
+
+        A processor or an output matrix may change the width of the scores.
+        """
         if width != self.width:
             self._drop_from(step)
             self.width = width
 
     @_one_at_a_time
     def release_before(self, step: int) -> None:
-        """Forgets the rows of steps before `step`; they were used by every row of the batch."""
+        """Drops the rows of steps before `step`, which every row of the batch has used."""
         while self._first_step < step and self._rows:
             self._rows.popleft()
             self._states_before.popleft()
@@ -126,8 +128,10 @@ class Noise:
 
     @_one_at_a_time
     def resume(self) -> bool:
-        """Goes on after `pause`. Returns whether anything was drawn meanwhile; then rows that no token has used are
-        drawn anew, as in stock."""
+        """Continues after `pause`; returns whether anything was drawn meanwhile.
+
+        If so, rows that no token has used are drawn again, as in stock.
+        """
         assert self._paused_at is not None
         num_steps, self._paused_at = self._paused_at, None
         state = _get_rng_state(self._device)
@@ -140,7 +144,7 @@ class Noise:
 
     @_one_at_a_time
     def finish(self, num_steps: int) -> None:
-        """Leaves the RNG where stock leaves it after `num_steps` sampled tokens; while paused it is there already."""
+        """Leaves the RNG where stock leaves it after `num_steps` sampled tokens. During a pause it is already there."""
         if self._paused_at is None:
             self.pause(num_steps)
         self._rows.clear()
@@ -148,12 +152,12 @@ class Noise:
         self._logs.clear()
 
     def _state_after(self, num_steps: int) -> Tensor:
-        """The state of the generator after the rows of so many steps."""
+        """The state of the generator after the rows of `num_steps` steps."""
         index = max(num_steps - self._first_step, 0)
         return self._states_before[index] if index < len(self._rows) else self._generator.get_state()
 
     def _drop_from(self, step: int) -> None:
-        """Takes back the rows of `step` and later ones."""
+        """Undoes the drawing of `step` and all later steps."""
         self._generator.set_state(self._state_after(step))
         while len(self._rows) > max(step - self._first_step, 0):
             self._rows.pop()
@@ -162,7 +166,7 @@ class Noise:
 
 
 class RngState:
-    """The states of the global generators of the CPU and of a device."""
+    """The states of the global generators of the CPU and of one device, to be restored later."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -170,7 +174,7 @@ class RngState:
         self._other = None if device.type == "cpu" else _get_rng_state(device)
 
     def put_back(self) -> None:
-        """Leaves no trace of what was drawn since."""
+        """Restores the states, undoing whatever was drawn since."""
         torch.set_rng_state(self._cpu)
         if self._other is not None:
             _set_rng_state(self._other, self._device)

@@ -1,6 +1,7 @@
-"""Records for `output_scores`, `output_logits`, `output_hidden_states` and `output_attentions`, step by step.
+"""Records for `output_scores`, `output_logits`, `output_hidden_states` and `output_attentions`.
 
-A round emits several steps and rows are at different ones, so values are filed by (step, row) and assembled at the end.
+A round emits several steps, and rows are at different steps. So values are stored by (step, row) and assembled at the
+end.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from ..tree import Round
 
 
 class StepRecord:
-    """One tensor a step, filled row by row.
+    """One tensor for each step, filled row by row.
 
     Args:
-        batch_axis: where the tensors have the rows, counted from the end; None: in front.
+        batch_axis: axis of the batch in the results, counted from the end; None means the first axis.
     """
 
     def __init__(self, batch_axis: int | None = None) -> None:
@@ -33,7 +34,7 @@ class StepRecord:
         self._rows[step][row] = value
 
     def complete(self, batch_size: int) -> tuple[Tensor, ...]:
-        """All steps so far, as stock's `scores`; rows that have not come to a step are 0 there."""
+        """The tensors of all steps so far, in the form of stock's `scores`. Rows that have not reached a step are 0."""
         axis = 0 if self._batch_axis is None else self._batch_axis
         for rows in self._rows[len(self._complete) :]:
             blank = torch.zeros_like(next(iter(rows.values())))
@@ -42,10 +43,10 @@ class StepRecord:
 
 
 class LayerRecord:
-    """One tuple over the layers a step: the whole prompt's tensors first, then one position a step.
+    """One tuple of layer tensors for each step: first the whole prompt's, then one position a step.
 
     Args:
-        batch_axis: where the tensors have the rows, counted from the end.
+        batch_axis: axis of the batch in the results, counted from the end.
     """
 
     def __init__(self, batch_axis: int) -> None:
@@ -58,13 +59,13 @@ class LayerRecord:
         self._layers = [StepRecord(self._batch_axis) for _ in layers]
 
     def add(self, step: int, row: int, layers: Sequence[Tensor]) -> None:
-        """Files the tensors of one row, without the batch dimension; `step` 1 is the first after the prompt."""
+        """Stores the tensors of one row, without a batch axis; `step` 1 is the first after the prompt."""
         for record, value in zip(self._layers, layers, strict=True):
             record.add(step - 1, row, value)
 
     def complete(self, batch_size: int, num_steps: int) -> tuple[tuple[Tensor, ...], ...]:
-        """Steps x layers, as stock's `hidden_states` and `attentions`."""
-        if not self._layers:  # e.g. attentions of an implementation that shows none: stock has empty tuples
+        """Tensors by step and layer, in the form of stock's `hidden_states` and `attentions`."""
+        if not self._layers:  # for example attentions of an implementation that returns none: stock has empty tuples
             return (self._prompt,) * num_steps
         later = zip(*(record.complete(batch_size) for record in self._layers), strict=True)
         return (self._prompt, *later)
@@ -72,7 +73,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of one request; None where not asked."""
+    """The records of one request; None where nothing was asked for."""
 
     scores: StepRecord | None = None
     logits: StepRecord | None = None
@@ -96,7 +97,10 @@ class Records:
         return {name: True for name, record in wanted.items() if record is not None}
 
     def add(self, step: int, row: int, logits: Tensor, scores: Tensor) -> None:
-        """Copies are kept: a view would keep the logits of the whole tree alive."""
+        """Records the logits and scores of one row at one step, as copies.
+
+        A view would keep the logits of the whole tree alive.
+        """
         if self.logits is not None:
             self.logits.add(step, row, logits.to(torch.float32, copy=True))
         if self.scores is not None:
@@ -112,13 +116,13 @@ class Records:
     def add_round(
         self, round: Round, output: Any, num_new: Sequence[int], windows: Sequence[int | None], whole: Any
     ) -> None:
-        """Records the accepted paths of a round if hidden states or attentions were asked for.
+        """Records the accepted paths of a round, if hidden states or attentions were asked for.
 
         Args:
-            output: of its forward.
-            num_new: tokens of each row, those of the round included.
-            windows: of every layer, see `layer_windows`.
-            whole: states and attentions of the forward, where that ran the whole text.
+            output: output of the round's forward.
+            num_new: number of new tokens of each row, those of this round included.
+            windows: sliding window of every layer, in entries; None for a layer without one (`layer_windows`).
+            whole: states and attentions of a forward that ran the whole text; None if the forward ran only the tree.
         """
         for slot, row in enumerate(round.tree.rows):
             path = round.paths[row]
@@ -139,16 +143,17 @@ class Records:
         num_prefix: int,
         windows: Sequence[int | None],
     ) -> None:
-        """Records one row's accepted path out of a forward over a tree.
+        """Records one row's accepted path from a forward over a tree.
 
         Args:
-            output: the model's; hidden states [..., R, N, H], attentions [R, heads, N, M + N], a tensor a layer.
-            slot: where these have the row.
-            path: its nodes, root first; node `path[j]` is what step `first_step + j` was computed from.
-            length: committed entries of the row.
-            num_prefix: M, entries of the cache before the nodes; those in [length, M) are other rows'.
-            windows: of every layer, see `layer_windows`. Of a layer with a window the attentions have the last columns
-                of M + N, as many as it shows.
+            output: output of the model: one tensor for each layer, hidden states [..., R, N, H] and attentions [R,
+                heads, N, M + N].
+            slot: index of the row in these tensors.
+            path: nodes of the path, root first; step `first_step + j` was computed from node `path[j]`.
+            length: number of committed entries of the row.
+            num_prefix: number of cache entries before the nodes, M. Entries in [length, M) belong to other rows.
+            windows: sliding window of every layer, in entries; None for a layer without one (`layer_windows`). The
+                attentions of such a layer have only the last columns of M + N that it shows.
         """
         for index, node in enumerate(path):
             if self.hidden_states is not None:

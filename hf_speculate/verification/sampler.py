@@ -1,10 +1,10 @@
 """The request's own processors and sampler, which choose the token at a node of a draft tree.
 
-Processors decide how widely the sampler can be batched, see `processors`: three tiers with one result, of which the
-walk, one call for each emitted token, is the plain reference.
+Processors decide how widely sampling can be batched: three tiers with one result (`processors`). The walk, with one
+call for each emitted token, is the plain reference.
 
-Batching costs a call over nodes that are never visited and saves host synchronisations, so it is used on accelerators;
-on a CPU there is nothing to synchronise and the walk is always the cheapest.
+Batching runs the processors on nodes that are never visited, but saves host synchronisations. So it is used on
+accelerators; on a CPU the walk is always faster.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .records import Records
 from .sequences import Sequences
 
 
-# Instead of a token: where scores allow none, and where they are not to be trusted.
+# Markers in place of a token: no token has a probability, or the scores cannot be trusted.
 _IMPOSSIBLE, _TAINTED = -1, -2
 
 
 class TaintedScores(Exception):
-    """A forward over several nodes gave scores that are no numbers: masked entries may have got into the sums."""
+    """Scores of a forward over several nodes are NaN: masked entries may have got into the sums."""
 
 
 def are_tainted(logits: Float[Tensor, "R N V"]) -> Tensor:
-    """bool [R, N]: the nodes whose states are no numbers. All their logits are NaN; of others at most some are."""
+    """bool [R, N]: whether all logits of a node are NaN. A few columns are checked."""
     return logits[..., :: max(logits.shape[-1] // 3, 1)].isnan().all(-1)
 
 
@@ -49,17 +49,17 @@ Choose = Callable[[Sequence[int], Sequence[int]], list[int]]
 
 
 class Sampler:
-    """The request's processors and its sampler.
+    """The request's processors and sampler.
 
     Args:
-        processors: as prepared by `generate`.
-        noise: the step noise when the request samples, None when it is greedy.
-        records: collects scores and logits.
-        tier: forces a tier (tests, measurements); by default the widest that the processors allow on accelerators,
-            "walk" on the CPU.
+        processors: logits processors as `generate` prepared them.
+        noise: noise of the steps if the request samples; None if it is greedy.
+        records: receives scores and logits.
+        tier: tier to use, for tests and measurements. None chooses "walk" on the CPU and the widest possible one
+            elsewhere.
 
     Attributes:
-        warpers: the processors that can warp a drafter's logits, too.
+        warpers: processors that can also warp a drafter's logits.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Sampler:
         return self._forced_tier or self.required_tier
 
     def release_noise(self, sequences: Sequences) -> None:
-        """Forgets noise rows that every row has used; to be called when what they chose has been delivered."""
+        """Drops noise rows that every row has used. Call it once their tokens have been delivered."""
         if self.noise is not None:
             emitted = sequences.num_emitted
             running = (n for n, is_finished in zip(emitted, sequences.finished, strict=True) if not is_finished)
@@ -89,14 +89,14 @@ class Sampler:
     def chooser(
         self, logits: Float[Tensor, "R N V"], tree: DraftTree, sequences: Sequences, *, may_be_tainted: bool = False
     ) -> Choose:
-        """A function (rows, their nodes) -> the token the request's sampler chooses there.
+        """A function that maps rows and one node in each to the tokens that the request's sampler chooses there.
 
         Args:
-            logits: of the nodes of `tree`, which may be about some rows of the batch (`DraftTree.select`); the function
-                takes rows of the batch.
-            may_be_tainted: the forward had masked entries, so that NaN need not be what single steps give.
+            logits: logits of the nodes of `tree`, which may have only some rows of the batch (`DraftTree.select`). The
+                function takes row indices of the whole batch.
+            may_be_tainted: whether the forward had masked entries, so that a NaN may not come from the text itself.
         Raises:
-            TaintedScores: some node's scores are NaN, and may be tainted.
+            TaintedScores: scores of a node are NaN, and may be tainted.
         """
         tier = self.tier(logits.device)
         if tier == "walk":
@@ -118,7 +118,7 @@ class Sampler:
 
     @staticmethod
     def _read(tree: DraftTree, table: Tensor, logits: Tensor | None) -> list[list[int]]:
-        """`table` [R, N or more], read with the tree; raises `TaintedScores` where `logits` are tainted."""
+        """`table` [R, N or more] as lists, read with the tree. Raises `TaintedScores` if `logits` are tainted."""
         if logits is None:
             return tree.reading.read_with(table)
         rows = tree.reading.read_with(table.masked_fill(are_tainted(logits).any(-1, keepdim=True), _TAINTED))
@@ -145,7 +145,10 @@ class Sampler:
         return _possible(self._pick(scores, noise).tolist())
 
     def _processed(self, logits: Tensor, rows: Sequence[int], step: int, sequences: Sequences) -> Tensor:
-        """The scores of the whole batch or of one row; what an unknown processor draws is drawn in its turn."""
+        """The processed scores of the whole batch or of one row.
+
+        What an unknown processor draws from the RNG is drawn in stock's order.
+        """
         is_whole = len(rows) == sequences.batch_size
         processors = self.processors if is_whole else self._processors_of_row(rows[0], sequences)
         if not processors:
@@ -164,11 +167,11 @@ class Sampler:
 
     @staticmethod
     def _pick(scores: Float[Tensor, "R V"], noise: Float[Tensor, "R V"] | None) -> Tensor:
-        """Greedy: argmax. Sampling: what `torch.multinomial(softmax(scores), 1)` picks when it draws `noise`."""
+        """The argmax when greedy; else what `torch.multinomial(softmax(scores), 1)` picks when it draws `noise`."""
         if noise is None:
             return scores.argmax(-1)
         probs = torch.softmax(scores, dim=-1)
-        # Where any score is NaN or +inf, or all are -inf, the whole row is NaN.
+        # If any score is NaN or +inf, or all are -inf, the whole row of `probs` is NaN.
         return (probs / noise).argmax(-1).masked_fill_(probs[:, 0].isnan(), _IMPOSSIBLE)
 
     def _record(self, sequences: Sequences, row: int, logits: Tensor, scores: Tensor) -> None:
@@ -184,7 +187,7 @@ class Sampler:
             flat = scores.flatten(0, 1)
             no_text: Any = flat.new_empty(len(flat), 0, dtype=torch.long)
             return self.processors(no_text, flat).view(scores.shape)
-        for slot, row in enumerate(tree.rows):  # finished ones too: without EOS they write on
+        for slot, row in enumerate(tree.rows):  # finished rows too: without EOS they continue
             for nodes, prefixes in self._prefixes_by_depth(tree, row, sequences):
                 index = to_device(nodes, device)
                 scores[slot, index] = self._processors_of_row(row, sequences)(prefixes, scores[slot, index])
@@ -192,7 +195,7 @@ class Sampler:
 
     @staticmethod
     def _prefixes_by_depth(tree: DraftTree, row: int, sequences: Sequences) -> Iterator[tuple[list[int], Any]]:
-        """(nodes, int64 [n, T + d] text before the token that follows them) for every depth d."""
+        """Pairs of nodes and their texts, int64 [n, T + d], for every depth d."""
         text = sequences.view([row])
         slot = tree.slot(row)
         tokens, parents = tree.host.token_ids[slot], tree.host.parents[slot]
@@ -205,7 +208,7 @@ class Sampler:
             paths = {node: [*paths[parents[node]], tokens[node]] for node in level}
 
     def _tree_noise(self, tree: DraftTree, sequences: Sequences, width: int) -> Tensor | None:
-        """Noise of every node [R * N, V], V = `width`: the row of the step at which its child would be chosen."""
+        """The noise of every node, [R * N, V] with V = `width`: that of the step at which its child would be chosen."""
         if self.noise is None:
             return None
         levels, emitted = range(tree.max_depth + 1), [len(sequences.new_tokens[row]) for row in tree.rows]

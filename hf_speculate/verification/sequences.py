@@ -1,4 +1,4 @@
-"""The text of a batch while it grows: every row at its own pace."""
+"""The text of a batch while it grows, each row at its own pace."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..transfers import to_device
 
 
 class Sequences:
-    """Prompt and new tokens of B rows; rows may have different numbers of new tokens until the end.
+    """Prompt and new tokens of B rows. Rows may have different numbers of new tokens until the end.
 
     Args:
-        input_ids: the prompt as `generate` hands it to its decoding method, [B, S] (left padded; S may be 0). Of any
-            integer dtype; the text is int64 from the first new token on, as in stock, which appends int64 tokens.
-        pad_token_id: what fills rows behind their end in the result (0 when the request has none).
+        input_ids: prompt as `generate` gives it to its decoding method, [B, S] (left padded; S may be 0), of any
+            integer dtype. As in stock, the text is int64 from the first new token on.
+        pad_token_id: token id that fills finished rows in the result; None means 0.
     """
 
     def __init__(self, input_ids: Int[Tensor, "B S"], pad_token_id: int | None):
@@ -34,7 +34,7 @@ class Sequences:
 
     @property
     def num_emitted(self) -> list[int]:
-        """New tokens a row."""
+        """Number of new tokens of each row."""
         return [len(tokens) for tokens in self.new_tokens]
 
     @property
@@ -48,18 +48,19 @@ class Sequences:
 
     @property
     def new_shape(self) -> tuple[int, int]:
-        """Shape of the new tokens in the result: (B, steps)."""
+        """Shape of the new tokens in the result, (B, steps)."""
         return self.batch_size, max(self.num_emitted)
 
     def length(self, row: int) -> int:
-        """Prompt and new tokens of a row, padding of the prompt included (stock's `input_ids.shape[1]`)."""
+        """Number of prompt and new tokens of a row, left padding included (stock's `input_ids.shape[1]`)."""
         return self.prompt.shape[1] + len(self.new_tokens[row])
 
     def append(self, row: int, token: int) -> None:
         self.new_tokens[row].append(token)
 
     def view(self, rows: Sequence[int]) -> Int[Tensor, "R T"]:
-        """Text of some rows of equal length, as stock's `input_ids`, contiguous and where the prompt is. Read only."""
+        """The text of some rows of equal length, in the form of stock's `input_ids`: contiguous, on the prompt's
+        device, read only."""
         length = self.length(rows[0])
         if len(rows) == self.batch_size and length == self.prompt.shape[1]:
             return self.prompt
@@ -71,18 +72,18 @@ class Sequences:
         return self._ids[list(rows), :length]
 
     def result(self) -> Int[Tensor, "B T"]:
-        """All rows, those that ended early filled with the padding token, as plain `generate` returns them."""
+        """All rows as plain `generate` returns them, finished ones filled with the padding token."""
         num_new = self.new_shape[1]
         rows = [tokens + [self.pad_token_id] * (num_new - len(tokens)) for tokens in self.new_tokens]
         new_ids = torch.tensor(rows, dtype=torch.long, device=self.prompt.device)
         return torch.cat([self.prompt, new_ids.view(self.batch_size, num_new)], dim=1)
 
     def columns(self, start: int) -> list[Tensor]:
-        """Tokens of steps `start`, `start + 1`, … [B] each, for streamers; rows must be of equal length."""
+        """The tokens of steps `start`, `start + 1`, …, each [B], for streamers. Rows must be of equal length."""
         return [torch.tensor(column) for column in zip(*(tokens[start:] for tokens in self.new_tokens), strict=True)]
 
     def _write(self, length: int) -> None:
-        """Brings the device copy up to date; it grows geometrically, so a token is written once."""
+        """Updates the copy on the device. It grows geometrically, so each token is written once."""
         num_prompt = self.prompt.shape[1]
         if self._ids.shape[1] < length:
             grown = self._ids.new_zeros(self.batch_size, max(length, 2 * self._ids.shape[1], num_prompt + 64))

@@ -1,4 +1,4 @@
-"""Stopping criteria, evaluated after every emitted token as plain `generate` does."""
+"""Stopping criteria, evaluated after every emitted token as in plain `generate`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from .records import Records
 
 
-# Not the time: when it is up, stock ends all rows after the same number of tokens.
+# `MaxTimeCriteria` is missing: when the time is up, stock ends all rows at the same step.
 _ROW_WISE = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 _KNOWN = (*_ROW_WISE, MaxTimeCriteria)
 
 
 class Stopping:
-    """The request's criteria.
+    """The stopping criteria of a request.
 
     Args:
-        criteria: as prepared by `generate`.
+        criteria: stopping criteria as `generate` prepared them.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
         self.criteria = criteria
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.max_length: int | None = criteria.max_length
-        # One that is not known may draw from the RNG that the request samples with.
+        # An unknown criterion may draw from the RNG that the request samples with.
         self.may_draw = any(type(criterion) not in _KNOWN for criterion in criteria)
         self._host_rules = _host_rules(criteria)
         deadlines = [c.initial_timestamp + c.max_time for c in criteria if type(c) is MaxTimeCriteria]
@@ -51,11 +51,12 @@ class Stopping:
         return known and (self.has_eos or all(type(c) is MaxLengthCriteria for c in self.criteria))
 
     def is_running(self, sequences: Sequences, row: int) -> bool:
-        """Whether a row still gets tokens of its own: stock fills finished rows with padding only if there is EOS."""
+        """Whether a row still gets tokens of its own. Stock fills finished rows with padding only if there is an
+        EOS."""
         return not (self.has_eos and sequences.finished[row])
 
     def update(self, rows: Sequence[int], sequences: Sequences, records: Records) -> None:
-        """Marks those of `rows` (of equal length) that are finished after their last token."""
+        """Marks the rows among `rows` (of equal length) that are finished after their last token."""
         if self._host_rules is not None:
             is_late = self._deadline is not None and time.time() > self._deadline
             for row in rows:
@@ -71,10 +72,10 @@ class Stopping:
 
 
 def _host_rules(criteria: StoppingCriteriaList) -> list[Callable[[int, int], bool]] | None:
-    """The usual criteria as functions (length, last token) -> done that touch no tensor; None if there are others.
+    """The usual criteria as functions (length, last token) -> done without tensors; None if there are others.
 
-    `StoppingCriteriaList.__call__` is the plain reference; these save its tensor work, and on accelerators a host
-    synchronisation, for every token.
+    For every token these save the tensor work of `StoppingCriteriaList.__call__`, the plain reference. On accelerators
+    they also save a host synchronisation.
     """
     rules: list[Callable[[int, int], bool]] = []
     for criterion in criteria:
@@ -87,6 +88,6 @@ def _host_rules(criteria: StoppingCriteriaList) -> list[Callable[[int, int], boo
         elif type(criterion) is EosTokenCriteria:
             eos_ids = frozenset(criterion.eos_token_id.tolist())
             rules.append(lambda length, token, eos_ids=eos_ids: token in eos_ids)
-        elif type(criterion) is not MaxTimeCriteria:  # of those, `Stopping` looks at the clock once a step
+        elif type(criterion) is not MaxTimeCriteria:  # `Stopping` checks the time once a step
             return None
     return rules

@@ -1,11 +1,9 @@
 """Typical acceptance: a lossy alternative to matching the request's sampler.
 
 Source: Cai et al., "Medusa" (arXiv:2401.10774), section 2.3.1. A drafted token is accepted if the target finds it
-probable enough for how undecided the target is, not if the target would have sampled it. More tokens are accepted, and
-the text is *not* distributed as the target's: a speculator with this rule has `lossless == False`, its repr says so,
-and `stats.lossy_calls` counts the calls.
-
-The default rule, "match", is the request's sampler itself; see `verification`.
+probable enough, even if the target would have sampled another token. The threshold falls with the target's entropy.
+More tokens are accepted, but the text is *not* distributed as the target's. A speculator with this rule has `lossless
+== False`, its repr says so, and `stats.lossy_calls` counts its calls.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ class TypicalAcceptance:
     """The thresholds of typical acceptance.
 
     Attributes:
-        posterior_threshold: epsilon, a token of at least this probability is accepted however sure the target is.
-        posterior_alpha: delta, the factor of the threshold that falls with entropy. (The paper suggests sqrt(epsilon).)
+        posterior_threshold: epsilon: a token of at least this probability is always accepted.
+        posterior_alpha: delta: factor of the threshold that falls with the entropy. The paper suggests sqrt(epsilon).
     """
 
     posterior_threshold: float = 0.09
@@ -43,16 +41,17 @@ class TypicalAcceptance:
                 raise ValueError(f"typical acceptance: {name} must be above 0 and at most 1, got {value}.")
 
     def thresholds(self, probs: Float[Tensor, "*lead V"]) -> tuple[Float[Tensor, "*lead"], Float[Tensor, "*lead"]]:
-        """(thresholds, entropies); *more* than min(epsilon, delta * exp(-entropy)) has to be the probability."""
-        # The 1e-5 is the reference's: it is what keeps p = 0 finite, and it can be seen in the thresholds.
+        """(thresholds, entropies). A token is accepted if its probability is *above* min(epsilon, delta *
+        exp(-entropy))."""
+        # The reference implementation has this 1e-5 too; it changes the thresholds slightly and keeps p = 0 finite.
         entropies = -(probs * (probs + 1e-5).log()).sum(-1)
         return (torch.exp(-entropies) * self.posterior_alpha).clamp(max=self.posterior_threshold), entropies
 
     def last_nodes(self, scores: Float[Tensor, "R N V"], tree: DraftTree) -> Int[Tensor, " R"]:
-        """The node at the end of each row's accepted path: the deepest, and of those the one of the likeliest path.
+        """The last node of each row's accepted path: the deepest accepted node, on the most likely path.
 
         Args:
-            scores: of every node, after the request's processors (temperature among them).
+            scores: scores of every node, after the request's processors (temperature among them).
         """
         device = scores.device
         probs = torch.softmax(scores.float(), dim=-1)
@@ -62,7 +61,7 @@ class TypicalAcceptance:
         rows = torch.arange(tree.batch_size, device=device)[:, None]
         token_probs = probs[rows, above, to_device(tree.token_ids, device)]  # [B, N], at the parent
         is_typical = token_probs > self.thresholds(probs)[0].gather(1, above)
-        is_typical = torch.where(is_draft, is_typical, parents == -1)  # the root is; padding is not
+        is_typical = torch.where(is_draft, is_typical, parents == -1)  # the root is accepted, padding is not
         ancestors = to_device(tree.plan.ancestors, device)
         is_accepted = (is_typical[:, None, :] | ~ancestors).all(-1)
         likelihoods = torch.where(is_draft, token_probs, 1.0).clamp(min=1e-38).log()
@@ -73,15 +72,15 @@ class TypicalAcceptance:
 
 
 class TypicalSampler(Sampler):
-    """Chooses tokens along the path that typical acceptance takes, and the most probable one at its end.
+    """Chooses the tokens along the path of typical acceptance, then the most probable token.
 
-    Deterministic, as in the reference: no noise is drawn.
+    As in the reference this is deterministic: no noise is drawn.
 
     Args:
-        rule: the thresholds.
-        processors: as prepared by `generate`; row-wise ones (`requests` refuses others), as all nodes have to be scored
-            before a path is known.
-        records: collects scores and logits.
+        rule: thresholds of typical acceptance.
+        processors: logits processors as `generate` prepared them. They must be row-wise: all nodes are scored before a
+            path is known.
+        records: receives scores and logits.
     """
 
     def __init__(self, rule: TypicalAcceptance, processors: LogitsProcessorList, records: Records):
@@ -110,7 +109,7 @@ class TypicalSampler(Sampler):
 
 
 def _next_on_path(parents: Sequence[int], last: int) -> dict[int, int]:
-    """Node -> its child, for the nodes above `last`."""
+    """A mapping from each node above `last` to its child on the path."""
     children = {}
     while last > 0:
         children[parents[last]] = last

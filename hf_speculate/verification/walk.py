@@ -1,6 +1,6 @@
-"""The walk down a draft tree: the sampler chooses a token at a node; if it is a child, move there.
+"""The walk down a draft tree: the sampler chooses a token at a node; if it is a child, the walk goes there.
 
-Lossless by construction: the target's sampler picks every emitted token, in order.
+It is lossless by construction: the target's sampler picks every emitted token, in order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .stopping import Stopping
 
 @dataclass
 class Verdict:
-    """The outcome of one round, lists over the rows of the batch.
+    """The outcome of one round, as lists over the rows of the batch.
 
     Attributes:
-        paths: accepted nodes, root first; the entries that stay in the cache. Empty for rows that did not take part;
-            of rows that have ended, those of padding go on here.
-        tokens: emitted tokens; `tokens[r][j]` was chosen after node `paths[r][j]`. Padding is none.
-        num_accepted: how many of the tokens were draft nodes.
+        paths: accepted nodes, root first: the entries that stay in the cache. Rows that did not take part have none;
+            the path of a finished row may go on with padding.
+        tokens: emitted tokens; `tokens[r][j]` was chosen after node `paths[r][j]`. Padding is not among them.
+        num_accepted: number of emitted tokens that were draft nodes.
     """
 
     paths: list[list[int]]
@@ -51,31 +51,35 @@ def verify(
     after_step: Callable[[], bool] | None = None,
     verdict: Verdict | None = None,
 ) -> Verdict:
-    """Walks the tree as the request's sampler decides, appending to `sequences` and stopping where it must.
+    """Walks the tree as the request's sampler decides, appending tokens to `sequences` until nothing drafted fits.
 
     Args:
-        logits: of every node.
-        tree: of all rows, or of those that are not finished.
-        lockstep: all rows advance together, so that every processor and criterion is called in stock's order with the
-            whole batch; otherwise each row advances alone.
-        pads_ended: rows that have ended go on with padding, as far as the longest row.
-        may_be_tainted: see `Sampler.chooser`.
-        after_step: called after every step of a lock-step; False ends the round.
-        verdict: an empty one to be filled, for a caller who wants what an interruption has left.
+        logits: logits of every node of `tree`.
+        tree: draft tree of all rows, or of those that are not finished.
+        lockstep: whether all rows advance together, so that every processor and criterion gets the whole batch in
+            stock's order. Otherwise each row advances alone.
+        pads_ended: whether finished rows go on with padding, as far as the longest row.
+        may_be_tainted: whether the forward had masked entries (`Sampler.chooser`).
+        after_step: function called after every step in lock-step; False from it ends the round. None calls nothing.
+        verdict: empty verdict to fill, for a caller that needs it after an interruption; None makes a new one.
+
     Returns:
-        The verdict; rows that were finished before the call emit nothing.
+        The verdict. Rows that were finished before the call emit nothing.
+
     Raises:
-        TaintedScores: before anything is emitted.
+        TaintedScores: scores may be tainted; nothing was emitted.
     """
     verdict = verdict or Verdict.empty(sequences.batch_size)
     choose = sampler.chooser(logits, tree, sequences, may_be_tainted=may_be_tainted)
-    # Whoever drafted it has to answer for it before anything is emitted; a root alone is the loop's own.
+    # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's own.
     host = tree.host if tree.num_nodes > 1 else None
     if lockstep:
-        _Walk(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(list(range(sequences.batch_size)))
+        _Descent(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(
+            list(range(sequences.batch_size))
+        )
         return verdict
     ended = sequences.finished_rows
-    walk = _Walk(choose, tree, host, sampler, stopping, sequences, verdict)
+    walk = _Descent(choose, tree, host, sampler, stopping, sequences, verdict)
     for row in range(sequences.batch_size):
         if row not in ended:
             walk([row])
@@ -85,8 +89,8 @@ def verify(
 
 
 @dataclass
-class _Walk:
-    """Down the tree, from the root to where nothing was drafted of what is chosen; see `verify`."""
+class _Descent:
+    """The walk of some rows from the root to the last node that fits; see `verify`."""
 
     choose: Choose
     tree: DraftTree
@@ -98,7 +102,7 @@ class _Walk:
     after_step: Callable[[], bool] | None = None
 
     def __call__(self, rows: list[int]) -> None:
-        """Together, for rows of equal length; a row that ends on the way goes on with padding."""
+        """Walks rows of equal length together. A row that ends on the way continues with padding."""
         nodes: Sequence[int | None] = [0] * len(rows)
         can_go_on = True
         while can_go_on and None not in nodes:
@@ -110,14 +114,14 @@ class _Walk:
                 can_go_on &= self.after_step()
 
     def pad(self, row: int, length: int) -> None:
-        """A row that has ended, up to `length` new tokens: chooses only for the record."""
+        """Continues a finished row with padding up to `length` new tokens, for the records."""
         node: int | None = 0
         while node is not None and len(self.sequences.new_tokens[row]) < length:
             self.choose([row], [node])
             node = self._step(row, node, 0, False)
 
     def _step(self, row: int, node: Any, chosen: int, is_running: bool) -> int | None:
-        """Appends what was chosen at a node; returns the child with it."""
+        """Appends the token chosen at a node, and returns the child that holds it."""
         token = chosen if is_running else self.sequences.pad_token_id
         self.sequences.append(row, token)
         child = None if self.host is None else self.host.child(self.tree.slot(row), node, token)
@@ -128,7 +132,7 @@ class _Walk:
         return child
 
     def _goes_on_after_criteria(self, rows: list[int]) -> bool:
-        """Marks the rows that are finished; whether any is not, and all that was drawn ahead still holds."""
+        """Marks finished rows. Returns whether one is still running and the noise drawn ahead is still valid."""
         was_disturbed = False
         if self.stopping.may_draw and self.sampler.noise is not None and len(rows) == self.sequences.batch_size:
             self.sampler.noise.pause(len(self.sequences.new_tokens[rows[0]]))

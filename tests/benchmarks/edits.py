@@ -28,7 +28,7 @@ from hf_speculate.commands import (
     Device,
     Grid,
     Specs,
-    Target,
+    TargetOption,
     by_depth,
     default_target,
     environment,
@@ -54,7 +54,7 @@ class EditSettings:
 
     QUICK: ClassVar = {"num_files": 4}
 
-    target: Target = None
+    target: TargetOption = None
     speculators: Specs = None
     nodes: Annotated[list[int], typer.Option(min=1, help="Draft nodes (repeatable).")] = field(
         default_factory=lambda: [8]

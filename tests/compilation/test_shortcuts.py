@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_speculate.compilation.graphs import ASKED_OFTEN, MAX_BATCH_SIZES, MAX_GRAPHS, Compiler, Graphs, graphs_of
-from hf_speculate.compilation.shortcuts import Shortcut, Watched, watching
+from hf_speculate.compilation.shortcuts import Shortcut, WatchedGraph, watching
 
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_the_next_request_sees_what_has_changed(request_):
 @pytest.mark.parametrize("num_calls", [0, 2])
 def test_no_shortcut_where_more_or_less_than_one_graph_ran(num_calls):
     x = torch.ones(2)
-    run = Watched(lambda each: [each * 2])
+    run = WatchedGraph(lambda each: [each * 2])
     with watching() as calls:
         results = [run(x) for _ in range(num_calls)]
     assert Shortcut.of((x,), calls, results) is None
@@ -90,13 +90,13 @@ def test_no_shortcut_where_more_or_less_than_one_graph_ran(num_calls):
 def test_no_shortcut_where_the_result_is_not_what_the_graph_returned():
     x = torch.ones(2)
     with watching() as calls:
-        (result,) = Watched(lambda each: [each * 2])(x)
+        (result,) = WatchedGraph(lambda each: [each * 2])(x)
     assert Shortcut.of((x,), calls, result + 1) is None
     assert Shortcut.of((x,), calls, result) is not None
 
 
 def test_nothing_is_watched_outside():
-    run = Watched(lambda each: [each])
+    run = WatchedGraph(lambda each: [each])
     with watching() as calls:
         pass
     run(torch.ones(1))

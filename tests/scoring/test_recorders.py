@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 
-from hf_speculate.scoring.hooks import Recorder, keep_saveable
+from hf_speculate.scoring.hooks import SaveableHook, keep_saveable
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -38,7 +38,7 @@ def test_hooks_are_exchanged_once_and_nobody_elses(tiny_model, prompt):
     keep_saveable(model)
     assert list(layer._forward_hooks) == list(before)
     assert layer._forward_hooks[other.id] is before[other.id]
-    exchanged = [hook for hook in layer._forward_hooks.values() if isinstance(hook, Recorder)]
+    exchanged = [hook for hook in layer._forward_hooks.values() if isinstance(hook, SaveableHook)]
     assert len(exchanged) == len(before) - 1
     keep_saveable(model)
-    assert [hook for hook in layer._forward_hooks.values() if isinstance(hook, Recorder)] == exchanged
+    assert [hook for hook in layer._forward_hooks.values() if isinstance(hook, SaveableHook)] == exchanged

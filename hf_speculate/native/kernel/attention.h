@@ -1,23 +1,23 @@
-// Attention of a few queries, in a tree or a row, over the entries of a cache.
+// Attention of a few queries, in a tree or a chain, over the entries of a cache.
 //
-// Every query takes the keys that it sees in their order, as if there were no others: its sums do not depend on where in
-// the cache its ancestors lie, on what else is there, nor on how many queries there are. A node of a draft tree gets the
-// very bits that it would get in a chain.
+// Each query's sums run over the keys that it sees, in text order, as if there were no others. They do not depend on
+// where its ancestors lie in the cache, on other entries, or on the number of queries. So a node of a draft tree gets
+// the same bits as in a chain.
 #pragma once
 
 #include "dense.h"
 
 namespace {
 
-constexpr int ATTENTION_ROWS = 32;  // queries times heads that share keys, at a time
+constexpr int ATTENTION_ROWS = 32;  // most rows of a block: queries times heads that share keys
 constexpr int MOST_GROUPS = 128;
 
 template <class T> struct Attention {
   const T* queries;  // [row, head, column], rotated
-  const T *keys, *values;  // of the cache [batch row, KV head, entry, column]
+  const T *keys, *values;  // the cache, [batch row, KV head, entry, column]
   int64_t batch_stride, head_stride, batch_size, num_queries, num_keys, heads, kv_heads, head_dim;
   float scale;
-  // Of each query, where its runs [first entry, end) begin; null: every query sees what lies before it, and itself.
+  // Offset of each query's runs [first entry, end); null: a query sees all entries up to its own.
   const int32_t *offsets, *runs;
   Inputs<T> out;
 
@@ -26,7 +26,7 @@ template <class T> struct Attention {
   int64_t blocks() const { return (num_queries + block() - 1) / block(); }
   int64_t items() const { return batch_size * kv_heads * blocks(); }
   int64_t stride() const { return (num_keys + LANES - 1) / LANES * LANES; }
-  // For turned keys, queries in float32 where these are multiplied so, and scores.
+  // Floats for transposed keys, for queries widened to float32, and for scores.
   int64_t scratch_floats() const { return head_dim * LANES + block() * groups() * (head_dim + stride()) + stride(); }
 };
 
@@ -34,10 +34,10 @@ struct Run {
   int64_t first, end;
 };
 
-// What a query sees.
+// The entries that one query sees.
 template <class T> struct Sight {
   const Attention<T>* a;
-  int64_t query, row;  // of a batch row; of all
+  int64_t query, row;  // index in its batch row; index among all rows
 
   int64_t count() const { return a->offsets ? a->offsets[row + 1] - a->offsets[row] : 1; }
   Run run(int64_t i) const {
@@ -47,7 +47,7 @@ template <class T> struct Sight {
   }
 };
 
-// Sixteen keys as [step, key]; those behind the last are 0.
+// Transposes sixteen keys to [step, key]; missing ones become 0.
 template <class T> void turn_keys(const T* keys, int64_t count, int64_t head_dim, float* to) {
   const int64_t bytes = head_dim * sizeof(T);
   for (int64_t at = 0; at < bytes; at += 64) {
@@ -64,7 +64,7 @@ template <class T> void turn_keys(const T* keys, int64_t count, int64_t head_dim
   }
 }
 
-// A query as it is multiplied; `to` has room for its columns in float32.
+// A query in the form for products; `to` has room for its columns in float32.
 inline const float* widened_query(const float* query, int64_t, float*) { return query; }
 inline const Factor<uint16_t>* widened_query(const uint16_t* query, int64_t head_dim, float* to) {
 #if HAS_BF16
@@ -75,7 +75,7 @@ inline const Factor<uint16_t>* widened_query(const uint16_t* query, int64_t head
 #endif
 }
 
-// Adds the products of a step of columns of some keys: of one column in float32, of two in bfloat16.
+// Adds the products of one step of columns of some keys: one column in float32, two in bfloat16.
 INLINE WideFloats multiply_add(const WideFloats& sum, const WideFloats& keys, const float* query, int64_t i, float) {
   return sum + keys * query[i];
 }
@@ -89,10 +89,11 @@ INLINE WideFloats multiply_add(const WideFloats& sum, const WideFloats& keys, co
 #endif
 }
 
-// Rows whose sums stand in registers together, and vectors of each: sixteen columns or more, since so many are put at once.
+// Number of rows whose sums are in registers together, and of vectors of each. A vector has sixteen columns or more,
+// because so many are written at once.
 constexpr int SCORED_ROWS = HAS_AVX512 ? 8 : 4, MIXED_ROWS = 4, MIXED_VECTORS = HAS_AVX512 ? 4 : PARTS;
 
-// Scores of sixteen keys by ROWS queries, in the order of the columns.
+// Scores of sixteen keys by ROWS queries, summed in the order of the columns.
 template <int ROWS, class T>
 void score(const float* turned, const Factor<T>* const* queries, int64_t steps, float* const* scores, int64_t at) {
   WideFloats sums[ROWS][PARTS] = {};
@@ -106,7 +107,7 @@ void score(const float* turned, const Factor<T>* const* queries, int64_t steps, 
   for (int r = 0; r < ROWS; r++) memcpy(scores[r] + at, sums[r], sizeof sums[r]);
 }
 
-// Scores of what a query sees become weights, moved together to the front; their sum.
+// Turns the scores of the entries that a query sees into weights and moves them to the front. Returns their sum.
 template <class T> float weigh(const Sight<T>& sight, float* scores, int64_t* num_seen) {
   int64_t seen = 0;
   for (int64_t i = 0; i < sight.count(); i++) {
@@ -132,7 +133,7 @@ template <class T> float weigh(const Sight<T>& sight, float* scores, int64_t* nu
   return sum_of(sum);
 }
 
-// Adds neighbouring entries, VECTORS vectors of each, with the weights of ROWS rows.
+// Adds the values of `count` neighbouring entries, VECTORS vectors of each, with the weights of ROWS rows.
 template <int ROWS, int VECTORS, class T>
 INLINE void add_values(const T* values, int64_t head_dim, int64_t count, const float* const* weights, int64_t at,
                        WideFloats sums[][VECTORS]) {
@@ -154,14 +155,15 @@ INLINE void add_values(const T* values, int64_t head_dim, int64_t count, const f
     for (int v = 0; v < VECTORS; v++) sums[r][v] = total[r][v];
 }
 
-// One of the heads of a query that share keys.
+// One query with one of the heads that share keys.
 template <class T> struct Row {
   Sight<T> sight;
   int64_t head, seen;
   float sum;
 };
 
-// VECTORS vectors of columns of the outputs of ROWS rows: what begins alike is read once for all of them.
+// Computes VECTORS vectors of columns of the outputs of ROWS rows. Their common first entries are read once for all
+// rows.
 template <int ROWS, int VECTORS, class T>
 void mix(const Attention<T>& a, const T* values, const Row<T>* rows, float* const* weights, int64_t column) {
   constexpr int COUNT = VECTORS * WIDE;
@@ -204,7 +206,7 @@ void mix_columns(const Attention<T>& a, const T* values, const Row<T>* rows, flo
     if (column < a.head_dim) mix_columns<VECTORS / 2>(a, values, rows, weights, num_rows, column);
 }
 
-// A block of queries with the heads that share keys; `scratch` has `scratch_floats`.
+// Computes a block of queries with the heads that share keys; `scratch` has `scratch_floats`.
 template <class T> void attend(const Attention<T>& a, int64_t item, float* scratch) {
   const int64_t block = item % a.blocks(), kv_head = item / a.blocks() % a.kv_heads, b = item / a.blocks() / a.kv_heads;
   const int64_t first = block * a.block(), groups = a.groups(), stride = a.stride();

@@ -8,14 +8,14 @@
 
 namespace {
 
-// An integer that is as large among others as a float, of these bits, among floats; NaN lies beyond the infinities.
+// Maps the bits of a float to an integer with the same order; NaN lies beyond the infinities.
 template <class I> INLINE I rank_of(I bits) {
   constexpr I MAGNITUDE = std::is_same<I, int16_t>::value ? 0x7fff : 0x7fffffff;
   const I size = bits & MAGNITUDE;
   return bits < 0 ? -size : size;
 }
 
-// Scores as integers that are ordered as they are.
+// Scores as integers of the same order.
 template <class T> struct Ranks {
   using I = typename std::conditional<sizeof(T) == 2, int16_t, int32_t>::type;
   static constexpr I INFINITE = sizeof(T) == 2 ? 0x7f80 : 0x7f800000;
@@ -25,7 +25,7 @@ template <class T> struct Ranks {
   I operator[](int64_t i) const { return rank_of(bits[i]); }
   bool is_nan(int64_t i) const { return (*this)[i] > INFINITE || (*this)[i] < -INFINITE; }
 
-  // The largest rank of some scores, and whether there is NaN among them.
+  // The largest rank of some scores; sets `any_nan`.
   I largest(int64_t begin, int64_t end, bool& any_nan) const {
     I largest = -INFINITE, least = INFINITE;
     for (int64_t i = begin; i < end; i++) {
@@ -37,7 +37,7 @@ template <class T> struct Ranks {
   }
 };
 
-// The first NaN, if there is one; else the first of the largest. Only the block that has it is looked at twice.
+// The index of the first NaN, or else of the first largest score. Only the block with it is read twice.
 template <class T> int64_t argmax(const T* scores, int64_t count) {
   constexpr int64_t BLOCK = 512;
   const Ranks<T> ranks(scores);
@@ -53,7 +53,7 @@ template <class T> int64_t argmax(const T* scores, int64_t count) {
   return 0;
 }
 
-// The largest of what is offered, largest first; of equals, what came first.
+// The largest of the offered values, largest first; the first of equal ones.
 struct Best {
   float* values;
   int64_t* indices;
@@ -68,13 +68,13 @@ struct Best {
   }
 };
 
-// Columns of the `most` largest scores of `count`, at least as many, and their probabilities among these, largest first; all 0
-// where a score that counts is not finite.
+// Finds the columns of the `most` largest scores among `count` (at least `most`), and their probabilities among these,
+// largest first. All probabilities are 0 if a score that counts is not finite.
 template <class T> void most_probable(const T* scores, int64_t count, int64_t most, float* probs, int64_t* columns) {
   constexpr int64_t BLOCK = 64;
   const Ranks<T> ranks(scores);
   Best best{probs, columns, most};
-  auto bound = (typename Ranks<T>::I)-Ranks<T>::INFINITE;  // the rank of the least of the best, once there are enough
+  auto bound = (typename Ranks<T>::I)-Ranks<T>::INFINITE;  // rank of the smallest of the best, once there are `most`
   bool any_nan = false;
   for (int64_t block = 0; block < count && !any_nan; block += BLOCK) {
     const int64_t end = block + BLOCK < count ? block + BLOCK : count;

@@ -1,4 +1,4 @@
-// Dense matrices [out, in] times few rows: as fast as memory gives the matrix.
+// Products of dense matrices [out, in] and few rows, at the speed at which memory delivers the matrix.
 #pragma once
 
 #include "products.h"
@@ -22,7 +22,7 @@ INLINE float total(const WideFloats& v) {
 #endif
 }
 
-// Adds 32 columns of the products of OUT rows of a matrix and ROWS rows of an input.
+// Adds 32 columns of the products of OUT matrix rows and ROWS input rows.
 template <int OUT, int ROWS, class T, class From>
 INLINE void add_cell(const T* weights, int64_t in_features, const From* const* x, WideFloats sums[][ROWS]) {
 #if HAS_BF16
@@ -46,7 +46,7 @@ INLINE void add_cell(const T* weights, int64_t in_features, const From* const* x
     }
 }
 
-// OUT rows of a matrix times ROWS rows of an input from row m on, to [row, 16].
+// Multiplies OUT matrix rows with ROWS input rows from row m on; writes [row, 16].
 template <int OUT, int ROWS, class T, class X>
 void multiply_dense(const T* weights, int64_t in_features, const X& x, int64_t m, float* to) {
   WideFloats sums[OUT][ROWS] = {};
@@ -68,7 +68,7 @@ template <int OUT, class T, class X> void multiply_dense(const T* weights, int64
   if (m < x.rows) multiply_dense<OUT, 1>(weights, in_features, x, m, to + m * LANES);
 }
 
-// Sixteen rows of a matrix, or fewer, times all rows of an input, to [row, 16].
+// Multiplies at most sixteen matrix rows with all input rows; writes [row, 16].
 template <class T, class X>
 void multiply_dense_rows(const T* weights, int64_t in_features, int64_t count, const X& x, float* to) {
   constexpr int OUT = 4;

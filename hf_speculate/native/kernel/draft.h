@@ -1,6 +1,6 @@
-// A whole draft of an EAGLE-3 head: reads what a round committed, then draws a tree, level by level.
+// A whole draft of an EAGLE-3 head: reads the entries that a round committed, then drafts a tree level by level.
 //
-// The reference is `NativeSteps` of the plug-ins, which calls for each of these steps.
+// The plain reference is `NativeSteps` of the plug-ins, which makes a call for each of these steps.
 #pragma once
 
 #include "growth.h"
@@ -8,24 +8,26 @@
 
 namespace {
 
-// `_Draft` of draft.py.
+// `_DraftStructure` of draft.py.
 struct Draft {
-  Call layers;        // of every forward: its layers, batch, cache and threads; num_keys: entries that were read before
-  Ranking ranking;    // of every level; log_noise: of the next one
-  Growth* growth;     // nothing was proposed yet
-  Matrix embeddings;  // blocks as in files, or dense
+  Call layers;        // call for every forward, with layers, batch, cache and threads; num_keys: entries that were read before
+  Ranking ranking;    // call for every level; log_noise is that of the next one
+  Growth* growth;     // without any proposals yet
+  Matrix embeddings;  // blocks as in the file, or dense
   const void *cos, *sin;     // [position, head_dim]
-  const int64_t* positions;  // of the next entry of each batch row
-  // What was committed and is yet to be read: [batch row, entry], with the states of each. Every row sees all before.
+  const int64_t* positions;  // position of the next entry of each batch row
+  // Committed entries that the head has not read yet, [batch row, entry], with their states. Each sees all entries
+  // before it.
   int64_t num_pending;
   const int64_t* pending_tokens;
-  const void* pending_states;  // or the target's, which a matrix in 8 bits projects: parts of its rows, [batch row, entry] each
+  // or `features`: the target's states [batch row, entry], which a matrix in 8 bits projects together
+  const void* pending_states;
   int64_t num_features;
   const void* features[8];
   Matrix fusing;
-  void* root;  // states of the entry committed last [batch row, hidden]; found, where something is pending
-  const int32_t *offsets, *runs;  // which entries each batch row sees, with those pending
-  bool (*goes_on)(int64_t level);  // whether a level behind this one is wanted; sets its noise
+  void* root;  // states of the last committed entry [batch row, hidden]; computed if entries are pending
+  const int32_t *offsets, *runs;  // runs of entries that each batch row sees, pending ones included
+  bool (*goes_on)(int64_t level);  // asks whether to draft another level; sets its noise
 };
 
 template <class T> class DraftRun {
@@ -34,7 +36,7 @@ template <class T> class DraftRun {
       : d(draft), growth(*d.growth), batch_size(growth.batch_size), width(growth.width), hidden(d.embeddings.in_features),
         head_dim((*d.layers.layers)->head_dim) {}
 
-  // 1: done; 0: modules are to do it; -1: out of memory.
+  // Returns 1: done; 0: the modules must do it; -1: out of memory.
   int work() {
     if (!take()) return -1;
     const int64_t num_before = d.layers.num_keys + d.num_pending;
@@ -63,7 +65,7 @@ template <class T> class DraftRun {
   }
 
  private:
-  // Memory of this call only: another draft may be asked for while this one asks whether it goes on.
+  // Memory of this call only: `goes_on` may start another draft on the same thread.
   bool take() {
     const int64_t nodes = batch_size * width, rows = larger(nodes, batch_size * d.num_pending);
     const int64_t num_states = rows * hidden, num_angles = rows * head_dim;
@@ -83,7 +85,7 @@ template <class T> class DraftRun {
     return true;
   }
 
-  // The states of what is pending.
+  // Computes the states of the pending entries.
   bool fuse() {
     const int64_t count = batch_size * d.num_pending, columns = d.fusing.in_features, part = columns / d.num_features;
     for (int64_t i = 0; i < count; i++)
@@ -92,7 +94,8 @@ template <class T> class DraftRun {
     return multiply(d.fusing, joined, count, fused, true, d.layers.threads);
   }
 
-  // Some entries of each batch row: `step` from one's position to the next one's, the first one's behind the next entry's.
+  // Runs `num_rows` entries of each batch row. The first is `first` positions after the next entry; `step` is the
+  // distance between positions.
   bool forward(int64_t num_rows, const void* x, int64_t first, int64_t step, int64_t num_keys, const int32_t* offsets,
                const int32_t* runs) {
     for (int64_t i = 0; i < batch_size * num_rows; i++) {

@@ -1,11 +1,11 @@
-// What GGUF's blocks hold, and how it lies in memory here.
+// The contents of GGUF's blocks, and their layout in memory.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// Finite float16. Subnormals without arithmetic on them, which may be switched off.
+// Widens finite float16. Subnormals need no arithmetic on subnormals, which may be switched off.
 INLINE Floats widen_halves(const uint8_t* from) {
 #if HAS_AVX512
   return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
@@ -21,7 +21,7 @@ INLINE Floats widen_halves(const uint8_t* from) {
 #endif
 }
 
-// In two steps: GCC makes sixteen scalar ones of a single conversion.
+// In two steps: GCC would make sixteen scalar conversions of one.
 INLINE Floats widen_bytes(const uint8_t* from) {
 #if HAS_AVX512
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
@@ -30,8 +30,9 @@ INLINE Floats widen_bytes(const uint8_t* from) {
 #endif
 }
 
-// The columns of a cell, four in each lane of 32 bits: even ones in the lower half, odd ones in the upper, so that a shift
-// leaves a pair of columns to products in bfloat16; and a byte each, so that a mask leaves four to products of bytes.
+// The order of a cell's columns: four in each lane of 32 bits, one in each byte. Even columns are in the lower half,
+// odd ones in the upper half. So a shift gives a pair of columns for bfloat16 products, and a mask gives four for byte
+// products.
 constexpr int QUADS = COLUMNS / 4;
 constexpr int quad_of(int column) { return column / 8 * 2 + column / 2 % 2; }
 constexpr int byte_of(int column) { return column % 2 * 2 + column / 4 % 2; }
@@ -39,7 +40,7 @@ constexpr int byte_of(int column) { return column % 2 * 2 + column / 4 % 2; }
 // The integers of IQ4_NL and IQ4_XS, plus 128.
 alignas(16) constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
-// Of each byte, which is less than 16, its entry.
+// The table entry for each byte, which must be less than 16.
 template <class V> INLINE V look_up(const V& codes) {
 #if HAS_AVX512
   if constexpr (sizeof(V) == 64)
@@ -63,15 +64,17 @@ template <class V> INLINE V look_up(const V& codes) {
   return load<V>(bytes);
 }
 
-// How a type lies in a tile of 16 rows of a matrix, one a lane; a cell is 32 of its columns. In memory: the low bits of the
-// codes of all cells, their high bits, then scales and offsets. Bits lie quad after quad, ascending from bit 0 of each byte.
-// A code has LOW + HIGH bits, the integer is code - BIAS, or that of TABLE; GROUP columns share scale and offset: float16
-// ones, or (SUPER) 8-bit ones times float16 ones of 256 columns.
+// The layout of a type in a tile of 16 matrix rows, one in each lane; a cell is 32 of its columns. Memory holds the low
+// bits of all codes, then their high bits, then scales and offsets. Bits are stored quad after quad, ascending from bit
+// 0 of each byte.
+//
+// A code has LOW + HIGH bits. The integer is code - BIAS, or an entry of TABLE. GROUP columns share scale and offset.
+// These are float16, or with SUPER 8-bit factors times float16 factors of 256 columns.
 template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_, bool LOOKS_UP_ = false> struct Layout {
   static constexpr int LOW = LOW_, HIGH = HIGH_, GROUP = GROUP_, BIAS = BIAS_, BITS = LOW + HIGH;
   static constexpr uint32_t LOW_MASK = (1 << LOW) - 1, HIGH_MASK = ((1 << HIGH) - 1) << LOW;
   static constexpr bool SUPER = SUPER_, OFFSET = OFFSET_, LOOKS_UP = LOOKS_UP_;
-  static constexpr int CODE_BITS = LOOKS_UP ? 8 : BITS;  // of what is looked up
+  static constexpr int CODE_BITS = LOOKS_UP ? 8 : BITS;  // bits after a lookup
   static constexpr int GROUPS = COLUMNS / GROUP, KINDS = OFFSET ? 2 : 1;
   static constexpr int64_t LOW_BYTES = 64 * LOW, HIGH_BYTES = 64 * HIGH;
   static constexpr int64_t CELL_FACTORS = KINDS * LANES * (SUPER ? GROUPS : 2);
@@ -84,7 +87,7 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
     return (super_at(cells) + cells / SUPER_CELLS * SUPER_FACTORS + 63) / 64 * 64;
   }
 
-  // Scales and offsets of one cell after the other.
+  // Scales and offsets, read cell by cell.
   struct Factors {
     Floats scales[GROUPS], offsets[GROUPS], super_scale = {}, super_offset = {};
 
@@ -107,8 +110,8 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
     }
   };
 
-  // The integers of a cell: for products in float32 a column at a time, for bfloat16 [lane, 2] two. For bytes the codes of
-  // four.
+  // The integers of a cell: one column at a time for float32 products, [lane, 2] for bfloat16. For byte products, the
+  // codes of four columns.
   struct Codes {
     const uint8_t *low, *high;
 #if HAS_BF16
@@ -130,7 +133,7 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
       low = tile + cell * LOW_BYTES, high = tile + high_at(cells) + cell * HIGH_BYTES;
     }
 
-    // Codes of a quad, of the lanes of a vector V, the how manieth `part` is.
+    // The codes of a quad for the lanes of vector number `part` of type V.
     template <class V> INLINE V quad(int i, int part) const {
       const V found = joined(load<V>(word(low, LOW, i) + part * sizeof(V)), i * LOW % 8,
                              HIGH ? load<V>(word(high, HIGH, i) + part * sizeof(V)) : V{}, i * HIGH % 8, 0x01010101);
@@ -148,7 +151,7 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
 #if HAS_BF16
     INLINE Floats at(int p, uint16_t) const {
       const int q = quad_of(2 * p), shift = 8 * byte_of(2 * p);
-      if constexpr (LOW == 8) {  // code + 2^23, but for the 2^23
+      if constexpr (LOW == 8) {  // float32 of code + 2^23, minus 2^23
         const Words v = load<Words>(word(low, LOW, q));
         const Floats even = reinterpret<Floats>((v >> shift & 255) | 0x4b000000) - (8388608.0f + BIAS);
         const Floats odd = reinterpret<Floats>((v >> (shift + 16) & 255) | 0x4b000000) - (8388608.0f + BIAS);
@@ -161,7 +164,7 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
           const Shorts moved = at > LOW ? h >> uint16_t(at > LOW ? at - LOW : 0) : h << uint16_t(at > LOW ? 0 : LOW - at);
           v = (v & uint16_t(LOW_MASK)) | (moved & uint16_t(~LOW_MASK));
         }
-        // A lookup looks at 5 or 6 bits; the table repeats itself for those above a code.
+        // A lookup uses 5 or 6 bits; the table repeats itself for the bits above a code.
         return reinterpret<Floats>(BITS > 5 ? _mm512_permutex2var_epi16(first, (__m512i)v, second)
                                             : _mm512_permutexvar_epi16((__m512i)v, first));
       }
@@ -180,7 +183,7 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
   };
 };
 
-// ---- types: what their blocks hold ----
+// ---- types: the contents of their blocks ----
 
 int nibble(const uint8_t* q, int i, int n) { return q[i % n] >> 4 * (i / n) & 15; }
 int two_bits(const uint8_t* q, int i) { return q[i % 32 + i / 128 * 32] >> 2 * (i / 32 % 4) & 3; }
@@ -193,8 +196,8 @@ int six_bits(const uint8_t* s, int g, bool offset) {
   return (offset ? s[g + 4] >> 4 : s[g + 4] & 15) | (s[offset ? g : g - 4] >> 2 & 48);
 }
 
-// A block has SIZE weights in BYTES bytes, its float16 scale at D and offset at M; code(block, weight);
-// factor(block, group, whether of the offset).
+// A block has SIZE weights in BYTES bytes, its float16 scale at byte D and its float16 offset at byte M. code(block,
+// weight) is a weight's code; factor(block, group, offset) is a group's 8-bit scale or offset.
 struct Q4_0 : Layout<4, 0, 32, false, false, 8> {
   static constexpr int SIZE = 32, BYTES = 18, D = 0, M = 0;
   static int code(const uint8_t* b, int i) { return nibble(b + 2, i, 16); }
@@ -259,7 +262,7 @@ void put(uint8_t* plane, int width, int column, int64_t lane, uint32_t value) {
   plane[64 * (bits / 8) + 4 * lane + byte_of(column)] |= value << bits % 8;
 }
 
-// Up to 16 rows into a tile of zeros; false where a float16 is not finite.
+// Packs at most 16 rows into a tile of zeros; returns false if a float16 is not finite.
 template <class F> bool pack(const uint8_t* block, int64_t rows, int64_t cells, uint8_t* tile) {
   constexpr int CELLS = F::SIZE / COLUMNS;
   bool finite = true;
@@ -284,10 +287,10 @@ template <class F> bool pack(const uint8_t* block, int64_t rows, int64_t cells, 
   return finite;
 }
 
-constexpr int AHEAD = 12288;  // bytes of weights; the hardware of some CPUs does not look beyond a page
+constexpr int AHEAD = 12288;  // bytes of weights to prefetch ahead; the hardware of some CPUs does not prefetch across a page
 
-// The share of a cell in the memory of a tile, some way ahead. Into all caches: what Intel's CPUs fetch past them holds back
-// what the hardware fetches, at a third of its pace.
+// Prefetches a cell's share of a tile, AHEAD bytes ahead, into all caches. Intel's CPUs hold back their hardware
+// prefetch, to a third of its speed, if software prefetches past the caches.
 template <class F> INLINE void prefetch(const uint8_t* tile, int64_t cell) {
   constexpr int64_t BYTES = F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS + (F::SUPER_FACTORS + SUPER_CELLS - 1) / SUPER_CELLS;
 #pragma GCC unroll 16

@@ -1,26 +1,27 @@
-// Dynamic draft trees as they grow level by level: which nodes are run next, what these see, and the best of all.
+// Dynamic draft trees that grow level by level: the nodes to run next, the entries that they see, and the best nodes.
 //
-// Source: EAGLE-2 (arXiv:2406.16858). The reference is `grow_tree` of the plug-ins.
+// Source: EAGLE-2 (arXiv:2406.16858). The plain reference is `grow_tree` of the plug-ins.
 #pragma once
 
 #include "ranking.h"
 
 namespace {
 
-constexpr int MOST_WIDTH = 128;  // and depth
+constexpr int MOST_WIDTH = 128;  // largest width and depth
 
-// The trees of a batch; `GrowthStructure` of growth.py. All arrays but the first are [batch row, …].
+// The trees of a batch; `GrowthStructure` of growth.py. All arrays but `token_ids` are [batch row, …].
 struct Growth {
   int64_t batch_size, width, depth;
-  int64_t num_levels;  // that were proposed, the last one being the frontier
-  const int64_t* token_ids;  // of columns; null: the columns
-  // The pool: every node that was proposed, the parent an index into it, -1 for children of the root.
+  int64_t num_levels;  // number of proposed levels; the last one is the frontier
+  const int64_t* token_ids;  // token id of each column; null: columns are token ids
+  // The pool of all proposed nodes; a parent is an index into it, or -1 for children of the root.
   float* pool_values;
   int64_t *pool_tokens, *pool_parents;
-  // The frontier, best first: the nodes that the next level runs, and where their parents are in the frontier before.
+  // The frontier, best first: the nodes that the next level runs. `previous`: index of each parent in the previous
+  // frontier.
   float* values;
   int64_t *tokens, *previous, *in_pool;
-  int64_t* run_parents;  // of the frontiers, level after level: indices among their nodes, or -1
+  int64_t* run_parents;  // parents of all frontier nodes, level by level: indices among these nodes, or -1
 
   int64_t num_run() const { return num_levels * width; }
   int64_t pool_size() const { return pool_size(num_levels); }
@@ -30,7 +31,7 @@ struct Growth {
   int64_t pool_size(int64_t levels) const { return levels ? width + (levels - 1) * width * width : 0; }
 };
 
-// Takes the children of the frontier, or at first of the root: [batch row, node, width], the best first.
+// Adds the children of the frontier, or at first of the root: [batch row, node, width], best first.
 inline void grow(Growth& g, const float* shares, const int64_t* columns) {
   const bool is_first = !g.num_levels;
   const int64_t count = is_first ? g.width : g.width * g.width, pool_size = g.pool_size();
@@ -60,8 +61,8 @@ inline void grow(Growth& g, const float* shares, const int64_t* columns) {
   g.num_levels++;
 }
 
-// What the frontier sees, as runs of entries: what its row sees of the `num_before` entries before the tree, its ancestors,
-// and itself. How many runs there are; there is room for those before and one for each level, for each node.
+// Writes the entries that the frontier sees as runs: those of the `num_before` entries that its row sees, its
+// ancestors, and itself. Returns the number of runs. Each node needs room for its row's runs and one for each level.
 inline int64_t see(const Growth& g, const int32_t* offsets_before, const int32_t* runs_before, int64_t num_before,
                    int32_t* offsets, int32_t* runs) {
   int64_t count = 0;
@@ -83,8 +84,8 @@ inline int64_t see(const Growth& g, const int32_t* offsets_before, const int32_t
   return count;
 }
 
-// The best `most` nodes of the pool behind the root, whose token is there; there are as many at least. No node is better
-// than its parent, which comes before it: every beginning is a tree.
+// Writes the best `most` nodes of the pool after the root, whose token is already there. The pool has at least `most`.
+// No node is better than its parent, which comes before it. So every prefix is a tree.
 inline bool cut(const Growth& g, int64_t most, int64_t* tokens, int64_t* parents, float* values) {
   const int64_t size = g.pool_size();
   if (!scratch.reserve(2 * Scratch::rounded(size * sizeof(int64_t)))) return false;

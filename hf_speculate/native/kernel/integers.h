@@ -1,13 +1,13 @@
-// Tiles of packed matrices times rows that are rounded to integers of 8 bits: sums of integers are exact, so that all
-// instructions for them give the same bits.
+// Products of packed tiles and rows rounded to 8-bit integers. Sums of integers are exact, so all instructions give the
+// same bits.
 #pragma once
 
 #include "formats.h"
 
 namespace {
 
-// Rows [cell, row, quad, 4] of integers, to be multiplied with their scales [cell, row]; and the sums of what they stand
-// for [cell, 3, row], over the first 16 columns of a cell, the others, and all.
+// Rows of 8-bit integers [cell, row, quad, 4] with scales [cell, row]; and the sums of the rounded values [cell, 3,
+// row], over the first 16 columns of a cell, the other 16, and all.
 struct Rounded {
   typedef int8_t Value;
   Value* values;
@@ -21,7 +21,7 @@ struct Rounded {
   }
 };
 
-// The largest of some bits without signs: they ascend with the values, and have NaN at the top.
+// The largest of some floats' bits without signs: these ascend with the values, and NaN is at the top.
 INLINE uint32_t highest_bits(const Floats halves[2]) {
 #if HAS_AVX512
   const __m512i mask = _mm512_set1_epi32(0x7fffffff);
@@ -43,7 +43,7 @@ INLINE uint32_t highest_bits(const Floats halves[2]) {
 #endif
 }
 
-// Puts 32 integers of 8 bits where quads have them. Returns the sums of either half through `sums`.
+// Writes 32 integers as bytes in the order of quads. Returns the sum of each half through `sums`.
 INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
 #if HAS_AVX512
   const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
@@ -61,7 +61,8 @@ INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     sums[h] = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
   }
-  const __m256i all = _mm256_packs_epi16(pairs[0], pairs[1]);  // of eight columns the first four here, the others there
+  // first four of every eight columns in the lower half, the others in the upper
+  const __m256i all = _mm256_packs_epi16(pairs[0], pairs[1]);
   const __m128i first = _mm256_castsi256_si128(all), last = _mm256_extracti128_si256(all, 1);
   store(to, _mm_unpacklo_epi8(first, last));
   store(to + LANES, _mm_unpackhi_epi8(first, last));
@@ -76,7 +77,7 @@ INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
 #endif
 }
 
-// The 32 columns of a cell and row, rounded to 127ths of the largest of them.
+// Rounds the 32 columns of a cell and row to 127ths of the largest.
 template <class T> void round_cell(const T* from, const Rounded& to, int64_t cell, int64_t m) {
   const Floats halves[2] = {widen(from), widen(from + LANES)};
   const uint32_t highest = highest_bits(halves);
@@ -94,7 +95,7 @@ template <class T> void round_cell(const T* from, const Rounded& to, int64_t cel
   at[2 * to.rows] = to.scale(cell, m) * (sums[0] + sums[1]);
 }
 
-// Rows that only fill.
+// Clears a row that only fills a block.
 inline void clear_cell(const Rounded& to, int64_t cell, int64_t m) {
   memset(to.at(cell, m), 0, COLUMNS);
   to.scales[cell * to.rows + m] = 0;
@@ -112,8 +113,9 @@ constexpr bool TAKES_UNSIGNED = true;
 constexpr bool TAKES_UNSIGNED = false;
 #endif
 
-// Adds the products of four codes of each lane with four bytes of a row: to sums of 32 bits, or to pairs of sums of 16 bits,
-// which `widened` adds. Codes have up to seven bits; eight where TAKES_UNSIGNED, and else are integers of eight bits.
+// Adds the products of four codes of each lane and four bytes of a row. Sums are 32-bit, or pairs of 16-bit sums, which
+// `widened` adds. Codes have at most seven bits, or eight with TAKES_UNSIGNED; otherwise they are signed 8-bit
+// integers.
 template <bool IS_SIGNED> INLINE WideInts add_products(const WideInts& sum, const WideWords& codes, int32_t x) {
 #if HAS_AVX512 && HAS_VNNI
   return (WideInts)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
@@ -128,7 +130,7 @@ template <bool IS_SIGNED> INLINE WideInts add_products(const WideInts& sum, cons
   const __m256i bytes = _mm256_set1_epi32(x), v = (__m256i)codes;
   __m256i total = _mm256_add_epi16((__m256i)sum, IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(bytes, v))
                                                            : _mm256_maddubs_epi16(v, bytes));
-  __asm__("" : "+x"(total));  // GCC would add products in pairs, later, and have no registers for all of them until then
+  __asm__("" : "+x"(total));  // GCC would add products in pairs later, and run out of registers
   return (WideInts)total;
 #elif HAS_DOTPROD
   return (WideInts)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vdupq_n_s32(x)));
@@ -151,10 +153,10 @@ INLINE WideInts widened(const WideInts& sums) {
 #endif
 }
 
-// What a type's codes are multiplied as, and what is to be added for that: correction * sum of the row.
+// The form in which a type's codes are multiplied, and the correction for it: correction * sum of the row.
 template <class F> struct Bytewise {
   static constexpr bool IS_SIGNED = F::CODE_BITS == 8 && !TAKES_UNSIGNED;
-  // How many products of pairs fit into 16 bits.
+  // Number of pair products that fit into 16 bits.
   static constexpr int MOST = TAKES_UNSIGNED || F::CODE_BITS <= 4 ? 8 : F::CODE_BITS == 8 ? 1 : F::CODE_BITS == 6 ? 2 : 4;
   static constexpr bool CORRECTS = F::OFFSET || (F::BIAS && !IS_SIGNED);
 
@@ -169,7 +171,7 @@ template <class F> struct Bytewise {
   }
 };
 
-// A group's share of the products of a row: every path adds it so.
+// Adds a group's share to the products of a row. Every path uses this, so that the bits are equal.
 template <class F, class V>
 INLINE V add(const V& products, const V& integers, const V& scales, const V& corrections, const Rounded& x, int64_t cell,
              int g, int64_t m) {
@@ -177,7 +179,7 @@ INLINE V add(const V& products, const V& integers, const V& scales, const V& cor
   return Bytewise<F>::CORRECTS ? total + corrections * x.sum(cell, F::GROUPS, g, m) : total;
 }
 
-// Parts of a quad whose sums stand in registers together: the bytes of a row are broadcast once for all of them.
+// Parts of a quad whose sums are in registers together: a row's bytes are broadcast once for all of them.
 constexpr int PARTS_AT_ONCE = HAS_AVX2 ? 2 : 1;
 
 // Multiplies a tile with ROWS rows from row m on.

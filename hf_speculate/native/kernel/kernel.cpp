@@ -1,13 +1,12 @@
-// Packed GGUF matrices on CPUs: products, whole decoder layers, and trees that heads draft; compiled at first use and called
-// by `binding.py`.
+// Packed GGUF matrices on CPUs: products, whole decoder layers, and drafts of heads. Compiled at first use and called by
+// `binding.py`.
 //
 //     y[m, n] = sum over the groups of row n of  scale * sum((code - bias) * x[m]) + offset * sum(x[m])
 //
-// A tile is 16 rows of a matrix, one a lane; a cell is 32 of its columns. A cell is decoded and multiplied with rows of the
-// input, several at a time: as bfloat16, which holds the integers exactly, by AMX or vdpbf16ps, as float32, or as bytes with
-// rows that are rounded to bytes. Sums of groups are float32. Neither the number of rows nor that of threads changes the
-// bits of a row.
-
+// A tile is 16 rows of a matrix, one in each lane; a cell is 32 of its columns. A cell is decoded and multiplied with
+// several rows of the input at a time. Weights are multiplied as bfloat16, which holds the integers exactly (AMX or
+// vdpbf16ps), as float32, or as bytes with rows that are rounded to bytes. Sums of groups are float32. Neither the number
+// of rows nor that of threads changes the bits of a row.
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
 #endif
@@ -25,7 +24,7 @@ int shows_half(uint16_t value) { return value == 0 || value == 0x8000 ? 1 : valu
 
 extern "C" {
 
-// The number of a type; -1: unknown.
+// The number of a block type; -1 if unknown.
 int hfs_kind(const char* name) {
   for (unsigned i = 0; i < sizeof KINDS / sizeof *KINDS; i++)
     if (!strcmp(KINDS[i].name, name)) return i;
@@ -34,7 +33,7 @@ int hfs_kind(const char* name) {
 
 bool hfs_has_threads() { return has_threads(); }
 
-// What multiplies bfloat16: 0 float32 arithmetic, 1 vdpbf16ps, 2 AMX.
+// Instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for vdpbf16ps, 2 for AMX.
 int hfs_bf16() {
 #if HAS_BF16
   return has_amx() ? 2 : 1;
@@ -43,7 +42,7 @@ int hfs_bf16() {
 #endif
 }
 
-// Whether there are instructions that multiply bytes.
+// Whether the CPU has instructions that multiply bytes.
 bool hfs_bytes() {
 #if HAS_AVX512 || HAS_AVX2 || HAS_DOTPROD
   return true;
@@ -54,16 +53,16 @@ bool hfs_bytes() {
 
 int64_t hfs_tile_bytes(int number, int64_t in_features) { return KINDS[number].tile_bytes(in_features / COLUMNS); }
 
-// Asks for large pages below memory that nobody has written: reading them is up to 7 % faster.
+// Asks for large pages for memory that nobody has written to: reading them is up to 7 % faster.
 void hfs_large_pages(uint8_t* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
-  constexpr int64_t PAGE = 4096;  // no more than the system's
+  constexpr int64_t PAGE = 4096;  // at most the system's page size
   const int64_t skipped = -(int64_t)(uintptr_t)memory & (PAGE - 1);
   if (bytes - skipped >= 1 << 21) madvise(memory + skipped, (bytes - skipped) / PAGE * PAGE, MADV_HUGEPAGE);
 #endif
 }
 
-// Rows of blocks into tiles that are zero; false where a scale or an offset is not finite.
+// Packs rows of blocks into tiles of zeros; returns false if a scale or an offset is not finite.
 bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_features, uint8_t* tiles, int threads) {
   const Kind& kind = KINDS[number];
   const int64_t row_bytes = in_features / kind.block_size * kind.block_bytes, cells = in_features / COLUMNS;
@@ -75,14 +74,14 @@ bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_featur
   return finite;
 }
 
-// Rows of blocks, by number, in float32; false, and nothing of use written, where one is none of `rows`.
+// Decodes rows of blocks by number to float32. Returns false if an id is out of range; the output is then invalid.
 bool hfs_look_up(int number, const uint8_t* blocks, int64_t rows, int64_t columns, const int64_t* ids, int64_t count,
                  float* to) {
   return look_up<float>({number, columns, rows, blocks, nullptr}, ids, count, nullptr, to);
 }
 
-// y [count, out_features] = x [count, in_features] times the matrix; both are bfloat16 or float32. `rounds`: x is rounded to
-// integers of 8 bits times scales of 32 columns. False: out of memory.
+// Computes y [count, out_features] = x [count, in_features] times the matrix; both are bfloat16 or float32. With
+// `rounds` x is rounded to 8-bit integers times scales of 32 columns. Returns false if out of memory.
 bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t out_features, const void* x,
                   int64_t count, void* y, bool is_bf16, bool rounds, int threads) {
   const Matrix w{number, in_features, out_features, tiles, nullptr};
@@ -90,9 +89,9 @@ bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t
   return multiply(w, (const float*)x, count, (float*)y, rounds, threads);
 }
 
-// The runs of entries that each query of a mask sees; a mask with fewer columns hides nothing of the first entries.
-// Kinds: 0 bool, 1 float32, 2 bfloat16, 3 float16, in which 0 shows and the lowest value or less hides. Strides are in
-// values. The number of runs; -1: other values, -2: more than `most`.
+// Writes the runs of entries that each query sees by a mask. A mask with fewer columns hides none of the first entries.
+// Kinds: 0 bool, 1 float32, 2 bfloat16, 3 float16; in floats 0 shows an entry, and the lowest value or less hides it.
+// Strides are in values. Returns the number of runs; -1 for other values, -2 for more than `most` runs.
 int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_stride, int64_t batch_size,
                  int64_t num_queries, int64_t columns, int64_t num_keys, int32_t* offsets, int32_t* runs, int64_t most) {
   int64_t count = 0;
@@ -103,7 +102,7 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
     offsets[row] = count;
     int32_t first = 0;
     for (int64_t i = 0; i <= columns; i++) {
-      int shown = 0;  // 1 shown, 0 hidden, -1 neither
+      int shown = 0;  // 1: shown, 0: hidden, -1: neither
       if (i == columns) shown = 0;
       else if (kind == 0) shown = ((const uint8_t*)mask)[at + i] != 0;
       else if (kind == 1) shown = shows(((const float*)mask)[at + i]);
@@ -123,12 +122,12 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
   return count;
 }
 
-// Decoder layers one after the other; at most 128 rows. False: out of memory.
+// Runs decoder layers one after the other, on at most 128 rows. Returns false if out of memory.
 bool hfs_layers(const Call* call) {
   return call->is_bf16 ? run_layers<uint16_t>(*call) : run_layers<float>(*call);
 }
 
-// Entries of the caches of all layers to other places, ascending, none to the right; those of every batch row and head.
+// Moves entries of all layers' caches, in every batch row and head: in ascending order, and only to the left.
 void hfs_move(const Call* call, int64_t batch_size, const int64_t* sources, const int64_t* destinations, int64_t count) {
   const Layer& layer = *call->layers[0];
   const int64_t size = call->is_bf16 ? sizeof(uint16_t) : sizeof(float), bytes = layer.head_dim * size;
@@ -141,7 +140,7 @@ void hfs_move(const Call* call, int64_t batch_size, const int64_t* sources, cons
     }
 }
 
-// Of a generator in this state, which moves on.
+// Draws noise with a generator in this state, which advances.
 void hfs_exponential(Twister* state, float* values, int64_t count) { draw_exponential(*state, values, count); }
 
 // The column of the largest score.
@@ -149,7 +148,7 @@ int64_t hfs_argmax(const void* scores, int64_t count, bool is_bf16) {
   return is_bf16 ? argmax((const uint16_t*)scores, count) : argmax((const float*)scores, count);
 }
 
-// See `most_probable`, of every row; rows lie `stride` scores apart.
+// `most_probable` of every row; rows are `stride` scores apart.
 void hfs_most_probable(const void* scores, int64_t rows, int64_t stride, int64_t count, bool is_bf16, int64_t most,
                        float* probs, int64_t* columns, int threads) {
   parallel(threads, rows, [&](int64_t row) {
@@ -160,10 +159,10 @@ void hfs_most_probable(const void* scores, int64_t rows, int64_t stride, int64_t
   });
 }
 
-// A forward, see `StepRun::work`.
+// A whole forward; see `StepRun::work`.
 int hfs_step(Step* step) { return step->layers.is_bf16 ? StepRun<uint16_t>(*step).work() : StepRun<float>(*step).work(); }
 
-// The best children of every node of a level, see `rank`.
+// The best children of every node of a level; see `rank`.
 int hfs_rank(const Ranking* call) { return call->is_bf16 ? rank<uint16_t>(*call) : rank<float>(*call); }
 
 void hfs_grow(Growth* growth, const float* shares, const int64_t* columns) { grow(*growth, shares, columns); }
@@ -173,7 +172,7 @@ int64_t hfs_see(const Growth* growth, const int32_t* offsets_before, const int32
   return see(*growth, offsets_before, runs_before, num_before, offsets, runs);
 }
 
-// A whole draft, see `DraftRun::work`.
+// A whole draft; see `DraftRun::work`.
 int hfs_draft(Draft* draft) { return draft->layers.is_bf16 ? DraftRun<uint16_t>(*draft).work() : DraftRun<float>(*draft).work(); }
 
 bool hfs_cut(const Growth* growth, int64_t most, int64_t* tokens, int64_t* parents, float* values) {

@@ -1,4 +1,4 @@
-// Decoder layers of Llama, Qwen2 and Qwen3, one or all of them in one call.
+// Decoder layers of Llama, Qwen2 and Qwen3, one or several in one call.
 #pragma once
 
 #include <initializer_list>
@@ -9,45 +9,47 @@
 
 namespace {
 
-// What does not change from call to call; `_Layer` of layers.py. Matrices of one input stand together, their
-// outputs beside each other.
+// The parts of a layer that do not change between calls; `_LayerStructure` of layers.py. Matrices with the same input
+// are stored together; their outputs lie side by side.
 struct Layer {
   int64_t hidden, heads, kv_heads, head_dim, inner;
-  int64_t q_at, k_at, v_at, gate_at, up_at;  // columns of the outputs
+  int64_t q_at, k_at, v_at, gate_at, up_at;  // first columns of the outputs
   double eps, scale;
-  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // all but the second may be null; the last two for each head
+  // all but `mlp_norm` may be null; `q_norm` and `k_norm` apply to each head
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;
   const void* beside_norm;
-  // Layers of EAGLE-3: what else is attended with comes before the states, normed or not; the residual is normed.
+  // Options of EAGLE-3's layers. joins: a second input comes before the states, normed or not. norms_residual: the
+  // residual is normed.
   int64_t joins, norms_residual;
-  Matrix qkv[3], output[1], gate_up[2], down[1];  // without tiles: none
+  Matrix qkv[3], output[1], gate_up[2], down[1];  // a matrix without tiles does not exist
 };
 
 // `CallStructure` of layers.py.
 struct Call {
-  const void *x, *beside;  // [batch row, query, hidden]; the second for layers that join it
-  void* y;  // outputs of each layer, as x
+  const void *x, *beside;  // [batch row, query, hidden]; `beside` is the second input of layers that join it
+  void* y;  // outputs of each layer, in the shape of x
   int64_t num_layers;
-  const Layer* const* layers;  // of the same sizes
-  int64_t batch_size, num_queries, num_keys;  // the queries' own keys are the last ones
+  const Layer* const* layers;  // all of the same sizes
+  int64_t batch_size, num_queries, num_keys;  // the queries' own keys are the last entries
   const void *cos, *sin;  // [batch row or 1, query, head_dim]
-  int64_t rotary_stride;  // from batch row to batch row
-  void *const *keys, *const *values;  // of each layer's cache [batch row, KV head, entry, head_dim]
+  int64_t rotary_stride;  // distance between batch rows
+  void *const *keys, *const *values;  // each layer's cache, [batch row, KV head, entry, head_dim]
   const int64_t *batch_strides, *head_strides;
   const int32_t *offsets, *runs;
-  int64_t is_bf16, rounds;  // whether inputs of products are rounded to bytes
+  int64_t is_bf16, rounds;  // rounds: whether inputs of packed products are rounded to bytes
   int64_t threads;
 };
 
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// What the threads of a call have in common, layer after layer.
+// Memory that the threads of a call share, layer after layer.
 template <class T> struct Memory {
-  Arranged<T> in, activated;  // the second for the last matrix, written while the first is read
+  Arranged<T> in, activated;  // `activated` is the input of the last matrix, written while `in` is read
   float *products, *residual;
   T* queries;
 };
 
-// One layer of a call, as one of its threads sees it.
+// One layer of a call, in one of its threads.
 template <class T> class LayerRun {
  public:
   LayerRun(const Call& call, int64_t number, const Memory<T>& memory, int64_t rows)
@@ -94,7 +96,7 @@ template <class T> class LayerRun {
     return {this, [](void* to, int64_t column, int64_t, const float* found) { (((LayerRun*)to)->*PUT)(column, found); }};
   }
 
-  // Columns of the outputs of a stage, whole tiles, as if its matrices were one.
+  // Computes columns of a stage's outputs, whole tiles, as if its matrices were one.
   void multiply(const Matrix* matrices, int most, int64_t column, int64_t columns, Sink sink) {
     const int64_t begin = column / LANES, end = begin + columns / LANES;
     int64_t first = 0;
@@ -111,7 +113,7 @@ template <class T> class LayerRun {
     if (m < count) normalize(from, weights, layer.hidden, layer.eps, in, column, m, also_to);
   }
 
-  // What queries, keys and values are made of.
+  // Makes the input of queries, keys and values.
   void begin(int64_t m) {
     const int64_t own = layer.joins * layer.hidden;
     if (layer.joins) norm((const T*)call.beside + m * layer.hidden, layer.beside_norm, 0, m);
@@ -120,7 +122,7 @@ template <class T> class LayerRun {
     finish(own + layer.hidden, layer.qkv, 3, m);
   }
 
-  // silu(gate) * up of some cells, arranged.
+  // Writes silu(gate) * up of some cells, arranged for products.
   void activate(int64_t m, int64_t cell, int64_t end) {
     const float *gate = products + m * 2 * layer.inner + layer.gate_at, *up = gate - layer.gate_at + layer.up_at;
     for (int64_t i = cell * COLUMNS; m < count && i < end * COLUMNS; i += LANES) {
@@ -134,7 +136,7 @@ template <class T> class LayerRun {
     in.finish(0, columns / COLUMNS, m, m >= count, matrices, most);
   }
 
-  // A slot is a head of queries, then of keys, then of values.
+  // Slots are the heads of queries, then of keys, then of values.
   bool is_query(int64_t slot) const { return slot < layer.heads; }
   bool is_key(int64_t slot) const { return !is_query(slot) && slot < layer.heads + layer.kv_heads; }
   int64_t head_of(int64_t slot) const { return is_query(slot) ? slot : (slot - layer.heads) % layer.kv_heads; }
@@ -142,7 +144,7 @@ template <class T> class LayerRun {
     return (is_query(slot) ? layer.q_at : is_key(slot) ? layer.k_at : layer.v_at) + head_of(slot) * layer.head_dim;
   }
 
-  // A head of a row to where attention finds it: queries and keys turned by their places.
+  // Writes a head of a row where attention reads it; queries and keys are rotated by their positions.
   void place(int64_t m, int64_t slot) {
     const int64_t b = m / call.num_queries, query = m % call.num_queries, size = layer.head_dim, half = size / 2;
     const int64_t head = head_of(slot);
@@ -203,7 +205,7 @@ template <class T> class LayerRun {
   const T* const x;
 };
 
-// All layers of a call, and the memory that they work in.
+// All layers of a call, and their memory.
 template <class T> class Layers {
  public:
   explicit Layers(const Call& call)
@@ -218,7 +220,7 @@ template <class T> class Layers {
            Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads;
   }
 
-  // Of the calling thread's memory, which has room.
+  // Takes memory of the calling thread, which must have room.
   void take() {
     memory.in = Arranged<T>::take(rows, widest, call.rounds);
     memory.activated = Arranged<T>::take(rows, layer.inner, call.rounds);
@@ -233,7 +235,7 @@ template <class T> class Layers {
       LayerRun<T>(call, i, memory, rows).work(team, (float*)(own + thread * per_thread));
   }
 
-  // Free before and after: rows of so many columns as states have, at least.
+  // Free before and after a call: rows with at least as many columns as states.
   const Arranged<T>& inputs() const { return memory.in; }
 
  private:
@@ -244,7 +246,7 @@ template <class T> class Layers {
   uint8_t* own = nullptr;
 };
 
-// False: out of memory.
+// Returns false if out of memory.
 template <class T> bool run_layers(const Call& call) {
   Layers<T> layers(call);
   if (!scratch.reserve(layers.bytes())) return false;

@@ -1,4 +1,4 @@
-// Packed matrices of any type, and the memory that a call works in.
+// Packed matrices of any type, and the memory of a call.
 #pragma once
 
 #include <cstdlib>
@@ -11,11 +11,11 @@
 
 namespace {
 
-// Where products go: [row, lane] of the columns from `column` on.
+// The destination of products: [row, lane] for the columns from `column` on.
 struct Sink {
   void* to;
   void (*put)(void* to, int64_t column, int64_t lanes, const float* products);
-  int64_t first_column = 0;  // of the matrix, among others of the same input
+  int64_t first_column = 0;  // first column of the matrix, among others with the same input
 };
 
 // Rows of products.
@@ -34,14 +34,14 @@ template <class T> struct Output {
   }
 };
 
-// A matrix, packed or dense; `MatrixStructure` of weights.py.
+// A packed or dense matrix; `MatrixStructure` of weights.py.
 struct Matrix {
   int64_t kind, in_features, out_features;
   const uint8_t* tiles;
-  const void* bias;  // in the type of the inputs, or null
+  const void* bias;  // in the inputs' dtype; null: none
 };
 
-// Hands products of a tile on; a bias is of type T.
+// Passes on the products of a tile, with a bias of type T added.
 template <class T> void put_tile(const Matrix& w, int64_t tile, int64_t rows, float* products, const Sink& sink) {
   const int64_t column = tile * LANES, left = w.out_features - column, lanes = left < LANES ? left : LANES;
   if (w.bias) {
@@ -52,7 +52,7 @@ template <class T> void put_tile(const Matrix& w, int64_t tile, int64_t rows, fl
   sink.put(sink.to, sink.first_column + column, lanes, products);
 }
 
-// Tiles from `i` to `end` of a matrix times rows.
+// Multiplies tiles `i` to `end` of a matrix with rows.
 template <class F, class T, class X>
 void multiply_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
   alignas(64) float products[CHUNK * LANES];
@@ -64,7 +64,7 @@ void multiply_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const S
   }
 }
 
-// The same of a dense matrix of type T.
+// The same for a dense matrix of type T.
 template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
   alignas(64) float products[CHUNK * LANES];
   for (; i < end; i++) {
@@ -79,7 +79,7 @@ template <class X> using Tiles = void (*)(const Matrix&, const X&, int64_t, int6
 struct Kind {
   const char* name;
   int64_t block_size, block_bytes;
-  int sum_group;  // columns whose sum is needed; 0: none
+  int sum_group;  // number of columns whose sums are needed; 0: none
   int64_t (*tile_bytes)(int64_t cells);
   bool (*pack)(const uint8_t* blocks, int64_t rows, int64_t cells, uint8_t* tile);
   void (*look_up)(const uint8_t* blocks, int64_t columns, float* to);
@@ -111,12 +111,12 @@ template <class F> constexpr Kind kind(const char* name) {
 const Kind KINDS[] = {kind<Q4_0>("Q4_0"), kind<Q4_1>("Q4_1"), kind<Q5_0>("Q5_0"), kind<Q5_1>("Q5_1"),
                       kind<Q8_0>("Q8_0"), kind<Q2_K>("Q2_K"), kind<Q3_K>("Q3_K"), kind<Q4_K>("Q4_K"),
                       kind<Q5_K>("Q5_K"), kind<Q6_K>("Q6_K"), kind<IQ4_NL>("IQ4_NL"), kind<IQ4_XS>("IQ4_XS"),
-                      // As they lie; of the type of the inputs.
+                      // Dense matrices, in the type of the inputs.
                       {"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
                       {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
 
-// Rows of embeddings by number, which lie as in files; false, and nothing of use written, where one is not there.
-// `row` has room for one of a packed type in float32, where T is another.
+// Looks up rows of embeddings, stored as in the file. Returns false if an id is out of range; the output is then
+// invalid. `row` has room for a packed row in float32, which is needed if T is another type.
 template <class T> bool look_up(const Matrix& w, const int64_t* ids, int64_t count, float* row, T* to) {
   const Kind& kind = KINDS[w.kind];
   const int64_t size = w.in_features;
@@ -136,7 +136,7 @@ template <class T> bool look_up(const Matrix& w, const int64_t* ids, int64_t cou
   return true;
 }
 
-// Memory of the calling thread that is kept from call to call.
+// Memory of the calling thread, kept between calls.
 class Scratch {
  public:
   ~Scratch() { free(memory); }
@@ -166,8 +166,8 @@ class Scratch {
 
 inline thread_local Scratch scratch;
 
-// Rows of an input as matrices take them: as they are or in float32, with the sums that these need, or rounded to bytes.
-// Dense matrices take rows as they are, also where packed ones take them rounded.
+// Rows of an input in the form for matrices: unchanged or in float32, with the sums that these need, or rounded to
+// bytes. Dense matrices take unrounded rows even if packed ones take rounded rows.
 template <class T> class Arranged {
   static constexpr bool WIDENS = sizeof(Factor<T>) > sizeof(T);
 
@@ -179,7 +179,7 @@ template <class T> class Arranged {
     return own + Scratch::rounded(3 * sizeof(float) * cells * rows);
   }
 
-  // Of the calling thread's memory.
+  // Takes memory of the calling thread.
   static Arranged take(int64_t rows, int64_t columns, bool rounds) {
     const int64_t cells = columns / COLUMNS;
     Arranged taken;
@@ -202,7 +202,7 @@ template <class T> class Arranged {
   void set_rows(int64_t rows) { values.rows = rounded.rows = rows; }
   const Inputs<T>& places() const { return values; }
 
-  // What belongs to some cells of a row that were written; those of a row that only fills become 0.
+  // Completes some cells of a row that were written. A row that only fills becomes 0.
   void finish(int64_t cell, int64_t end, int64_t m, bool only_fills, const Matrix* matrices, int most) const {
     bool needs[2] = {}, are_dense = false;
     for (int i = 0; i < most && matrices[i].tiles; i++) {
@@ -234,12 +234,13 @@ template <class T> class Arranged {
 
   Inputs<T> values;
   Factor<T>* factors = nullptr;
-  float* sums[2] = {};  // over 16 columns, over 32
+  float* sums[2] = {};  // over 16 columns, and over 32
   Rounded rounded = {};
   bool rounds = false;
 };
 
-// Products of rows with a matrix, by a team: row(i) is where one lies, of as many as `output` has. `in` has room.
+// Multiplies rows with a matrix, by a team. row(i) is the address of row i; `output.count` rows are real. `in` must
+// have room.
 template <class T, class Row> void multiply(Team& team, const Matrix& w, Arranged<T> in, const Row& row, Output<T> output) {
   team.each(w.in_features / COLUMNS, [&](int64_t cell) {
     for (int64_t i = 0; i < in.rows(); i++) {
@@ -251,7 +252,7 @@ template <class T, class Row> void multiply(Team& team, const Matrix& w, Arrange
              [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); });
 }
 
-// The same of any number of rows that lie one after the other. `rounds`: see `Arranged`. False: out of memory.
+// The same for any number of contiguous rows. `rounds`: see `Arranged`. Returns false if out of memory.
 template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
   if (!count) return true;
   const int64_t most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;

@@ -1,4 +1,4 @@
-// Exponential noise as torch draws it on a CPU, bit for bit: of each value the logarithm in double precision of two numbers
+// Exponential noise as torch draws it on a CPU, bit for bit. A value is the double-precision logarithm of two numbers
 // of a Mersenne Twister (ATen's CPUGeneratorImpl and exponential_distribution).
 #pragma once
 
@@ -14,15 +14,15 @@ typedef float EightFloats __attribute__((vector_size(32)));
 
 constexpr int TWISTER = 624, TWIST = 397;
 
-// The state of a generator, as `torch.Generator.get_state` gives it (the beginning of it).
+// The beginning of a generator's state, as in `torch.Generator.get_state`.
 struct Twister {
   uint64_t seed;
-  int32_t left, is_seeded;  // left: of the numbers of this state, and one
+  int32_t left, is_seeded;  // left: unused numbers of this state, plus one
   uint64_t next;
   uint64_t state[TWISTER];
 };
 
-// The numbers of a generator, one after the other.
+// The numbers of a generator, in order.
 class Numbers {
  public:
   explicit Numbers(Twister& twister) : from(twister), left(twister.left - 1), next(twister.next) {
@@ -67,11 +67,11 @@ class Numbers {
 
 constexpr uint64_t MANTISSA = (uint64_t(1) << 53) - 1;
 
-// As torch computes it.
+// The formula of torch.
 inline float exponential(uint64_t number) { return -std::log1p(-((number & MANTISSA) * 0x1p-53)); }
 
-// Of numbers of 64 bits, in which the first drawn half is the lower one. Logarithms are exact to 1e-13; where that does not
-// say to which float they round, the library's decides.
+// Eight values from 64-bit numbers, whose lower half was drawn first. The logarithms are exact to 1e-13. Where that
+// leaves the rounding to float open, the library's logarithm decides.
 inline void exponential(const uint64_t* numbers, float* to) {
   const Longs halves = load<Longs>(numbers);
   const Longs k = ((halves << 32) | (halves >> 32 & 0xffffffff)) & (int64_t)MANTISSA;

@@ -1,4 +1,4 @@
-// RMSNorm of rows that matrices are to take.
+// RMSNorm of rows, written in the form for matrices.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@ template <class From> float rms_factor(const From* from, int64_t size, float eps
   return 1 / sqrtf(sum_of(squares) / size + eps);
 }
 
-// A row, normed and arranged from a column on; without weights as it is.
+// Writes a normed row from a column on; without weights it is not normed.
 template <class T, class From>
 void normalize(const From* from, const void* weights, int64_t size, float eps, const Arranged<T>& to, int64_t column,
                int64_t m, float* also_to = nullptr) {

@@ -1,4 +1,4 @@
-// Tiles of packed matrices times rows of an input, in bfloat16 or float32.
+// Products of packed tiles and rows of an input in bfloat16 or float32.
 #pragma once
 
 #include <type_traits>
@@ -7,12 +7,12 @@
 
 namespace {
 
-// As what values of a type are multiplied.
+// The type in which values of type T are multiplied.
 template <class T> using Factor = typename std::conditional<HAS_BF16, T, float>::type;
 
-constexpr int SLAB = 8;  // cells that are decoded before they are multiplied with many rows
+constexpr int SLAB = 8;  // cells that are decoded before products with many rows
 
-// Rows of the input [cell, row, 32], and their sums over groups [cell, group, row].
+// Rows of an input [cell, row, 32], and their sums over groups [cell, group, row].
 template <class T> struct Inputs {
   typedef T Value;
   T* values;
@@ -22,7 +22,7 @@ template <class T> struct Inputs {
   INLINE T* at(int64_t cell, int64_t row) const { return values + (cell * rows + row) * COLUMNS; }
 };
 
-// The sums over groups of GROUP columns of a cell and row.
+// Computes the sums over groups of GROUP columns of a cell and row.
 template <int GROUP, class T> void sum_groups(Inputs<T> x, int64_t cell, int64_t m) {
   constexpr int GROUPS = COLUMNS / GROUP;
   const T* row = x.at(cell, m);
@@ -34,7 +34,7 @@ template <int GROUP, class T> void sum_groups(Inputs<T> x, int64_t cell, int64_t
   }
 }
 
-// A step is what a lane of 32 bits holds: one float32, two bfloat16.
+// Values in a lane of 32 bits (a step): one float32, or two bfloat16.
 template <class T> constexpr int STEP = 4 / sizeof(T);
 
 INLINE Floats multiply_add(const Floats& sum, const Floats& weights, const float* x) { return sum + weights * *x; }
@@ -44,7 +44,8 @@ INLINE Floats multiply_add(const Floats& sum, const Floats& weights, const uint1
 }
 #endif
 
-// A group's share of the products [lane] of a row: every path adds it so, and in the order of the columns.
+// Adds a group's share to the products [lane] of a row, in the order of the columns. Every path uses this, so that the
+// bits are equal.
 template <class F, class T>
 INLINE Floats add(const typename F::Factors& factors, int g, const Floats& sum, Inputs<T> x, int64_t cell, int64_t m,
                   const Floats& products) {
@@ -58,7 +59,7 @@ template <class F, class T> INLINE void decode(const typename F::Codes& codes, T
   for (int i = 0; i < COLUMNS / STEP<T>; i++) store(to + i * STEP<T> * LANES, codes.at(i, T()));
 }
 
-// A tile times ROWS rows from row m on; what is decoded stays in registers.
+// Multiplies a tile with ROWS rows from row m on; decoded weights stay in registers.
 template <int ROWS, class F, class T>
 void multiply_few(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, float* products) {
   constexpr int STEPS = F::GROUP / STEP<T>;
@@ -87,7 +88,7 @@ void multiply_few(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, fl
   for (int r = 0; r < ROWS; r++) store(products + (m + r) * LANES, totals[r]);
 }
 
-// Decoded cells times ROWS rows from row m on, added to their products.
+// Multiplies decoded cells with ROWS rows from row m on, and adds the products.
 template <int ROWS, class F, class T>
 void add_rows(const T* weights, const typename F::Factors* factors, Inputs<T> x, int64_t first, int64_t count, int64_t m,
               float* products) {
@@ -114,7 +115,8 @@ void add_rows(const T* weights, const typename F::Factors* factors, Inputs<T> x,
   for (int r = 0; r < ROWS; r++) store(products + (m + r) * LANES, totals[r]);
 }
 
-// The same in float32, where there are no registers for many rows: cells are decoded once, into the first-level cache.
+// Multiplies a tile with many rows. There are not enough registers for all sums, so cells are decoded once, into the
+// first-level cache.
 template <class F, class T> void multiply_many(const uint8_t* tile, int64_t cells, Inputs<T> x, float* products) {
   alignas(64) T weights[SLAB * CELL];
   typename F::Factors factors[SLAB], running;

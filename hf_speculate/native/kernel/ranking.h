@@ -1,5 +1,5 @@
-// How the states of a head rank tokens: final norm, output matrix, the noise of a sampled request, and the best of a
-// softmax, without logits that anybody sees.
+// The ranking of tokens by a head's states: final norm, output matrix, noise of a sampled request, and the best softmax
+// shares. Logits are not written out.
 #pragma once
 
 #include "choice.h"
@@ -17,16 +17,16 @@ INLINE bool any(const Ints& lanes) {
 // `RankingStructure` of ranking.py.
 struct Ranking {
   const void* x;  // [batch row, node, hidden]
-  void* normed;   // as x, or null: not wanted
+  void* normed;   // in the shape of x; null: not wanted
   int64_t batch_size, num_nodes;
-  const void* norm;  // null: none
+  const void* norm;  // null: no norm
   double eps;
   Matrix output;
-  // Of a sampled request: what divides the products, what is kept of them, and what is taken from them.
+  // Warpers of a sampled request: temperature divides the scores; the others limit the columns that are kept.
   double temperature, top_p, min_p;  // 1, 1 and 0 do nothing
   int64_t top_k;                     // 0 does nothing
-  const float* log_noise;            // [batch row, column]; null: none
-  int64_t num_columns, most;  // how many are ranked; how many of them are wanted
+  const float* log_noise;            // [batch row, column], subtracted from the scores; null: none
+  int64_t num_columns, most;  // number of columns to rank, and of best ones to return
   float* shares;              // [batch row, node, most]: log-softmax of the best; -inf where no more are kept
   int64_t* columns;
   int64_t is_bf16, rounds, threads;
@@ -40,10 +40,10 @@ inline float highest_of(const Floats& v) {
   return highest;
 }
 
-// The highest bound that leaves `enough` of what is counted: of masses, or of columns. Of floats from 0 to 1 the bits ascend
-// as they do.
+// The highest bound that leaves masses with a sum (or columns with a number) of at least `enough`. The bits of floats
+// from 0 to 1 ascend with the values.
 template <bool OF_MASSES> float highest_bound(const float* masses, int64_t width, float enough) {
-  uint32_t low = 0, high = reinterpret<uint32_t>(1.0f) + 1;  // everything is left; nothing
+  uint32_t low = 0, high = reinterpret<uint32_t>(1.0f) + 1;  // low leaves everything, high nothing
   while (high - low > 1) {
     const uint32_t middle = low + (high - low) / 2;
     const float bound = reinterpret<float>(middle);
@@ -57,7 +57,7 @@ template <bool OF_MASSES> float highest_bound(const float* masses, int64_t width
   return reinterpret<float>(low);
 }
 
-// Takes from scores what a request never samples, as transformers' warpers do one after the other.
+// Sets the scores that a request never samples to the lowest value, as transformers' warpers do one after the other.
 inline void keep_likely(const Ranking& call, float* scores, int64_t width, float highest, float* masses) {
   Floats total = {};
   for (int64_t i = 0; i < width; i += LANES) store(masses + i, exponential(load<Floats>(scores + i) - highest));
@@ -78,8 +78,8 @@ inline void keep_likely(const Ranking& call, float* scores, int64_t width, float
   }
 }
 
-// Products of a row become scores, and the best of these are found. False where some are not finite. There is room for
-// `width` of them, whole vectors, and as many masses.
+// Turns the products of a row into scores and finds the best. Returns false if some are not finite. `scores` and
+// `masses` have room for `width` values, whole vectors.
 inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* scores, float* masses) {
   const int64_t count = call.num_columns;
   const float factor = 1 / call.temperature;
@@ -117,14 +117,14 @@ inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* sco
     for (int64_t lane = i; lane < i + LANES; lane++)
       if (scores[lane] > LOWEST) best.offer(scores[lane], lane);
   }
-  const float log_sum = logf(sum_of(sum));  // of one and more: no share is above 0
+  const float log_sum = logf(sum_of(sum));  // the sum is at least 1, so no share is above 0
   for (int64_t i = 0; i < best.count; i++) best.values[i] = best.values[i] - highest - log_sum;
   for (int64_t i = 0; best.count < best.most && i < count; i++)
     if (scores[i] == LOWEST) best.offer(LOWEST, i);
   return best.count == best.most;
 }
 
-// 1: done; 0: scores are not finite, or too few; -1: out of memory.
+// Returns 1: done; 0: scores are not finite, or too few; -1: out of memory.
 template <class T> int rank(const Ranking& call) {
   const Matrix& w = call.output;
   const int64_t count = call.batch_size * call.num_nodes, rows = filled_rows(count, sizeof(T) == 2 && !call.rounds);

@@ -1,12 +1,12 @@
-// Rows of packed matrices as they lie in files, in float32: embeddings.
+// Rows of packed matrices as in files, decoded to float32: embeddings.
 #pragma once
 
 #include "formats.h"
 
 namespace {
 
-// `columns` weights from a block on. Products of an integer and a scale are exact, so that nothing depends on whether the
-// compiler makes one instruction of them and the sum.
+// Decodes `columns` weights from a block on. Products of an integer and a scale are exact. So the bits do not depend on
+// whether the compiler fuses product and sum into one instruction.
 template <class F> void look_up_row(const uint8_t* block, int64_t columns, float* to) {
   for (; columns; columns -= F::SIZE, block += F::BYTES, to += F::SIZE) {
     uint8_t halves[2 * LANES] = {};

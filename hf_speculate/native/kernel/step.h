@@ -1,16 +1,16 @@
 // A forward of a causal LM in one call: from token ids to logits.
 //
-// The reference are the modules of transformers, called one after the other.
+// The plain reference is transformers' modules, called one after the other.
 #pragma once
 
 #include "layer.h"
 
 namespace {
 
-// `_Step` of step.py.
+// `_StepStructure` of step.py.
 struct Step {
-  Call layers;  // x: room for embeddings; its cosines and sines are found
-  Matrix embeddings;  // blocks as in files, or dense
+  Call layers;  // x: room for embeddings; cosines and sines are computed here
+  Matrix embeddings;  // blocks as in the file, or dense
   const int64_t *tokens, *positions;  // [batch row, query]
   const void *cos, *sin;  // [position, head_dim]
   int64_t num_positions;
@@ -18,7 +18,7 @@ struct Step {
   double eps;
   void* normed;  // [batch row, query, hidden]
   Matrix output;
-  int64_t num_scored;  // of the queries of each batch row, the last ones
+  int64_t num_scored;  // number of each batch row's last queries whose logits are wanted
   void* logits;  // [batch row, scored query, vocabulary]
 };
 
@@ -28,7 +28,7 @@ template <class T> class StepRun {
       : s(step), layers(s.layers), layer(*s.layers.layers[0]), count(s.layers.batch_size * s.layers.num_queries),
         scored(s.layers.batch_size * s.num_scored), hidden(layer.hidden) {}
 
-  // 1: done; 0: a token or a position is not there, and nothing was written; -1: out of memory.
+  // Returns 1: done; 0: a token or a position is out of range, and nothing was written; -1: out of memory.
   int work() {
     const int64_t num_angles = count * layer.head_dim;
     if (!scratch.reserve(layers.bytes() + 2 * Scratch::rounded(num_angles * sizeof(T)) + Scratch::rounded(hidden * sizeof(float))))

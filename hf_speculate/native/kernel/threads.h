@@ -1,4 +1,4 @@
-// torch's threads.
+// Parallel loops on torch's threads.
 #pragma once
 
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #define HAS_FUTEX 1
 #endif
 
-// Of the OpenMP library that torch uses: its threads are ours.
+// Functions of the OpenMP library that torch uses, so that its threads are ours.
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 extern "C" int omp_get_num_threads() __attribute__((weak));
 extern "C" int omp_pause_resource_all(int) __attribute__((weak));
@@ -23,8 +23,8 @@ namespace {
 
 inline bool has_threads() { return GOMP_parallel && omp_get_num_threads; }
 
-// A forked process has none of the threads, and OpenMP would wait for them for ever. So whoever forks ends its own before
-// that; both processes start new ones when they need some.
+// A forked process has no threads, and OpenMP would wait for them for ever. So a process ends its threads before it
+// forks; both processes start new ones when they need them.
 const int watches_forks = pthread_atfork(
     [] {
       constexpr int soft = 1;
@@ -32,10 +32,10 @@ const int watches_forks = pthread_atfork(
     },
     nullptr, nullptr);
 
-// Threads that do the same steps, each of them together.
+// Threads that do the same steps, each step together.
 class Team {
  public:
-  // body(team, number of the thread) in as many threads as there are, at most `threads`.
+  // Runs body(team, thread number) in all available threads, at most `threads`.
   template <class Body> static void run(int threads, const Body& body) {
     struct Job {
       const Body& body;
@@ -44,21 +44,21 @@ class Team {
     } job{body};
     auto work = [](void* data) {
       Job& job = *(Job*)data;
-      job.team.size = has_threads() ? omp_get_num_threads() : 1;  // not always those that were asked for
+      job.team.size = has_threads() ? omp_get_num_threads() : 1;  // not always the number that was asked for
       job.body(job.team, job.tickets.fetch_add(1));
     };
     if (threads > 1 && has_threads()) GOMP_parallel(work, &job, threads, 0);
     else job.team.size = 1, job.body(job.team, 0);
   }
 
-  // body(i) for 0 .. count. Returns when all are done.
+  // Runs body(i) for 0 .. count. Returns when all are done.
   template <class Body> void each(int64_t count, const Body& body) {
     share(count, [&](int64_t i, int64_t end) {
       for (; i < end; i++) body(i);
     });
   }
 
-  // body(begin, end) over 0 .. count, some at a time. Returns when all are done.
+  // Runs body(begin, end) over 0 .. count in pieces. Returns when all are done.
   template <class Body> void share(int64_t count, const Body& body) {
     if (size == 1) return body(0, count);
     const int64_t step = count / (8 * size) + 1;
@@ -84,8 +84,8 @@ class Team {
     }
   }
 
-  // Somebody else has the core of a thread that we wait for. It gets ours: to a core whose thread sleeps the system moves
-  // one that waits; from one whose thread only yields it would not.
+  // Another process uses the core of a thread that we wait for. Sleeping frees our core for that thread: the system
+  // moves a waiting thread to the core of a sleeping one, but not to that of one that only yields.
   static constexpr int MOST_TURNS = 2000;
 
   void sleep(int now) {
@@ -108,7 +108,7 @@ class Team {
   std::atomic<int64_t> next{0};
 };
 
-// body(i) for 0 .. count, by torch's threads.
+// Runs body(i) for 0 .. count on torch's threads.
 template <class Body> void parallel(int threads, int64_t count, const Body& body) {
   Team::run(count > 1 ? threads : 1, [&](Team& team, int) { team.each(count, body); });
 }

@@ -1,4 +1,4 @@
-// A tile times all rows of an input: which instructions are used for how many of them.
+// Products of a tile and all rows of an input: the choice of instructions by the number of rows.
 #pragma once
 
 #include "integers.h"
@@ -7,7 +7,7 @@
 namespace {
 
 #if HAS_AMX
-// The kernel gives a process leave to use tiles; oneDNN may have asked already.
+// The operating system must permit a process to use tiles; oneDNN may have asked already.
 inline bool has_amx() {
   static const bool may = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return may;
@@ -16,7 +16,7 @@ inline bool has_amx() {
 constexpr bool has_amx() { return false; }
 #endif
 
-// Rows that are multiplied for `count`: AMX takes more than sixteen in blocks of that many.
+// Number of rows to multiply for `count`: AMX multiplies more than sixteen in blocks of sixteen.
 inline int64_t filled_rows(int64_t count, bool is_bf16) {
   return has_amx() && is_bf16 && count > LANES ? (count + LANES - 1) / LANES * LANES : count;
 }
@@ -33,11 +33,11 @@ inline void configure(int rows, int group_bytes) {
     config.row_bytes[i] = i / 2 == 1 ? group_bytes : 64;
     config.rows[i] = i < 4 ? rows : group_bytes / 4;
   }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC 12 sees that 8 bytes of it are read, and drops the others
+  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC 12 believes that only 8 bytes are read, and would drop the others
   _tile_loadconfig(&config);
 }
 
-// Sums over the groups of a cell [group, row, lane], `block` rows at a time.
+// Computes the sums over the groups of a cell [group, row, lane], `block` rows at a time.
 template <class F> void cell_sums(const uint16_t* weights, Inputs<uint16_t> x, int64_t cell, int block, float* sums) {
   _tile_loadd(4, weights, 64);
   if (F::GROUPS == 2) _tile_loadd(5, weights + F::GROUP * LANES, 64);
@@ -54,7 +54,8 @@ template <class F> void cell_sums(const uint16_t* weights, Inputs<uint16_t> x, i
   }
 }
 
-// A tile times all rows. Three cells are under way at a time, so that nothing is loaded right after it was stored.
+// Multiplies a tile with all rows. Three cells are in progress at a time, so that nothing is loaded right after it was
+// stored.
 template <class F>
 void multiply_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int block, float* products) {
   typename F::Codes codes;
@@ -81,24 +82,24 @@ void multiply_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int bl
 }
 #endif
 
-// How many rows have their sums in registers.
+// Number of rows whose sums are in registers together.
 template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 2 : 4;
 template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
 template <> constexpr int ROWS_AT_ONCE<Rounded> = HAS_AVX2 ? 4 : 8;
 
-// A tile times all rows from row m on, ROWS and then fewer at a time. It is decoded anew for each of them, which costs what
-// two rows do; keeping what was decoded for up to 64 rows won nothing.
+// Multiplies a tile with all rows from row m on, ROWS at a time and then fewer. Each block of rows decodes the tile
+// again, at the cost of two rows. Keeping decoded cells for up to 64 rows was not faster.
 template <int ROWS, class F, class X>
 void multiply_rest(const uint8_t* tile, int64_t cells, const X& x, int64_t m, float* products) {
   for (; m + ROWS <= x.rows; m += ROWS) multiply_few<ROWS, F>(tile, cells, x, m, products);
-  // Every number of rows that is compiled costs seconds.
+  // Every row count that is compiled takes seconds of compile time.
   constexpr int FEWER = ROWS > (sizeof(typename X::Value) == 1 ? 8 : 4) ? ROWS / 2 : ROWS - 1;
   if constexpr (FEWER > 0)
     if (m < x.rows) multiply_rest<FEWER, F>(tile, cells, x, m, products);
 }
 
-// The products [row, lane] of tile after tile with the same rows, in one thread. AMX loses where rows are rounded: what it
-// saves is little beside scaling the sums of every group.
+// Computes the products [row, lane] of one tile after another with the same rows, in one thread. Rounded rows do not
+// use AMX: what it saves is little compared with scaling the sums of every group.
 template <class F, class X> class Multiplier {
   typedef typename X::Value Value;
 

@@ -1,4 +1,4 @@
-// Vectors of sixteen lanes, as the compiler maps them to any CPU; what instruction sets there are; exp.
+// Vectors of sixteen lanes, which the compiler maps to any CPU; the available instruction sets; exp.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@
 namespace {
 
 constexpr int LANES = 16, COLUMNS = 32, SUPER_CELLS = 8;
-constexpr int CHUNK = 128;  // rows of the input at a time
+constexpr int CHUNK = 128;  // most rows of an input in one call
 constexpr int CELL = COLUMNS * LANES;
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -52,7 +52,7 @@ typedef int8_t Bytes __attribute__((vector_size(16)));
 #define HAS_BF16 0
 #endif
 
-// As many lanes as the CPU computes at once.
+// Number of lanes that the CPU computes at once.
 #if HAS_AVX512
 constexpr int WIDE = 16;
 #elif HAS_AVX2
@@ -76,7 +76,7 @@ template <class V, class U> INLINE V reinterpret(const U& u) { return load<V>(&u
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(uint16_t x) { return reinterpret<float>(uint32_t(x) << 16); }
 
-// Sixteen values of memory as float32.
+// Loads sixteen values as float32.
 INLINE Floats widen(const float* from) { return load<Floats>(from); }
 INLINE Floats widen(const uint16_t* from) {
 #if HAS_BF16
@@ -86,7 +86,7 @@ INLINE Floats widen(const uint16_t* from) {
 #endif
 }
 
-// ... and back; bfloat16 is rounded to nearest, ties to even.
+// Stores sixteen values; bfloat16 is rounded to nearest, ties to even.
 INLINE void narrow(float* to, const Floats& v) { store(to, v); }
 INLINE void narrow(uint16_t* to, const Floats& v) {
 #if HAS_BF16
@@ -99,7 +99,7 @@ INLINE void narrow(uint16_t* to, const Floats& v) {
 #endif
 }
 
-// Lanes of two vectors, alternating: of their lower halves, or of their upper ones.
+// Alternating lanes of two vectors, from their lower or their upper halves.
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -110,7 +110,7 @@ INLINE Words upper_lanes(Words a, Words b) {
   return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// Rows become columns: each round turns the bits of (row, lane) by one.
+// Turns rows into columns: each round rotates the bits of (row, lane) by one.
 INLINE void transpose(Words v[LANES]) {
   for (int round = 0; round < 4; round++) {
     Words turned[LANES];
@@ -124,7 +124,7 @@ INLINE void transpose(Words v[LANES]) {
   }
 }
 
-// Always in this order, so that it does not depend on what stands around it.
+// The sum of all lanes, always in this order, so that the bits do not depend on the surrounding code.
 INLINE float sum_of(const Floats& v) {
   float part[LANES];
   store(part, v);
@@ -133,10 +133,10 @@ INLINE float sum_of(const Floats& v) {
   return part[0];
 }
 
-// 1.5 * 2^23: what it is added to is rounded to an integer, ties to even, which the low bits of the sum are.
+// 1.5 * 2^23: adding it rounds a value to an integer, ties to even, in the low bits of the sum.
 constexpr float ROUNDING = 12582912.0f;
 
-// e^x to 2 units in the last place; 0 below -87, as at 88 above that. Cody-Waite reduction, polynomial of Cephes.
+// e^x to 2 units in the last place; 0 below -87, constant above 88. Cody-Waite reduction, polynomial of Cephes.
 INLINE Floats exponential(Floats x) {
   const Floats low = Floats{} - 87.0f, high = Floats{} + 88.0f;
   const Ints vanishes = x < low;

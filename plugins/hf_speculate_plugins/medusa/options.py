@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..trees import Choices, StaticTree, canonical
+from ..trees import StaticTree, TreeChoices, canonical
 
 
 Accuracies = tuple[tuple[float, ...], ...]
@@ -28,7 +28,7 @@ _TOP1 = (0.56, 0.32, 0.20, 0.15, 0.12)
 DEFAULT_ACCURACIES: Accuracies = tuple(tuple(top1 / (r + 1) ** 2 for r in range(MAX_RANKS)) for top1 in _TOP1)
 
 
-def computed_choices(accuracies: Sequence[Sequence[float]], max_nodes: int) -> Choices:
+def computed_choices(accuracies: Sequence[Sequence[float]], max_nodes: int) -> TreeChoices:
     """The tree of `max_nodes` nodes with the highest expected number of accepted tokens.
 
     The value of a node is the product of the accuracies on its path, the probability that all of it is accepted if

@@ -16,15 +16,15 @@ from .dynamic import (
     slot_shares,
     trimmed,
 )
-from .static import Choices, Level, StaticTree, canonical, forest_of, levels_of, path_sums
+from .static import Level, StaticTree, TreeChoices, canonical, forest_of, levels_of, path_sums
 
 
 __all__ = [
-    "Choices",
     "Frontier",
     "Level",
     "Shares",
     "StaticTree",
+    "TreeChoices",
     "best_tree",
     "canonical",
     "forest_of",

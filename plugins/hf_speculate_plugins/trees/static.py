@@ -19,7 +19,7 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import ROOT_PARENT, TreePlan
 
 
-Choices = tuple[tuple[int, ...], ...]
+TreeChoices = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StaticTree:
         choices: the path of every node but the root, parents before children, siblings in the order of their ranks.
     """
 
-    choices: Choices
+    choices: TreeChoices
 
     @classmethod
     def of(cls, choices: Iterable[Sequence[int]], method: str) -> StaticTree:
@@ -77,7 +77,7 @@ def path_sums(tree: StaticTree, device: torch.device) -> Float[Tensor, "N N"]:
     return to_device(ancestors.T.float(), device)
 
 
-def _checked(choices: Iterable[Sequence[int]], method: str) -> Choices:
+def _checked(choices: Iterable[Sequence[int]], method: str) -> TreeChoices:
     try:
         paths = canonical(tuple(operator.index(rank) for rank in choice) for choice in choices)
     except TypeError as error:
@@ -95,7 +95,7 @@ def _checked(choices: Iterable[Sequence[int]], method: str) -> Choices:
     return paths
 
 
-def canonical(paths: Iterable[tuple[int, ...]]) -> Choices:
+def canonical(paths: Iterable[tuple[int, ...]]) -> TreeChoices:
     """The paths by depth, then by ranks: parents before children, siblings in the order of their ranks."""
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
