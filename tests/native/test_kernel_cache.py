@@ -415,11 +415,18 @@ class TestCompilers:
         user.has_compiled()
         assert not user.warnings
 
+    def test_what_it_says_of_the_source_is_reported_once(self, user):
+        user.source.write_text("int main() { return nonsense; }")
+        self.falls_back(user, "nonsense")
+        assert choose_backend("auto", CPU, torch.float32) is None
+        assert len(user.compilations) == 1
+        assert len(user.warnings) == 1
+
     @pytest.mark.parametrize(
         ("command", "problem"),
         [
             ('g++ "', "No closing quotation"),
-            ("no-such-compiler -O2", "there is no C++ compiler 'no-such-compiler'"),
+            ("no-such-compiler -O2", "there is no C++ compiler 'no-such-compiler' (from $CXX)"),
             ("/bin/true", "wrote nothing"),
             ("/bin/false", "failed with status 1"),
             ("/proc/self/cmdline", "there is no C++ compiler"),

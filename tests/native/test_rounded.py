@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import gguf
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.gguf import load_model
 from hf_speculate.native import NativeRanking, RoundedLinear, quicken
 from hf_speculate.native import binding as native
-from hf_speculate.native.formats import FORMATS
 from hf_speculate.native.rounded import RoundedMatrix, _blocks
 from hf_speculate.native.rounded_layers import RoundedForward
 
@@ -55,17 +55,10 @@ def calls(monkeypatch):
 
 class TestMatrix:
     def test_blocks_are_those_of_gguf(self):
-        quants = pytest.importorskip("gguf.quants")
         rows = torch.randn(7, 96) * torch.logspace(-6, 4, 7)[:, None]
         rows[2, :40] = 0
-        expected = quants.quantize(rows.numpy(), quants.GGMLQuantizationType.Q8_0)
+        expected = gguf.quantize(rows.numpy(), gguf.GGMLQuantizationType.Q8_0)
         assert torch.equal(_blocks(rows), torch.from_numpy(expected))
-
-    def test_blocks_are_near_the_weights(self):
-        rows = torch.randn(16, 64)
-        found = FORMATS["Q8_0"].dequantize(_blocks(rows))
-        largest = rows.view(16, 2, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32).reshape(16, 64)
-        assert ((found - rows).abs() <= 0.57 / 127 * largest).all()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("bias", [False, True])
