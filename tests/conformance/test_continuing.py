@@ -202,20 +202,18 @@ class EveryNthSession(PolicySession):
 
 
 def trees_by_length(model, inputs, drafter, every):
-    """The text, and (token, parent) of every node drafted, by row and the number of tokens that the row had."""
-    seen, emitted = {}, [0] * len(inputs["input_ids"])
-    request = {**inputs, "max_new_tokens": 64, "pad_token_id": 0}
+    """The texts, and (token, parent) of every node drafted, by row and the number of tokens that the row had."""
+    seen, texts = {}, [[] for _ in inputs["input_ids"]]
+    request = {**inputs, "max_new_tokens": 28, "pad_token_id": 0}
     for round in hf_speculate.rounds(model, **request, speculator=Speculator(drafter, policy=EveryNth(every))):
         tree = round.tree.host
         for slot, row in enumerate(round.tree.rows) if round.num_nodes else ():
             nodes = zip(tree.token_ids[slot], tree.parents[slot], strict=True)
-            seen[row, emitted[row]] = [node for node in nodes if node[1] != PADDING_PARENT]
-        emitted = [n + len(tokens) for n, tokens in zip(emitted, round.tokens, strict=True)]
-    text = model.generate(**request, speculator=Speculator(drafter, policy=EveryNth(every)))
-    return text, seen
+            seen[row, len(texts[row])] = [node for node in nodes if node[1] != PADDING_PARENT]
+        texts = [text + list(tokens) for text, tokens in zip(texts, round.tokens, strict=True)]
+    return texts, seen
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("ragged", quick([False, True], True), ids=["one row", "ragged batch"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_pause_costs_no_acceptance(tmp_path, prompt, name, ragged):
@@ -227,9 +225,9 @@ def test_a_pause_costs_no_acceptance(tmp_path, prompt, name, ragged):
         inputs["attention_mask"][1, :4] = 0
     text, always = trees_by_length(model, inputs, drafter, 1)
     paused_text, paused = trees_by_length(model, inputs, drafter, 4)
-    assert torch.equal(text, paused_text)
+    assert text == paused_text
     # Near the end the depth of a draft is limited by the row that has the most to go.
-    common = {place for place in always.keys() & paused.keys() if place[1] < 56}
+    common = {place for place in always.keys() & paused.keys() if place[1] < 20}
     assert len(common) >= 3
     for place in common:
         assert paused[place] == always[place], place

@@ -123,7 +123,7 @@ def with_windows(tiny_model):
     return model
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "windows"])
+@pytest.mark.parametrize("kind", quick(["llama", "qwen2", "windows"], "llama", "windows"))
 @pytest.mark.parametrize("top_k", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_draft_model_that_is_always_right_is_always_ahead(tiny_model, kind, top_k, do_sample):
@@ -172,7 +172,7 @@ class Moody(DraftModelDrafter):
 @pytest.mark.parametrize("part", quick(range(4)))
 def test_random_requests_are_plains_whatever_the_timing(tiny_model, part):
     choose, taken, wrong = random.Random(part), 0, 0
-    for _ in range(15):
+    for _ in range(8):
         kind, seed = choose.choice(["llama", "qwen2"]), choose.randrange(8)
         model, ids = tiny_model(kind, seed=seed), random_prompt(choose.randint(1, 12), seed=seed)
         draft = tiny_model(kind, seed=choose.choice([seed, seed, seed + 1]))
@@ -185,7 +185,7 @@ def test_random_requests_are_plains_whatever_the_timing(tiny_model, part):
         assert torch.equal(ours[1], plain[1]), told
         taken += speculator.stats.drafts_ahead_taken
         wrong += speculator.stats.drafts_ahead - speculator.stats.drafts_ahead_taken
-    assert min(taken, wrong) > 20, (taken, wrong)
+    assert min(taken, wrong) > 5, (taken, wrong)
 
 
 class Dies(Exception):
@@ -328,12 +328,3 @@ class TestWhatCannotBeAhead:
         speculator = Speculator(script(model, ids), policy=hf_speculate.policy.Fixed(max_nodes=0), ahead=True)
         run(model, ids, speculator)
         assert speculator.stats.drafts_ahead == 0
-
-
-def test_with_the_adaptive_policy_too(tiny_model):
-    model, ids = tiny_model(), random_prompt(9)
-    drafter = DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3, top_k=2))
-    speculator = Speculator(drafter, adaptive=True, ahead=True)
-    for _ in range(2):
-        assert torch.equal(run(model, ids, speculator)[0], run(model, ids, None)[0])
-    assert speculator.stats.calls == 2

@@ -20,7 +20,7 @@ from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick, quick_quarter
 
 
-NEW_TOKENS = 30
+NEW_TOKENS = 22
 
 
 def drafters(model, script):
@@ -147,14 +147,6 @@ class TestBatch:
             differs += not torch.equal(assert_equals_plain(model, inputs, do_samples=(False,)), default)
         assert differs, "positions make no difference: the test shows nothing"
 
-    @pytest.mark.parametrize("lengths", [(9,), (9, 4)], ids=["one", "batch"])
-    def test_several_sequences_of_each_prompt(self, tiny_model, prompt, lengths):
-        model, inputs = tiny_model(), padded_batch(prompt, lengths)
-        text = assert_equals_plain(
-            model, inputs, lambda: {"num_return_sequences": 3, "eos_token_id": list(range(3, 9))}, do_samples=(True,)
-        )
-        assert text.shape[0] == 3 * len(lengths)
-
     def test_no_prompt_at_all(self, tiny_model):
         model = tiny_model()
         for do_sample in (False, True):
@@ -181,6 +173,25 @@ class TestBatch:
         assert torch.equal(real_llama.generate(**inputs, **request, speculator=speculator), plain)
         # Healing calls `generate` itself, and that call must not take the speculator away from the request.
         assert speculator.stats.prefill_tokens + speculator.stats.emitted_tokens == NEW_TOKENS
+
+
+class TestArguments:
+    def test_the_prompt_by_position_and_by_name(self, tiny_model, prompt):
+        model, ids, speculator = tiny_model(), prompt(7), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
+        plain = model.generate(ids, max_new_tokens=8)
+        for given, named in (((ids,), {}), ((), {"inputs": ids}), ((), {"input_ids": ids})):
+            assert torch.equal(model.generate(*given, **named, max_new_tokens=8, speculator=speculator), plain)
+
+    @pytest.mark.parametrize("logits_to_keep", [0, 1, 3])
+    def test_however_many_logits_the_prefill_keeps(self, tiny_model, prompt, logits_to_keep):
+        request = {"logits_to_keep": logits_to_keep, "max_new_tokens": 8}
+        assert_equals_plain(tiny_model(), {"input_ids": prompt(7)}, lambda: request, kinds=("mixed tree", "random"))
+
+    def test_stocks_warnings_about_lengths_are_still_there(self, tiny_model, prompt):
+        with pytest.warns(UserWarning, match="default `max_length`"):
+            tiny_model().generate(prompt(7), speculator="prompt_lookup")
+        with pytest.raises(ValueError, match=r"`max_length`"):
+            tiny_model().generate(prompt(7), max_length=4, max_new_tokens=None, speculator="prompt_lookup")
 
 
 class TestPromptsOfEmbeddings:
@@ -256,7 +267,7 @@ class LooksAtScores(StoppingCriteria):
 class TestStops:
     """Drafts are up to six deep, so twelve places are every place of a round, twice."""
 
-    @pytest.fixture(params=[(9,), (9, 4, 1)], ids=["one", "batch"])
+    @pytest.fixture(params=quick([(9,), (9, 4, 1)], (9, 4, 1)), ids=["one", "batch"])
     def setting(self, request, tiny_model, prompt):
         model, inputs = tiny_model(), padded_batch(prompt, request.param)
         return model, inputs, generate(model, inputs, None, max_new_tokens=NEW_TOKENS + 8)
@@ -309,14 +320,6 @@ class TestStops:
             model, inputs, lambda: {"eos_token_id": eos}, script=script, kinds=("perfect chain", "mixed tree")
         )
 
-    @pytest.mark.parametrize("limit", quick([1, 2, 3, 7, 8, 13], 1, 7))
-    def test_lengths(self, setting, limit):
-        model, inputs, script = setting
-        width = inputs["input_ids"].shape[1]
-        for request in ({"max_new_tokens": limit}, {"max_length": width + limit, "max_new_tokens": None}):
-            text = assert_equals_plain(model, inputs, lambda request=request: request, script=script)
-            assert text.shape[1] == width + limit
-
     def test_a_time_that_is_up_ends_after_the_next_token(self, setting):
         model, inputs, script = setting
         text = assert_equals_plain(model, inputs, lambda: {"max_time": 1e-9}, script=script)
@@ -339,25 +342,6 @@ class TestStops:
                 texts.append(generate(model, inputs, drafter and Speculator(drafter), max_time=9.5))
         assert texts[0].shape[1] < inputs["input_ids"].shape[1] + NEW_TOKENS
         assert all(torch.equal(text, texts[0]) for text in texts)
-
-    def test_all_of_them_at_once(self, setting):
-        model, inputs, script = setting
-        width, batch_size = inputs["input_ids"].shape[1], len(script)
-
-        def request():
-            end = script[-1, width + 10 : width + 12].tolist()
-            return {
-                "stopping_criteria": StoppingCriteriaList(
-                    [MultiTokenEnd(end, width, batch_size), EveryRowForItself(5)]
-                ),
-                "eos_token_id": [int(script[0, width + 17]), 7],
-                "max_time": 1000.0,
-                "max_length": width + 25,
-                "max_new_tokens": None,
-                "min_new_tokens": 4,
-            }
-
-        assert_equals_plain(model, inputs, request, script=script)
 
     @pytest.mark.parametrize("place", quick_quarter(range(8)))
     def test_cache_scores_and_statistics_are_cropped_too(self, setting, place):

@@ -171,7 +171,7 @@ class TestRequests:
         lengths = (3, 17, 1, 8, 12, 5, 17, 2)
         model, inputs = build_tiny_model("qwen2", dtype=torch.float64), padded_batch(prompt, lengths)
         script = run(model, inputs, (STEPS,) * 8, None)[0].sequences[:, 17:]
-        for seed in range(6):
+        for seed in range(3):
             ends = [random.Random(seed).randint(1, STEPS) for _ in range(7)]
             ends = [*ends[:seed], STEPS, *ends[seed:]]
             plain, rng = run(model, inputs, ends, None, do_sample=seed % 2 == 1)
@@ -225,7 +225,7 @@ class TestRequests:
             "holes": {"attention_mask": (torch.arange(8) != torch.tensor([[2], [9], [5]])).long()},
             "embeddings": {"inputs_embeds": model.get_input_embeddings()(ids) * 1.1},
         }
-        for ends, (name, extra) in itertools.product([(6, 24, 13), (24, 9, 3)], requests.items()):
+        for ends, (name, extra) in itertools.product([(6, 24, 13)], requests.items()):
             inputs = {"input_ids": ids, **extra}
             plain, _ = run(model, inputs, ends, None)
             drafter = ScriptedDrafter(plain.sequences[:, 8:], (1,) * 4, accuracy=0.8, vocab_size=VOCAB_SIZE)
@@ -251,7 +251,7 @@ class TestRequests:
         script = run(model, inputs, (STEPS,) * 4, None)[0].sequences[:, WIDTH:]
         found = {}
         for leaves, (name, drafter) in itertools.product([True, False], drafters(model, script).items()):
-            if "eagle" in name or "medusa" in name:  # of another dtype
+            if name not in ("scripted", "prompt_lookup", "draft_model tree"):
                 continue
             with nullcontext() if leaves else all_rows_stay(model):
                 output, rng = run(model, inputs, ENDS[0], Speculator(drafter), do_sample=True)

@@ -113,14 +113,6 @@ def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
         assert_same_parts(ours, plain, width)
 
 
-def test_one_token_has_the_prompts_states_only(tiny_model, prompt):
-    model, ids = tiny_model(attention="eager"), prompt(5)
-    plain = model.generate(ids, max_new_tokens=1, **ALL_PARTS)
-    ours = model.generate(ids, max_new_tokens=1, **ALL_PARTS, speculator="prompt_lookup")
-    assert len(ours.hidden_states) == len(ours.attentions) == 1
-    assert_same_parts(ours, plain, 5)
-
-
 def test_transition_scores(tiny_model, prompt):
     model, inputs = tiny_model(), padded_batch(prompt, (9, 4))
     request = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True}
