@@ -200,10 +200,7 @@ class TestValues:
     """Values go with their nodes, through everything that makes a tree of another."""
 
     TREE = DraftTree.from_rows(
-        [
-            TreeRow([5, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.5, -3.0, -0.75]),
-            TreeRow([6, 4], [-1, 0], [0.0, -0.25]),
-        ]
+        [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.5, -3.0, -0.75]), TreeRow([6, 4], [-1, 0], [0.0, -0.25])]
     )
 
     def test_they_are_padded_and_come_back(self):

@@ -11,14 +11,7 @@ from transformers import AutoTokenizer
 from hf_speculate import SpeculateError
 from hf_speculate.bench import GenerateSettings, bench_generate
 from hf_speculate.bench.workload import WorkloadSettings, load_workload
-from hf_speculate.commands import (
-    Prompt,
-    builtin_prompts,
-    make_spec,
-    parse_specs,
-    read_prompts,
-    tokenize,
-)
+from hf_speculate.commands import Prompt, read_prompts, tokenize
 from hf_speculate.registry import SpeculatorSpec
 
 from ..support.bench import bench, last_line
@@ -56,20 +49,9 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
     assert found["environment"]["versions"]["transformers"]
 
 
-def test_json_prints_nothing_else(bench_folders):
-    result = bench("generate", "--target", bench_folders / "target", *TINY, "--temperature", 0, "--json")
-    assert json.loads(result.stdout)["rows"][-1]["method"] == "suffix"
-    assert result.stdout.count("\n") == 1
-
-
 def test_batches_leave_out_what_stock_cannot_do(bench_folders):
     settings = GenerateSettings(
-        target=str(bench_folders / "target"),
-        limit=3,
-        batch_sizes=[2],
-        temperatures=[0.0],
-        max_new_tokens=8,
-        repeats=1,
+        target=str(bench_folders / "target"), limit=3, batch_sizes=[2], temperatures=[0.0], max_new_tokens=8, repeats=1
     )
     found = bench_generate(settings)
     assert [row["method"] for row in found["rows"]] == ["eager", "prompt_lookup", "suffix"]
@@ -88,11 +70,7 @@ def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     settings = GenerateSettings(
-        target=str(bench_folders / "target"),
-        prompts=[path],
-        temperatures=[0.0],
-        max_new_tokens=6,
-        repeats=1,
+        target=str(bench_folders / "target"), prompts=[path], temperatures=[0.0], max_new_tokens=6, repeats=1
     )
     found = bench_generate(settings)
     assert (found["num_prompts"], found["num_skipped_prompts"]) == (2, 1)
@@ -130,36 +108,6 @@ def test_speculator_specs():
     assert SpeculatorSpec.parse("owner/head").options == {}
 
 
-@pytest.mark.parametrize("text", ["suffix", "draft_model:model=/models/small,depth=4,flag=false"])
-def test_an_option_more(text):
-    spec = SpeculatorSpec.parse(text)
-    more = spec.with_option("exact", True)
-    assert more.options == spec.options | {"exact": True}
-    assert SpeculatorSpec.parse(more.text) == more
-
-
-def test_exact_texts_are_plains_in_16_bit(bench_folders):
-    settings = GenerateSettings(
-        target=str(bench_folders / "target"),
-        speculators=["suffix"],
-        exact=True,
-        dtype="bfloat16",
-        limit=3,
-        max_new_tokens=24,
-        repeats=1,
-        stock_speculative=False,
-    )
-    rows = [row for row in bench_generate(settings)["rows"] if row["method"] != "eager"]
-    assert [row["method"] for row in rows] == ["suffix:exact=True"] * 2
-    assert all(row["identical"]["share"] == 1.0 for row in rows)
-
-
-def test_unknown_option_names_the_drafter(bench_folders):
-    settings = GenerateSettings(target=str(bench_folders / "target"), speculators=["prompt_lookup:depht=3"])
-    with pytest.raises(SpeculateError, match="unknown option 'depht' of the drafter 'prompt_lookup'"):
-        bench_generate(settings)
-
-
 def test_limit_is_spread_over_categories(tmp_path):
     path = tmp_path / "set.jsonl"
     lines = [{"category": category, "question": f"{category}{i}"} for category in "abc" for i in range(5)]
@@ -178,11 +126,7 @@ def test_spec_bench_format(tmp_path):
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     found = read_prompts(path)
-    assert found == [
-        Prompt("writing", "Write.", ("Shorter.",)),
-        Prompt("writing", "Draft."),
-        Prompt("rag", "Who?"),
-    ]
+    assert found == [Prompt("writing", "Write.", ("Shorter.",)), Prompt("writing", "Draft."), Prompt("rag", "Who?")]
     assert found[0].messages == [{"role": "user", "content": "Write."}]
     assert read_prompts(path, categories=["rag"]) == [found[2]]
     assert read_prompts(path, limit=1, categories=["rag", "writing"]) == [found[0]]
@@ -252,18 +196,3 @@ def test_chat_template_is_applied():
     assert tokenizer.decode(ids) == "hi"
     with pytest.raises(SpeculateError, match="no chat template"):
         tokenize([Prompt("x", ({"role": "user", "content": "hi"},))], character_tokenizer(), use_chat_template=False)
-
-
-def test_builtin_prompts_end_where_code_goes_on():
-    assert len(builtin_prompts()) >= 8
-    assert len({prompt.content for prompt in builtin_prompts()}) == len(builtin_prompts())
-
-
-def test_names_of_speculators_must_differ():
-    with pytest.raises(SpeculateError, match="same name: head, head"):
-        parse_specs(["a/head", "b/head"])
-
-
-def test_own_options_beat_defaults(tiny_model):
-    speculator = make_spec(SpeculatorSpec.parse("prompt_lookup:depth=3"), tiny_model(), depth=7, branches=1)
-    assert (speculator.drafter.options.depth, speculator.drafter.options.branches) == (3, 1)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import pytest
 import torch
 import typer
 from torch._dynamo.utils import counters
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_speculate import AutoSpeculator, SpeculateError, Speculator
+from hf_speculate import AutoSpeculator, SpeculateError
 from hf_speculate.bench import (
     AcceptanceSettings,
     BatchSettings,
@@ -27,7 +26,6 @@ from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.generate import tables as generate_tables
 from hf_speculate.bench.loss import figures as loss_figures
-from hf_speculate.bench.loss import tables as loss_tables
 from hf_speculate.bench.methods import Method, eager_method, speculator_method
 from hf_speculate.bench.runs import Run, batches, fitting, measure_in_turn, rotated, seconds_by_repeat
 from hf_speculate.commands import Grid, add_command
@@ -61,19 +59,6 @@ def test_acceptance_of_fixed_trees(target):
     assert bench_acceptance(settings)["rows"] == found["rows"]  # no clock in it
 
 
-def test_acceptance_is_measured_up_to_the_end_of_the_text(target, monkeypatch):
-    settings = AcceptanceSettings(target=target, nodes=[4], temperatures=[0.0], max_new_tokens=12, limit=2)
-    asked = []
-
-    def generate_once(model, method, request, arguments):
-        asked.append(arguments["eos_token_id"])
-        return run_of(stats=stats_of(1, 1))
-
-    monkeypatch.setattr("hf_speculate.bench.acceptance.generate_once", generate_once)
-    bench_acceptance(settings)
-    assert set(asked) == {AutoTokenizer.from_pretrained(target).eos_token_id} != {None}
-
-
 def test_acceptance_cuts_prompts(target, tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text(
@@ -87,13 +72,6 @@ def test_acceptance_cuts_prompts(target, tmp_path):
     settings.first_token = 200
     with pytest.raises(SpeculateError, match=r"no prompt has 216 tokens \(the longest has 100\)"):
         bench_acceptance(settings)
-
-
-def test_options_of_the_speculator_beat_the_size(target):
-    settings = AcceptanceSettings(
-        target=target, speculators=["prompt_lookup:max_nodes=1"], nodes=[8], temperatures=[0.0], max_new_tokens=8
-    )
-    assert bench_acceptance(settings)["rows"][0]["drafted_nodes"] == 1
 
 
 def test_jackknife():
@@ -134,18 +112,6 @@ def test_loss_figures_take_the_drafters_prefill_apart():
     assert found["drafter_prefill_ms"] == pytest.approx(500)
 
 
-def test_fresh_begins_anew(target, monkeypatch):
-    made = []
-    monkeypatch.setattr("hf_speculate.bench.loss.Speculator", lambda *a, **k: made.append(1) or Speculator(*a, **k))
-    settings = LossSettings(target=target, drafters=["never"], max_new_tokens=4, repeats=3, fresh=True)
-    bench_loss(settings)
-    assert len(made) == 1 + 3  # the warm-up, and one a repeat
-    made.clear()
-    settings.fresh = False
-    bench_loss(settings)
-    assert len(made) == 1
-
-
 def test_batch_sizes_with_and_without_the_switch(target):
     settings = BatchSettings(
         target=target,
@@ -176,11 +142,6 @@ def test_commands_end_in_one_line_of_json(command, target):
     result = bench(*arguments, "--markdown")
     assert last_line(result)["bench"] == command
     assert any(line.startswith("| ") for line in result.stdout.splitlines())
-
-
-def test_grid_as_markdown():
-    grid = Grid(title="t", columns=["a", "b\nc"], rows=[["x|y", "1"]], words={"a"}, caption="below")
-    assert grid.markdown() == "**t**\n\n| a | b c |\n| --- | ---: |\n| x\\|y | 1 |\n\nbelow"
 
 
 def test_grid_of_rows():
@@ -266,14 +227,6 @@ def test_no_repeat_drafts_from_the_texts_of_another(tiny_model, prompt):
     assert len(speculator.drafter.store) == len(requests), "within a repeat it serves as ever"
 
 
-def test_a_method_may_bring_its_own_model(tiny_model, prompt):
-    requests = batches([("a", prompt(6)[0])], 1, torch.device("cpu"))
-    methods = [eager_method(), Method(name="other", kind="eager", model=tiny_model(seed=1))]
-    plain, other = measure_in_turn(tiny_model(), methods, requests, fixed_length(6), 1, lambda step: None)
-    assert plain.rows == tiny_model().generate(prompt(6), **fixed_length(6))[:, 6:].tolist()
-    assert other.rows == tiny_model(seed=1).generate(prompt(6), **fixed_length(6))[:, 6:].tolist() != plain.rows
-
-
 def test_what_compiles_warms_up_until_nothing_is_compiled(tiny_model, prompt, monkeypatch):
     passes = []
 
@@ -313,26 +266,3 @@ def test_prompts_that_do_not_fit(tiny_model, prompt):
     assert len(fitting([("a", prompt(5)[0]), ("a", prompt(250)[0])], tiny_model(), 16)) == 1
     with pytest.raises(SpeculateError, match="the shortest has 250"):
         fitting([("a", prompt(250)[0])], tiny_model(), 16)
-
-
-def test_loss_names_the_worst_prompt():
-    seconds = {"eager": {0: (2.0, 2.0, 2.0), 1: (3.0, 3.0, 3.0)}, "bad": {0: (2.0, 4.0, 9.0), 1: (3.0, 2.0, 3.0)}}
-    runs = [
-        run_of(method, request=request, repeat=i, seconds=s, stats=SpeculationStats(calls=1))
-        for method, requests in seconds.items()
-        for request, repeats in requests.items()
-        for i, s in enumerate(repeats)
-    ]
-    assert loss_figures(runs, "bad")["worst"] == pytest.approx(0.5)
-
-
-def test_loss_on_hard_prompts(target, tmp_path, monkeypatch):
-    settings = LossSettings(target=target, hard=True, drafters=["never"], max_new_tokens=3, repeats=1, temperature=0.7)
-    found = bench_loss(settings)
-    assert found["num_prompts"] == 8
-    assert found["temperature"] == 0.7
-    assert "T=0.7" in str(loss_tables(found)[0].title)
-    with pytest.raises(SpeculateError, match="Take one of the two"):
-        bench_loss(replace(settings, prompts=[tmp_path / "own.jsonl"]))
-    with pytest.raises(SpeculateError, match="temperature"):
-        bench_loss(replace(settings, temperature=-1.0))

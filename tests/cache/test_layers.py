@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, Qwen2Config, StaticCache
+from transformers import DynamicCache, Qwen2Config, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_speculate.cache import as_cache, cache_of
@@ -320,19 +320,3 @@ class TestStockGenerate:
         assert [type(layer) for layer in cache_of(ours).layers] == [PreallocatedLayer] * 2
         for our_layer, stock_layer in zip(cache_of(ours).layers, cache_of(stock).layers, strict=True):
             assert_layers_equal(our_layer, stock_layer)
-
-    def test_a_continuation_is_the_same(self, tiny_model, prompt):
-        model, texts = tiny_model(), []
-        for cache in ours_and_stock():
-            text = model.generate(prompt(8), **as_cache(cache), max_new_tokens=10)
-            text = torch.cat([text, prompt(3, seed=1)], dim=1)
-            texts.append(model.generate(text, **as_cache(cache), max_new_tokens=10))
-        assert torch.equal(*texts)
-
-    def test_assisted_generation_is_the_same(self, tiny_model, prompt):
-        model, texts = tiny_model(), []
-        assistant = copy.deepcopy(tiny_model(seed=1))
-        assistant.generation_config = GenerationConfig(num_assistant_tokens=3, pad_token_id=0)
-        for cache in ours_and_stock():
-            texts.append(model.generate(prompt(8), **as_cache(cache), assistant_model=assistant, max_new_tokens=20))
-        assert torch.equal(*texts)

@@ -56,11 +56,7 @@ def model(tiny_model):
 @pytest.fixture
 def watching(monkeypatch):
     watching, compile_ = Watching(), torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda f, **options: compile_(f, **{**options, "backend": watching}),
-    )
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, **{**options, "backend": watching}))
     return watching
 
 

@@ -32,7 +32,7 @@ VARIANTS = {
     "combined": {
         "lookup and tree": lambda tiny_model, target: {
             "parts": [("prompt_lookup", {"min_ngram": 1}), ("draft_model", {"model": tiny_model("llama", seed=1)})]
-        },
+        }
     },
 }
 # Drafters that need trained heads: their own tests run `check_drafter` on heads made for the purpose.

@@ -140,16 +140,6 @@ def test_a_draft_model_that_is_always_right_is_always_ahead(tiny_model, kind, to
     assert "100% of" in stats.summary()
 
 
-def test_a_draft_model_that_is_wrong_at_times_starts_again_from_what_was_right(tiny_model):
-    """The same text as alone, of rows whose cache holds rejected drafts of this round and of the next."""
-    for seed in range(2):
-        model, ids = tiny_model(seed=seed), random_prompt(9, seed=seed)
-        for kind in (tiny_model("qwen2", seed=seed + 1), with_windows(tiny_model)):
-            speculator = looking_ahead(DraftModelDrafter(kind, DraftModelOptions(depth=4)))
-            assert torch.equal(run(model, ids, speculator)[0], run(model, ids, None)[0])
-            assert speculator.stats.drafts_ahead > speculator.stats.drafts_ahead_taken
-
-
 class Moody(DraftModelDrafter):
     """A draft model that sleeps, hurries, and dies where nobody sees it."""
 

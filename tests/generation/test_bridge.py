@@ -10,15 +10,10 @@ import weakref
 
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    DynamicCache,
-    GenerationMixin,
-    pipeline,
-)
+from transformers import DynamicCache, GenerationMixin
 
 import hf_speculate
-from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
+from hf_speculate import SpeculationStats, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
 from hf_speculate.generation import bridge
@@ -104,30 +99,6 @@ def test_the_model_is_left_as_it_was(tiny_model, prompt):
 
 
 class TestWrappedModels:
-    def test_a_compiled_model(self, tiny_model, prompt):
-        model, ids = tiny_model(), prompt(8)
-        compiled = torch.compile(model, backend="eager")
-        speculator = perfect(model, ids)
-        assert torch.equal(
-            compiled.generate(ids, max_new_tokens=20, speculator=speculator), model.generate(ids, max_new_tokens=20)
-        )
-        assert speculator.stats.accepted_tokens > 0
-        assert hf_speculate.attach(compiled, "prompt_lookup") is hf_speculate.detach(model)
-
-    def test_a_pipeline_holding_the_model(self, real_llama, shared_root):
-        tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
-        pipe = pipeline("text-generation", model=real_llama, tokenizer=tokenizer, device="cpu")
-        request = {"max_new_tokens": 40, "do_sample": False}
-        plain = pipe("Once upon a time", **request)
-        speculator = AutoSpeculator.from_name("prompt_lookup", target=real_llama, min_ngram=1)
-        assert pipe("Once upon a time", **request, speculator=speculator) == plain
-        assert speculator.stats.calls == 1
-        held = pipeline(
-            "text-generation", model=real_llama, tokenizer=tokenizer, device="cpu", speculator=speculator, **request
-        )
-        assert held("Once upon a time") == plain
-        assert speculator.stats.calls == 2
-
     def test_under_inference_mode_and_on_with_its_cache_outside(self, tiny_model, prompt):
         model, ids = tiny_model(), prompt(8)
         text, cache = model.generate(ids, max_new_tokens=30), DynamicCache(config=model.config)
@@ -276,29 +247,6 @@ class TestOutput:
             assert cache_of(output) is cache
             assert torch.equal(output.sequences, text[:, :24])
             assert torch.equal(model.generate(text[:, :24], max_new_tokens=14, **as_cache(cache)), text)
-
-    def test_only_the_new_tokens_with_the_mask_of_all(self, tiny_model, prompt):
-        model, ids = tiny_model(), prompt(8)
-        text = model.generate(ids, max_new_tokens=30)
-        results = []
-        for speculator in (None, perfect(model, text[:, :18])):
-            cache = DynamicCache(config=model.config)
-            model.generate(ids, max_new_tokens=10, **as_cache(cache))
-            mask = torch.ones(1, 18, dtype=torch.long)
-            results.append(
-                model.generate(
-                    text[:, 17:18], attention_mask=mask, max_new_tokens=12, **as_cache(cache), speculator=speculator
-                )
-            )
-        assert torch.equal(*results)
-        assert torch.equal(results[0], text[:, 17:30])
-
-    def test_chunked_prefill(self, tiny_model, prompt):
-        model, ids = tiny_model(), prompt(23)
-        plain = model.generate(ids, max_new_tokens=20)
-        for size in (4, 22, 23, 40):
-            ours = model.generate(ids, max_new_tokens=20, prefill_chunk_size=size, speculator=perfect(model, ids))
-            assert torch.equal(ours, plain)
 
 
 class TestFallbacks:

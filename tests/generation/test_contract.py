@@ -67,38 +67,6 @@ class TestBatch:
                     end = next((i + 1 for i, token in enumerate(tokens) if token in stops), NEW_TOKENS)
                     assert row == tokens[:end] + [0] * (text.shape[1] - end), name
 
-    def test_finished_rows_emit_draft_and_count_nothing(self, tiny_model, prompt):
-        model, inputs = tiny_model(), padded_batch(prompt, (9, 9, 9))
-        script = generate(model, inputs, None)[:, 9:]
-        eos = int(script[1, 3])
-        ends = [row.index(eos) + 1 if eos in row else NEW_TOKENS for row in script.tolist()]
-        assert min(ends) < max(ends)
-        active = []
-
-        class Watching(ScriptedDrafter):
-            def start(self, request):
-                session = super().start(request)
-                draft = session.draft
-
-                def watch(state):
-                    active.append(state.active)
-                    tree = draft(state)
-                    assert all(tree.host.num_drafted(row) == 0 for row in range(3) if not state.active[row])
-                    return tree
-
-                session.draft = watch
-                return session
-
-        drafter = Watching(script, (2, 2, 1), vocab_size=VOCAB_SIZE)
-        request = {"eos_token_id": eos, "return_dict_in_generate": True, "output_scores": True}
-        output = generate(model, inputs, Speculator(drafter), **request)
-        stats = output.speculation
-        assert stats.emitted_tokens + stats.prefill_tokens == sum(ends)
-        assert any(not all(row) for row in active)
-        plain = generate(model, inputs, None, **request)
-        for ours, theirs in zip(output.scores, plain.scores, strict=True):  # padding has scores too
-            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
-
     @pytest.mark.parametrize("mask", ["absent", "ones", "holes", "bool"])
     def test_masks_as_stock_treats_them(self, tiny_model, prompt, mask):
         model = tiny_model("qwen2")
@@ -255,15 +223,6 @@ class EveryRowForItself(StoppingCriteria):
         return (input_ids == self.token).sum(-1) >= 3
 
 
-class LooksAtScores(StoppingCriteria):
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.seen.append(scores[-1].sum().item())
-        return torch.full((len(input_ids),), len(self.seen) == 11)
-
-
 class TestStops:
     """Drafts are up to six deep, so twelve places are every place of a round, twice."""
 
@@ -299,17 +258,6 @@ class TestStops:
 
         text = assert_equals_plain(model, inputs, request, script=script)
         assert text.shape[1] <= width + NEW_TOKENS
-
-    def test_a_criterion_that_looks_at_scores(self, setting):
-        model, inputs, script = setting
-        seen = []
-        for speculator in (None, *map(Speculator, drafters(model, script[:, inputs["input_ids"].shape[1] :]).values())):
-            criterion = LooksAtScores()
-            request = {"return_dict_in_generate": True, "output_scores": True}
-            generate(model, inputs, speculator, stopping_criteria=StoppingCriteriaList([criterion]), **request)
-            seen.append(torch.tensor(criterion.seen))
-        for ours in seen[1:]:
-            torch.testing.assert_close(ours, seen[0], atol=1e-3, rtol=1e-4)
 
     @pytest.mark.parametrize("place", quick_quarter(range(12)))
     def test_lists_of_eos(self, setting, place):

@@ -19,10 +19,7 @@ FEW = 50
 
 
 def _drafters(text):
-    return {
-        "empty": EmptyDrafter(),
-        "scripted": ScriptedDrafter(text, (4, 2, 1), accuracy=0.3, vocab_size=VOCAB_SIZE),
-    }
+    return {"empty": EmptyDrafter(), "scripted": ScriptedDrafter(text, (4, 2, 1), accuracy=0.3, vocab_size=VOCAB_SIZE)}
 
 
 @pytest.fixture(autouse=True)

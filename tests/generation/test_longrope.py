@@ -7,14 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-)
+from transformers import DynamicCache, LogitsProcessor, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 import hf_speculate
 from hf_speculate import Speculator
@@ -23,7 +16,7 @@ from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.inputs import padded_batch, random_prompt
-from ..support.models import INITIALIZER_RANGE, SPECIAL_TOKENS, VOCAB_SIZE, random_model
+from ..support.models import SIZES, VOCAB_SIZE, random_model
 from ..support.tiers import quick
 
 
@@ -53,18 +46,11 @@ def build(name="phi3", attention="sdpa"):
     return random_model(
         kind,
         config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=48,
+            **SIZES,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
             original_max_position_embeddings=BORDER,
-            initializer_range=INITIALIZER_RANGE,
             rope_parameters=rope,
             attn_implementation=attention,
-            **SPECIAL_TOKENS,
             **options,
         ),
     )
@@ -271,11 +257,7 @@ class TestInterruptions:
         model, cache_ = build(), DynamicCache(config=build().config)
         text = run(model, single(24), max_new_tokens=30)[0]
         stream = hf_speculate.stream(
-            model,
-            **single(24),
-            speculator=scripted(text[:, 24:], 0.5),
-            **as_cache(cache_),
-            max_new_tokens=30,
+            model, **single(24), speculator=scripted(text[:, 24:], 0.5), **as_cache(cache_), max_new_tokens=30
         )
         emitted = [token for _, (tokens,) in zip(range(num_rounds), stream, strict=False) for token in tokens]
         stream.close()

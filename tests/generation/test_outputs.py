@@ -113,35 +113,6 @@ def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
         assert_same_parts(ours, plain, width)
 
 
-def test_transition_scores(tiny_model, prompt):
-    model, inputs = tiny_model(), padded_batch(prompt, (9, 4))
-    request = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True}
-    plain = model.generate(**inputs, **request)
-    ours = model.generate(**inputs, **request, speculator=Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
-    for normalize in (False, True):
-        torch.testing.assert_close(
-            model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=normalize),
-            model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=normalize),
-            atol=1e-4,
-            rtol=1e-4,
-        )
-
-
-@pytest.mark.parametrize("lengths", [(9,), (9, 4, 1)], ids=["one", "batch"])
-def test_plain_generate_goes_on_from_the_returned_cache(tiny_model, prompt, lengths):
-    model, inputs = tiny_model("qwen2"), padded_batch(prompt, lengths)
-    whole = model.generate(**inputs, max_new_tokens=2 * NEW_TOKENS)
-    script = ScriptedDrafter(whole[:, max(lengths) :], (2, 2), accuracy=0.7, vocab_size=VOCAB_SIZE)
-    first = model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, speculator=Speculator(script)
-    )
-    mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), NEW_TOKENS, dtype=torch.long)], dim=1)
-    second = model.generate(
-        first.sequences, attention_mask=mask, **as_cache(cache_of(first)), max_new_tokens=NEW_TOKENS
-    )
-    assert torch.equal(second, whole)
-
-
 def test_records_hold_no_view_of_a_trees_states(tiny_model, prompt, monkeypatch):
     added = []
     add = LayerRecord.add

@@ -8,12 +8,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    LogitsProcessor,
-)
+from transformers import DynamicCache, Gemma3nForCausalLM, Gemma3nTextConfig, LogitsProcessor
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
@@ -95,15 +90,6 @@ class TestCaches:
 
 
 class TestTokenTypes:
-    @pytest.mark.parametrize("request_", [{}, {"do_sample": True}, ENDS], ids=["greedy", "sampled", "eos"])
-    def test_new_tokens_are_of_the_last_ones_type(self, gpt2, request_):
-        types = torch.randint(10, 40, BATCH["input_ids"].shape)
-        types[:, -1] = torch.tensor([50, 60, 70])  # embeddings of words stand for the types
-        request = {**BATCH, **request_}
-        with_types = run(gpt2, **request, token_type_ids=types)[0]
-        assert not torch.equal(with_types, run(gpt2, **request)[0])
-        assert assert_as_plain(gpt2, **request, token_type_ids=types).accepted_tokens > 10
-
     def test_rows_leave_with_their_types(self, gpt2):
         types, seen = torch.tensor([[50], [60], [70]]).repeat(1, 9), []
 

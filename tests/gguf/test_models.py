@@ -89,49 +89,26 @@ def with_rope(model, parameters):
     return model
 
 
-@pytest.mark.parametrize(
-    ("architecture", "metadata", "parameters"),
-    [
-        (
-            "llama",
-            {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
-            {"rope_type": "linear", "factor": 4.0},
-        ),
-        ("llama", {".rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
-        ("llama", {".rope.scaling.factor": 4.0, ".rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 4.0}),
-        ("llama", {".rope.scaling.type": "none", ".rope.scaling.factor": 4.0}, {"rope_type": "default"}),
-        (
-            "llama",
-            {
-                ".rope.scaling.type": "yarn",
-                ".rope.scaling.factor": 4.0,
-                ".rope.scaling.original_context_length": 64,
-                ".rope.scaling.yarn_attn_factor": 1.5,
-                ".rope.scaling.yarn_beta_fast": 16.0,
-                ".rope.scaling.yarn_ext_factor": 1.0,
-            },
-            {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "attention_factor": 1.5,
-                "beta_fast": 16.0,
-            },
-        ),
-        (
-            "qwen2",
-            {
-                ".rope.scaling.type": "yarn",
-                ".rope.scaling.factor": 4.0,
-                ".rope.scaling.original_context_length": 64,
-            },
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        ),
-        ("qwen2", {".rope.freq_base": 1e6}, {"rope_type": "default", "rope_theta": 1e6}),
-    ],
-)
+OF_YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
+MORE_OF_YARN = {"scaling.yarn_attn_factor": 1.5, "scaling.yarn_beta_fast": 16.0, "scaling.yarn_ext_factor": 1.0}
+LINEAR, YARN = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}
+YARN["original_max_position_embeddings"] = 64
+# Keys below `rope` of a file's metadata, and the parameters of transformers that they stand for.
+ROPES = [
+    ("llama", {"scaling.type": "linear", "scaling.factor": 4.0}, LINEAR),
+    ("llama", {"scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+    ("llama", {"scaling.factor": 4.0, "scale_linear": 2.0}, LINEAR),
+    ("llama", {"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
+    ("llama", OF_YARN | MORE_OF_YARN, YARN | {"attention_factor": 1.5, "beta_fast": 16.0}),
+    ("qwen2", OF_YARN, YARN),
+    ("qwen2", {"freq_base": 1e6}, {"rope_type": "default", "rope_theta": 1e6}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "metadata", "parameters"), ROPES)
 def test_rope_scaling_of_the_metadata(architecture, metadata, parameters, write):
-    path, ids = write(shape_of(architecture, hidden=64), "Q8_0", metadata=metadata), token_ids(1, 40)
+    given = {f".rope.{name}": value for name, value in metadata.items()}
+    path, ids = write(shape_of(architecture, hidden=64), "Q8_0", metadata=given), token_ids(1, 40)
     found = load_model(path, dtype=torch.float32)
     expected = with_rope(dequantised(path), {"rope_theta": 10000.0, **parameters})
     assert relative_error(found(ids).logits, expected(ids).logits) < 5e-6
@@ -197,6 +174,7 @@ def test_tokenizer_chat_template_and_end_tokens_of_the_file(write):
     assert load_gguf(path.parent, gguf_file="model.gguf")[0].config.vocab_size == 98
 
 
+@pytest.mark.rest  # a process of its own
 def test_importing_the_package_does_not_need_gguf():
     code = (
         "import sys; sys.modules['gguf'] = None\n"

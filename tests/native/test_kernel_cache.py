@@ -29,27 +29,16 @@ pytestmark = [
 # What `Library` looks for, and an answer that tells one kernel from another.
 STAND_IN = """
 extern "C" {{
-int hfs_kind(const char *) {{ return 0; }}
-bool hfs_has_threads() {{ return true; }}
 int hfs_bf16() {{ return {answer}; }}
-bool hfs_bytes() {{ return true; }}
-long long hfs_tile_bytes(int, long long) {{ return 0; }}
-void hfs_large_pages() {{}}
-bool hfs_pack() {{ return true; }}
-bool hfs_multiply() {{ return true; }}
-long long hfs_runs() {{ return 0; }}
-bool hfs_layers() {{ return true; }}
-void hfs_move() {{}}
-void hfs_exponential() {{}}
-long long hfs_argmax() {{ return 0; }}
-void hfs_most_probable() {{}}
-int hfs_step() {{ return 0; }}
-int hfs_rank() {{ return 1; }}
-void hfs_grow() {{}}
-long long hfs_see() {{ return 0; }}
-bool hfs_cut() {{ return true; }}
-int hfs_draft() {{ return 0; }}
+bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
+bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
 bool hfs_look_up() {{ return true; }}
+int hfs_kind(const char *) {{ return 0; }}  int hfs_step() {{ return 0; }}  int hfs_rank() {{ return 1; }}
+int hfs_draft() {{ return 0; }}
+long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_runs() {{ return 0; }}
+long long hfs_argmax() {{ return 0; }}  long long hfs_see() {{ return 0; }}
+void hfs_large_pages() {{}}  void hfs_move() {{}}  void hfs_exponential() {{}}  void hfs_most_probable() {{}}
+void hfs_grow() {{}}
 }}
 """
 
