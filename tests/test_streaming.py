@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import gc
 import threading
@@ -11,7 +10,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers import (
-    AsyncTextIteratorStreamer,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -74,21 +72,6 @@ class TestStockStreamers:
         streamed = "".join(streamer)
         thread.join()
         assert streamed == tokenizer.decode(text[0, 9 if skip_prompt else 0 :])
-
-    def test_an_asynchronous_iterator(self, setting, tokenizer):
-        model, inputs, text = setting
-        speculator = perfect(model, inputs)
-
-        async def collect():
-            streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
-            kwargs = {**inputs, "streamer": streamer, "max_new_tokens": NEW_TOKENS, "speculator": speculator}
-            thread = threading.Thread(target=model.generate, kwargs=kwargs)
-            thread.start()
-            pieces = [piece async for piece in streamer]
-            thread.join()
-            return "".join(pieces)
-
-        assert asyncio.run(collect()) == tokenizer.decode(text[0, 9:])
 
     @pytest.mark.parametrize("stop", ["eos", "criterion"])
     def test_a_batch_is_put_step_by_step_as_in_stock(self, tiny_model, prompt, stop):
@@ -383,10 +366,3 @@ class TestBadInput:
         hf_speculate.attach(model, "prompt_lookup")
         with pytest.raises(UnsupportedRequestError, match="beam_search"):
             hf_speculate.stream(model, **inputs, num_beams=2, max_new_tokens=3)
-
-    def test_caches_without_an_index(self, tiny_model, prompt, strange_cache):
-        model = tiny_model()
-        with pytest.raises(UnsupportedRequestError, match="cannot be indexed: no drafts"):
-            hf_speculate.stream(
-                model, prompt(6), speculator="prompt_lookup", max_new_tokens=3, **as_cache(strange_cache(model))
-            )

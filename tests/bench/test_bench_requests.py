@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar
 import pytest
 import torch
 import typer
-from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError
@@ -25,13 +24,11 @@ from hf_speculate.bench import (
 from hf_speculate.bench.acceptance import jackknife
 from hf_speculate.bench.acceptance import tables as acceptance_tables
 from hf_speculate.bench.generate import tables as generate_tables
-from hf_speculate.bench.loss import figures as loss_figures
-from hf_speculate.bench.methods import Method, eager_method, speculator_method
-from hf_speculate.bench.runs import Run, batches, fitting, measure_in_turn, rotated, seconds_by_repeat
+from hf_speculate.bench.methods import eager_method, speculator_method
+from hf_speculate.bench.runs import batches, fitting, measure_in_turn
 from hf_speculate.commands import Grid, add_command
-from hf_speculate.stats import SpeculationStats
 
-from ..support.bench import bench, last_line, run_of, stats_of
+from ..support.bench import bench, last_line, stats_of
 
 
 @pytest.fixture
@@ -97,19 +94,6 @@ def test_loss(target):
     settings.drafters = ["rude"]
     with pytest.raises(SpeculateError, match="no bad drafter rude; there are random, adversarial, never"):
         bench_loss(settings)
-
-
-def test_loss_figures_take_the_drafters_prefill_apart():
-    stats = SpeculationStats(calls=1, rounds=3, rounds_without_draft=1, drafter_prefill_seconds=0.5)
-    runs = [
-        *(run_of("eager", repeat=i, seconds=s) for i, s in enumerate((2.0, 3.0, 4.0))),
-        *(run_of("bad", repeat=i, seconds=s, stats=stats) for i, s in enumerate((4.0, 4.0, 4.0))),
-    ]
-    found = loss_figures(runs, "bad")
-    assert found["speedup"] == {"median": 0.75, "min": 0.5, "max": 1.0}
-    assert found["speedup_without_drafter_prefill"]["median"] == pytest.approx(3 / 3.5)
-    assert found["drafted_share"] == 0.75
-    assert found["drafter_prefill_ms"] == pytest.approx(500)
 
 
 def test_batch_sizes_with_and_without_the_switch(target):
@@ -199,22 +183,6 @@ def test_batches_pad_left_and_stay_within_a_category():
     assert requests[1].input_ids.tolist() == [[1, 2, 3], [0, 1, 2]]  # filled up with the first of its category
 
 
-def test_every_method_has_every_place_in_turn(tiny_model, prompt):
-    methods = [eager_method(), *(eager_method() for _ in range(2))]
-    for index, method in enumerate(methods):
-        object.__setattr__(method, "name", f"m{index}")
-    assert [rotated(methods, turn)[0].name for turn in range(4)] == ["m0", "m1", "m2", "m0"]
-    requests = batches([("a", prompt(6)[0]), ("a", prompt(9)[0])], 1, torch.device("cpu"))
-    steps = []
-    runs = measure_in_turn(tiny_model(), methods, requests, fixed_length(3), 2, steps.append)
-    assert len(runs) == 3 * 2 * 2
-    assert len(steps) == 3 * (2 * 2 + 1)
-    assert all(run.num_tokens == 3 for run in runs)
-    assert seconds_by_repeat(runs, "m1") == pytest.approx(
-        [sum(r.seconds for r in runs if r.method == "m1" and r.repeat == i) for i in range(2)]
-    )
-
-
 def test_no_repeat_drafts_from_the_texts_of_another(tiny_model, prompt):
     """A store would hold the very answers."""
     model, requests = tiny_model(), batches([("a", prompt(6)[0]), ("a", prompt(9)[0])], 1, torch.device("cpu"))
@@ -225,33 +193,6 @@ def test_no_repeat_drafts_from_the_texts_of_another(tiny_model, prompt):
     forwards = [sum(run.stats.target_forwards for run in runs if run.repeat == repeat) for repeat in range(3)]
     assert min(forwards) > 0.8 * forwards[0], forwards
     assert len(speculator.drafter.store) == len(requests), "within a repeat it serves as ever"
-
-
-def test_what_compiles_warms_up_until_nothing_is_compiled(tiny_model, prompt, monkeypatch):
-    passes = []
-
-    def generate(model, method, request, arguments, repeat=0):
-        passes.append((method.name, request.index, arguments["max_new_tokens"]))
-        counters["stats"]["unique_graphs"] += method.compiles and len(passes) < 4  # also in the second pass
-        return Run(
-            method=method.name,
-            request=request.index,
-            category="a",
-            repeat=repeat,
-            seconds=1,
-            rows=[[0] * 40],
-            stats=None,
-        )
-
-    monkeypatch.setattr("hf_speculate.bench.runs.generate_once", generate)
-    requests = batches([("a", prompt(6)[0]), ("a", prompt(9)[0])], 1, torch.device("cpu"))
-    for method in (eager_method(), Method(name="c", kind="speculator", arguments={}, compiles=True)):
-        passes.clear()
-        measure_in_turn(tiny_model(), [method], requests, fixed_length(40), 1, lambda step: None)
-        if method.compiles:
-            assert passes == [("c", 0, 40), ("c", 1, 40)] * 4  # three, and the measured one
-        else:
-            assert passes == [("eager", 1, 16), ("eager", 0, 40), ("eager", 1, 40)]
 
 
 def test_a_text_of_another_length_is_refused(tiny_model, prompt):

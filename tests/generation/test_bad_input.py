@@ -214,12 +214,3 @@ def test_a_drafter_that_returns_too_few_rows(tiny_model, prompt):
 def test_misspelt_generate_arguments_are_still_stocks_error(tiny_model, prompt):
     with pytest.raises(ValueError, match="max_new_token"):
         tiny_model().generate(prompt(4), max_new_token=4, speculator="prompt_lookup")
-
-
-def test_everything_works_after_an_error(tiny_model, prompt):
-    model, ids = tiny_model(), prompt(6)
-    plain = model.generate(ids, max_new_tokens=8)
-    with pytest.raises(UnsupportedRequestError):
-        model.generate(ids, max_new_tokens=8, num_beams=2, speculator="prompt_lookup")
-    assert torch.equal(model.generate(ids, max_new_tokens=8), plain)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, speculator="prompt_lookup"), plain)

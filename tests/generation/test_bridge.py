@@ -21,6 +21,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.heads import DRAFTERS
 from ..support.models import VOCAB_SIZE
+from ..support.recording import Tapping
 
 
 def perfect(model, ids, branching=(2, 2, 2)):
@@ -281,28 +282,10 @@ class TestFallbacks:
 
 
 def test_features_are_the_targets_hidden_states_at_the_path(tiny_model, prompt):
-    model, ids, seen = tiny_model(dtype=torch.float64), prompt(9), []
-
-    class Recorder(ScriptedDrafter):
-        feature_layers = (0, 1, 2)
-
-        def start(self, request):
-            session = super().start(request)
-            session.observe = lambda tokens, features, lengths: seen.append((tokens, features, lengths))
-            return session
-
+    model, ids = tiny_model(dtype=torch.float64), prompt(9)
     script = model.generate(ids, max_new_tokens=48)[:, 9:]
-    drafter = Recorder(script, (2, 2, 2), accuracy=0.8, vocab_size=VOCAB_SIZE)
+    drafter = Tapping(script, (2, 2, 2), (0, 1, 2), accuracy=0.8)
     text = model.generate(ids, max_new_tokens=30, speculator=Speculator(drafter))
-    hidden = model(text[:, :-1], output_hidden_states=True).hidden_states
-    position = 0
-    for tokens, features, lengths in seen:
-        length = lengths.item()
-        assert torch.equal(tokens[0, :length], text[0, position + 1 : position + 1 + length])
-        for layer in drafter.feature_layers:
-            torch.testing.assert_close(
-                features[layer][:, :length], hidden[layer][:, position : position + length], atol=1e-9, rtol=0
-            )
-        position += length
-    untold = text.shape[1] - 1 - position
-    assert 1 <= untold <= 4  # the last round only: no draft came after it
+    shown = drafter.assert_saw(model(text[:, :-1], output_hidden_states=True).hidden_states)
+    assert torch.equal(torch.cat([tokens for tokens, *_ in drafter.seen], dim=1), text[:, 1 : shown + 1])
+    assert 1 <= text.shape[1] - 1 - shown <= 4  # the last round only: no draft came after it

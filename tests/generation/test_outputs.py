@@ -14,6 +14,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
+from ..support.recording import Tapping
 
 
 NEW_TOKENS = 16
@@ -81,21 +82,12 @@ def test_only_what_was_asked_for(tiny_model, prompt, part):
 
 
 def test_with_a_drafter_that_taps_layers_of_its_own(tiny_model, prompt):
-    model, ids, seen = tiny_model(attention="eager"), prompt(9), []
-
-    class Tapping(ScriptedDrafter):
-        feature_layers = (1,)
-
-        def start(self, request):
-            session = super().start(request)
-            session.observe = lambda tokens, features, lengths: seen.append(features)
-            return session
-
+    model, ids = tiny_model(attention="eager"), prompt(9)
     plain = model.generate(ids, max_new_tokens=NEW_TOKENS, **ALL_PARTS)
-    drafter = Tapping(plain.sequences[:, 9:], (2, 2), vocab_size=VOCAB_SIZE)
+    drafter = Tapping(plain.sequences[:, 9:], (2, 2), (1,))
     ours = model.generate(ids, max_new_tokens=NEW_TOKENS, **ALL_PARTS, speculator=Speculator(drafter))
     assert_same_parts(ours, plain, 9)
-    torch.testing.assert_close(seen[0][1], plain.hidden_states[0][1])
+    torch.testing.assert_close(drafter.seen[0][1][1], plain.hidden_states[0][1])
 
 
 def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):

@@ -24,9 +24,6 @@ from ..support.models import VOCAB_SIZE, build_tiny_gpt2, build_tiny_model
 from ..support.requests import BATCH, assert_as_plain, assert_same, assert_steps_aside, run
 
 
-ENDS = {"eos_token_id": [*range(3, 9)]}
-
-
 @pytest.fixture
 def model():
     """One that tests may change."""

@@ -18,6 +18,7 @@ from hf_speculate.tree import DraftTree
 
 from ..support.inputs import padded_batch
 from ..support.models import SIZES, VOCAB_SIZE
+from ..support.recording import Tapping
 
 
 def qwen3_next():
@@ -172,42 +173,18 @@ class TestStates:
             scorer.cache.truncate([7])
 
 
-class TappingDrafter(ScriptedDrafter):
-    """Keeps the hidden states that it is shown."""
-
-    feature_layers = (2, RAW_LAST)
-
-    def start(self, request):
-        session, self.seen = super().start(request), {layer: [] for layer in self.feature_layers}
-
-        def observe(tokens, features, lengths):
-            for layer, states in features.items():
-                self.seen[layer].append(states[0, : lengths[0]])
-
-        session.observe = observe
-        return session
-
-
 def test_taps_show_the_states_of_the_text_though_tokens_are_run_again(model, prompt):
     ids = prompt(9)
     text = model.generate(ids, max_new_tokens=30)
-    drafter = TappingDrafter(text[0, 9:], (1, 1, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
+    drafter = Tapping(text[:, 9:], (1, 1, 1), (2, RAW_LAST), accuracy=0.7)
     assert torch.equal(model.generate(ids, max_new_tokens=30, speculator=Speculator(drafter)), text)
     raw = []
-    hook = (
-        model.get_decoder()
-        .layers[-1]
-        .register_forward_hook(
-            lambda module, inputs, output: raw.append(output[0] if isinstance(output, tuple) else output)
-        )
-    )
-    expected = {2: model(text, output_hidden_states=True).hidden_states[2][0], RAW_LAST: raw[0][0]}
+    layer = model.get_decoder().layers[-1]
+    hook = layer.register_forward_hook(lambda module, inputs, output: raw.append(output))
+    hidden = model(text, output_hidden_states=True).hidden_states[2]
     hook.remove()
-    for layer, parts in drafter.seen.items():
-        found = torch.cat(parts)
-        assert len(found) > 30
-        error = (found - expected[layer][: len(found)]).abs().max() / expected[layer].abs().max()
-        assert error < 1e-4, f"layer {layer}: {error:.1e}"
+    last = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
+    assert drafter.assert_saw({2: hidden, RAW_LAST: last}, atol=1e-4 * float(hidden.abs().max())) > 30
 
 
 def test_a_model_that_forgets_its_states_gets_no_drafts(model, prompt, monkeypatch):

@@ -26,6 +26,7 @@ from hf_speculate.verification.sampler import Sampler
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
+from ..support.recording import Tapping
 from ..support.tiers import quick
 
 
@@ -216,32 +217,16 @@ def test_processors_of_the_users_own(tiny_model, prompt, kind, lengths, do_sampl
 
 def test_a_processor_that_runs_the_target_disturbs_no_feature(tiny_model, prompt):
     # Classifier-free guidance runs the target between a round's forward and the drafter's observation.
-    model, ids, seen = tiny_model(dtype=torch.float64), prompt(9), []
-
-    class Recorder(ScriptedDrafter):
-        feature_layers = (1, RAW_LAST)
-
-        def start(self, request):
-            session = super().start(request)
-            session.observe = lambda tokens, features, lengths: seen.append((features, int(lengths)))
-            return session
-
+    model, ids = tiny_model(dtype=torch.float64), prompt(9)
     request = {"max_new_tokens": 30, "guidance_scale": 1.5}
     plain = model.generate(ids, **request)
-    drafter = Recorder(plain[:, 9:], (2, 2, 2), accuracy=0.8, vocab_size=VOCAB_SIZE)
+    drafter = Tapping(plain[:, 9:], (2, 2, 2), (1, RAW_LAST), accuracy=0.8)
     assert torch.equal(model.generate(ids, **request, speculator=Speculator(drafter)), plain)
     raw = []
     hook = model.model.layers[-1].register_forward_hook(lambda module, inputs, output: raw.append(output))
     hidden = model(plain[:, :-1], output_hidden_states=True).hidden_states
     hook.remove()
-    expected, position = {1: hidden[1], RAW_LAST: raw[0]}, 0
-    for features, length in seen:
-        for layer, states in features.items():
-            torch.testing.assert_close(
-                states[:, :length], expected[layer][:, position : position + length], atol=1e-9, rtol=0
-            )
-        position += length
-    assert position > 20
+    assert drafter.assert_saw({1: hidden[1], RAW_LAST: raw[0]}) > 20
 
 
 class ForbidsEverything(LogitsProcessor):
