@@ -98,7 +98,7 @@ def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
     assert "no tie" in identical["divergences"][0]["why"]
 
 
-def test_speculator_specs():
+def test_a_speculator_is_named_with_its_options():
     spec = SpeculatorSpec.parse("draft_model:model=/models/small,depth=4,flag=true,rate=0.5")
     assert (spec.source, spec.options) == (
         "draft_model",
@@ -116,7 +116,7 @@ def test_limit_is_spread_over_categories(tmp_path):
     assert len(read_prompts(path)) == 15
 
 
-def test_spec_bench_format(tmp_path):
+def test_files_of_spec_bench_are_read(tmp_path):
     """question_id, category, turns, and sometimes a reference; several turns are a conversation."""
     path = tmp_path / "question.jsonl"
     lines = [
@@ -165,7 +165,7 @@ def test_later_turns_come_after_the_targets_own_answers(bench_folders, tmp_path)
         ({"messages": [{"role": "user", "content": "u"}]}, ({"role": "user", "content": "u"},)),
     ],
 )
-def test_fields_of_prompt_files(line, content, tmp_path):
+def test_prompts_are_read_from_every_known_field(line, content, tmp_path):
     path = tmp_path / "file.jsonl"
     path.write_text(json.dumps(line))
     assert read_prompts(path) == [Prompt("file", content)]
@@ -180,7 +180,7 @@ def test_fields_of_prompt_files(line, content, tmp_path):
         ('{"answer": 1}', "none of the fields"),
     ],
 )
-def test_broken_prompt_files(text, message, tmp_path):
+def test_broken_prompt_files_are_refused(text, message, tmp_path):
     path = tmp_path / "file.jsonl"
     path.write_text(text)
     with pytest.raises(SpeculateError, match=message):

@@ -36,7 +36,7 @@ def target(bench_folders):
     return str(bench_folders / "target")
 
 
-def test_acceptance_of_fixed_trees(target):
+def test_acceptance_of_fixed_trees_is_measured(target):
     settings = AcceptanceSettings(
         target=target, speculators=["prompt_lookup"], nodes=[2, 6], max_new_tokens=10, limit=3
     )
@@ -71,14 +71,14 @@ def test_acceptance_cuts_prompts(target, tmp_path):
         bench_acceptance(settings)
 
 
-def test_jackknife():
+def test_the_standard_error_is_that_of_the_jackknife():
     # Equal rounds: the standard error of a mean of lengths 2, 3, 4 is s / sqrt(3) = 1 / sqrt(3).
     assert jackknife([stats_of(10, 10), stats_of(10, 20), stats_of(10, 30)]) == pytest.approx(3**-0.5)
     assert jackknife([stats_of(10, 10), stats_of(30, 30), stats_of(0, 0)]) == pytest.approx(0.0)
     assert jackknife([stats_of(10, 10), stats_of(0, 0)]) is None
 
 
-def test_loss(target):
+def test_losses_of_bad_drafters_are_measured(target):
     settings = LossSettings(
         target=target, max_new_tokens=12, repeats=2, adaptive=False, speculators=["prompt_lookup"], limit=2
     )
@@ -128,7 +128,7 @@ def test_commands_end_in_one_line_of_json(command, target):
     assert any(line.startswith("| ") for line in result.stdout.splitlines())
 
 
-def test_grid_of_rows():
+def test_a_grid_is_made_of_rows():
     rows = [{"name": "a", "size": 1, "found": {"x": 0.5}}, {"name": "b", "size": 2, "found": None}, {"name": "b"}]
     columns = {"name": "{name}", "x": "{found[x]:.1f}", "size": lambda row: f"{row['size']}!", "absent": "{absent:d}"}
     grid = Grid.of("t", rows, columns, groups=["name"])
@@ -136,7 +136,7 @@ def test_grid_of_rows():
     assert grid.rows == [("a", "0.5", "1!"), ("b", "", "2!"), ("b", "", "")]
 
 
-def test_a_command_of_settings():
+def test_a_command_takes_its_options_from_settings():
     """Fields with an option are options; `--quick` sets what was not given."""
 
     @dataclass(kw_only=True)
@@ -203,7 +203,7 @@ def test_a_text_of_another_length_is_refused(tiny_model, prompt):
         measure_in_turn(tiny_model(), [stops], requests, fixed_length(3), 1, lambda step: None)
 
 
-def test_prompts_that_do_not_fit(tiny_model, prompt):
+def test_prompts_that_do_not_fit_are_left_out(tiny_model, prompt):
     assert len(fitting([("a", prompt(5)[0]), ("a", prompt(250)[0])], tiny_model(), 16)) == 1
     with pytest.raises(SpeculateError, match="the shortest has 250"):
         fitting([("a", prompt(250)[0])], tiny_model(), 16)

@@ -27,7 +27,7 @@ def tiny_shape(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {"tiny": ModelShape(32, 48, 3, 4, 2, 200)})
 
 
-def test_parameters_of_the_shapes(tiny_shape):
+def test_parameters_of_the_shapes_are_counted(tiny_shape):
     """A model's matrices, counted: what says whether it fits."""
     shape = find_shape("tiny")
     model = shape.build(torch.float32, CPU)
@@ -39,7 +39,7 @@ def test_parameters_of_the_shapes(tiny_shape):
         find_shape("huge")
 
 
-def test_generate_at_a_shape(tiny_shape):
+def test_a_shape_is_measured_with_a_set_acceptance(tiny_shape):
     settings = GenerateSettings(
         shape="tiny", layers=2, acceptance="1,1,1", nodes=4, batch_sizes=[1, 2], max_new_tokens=13, repeats=1
     )
@@ -55,7 +55,7 @@ def test_generate_at_a_shape(tiny_shape):
         bench_generate(settings)
 
 
-def test_profile_from_text():
+def test_a_profile_is_read_from_text():
     assert read_profile("0.8,0.4", 3).rates == (0.8, 0.4)
     assert read_profile("0.8,0.4", 3).conditional == pytest.approx((0.8, 0.5))
     assert read_profile("0.8,0.4", 3).mean_length == pytest.approx(2.2)
@@ -117,7 +117,7 @@ def plotted_result(bench_folders, tmp_path_factory):
 
 
 class TestPlots:
-    def test_pictures(self, result, tmp_path):
+    def test_pictures_are_drawn(self, result, tmp_path):
         written = draw_generate(result, tmp_path / "new" / "plots")
         assert [path.name for path in written] == ["speedup.png", "acceptance.png"]
         assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
@@ -131,7 +131,7 @@ class TestPlots:
         assert "cannot write plots" in ran.stderr
         assert json.loads(ran.stdout.splitlines()[-1]) == json.loads(out.read_text())
 
-    def test_without_matplotlib(self, tmp_path, monkeypatch):
+    def test_without_matplotlib_it_says_what_to_install(self, tmp_path, monkeypatch):
         monkeypatch.setattr("hf_speculate.commands.options.find_spec", lambda name: None)
         result = CliRunner().invoke(app, ["bench", "generate", "--target", "absent", "--plot", str(tmp_path)])
         assert result.exit_code == 1
@@ -149,7 +149,7 @@ def test_the_compiled_baseline_is_stock_with_a_static_cache(tiny_model, prompt):
 
 
 class TestReplay:
-    def test_the_same_trees_again(self, tiny_model, prompt):
+    def test_a_replay_drafts_the_same_trees_again(self, tiny_model, prompt):
         model, ids = tiny_model(), prompt(12)
         (request,) = batches([("a", ids[0])], 1, CPU)
         texts = plain_texts(model, [request], fixed_length(40))

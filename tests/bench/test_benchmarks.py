@@ -58,7 +58,7 @@ def test_the_command_ends_in_one_line_of_json(monkeypatch, capsys):
         run(ahead.AheadSettings, ahead.bench_ahead, ahead.tables)
 
 
-def test_drafting_ahead():
+def test_drafting_ahead_is_measured():
     settings = ahead.AheadSettings(
         shape="tiny", rates=[1.0, 0.0], depths=[2], dtype="float32", context=8, rounds=6, repeats=1
     )
@@ -72,7 +72,7 @@ def test_drafting_ahead():
     assert len(ahead.tables(result)[0].rows) == 6
 
 
-def test_heads():
+def test_every_kind_of_head_is_measured():
     settings = heads.HeadSettings(shape="tiny", layers=2, dtype="float32", context=8, rounds=4, repeats=1)
     result = heads.bench_heads(settings)
     assert [row["head"] for row in result["rows"]] == list(heads.HEADS)
@@ -92,7 +92,7 @@ def test_heads():
         heads.bench_heads(settings)
 
 
-def test_costs_of_a_shape():
+def test_costs_of_a_shape_are_measured():
     settings = costs.CostSettings(
         contexts=[40, 16],
         shape="tiny",
@@ -122,7 +122,7 @@ def test_waits_are_counted():
     assert costs.host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
 
 
-def test_packed_beside_dequantised(tmp_path):
+def test_a_file_is_measured_packed_and_dequantised(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_file(str(path), FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
     settings = gguf.GgufSettings(
@@ -152,7 +152,7 @@ def test_edited_files_are_drafted_again(bench_folders):
 
 
 @pytest.mark.slow
-def test_training_losses():
+def test_losses_of_training_are_measured():
     result = train.bench_train(train.TrainSettings(methods=[], vocab=128, entries=16, device="cpu"))
     forms = [("plain", "soft"), ("lean", "soft"), ("plain", "hard"), ("lean", "hard")]
     assert [(row["form"], row["kind"]) for row in result["losses"]] == forms

@@ -115,7 +115,7 @@ class TestEngines:
             batch_sizes=[1, 2],
         )
 
-    def test_beside_us(self, settings, interpreter):
+    def test_llama_cpp_is_measured_beside_us(self, settings, interpreter):
         settings.llama_cpp = interpreter(_FAKE, missing=0)
         result = bench_generate(settings)
         rows = {(row["method"], row["batch_size"], row["temperature"]): row for row in result["rows"]}
@@ -128,7 +128,7 @@ class TestEngines:
             assert ours["speedup"]["llama.cpp"] == pytest.approx(ours["tokens_per_second"]["median"] / other)
         assert "x llama.cpp" in tables(result)[0].columns
 
-    def test_openvino(self, interpreter):
+    def test_openvino_answers_with_tokens(self, interpreter):
         for kind in OPENVINO.methods.values():
             with Engine(OPENVINO, interpreter(_FAKE_OPENVINO, missing=0), "x.gguf", 2, 8, kind) as engine:
                 found = engine.generate(torch.tensor([[4, 5]]), max_new_tokens=3, do_sample=True, temperature=1.0)
@@ -139,7 +139,7 @@ class TestEngines:
         with pytest.raises(SpeculateError, match=r"llama.cpp emitted \[5\] tokens instead of 6"):
             bench_generate(settings)
 
-    def test_other_targets(self, interpreter, bench_folders):
+    def test_other_targets_than_gguf_files_are_refused(self, interpreter, bench_folders):
         llama_cpp = interpreter(_FAKE, missing=0)
         settings = GenerateSettings(target=str(bench_folders / "target"), llama_cpp=llama_cpp)
         with pytest.raises(SpeculateError, match="--llama-cpp runs GGUF files; the target is"):

@@ -106,7 +106,7 @@ ROPES = [
 
 
 @pytest.mark.parametrize(("architecture", "metadata", "parameters"), ROPES)
-def test_rope_scaling_of_the_metadata(architecture, metadata, parameters, write):
+def test_rope_is_scaled_as_the_metadata_say(architecture, metadata, parameters, write):
     given = {f".rope.{name}": value for name, value in metadata.items()}
     path, ids = write(shape_of(architecture, hidden=64), "Q8_0", metadata=given), token_ids(1, 40)
     found = load_model(path, dtype=torch.float32)
@@ -115,7 +115,7 @@ def test_rope_scaling_of_the_metadata(architecture, metadata, parameters, write)
     assert {k: found.config.rope_parameters[k] for k in parameters} == parameters
 
 
-def test_rope_factors_of_llama_3(write):
+def test_rope_factors_of_llama_3_are_used_and_named(write):
     """Used as they are; and named where they are those of the usual parameters."""
     shape, metadata = shape_of("llama", hidden=512), {".rope.freq_base": 500000.0}
     plain_path = write(shape, "Q8_0", metadata=metadata)
@@ -135,7 +135,7 @@ def test_rope_factors_of_llama_3(write):
 
 
 @pytest.mark.parametrize("name", ["llama2xs-Q4_0", "llama2xs-Q8_0", "stories260K-F16", "stories260K-F32"])
-def test_real_files(name, shared_root):
+def test_real_files_give_the_text_of_transformers(name, shared_root):
     path = shared_root / "data" / "gguf" / f"{name}.gguf"
     expected = dequantised(str(path))
     reference = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -150,7 +150,7 @@ def test_real_files(name, shared_root):
     assert tokenizer.decode(inputs.input_ids[0], skip_special_tokens=True).strip() == text
 
 
-def test_tokenizer_chat_template_and_end_tokens_of_the_file(write):
+def test_tokenizer_chat_template_and_end_tokens_are_the_files(write):
     """A byte-level vocabulary whose end of turn is named by its text only."""
     characters = character_tokenizer().convert_ids_to_tokens(list(range(VOCAB - 1)))
     metadata = {
@@ -213,7 +213,7 @@ def test_a_model_in_parts_is_the_whole(parts):
     assert os.path.samefile(found, paths[0])
 
 
-def test_parts_that_do_not_belong_together(parts):
+def test_parts_that_do_not_belong_together_are_refused(parts):
     (first, second, third), _ = parts
     with pytest.raises(CheckpointError, match=r"is one of 3 parts of a model: load the first, '.*cut-00001-of-00003"):
         load_model(second)

@@ -86,7 +86,7 @@ def test_hidden_states_are_handed_out_as_transformers_does(wanted, load, steps):
     assert steps == [1]
 
 
-def test_padding_in_a_mask_of_the_model(load, steps):
+def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(load, steps):
     """As plain `generate` pads a batch: rows get the bits that they get alone."""
     model, lengths = load(recipe="Q4_K"), (11, 24, 3)
     batch = padded(lengths)
@@ -101,7 +101,7 @@ def test_padding_in_a_mask_of_the_model(load, steps):
     assert set(steps) == {1}
 
 
-def test_positions_behind_the_table(load, steps):
+def test_positions_behind_the_table_are_served(load, steps):
     model = load()
     twin = modules_only(model)
     positions = torch.tensor([[0, 1, 0, 1]])  # two texts in one row: transformers finds that out
@@ -153,7 +153,7 @@ def test_who_changes_the_class_is_called(load, steps, monkeypatch):
     "options",
     [{"return_dict": False}, {"labels": ids(1, 5)}, {"output_attentions": True}, {"logits_to_keep": torch.tensor([2])}],
 )
-def test_what_the_modules_are_asked_for(options, load, steps):
+def test_what_only_the_modules_can_answer_is_left_to_them(options, load, steps):
     model = load(attn_implementation="eager")
     twin = modules_only(model)
     found, expected = (answer(each, ids(1, 5), **options) for each in (model, twin))
@@ -169,7 +169,7 @@ def test_what_is_no_cache_is_left_to_transformers(load, steps):
     assert not steps
 
 
-def test_a_weight_that_is_trained(load, steps):
+def test_a_weight_that_is_trained_gets_its_gradient(load, steps):
     model = load()
     model.model.norm.weight.requires_grad_()
     model(ids(1, 5)).logits.sum().backward()
@@ -237,7 +237,7 @@ def test_what_is_changed_behind_a_request_is_seen(load):
     torch.testing.assert_close(answer(model, ids(1, 6)).logits, before * 2, rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_that_changes_within_a_request(load):
+def test_a_cache_may_change_within_a_request(load):
     """Rows that have ended leave it, text is cut: all layers alike."""
     model, text = load(), ids(2, 12)
     with model.forward.undisturbed():

@@ -186,7 +186,7 @@ def test_threads_do_not_change_bits(load, set_threads):
 
 
 @pytest.mark.parametrize("flags", OTHER_CPUS[:2])
-def test_instructions_that_this_cpu_has_not(flags, load, monkeypatch, tmp_path):
+def test_other_cpus_compute_the_same(flags, load, monkeypatch, tmp_path):
     """Also in bfloat16 where it cannot be multiplied: no further from float32 than the modules are."""
     model = load(recipe="mixed", dtype=torch.float32)
     expected, _ = states_of(modules_only(model), ids(1, 20))
@@ -329,7 +329,7 @@ def test_hooks_that_read_are_shown_every_layer(load, calls):
     assert calls == [3]
 
 
-def test_what_the_kernel_does_not_serve(load, calls):
+def test_what_the_kernel_does_not_serve_is_left_to_the_modules(load, calls):
     model, text = load(dtype=torch.float32), ids(1, 6)
     twin = modules_only(model)
 

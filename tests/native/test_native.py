@@ -41,7 +41,7 @@ LARGEST = {"Q8_0": 0x80, "IQ4_NL": 0}
 
 
 @pytest.mark.parametrize("flags", ["", *OTHER_CPUS])
-def test_instructions_that_this_cpu_has_not(flags, tmp_path):
+def test_other_cpus_compute_the_same(flags, tmp_path):
     """What is compiled on other CPUs computes the same, to the rounding of sums; also where 16-bit sums are full."""
     library = native.Library(native.compile_source([*native.find_compiler(), *flags.split()]))
     for kind in FORMATS:
@@ -76,7 +76,7 @@ def test_inputs_of_every_size_are_rounded_and_none_that_is_not_finite_vanishes(t
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 15, 16, 49])
-def test_any_number_of_rows_and_columns(kind, rows, tmp_path):
+def test_products_are_exact_for_any_number_of_rows_and_columns(kind, rows, tmp_path):
     """Weights are exactly those of the file: in bfloat16, only the products are rounded (by 2^-8 of them at most)."""
     block_size = FORMATS[kind].block_size
     for columns in (block_size, 3 * block_size, 1024):
@@ -87,7 +87,7 @@ def test_any_number_of_rows_and_columns(kind, rows, tmp_path):
         assert pack(matrix, "native", torch.float32)(torch.empty(0, columns)).shape == (0, rows)
 
 
-def test_integers_of_every_value_and_subnormal_scales(tmp_path):
+def test_every_integer_and_subnormal_scales_come_out_exactly(tmp_path):
     """All 256 bytes of Q8_0, with scales down to the smallest float16: columns come out exactly."""
     matrix = make_matrix(tmp_path, "Q8_0", 16, 256)
     blocks = matrix.read(0, 16).view(16, 8, 34)
@@ -107,7 +107,7 @@ def test_integers_of_every_value_and_subnormal_scales(tmp_path):
         torch.set_flush_denormal(False)
 
 
-def test_inputs_that_lie_apart(tmp_path):
+def test_inputs_may_lie_apart(tmp_path):
     layer = pack(make_matrix(tmp_path, "Q4_K", 32), "native", torch.bfloat16)
     inputs = torch.randn(512, 2, 5).bfloat16().permute(1, 2, 0)
     assert torch.equal(layer(inputs), layer(inputs.contiguous()))
