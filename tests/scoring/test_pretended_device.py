@@ -218,9 +218,12 @@ def plain_text(model, batch, request, **options):
     return model.generate(**batch, **request, **options)[:, batch["input_ids"].shape[1] :].tolist()
 
 
+QUICK = ("prompt_lookup", "draft_model, trees", "eagle-3", "eagle-3, static trees", "medusa", "combined")
+
+
 @pytest.mark.parametrize("sampling", quick([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)], (9, 4, 13)), ids=["1 row", "3 rows left padded"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, *QUICK))
 def test_one_device_one_wait_a_round_and_the_text_of_the_cpu(device, prompt, tmp_path, name, lengths, sampling):
     case, batch, request = CASES[name], padded_batch(prompt, lengths), {**PLAIN, **sampling}
     expected = plain_text(target(), batch, request)
