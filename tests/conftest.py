@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from pathlib import Path
 
 import jaxtyping
@@ -15,13 +16,13 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_speculate.hub import repositories
 from hf_speculate.native import binding as native
+from hf_speculate.tree import DraftTree
 
 from .support.hub import FakeHub
 from .support.inputs import random_prompt
 from .support.models import CHAIN_ONLY, build_tiny_model, chain_only_attention
 from .support.paths import SHARED, TESTS
 from .support.tiers import is_rest
-from .support.trees import random_tree
 
 
 # Tests are about trees: what is drafted must not depend on the clock. Those about the policy ask for it.
@@ -94,10 +95,29 @@ def prompt():
     return random_prompt
 
 
-@pytest.fixture(name="random_tree")
-def _random_tree():
-    """Factory of trees, see `random_tree`."""
-    return random_tree
+def _random_tree(seed: int, batch_size: int, vocab_size: int, max_nodes: int = 12, roots=None) -> DraftTree:
+    """Rows of random structure and width; siblings differ."""
+    choose, rows = random.Random(seed), []
+    for row in range(batch_size):
+        root = choose.randrange(vocab_size) if roots is None else roots[row]
+        tokens, parents, taken = [root], [-1], set()
+        for _ in range(choose.randint(0, max_nodes)):
+            parent, token = (
+                choose.choice([len(tokens) - 1, choose.randrange(len(tokens))]),
+                choose.randrange(vocab_size),
+            )
+            if (parent, token) not in taken:
+                taken.add((parent, token))
+                tokens.append(token)
+                parents.append(parent)
+        rows.append((tokens, parents))
+    return DraftTree.from_rows(rows)
+
+
+@pytest.fixture
+def random_tree():
+    """Factory of trees, see `_random_tree`."""
+    return _random_tree
 
 
 @pytest.fixture

@@ -19,12 +19,7 @@ def last_line_of_a_failing_import(*before: str, **environment: str) -> str:
     """The last line on stderr of a fresh interpreter."""
     code = "\n".join((*before, "import hf_speculate"))
     run = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", code], env=os.environ | environment, cwd="/", capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 1, run.stdout
     assert "direct cause" not in run.stderr

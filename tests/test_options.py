@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate import AutoSpeculator
 from hf_speculate.errors import OptionError, SpeculateError
-from hf_speculate.testing import EmptyDrafter
 
 from .support.heads import write_medusa_heads
 from .support.tiny_heads import write_eagle_head
@@ -55,8 +54,3 @@ def test_of_heads(tiny_model, tmp_path):
     assert message.startswith(
         "unknown option 'xyz' of the drafter 'medusa'. Possible: the drafter 'medusa' takes choices"
     )
-
-
-def test_of_the_engine():
-    message = refusal(lambda: Speculator(EmptyDrafter(), adaptiv=False))
-    assert message == f"unknown option 'adaptiv' of a Speculator. Did you mean 'adaptive'? Possible: {ENGINE}"

@@ -47,30 +47,14 @@ def test_mean_acceptance_length_counts_the_bonus_token_and_only_rounds_with_a_dr
     assert stats.mean_acceptance_length == (4 + 1 + 2 + 2) / 4
 
 
-def test_tokens_per_round_counts_every_round(stats):
-    assert stats.tokens_per_round == 11 / 6
-    assert SpeculationStats().tokens_per_round is None
-
-
 def test_acceptance_rate_by_depth_is_unconditional(stats):
     # Depth 1: rounds 1, 3, 4 of four. Depth 2: rounds 1, 4 of four. Depth 3: round 1 of the three that were as deep.
     assert stats.acceptance_rate_by_depth == {1: 3 / 4, 2: 2 / 4, 3: 1 / 3}
 
 
-def test_the_histogram_counts_rounds_by_accepted_tokens(stats):
-    assert dict(stats.accepted_histogram) == {3: 1, 0: 1, 1: 1, 2: 1}
-
-
 def test_efficiency_leaves_the_prefill_out(stats):
     assert stats.rest_seconds == 0.5
     assert stats.engine_efficiency == 7.5 / 8.0
-
-
-def test_nothing_is_claimed_before_the_first_round():
-    empty = SpeculationStats()
-    assert empty.mean_acceptance_length is None
-    assert empty.engine_efficiency is None
-    assert empty.acceptance_rate_by_depth == {}
 
 
 def test_merge_adds_everything(stats):

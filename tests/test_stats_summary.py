@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats
 from hf_speculate.stats import Advice, HeadRecord, of_heads
 from tests.support.inputs import random_prompt
@@ -53,16 +50,6 @@ def test_the_summary_says_what_was_accepted_where_time_went_and_how_the_speedup_
     assert "beams (3x)" in lines[7]
     assert "this head fits the target." in lines[8]
     assert str(stats) == stats.summary()
-
-
-def test_the_html_shows_the_same_lines():
-    stats = counted(accepted=2, drafted=4, with_draft=0.02, without=0.01)
-    stats.fallbacks["<beams>"] += 1
-    html = stats._repr_html_()
-    assert "about 1.46x" in html
-    assert "this head fits the target." in html
-    assert "&lt;beams&gt;" in html
-    assert html.count("inline-block") == 3
 
 
 @pytest.mark.parametrize(("number", "told"), [(0, "no rounds"), (1, "only 1 round"), (3, "only 3 rounds")])
@@ -144,13 +131,6 @@ def test_nothing_is_warned_of_before_enough_was_seen():
     assert counted(2, 4, 0.02, 0.01, rounds=60).shortfall is None
 
 
-def test_reset_keeps_whose_they_are():
-    stats = counted(2, 4, 0.02, 0.01)
-    stats.reset()
-    assert stats == SpeculationStats()
-    assert (stats.drafter, stats.advice) == ("eagle", OF_HEADS)
-
-
 def test_a_draft_model_that_costs_more_than_it_brings_is_named_once(monkeypatch):
     target, draft = build_tiny_model(), build_tiny_model(seed=7)
     draft.config.name_or_path = "org/other-small"
@@ -181,27 +161,6 @@ def test_rounds_of_a_request_are_timed_with_and_without_a_draft():
     assert len(stats.round_seconds_with_draft) == stats.rounds
     assert len(stats.round_seconds_without_draft) == stats.rounds_without_draft
     assert stats.plain_steps == stats.emitted_tokens == 39
-
-
-def test_a_batch_counts_steps_not_tokens():
-    target = build_tiny_model()
-    speculator = AutoSpeculator.from_name("prompt_lookup", target=target, adaptive=False)
-    prompts = random_prompt(6).repeat(3, 1)
-    torch.manual_seed(0)
-    target.generate(prompts, speculator=speculator, max_new_tokens=21, do_sample=True, eos_token_id=None)
-    assert speculator.stats.emitted_tokens == 60
-    assert 20 <= speculator.stats.plain_steps < 60
-
-
-def test_statistics_of_a_named_speculator_can_be_reached():
-    target = copy.deepcopy(build_tiny_model())
-    assert hf_speculate.speculators(target) == {}
-    target.generate(random_prompt(12), speculator="prompt_lookup:max_ngram=2", max_new_tokens=8)
-    (name, speculator), *others = hf_speculate.speculators(target).items()
-    assert name == "prompt_lookup:max_ngram=2"
-    assert not others
-    assert speculator.stats.calls == 1
-    assert hf_speculate.attached(target) is None
 
 
 def test_drafts_ahead_are_counted():

@@ -68,13 +68,6 @@ class TestPlan:
         assert torch.equal(device.ancestors, host.ancestors)
         assert torch.equal(device.depths, host.depths)
 
-    @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17])
-    def test_pointer_doubling_reaches_every_depth(self, depth):
-        parents = torch.arange(-1, depth)[None]
-        plan = TreePlan.from_tensor(parents, max_depth=depth)
-        assert torch.equal(plan.ancestors[0], torch.ones(depth + 1, depth + 1).tril().bool())
-        assert plan.depths.tolist() == [list(range(depth + 1))]
-
     def test_plans_of_equal_structure_are_one_object(self):
         first = DraftTree(torch.tensor([[5, 6, 7]]), [-1, 0, 0])
         second = DraftTree(torch.tensor([[1, 2, 3]]), ([-1, 0, 0],))
@@ -200,10 +193,7 @@ class TestValues:
     """Values go with their nodes, through everything that makes a tree of another."""
 
     TREE = DraftTree.from_rows(
-        [
-            TreeRow([5, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.5, -3.0, -0.75]),
-            TreeRow([6, 4], [-1, 0], [0.0, -0.25]),
-        ]
+        [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.5, -3.0, -0.75]), TreeRow([6, 4], [-1, 0], [0.0, -0.25])]
     )
 
     def test_they_are_padded_and_come_back(self):

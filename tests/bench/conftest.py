@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ..support.inputs import character_tokenizer
+from ..support.models import SIZES
 
 
 @pytest.fixture(scope="session")
@@ -14,18 +15,8 @@ def bench_folders(tmp_path_factory):
     """`target` and `draft` of the same vocabulary, as users have them."""
     root, tokenizer = tmp_path_factory.mktemp("models"), character_tokenizer(pad_token="<pad>", bos_token="<s>")
     for name, seed in (("target", 0), ("draft", 1)):
-        config = Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+        sizes = SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": 2}
+        config = Qwen2Config(**sizes, num_hidden_layers=2)
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
         model.save_pretrained(root / name)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from hf_speculate.bench import verify_ms
 from hf_speculate.commands import ModelShape, shapes
 from hf_speculate.errors import SpeculateError
-from hf_speculate.scoring import filler_cache
 
 from ..benchmarks import ahead, costs, edits, gguf, heads, train
 from ..benchmarks.command import run
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
-CPU = torch.device("cpu")
-CODE = "\n".join(f"def double_{i}(value):\n    return value * {i}\n" for i in range(3)) + "\n    unused = value\n" * 4
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 
@@ -64,7 +58,7 @@ def test_the_command_ends_in_one_line_of_json(monkeypatch, capsys):
         run(ahead.AheadSettings, ahead.bench_ahead, ahead.tables)
 
 
-def test_drafting_ahead():
+def test_drafting_ahead_is_measured():
     settings = ahead.AheadSettings(
         shape="tiny", rates=[1.0, 0.0], depths=[2], dtype="float32", context=8, rounds=6, repeats=1
     )
@@ -78,23 +72,7 @@ def test_drafting_ahead():
     assert len(ahead.tables(result)[0].rows) == 6
 
 
-@pytest.mark.parametrize(
-    ("target", "drafter", "share", "waited"),
-    [
-        (100.0, 20.0, 1.0, 0.0),  # hidden
-        (100.0, 200.0, 1.0, 140.0),  # one level more than the 200, 100 of them hidden
-        (100.0, 20.0, 0.0, 20.0),  # it has ended long ago
-        (100.0, 200.0, 0.0, 220.0),  # the third level, begun at 80, ends at 120
-        (100.0, 200.0, 0.5, 180.0),
-    ],
-)
-def test_two_clocks(target, drafter, share, waited):
-    row = ahead.simulated({"target_ms": target, "drafter_ms": drafter, "rest_ms": 1.0}, share, depth=5)
-    assert row["drafter_ms"] == pytest.approx(waited)
-    assert row["round_ms"] == pytest.approx(target + waited + 1.0)
-
-
-def test_heads():
+def test_every_kind_of_head_is_measured():
     settings = heads.HeadSettings(shape="tiny", layers=2, dtype="float32", context=8, rounds=4, repeats=1)
     result = heads.bench_heads(settings)
     assert [row["head"] for row in result["rows"]] == list(heads.HEADS)
@@ -114,7 +92,7 @@ def test_heads():
         heads.bench_heads(settings)
 
 
-def test_costs_of_a_shape():
+def test_costs_of_a_shape_are_measured():
     settings = costs.CostSettings(
         contexts=[40, 16],
         shape="tiny",
@@ -138,54 +116,13 @@ def test_costs_of_a_shape():
     assert [row[:2] for row in steps.rows] == [(str(c), str(n)) for c, n in places]
 
 
-def test_costs_of_a_target_and_its_drafters(bench_folders):
-    settings = costs.CostSettings(
-        target=str(bench_folders / "target"),
-        speculators=[f"draft_model:model={bench_folders / 'draft'},top_k=2"],
-        contexts=[30],
-        nodes=[4],
-        max_new_tokens=6,
-        repeats=1,
-    )
-    found = costs.bench_costs(settings)
-    name = "draft_model:model=draft,top_k=2"
-    assert [row["method"] for row in found["rounds"]] == ["eager", f"{name}, 4 nodes", name]
-    assert found["rounds"][1]["draft_ms"] > 0
-    settings.target = None
-    with pytest.raises(SpeculateError, match="need a target"):
-        costs.bench_costs(settings)
-
-
-def test_measured_caches_stay_as_they_are(tiny_model, monkeypatch):
-    model, lengths, update = tiny_model(), set(), DynamicCache.update
-
-    def watched(*args, **kwargs):
-        states = update(*args, **kwargs)
-        lengths.add(states[0].shape[-2])
-        return states
-
-    context = filler_cache(model, 1, 20)
-    before = [layer.keys.clone() for layer in context.layers]
-    times = verify_ms(model, context, [1, 4], ("stock", "folded"), repeats=1)
-    assert set(times) == {(n, form) for n in (1, 4) for form in ("stock", "folded")}
-    monkeypatch.setattr(DynamicCache, "update", watched)
-    assert set(costs.cache_ms(context, 4, CPU, repeats=2)) == {"ours", "stock"}
-    assert lengths == {24}  # every repeat appends behind the same 20
-    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(context.layers, before, strict=True))
-
-
-def test_waits_are_the_runtimes_calls_that_block():
-    names = ["cudaLaunchKernel", "cudaStreamSynchronize", "hipDeviceSynchronize", "aten::item", "cudaMemcpyAsync"]
-    assert costs.count_waits(names) == 2
-
-
 @pytest.mark.gpu
 def test_waits_are_counted():
     ones = torch.ones(3, device="cuda")
     assert costs.host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
 
 
-def test_packed_beside_dequantised(tmp_path):
+def test_a_file_is_measured_packed_and_dequantised(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_random_file(str(path), FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
     settings = gguf.GgufSettings(
@@ -203,17 +140,6 @@ def test_packed_beside_dequantised(tmp_path):
     assert "dequantize, rows" in memory
 
 
-def test_edits_are_small_and_those_of_the_seed():
-    found = edits.edited_code(CODE, random.Random(3), 2)
-    assert found == edits.edited_code(CODE, random.Random(3), 2) != edits.edited_code(CODE, random.Random(4), 2)
-    before, after = CODE.splitlines(), found.splitlines()
-    assert found != CODE
-    assert abs(len(before) - len(after)) <= 2
-    assert len([line for line in after if line.replace("new_", "") not in before]) <= 2
-    for text in ("", "x = 1\n" * 40, "def function(): return function\n"):
-        assert edits.edited_code(text, random.Random(0), 2) is None
-
-
 def test_edited_files_are_drafted_again(bench_folders):
     settings = edits.EditSettings(
         target=str(bench_folders / "target"), num_files=2, file_tokens=150, speculators=["prompt_lookup", "suffix"]
@@ -226,7 +152,7 @@ def test_edited_files_are_drafted_again(bench_folders):
 
 
 @pytest.mark.slow
-def test_training_losses():
+def test_losses_of_training_are_measured():
     result = train.bench_train(train.TrainSettings(methods=[], vocab=128, entries=16, device="cpu"))
     forms = [("plain", "soft"), ("lean", "soft"), ("plain", "hard"), ("lean", "hard")]
     assert [(row["form"], row["kind"]) for row in result["losses"]] == forms

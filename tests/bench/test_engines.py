@@ -48,62 +48,6 @@ code, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
 exec(code)
 """
 
-# What stands in for llama-cpp-python, whose functions take pointers.
-_FAKE_LIBRARY = """#!{python}
-import ctypes, sys, types
-
-class Library:
-    __version__ = "0.0.fake"
-    llama_token = ctypes.c_int32
-    decoded, chain = [], []
-
-    def __getattr__(self, name):  # what has no answer that matters
-        return lambda *_: 1
-
-    def llama_model_load_from_file(self, path, params):
-        assert path.endswith(b".gguf")
-        return 1
-
-    def llama_context_default_params(self):
-        return types.SimpleNamespace()
-
-    def llama_init_from_model(self, model, params):
-        assert params.n_threads == params.n_threads_batch > 0
-        self.most = params.n_ctx
-        return 2
-
-    def llama_memory_clear(self, memory, data):
-        self.decoded.clear(), self.chain.clear()
-
-    def llama_sampler_chain_add(self, chain, sampler):
-        self.chain.append(sampler)
-
-    def llama_sampler_init_greedy(self):
-        return "greedy"
-
-    def llama_sampler_init_temp(self, temperature):
-        return temperature
-
-    def llama_sampler_init_dist(self, seed):
-        return "drawn"
-
-    def llama_batch_get_one(self, array, count):
-        return list(array)[:count]
-
-    def llama_decode(self, context, batch):
-        self.decoded.extend(batch)
-        return len(self.decoded) > self.most - {missing}
-
-    def llama_sampler_sample(self, chain, context, index):
-        assert self.chain in (["greedy"], [1.0, "drawn"]) and index == -1
-        return len(self.decoded)
-
-sys.modules["llama_cpp"] = Library()
-assert sys.argv[1] == "-c"
-code, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
-exec(code)
-"""
-
 
 # What stands in for openvino-genai.
 _FAKE_OPENVINO = """#!{python}
@@ -171,7 +115,7 @@ class TestEngines:
             batch_sizes=[1, 2],
         )
 
-    def test_beside_us(self, settings, interpreter):
+    def test_llama_cpp_is_measured_beside_us(self, settings, interpreter):
         settings.llama_cpp = interpreter(_FAKE, missing=0)
         result = bench_generate(settings)
         rows = {(row["method"], row["batch_size"], row["temperature"]): row for row in result["rows"]}
@@ -184,35 +128,18 @@ class TestEngines:
             assert ours["speedup"]["llama.cpp"] == pytest.approx(ours["tokens_per_second"]["median"] / other)
         assert "x llama.cpp" in tables(result)[0].columns
 
-    def test_openvino(self, interpreter):
+    def test_openvino_answers_with_tokens(self, interpreter):
         for kind in OPENVINO.methods.values():
             with Engine(OPENVINO, interpreter(_FAKE_OPENVINO, missing=0), "x.gguf", 2, 8, kind) as engine:
                 found = engine.generate(torch.tensor([[4, 5]]), max_new_tokens=3, do_sample=True, temperature=1.0)
                 assert found.sequences.tolist() == [[4, 5, -1, -1, -1]]
-
-    def test_llama_cpp_python_is_measured_plain(self, settings, interpreter):
-        """What it drafts, it drafts in Python."""
-        settings.llama_cpp = interpreter(_FAKE_LIBRARY, missing=0)
-        rows = {row["method"] for row in bench_generate(settings)["rows"]}
-        assert "llama.cpp" in rows
-        assert "llama.cpp, n-gram" not in rows
-
-    def test_llama_cpp_python_answers_tokens_and_says_when_it_cannot(self, interpreter):
-        with Engine(LLAMA_CPP, interpreter(_FAKE_LIBRARY, missing=0), "x.gguf", 2, 8) as engine:
-            assert engine.version == "llama-cpp-python 0.0.fake"
-            assert engine._ask(prompt=[4, 5], max_new_tokens=3, temperature=0.0, seed=0)["tokens"] == [2, 3, 4]
-        with (
-            Engine(LLAMA_CPP, interpreter(_FAKE_LIBRARY, missing=5), "x.gguf", 2, 8) as engine,
-            pytest.raises(SpeculateError, match=r"llama\.cpp cannot decode"),
-        ):
-            engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
 
     def test_fewer_tokens_are_not_comparable(self, settings, interpreter):
         settings.llama_cpp = interpreter(_FAKE, missing=1)
         with pytest.raises(SpeculateError, match=r"llama.cpp emitted \[5\] tokens instead of 6"):
             bench_generate(settings)
 
-    def test_other_targets(self, interpreter, bench_folders):
+    def test_other_targets_than_gguf_files_are_refused(self, interpreter, bench_folders):
         llama_cpp = interpreter(_FAKE, missing=0)
         settings = GenerateSettings(target=str(bench_folders / "target"), llama_cpp=llama_cpp)
         with pytest.raises(SpeculateError, match="--llama-cpp runs GGUF files; the target is"):

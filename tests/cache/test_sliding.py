@@ -19,7 +19,6 @@ from hf_speculate.scoring import masks
 from hf_speculate.scoring.masks import LayerType, layer_types, layer_types_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
-from ..support.inputs import padded_batch
 from ..support.layers import assert_updates_equal, change_rows, states
 from ..support.models import build_tiny_model
 
@@ -223,21 +222,4 @@ class TestRequests:
         plain = model.generate(prompt(20), **as_cache(DynamicCache()), max_new_tokens=30)
         drafter = ScriptedDrafter(plain[:, 20:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
         text = model.generate(prompt(20), **as_cache(DynamicCache()), max_new_tokens=30, speculator=Speculator(drafter))
-        assert torch.equal(text, plain)
-
-    @pytest.mark.parametrize("options", [{"prefill_chunk_size": 6}, {"do_sample": True}], ids=["chunks", "sampling"])
-    def test_options_of_generate(self, model, prompt, options):
-        texts = []
-        for speculator in (None, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))):
-            torch.manual_seed(3)
-            texts.append(model.generate(prompt(23), max_new_tokens=24, speculator=speculator, **options))
-        assert torch.equal(*texts)
-
-    def test_rows_that_end_early_and_padding(self, model, prompt):
-        inputs = padded_batch(prompt, (19, 6, 12))
-        plain = model.generate(**inputs, max_new_tokens=60)
-        eos = int(plain[1, 19 + 7])
-        plain = model.generate(**inputs, max_new_tokens=60, eos_token_id=eos)
-        drafter = ScriptedDrafter(plain[:, 19:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)
-        text = model.generate(**inputs, max_new_tokens=60, eos_token_id=eos, speculator=Speculator(drafter))
         assert torch.equal(text, plain)

@@ -24,13 +24,6 @@ def test_no_command_shows_help_with_examples():
     assert "drafters" in shown
 
 
-@pytest.mark.parametrize("command", ["generate", "acceptance", "batch", "loss"])
-def test_every_bench_has_help(command):
-    result = run("bench", command, "--help")
-    assert result.exit_code == 0
-    assert "--json" in result.stdout
-
-
 def test_drafters_lists_the_built_in_ones():
     found = json.loads(run("drafters", "--json").stdout)
     by_name = {drafter["name"]: drafter for drafter in found}

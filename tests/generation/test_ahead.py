@@ -123,7 +123,7 @@ def with_windows(tiny_model):
     return model
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "windows"])
+@pytest.mark.parametrize("kind", quick(["llama", "qwen2", "windows"], "llama", "windows"))
 @pytest.mark.parametrize("top_k", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_draft_model_that_is_always_right_is_always_ahead(tiny_model, kind, top_k, do_sample):
@@ -138,16 +138,6 @@ def test_a_draft_model_that_is_always_right_is_always_ahead(tiny_model, kind, to
     assert stats.drafts_ahead > 4
     assert stats.drafts_ahead_taken == stats.drafts_ahead
     assert "100% of" in stats.summary()
-
-
-def test_a_draft_model_that_is_wrong_at_times_starts_again_from_what_was_right(tiny_model):
-    """The same text as alone, of rows whose cache holds rejected drafts of this round and of the next."""
-    for seed in range(2):
-        model, ids = tiny_model(seed=seed), random_prompt(9, seed=seed)
-        for kind in (tiny_model("qwen2", seed=seed + 1), with_windows(tiny_model)):
-            speculator = looking_ahead(DraftModelDrafter(kind, DraftModelOptions(depth=4)))
-            assert torch.equal(run(model, ids, speculator)[0], run(model, ids, None)[0])
-            assert speculator.stats.drafts_ahead > speculator.stats.drafts_ahead_taken
 
 
 class Moody(DraftModelDrafter):
@@ -172,7 +162,7 @@ class Moody(DraftModelDrafter):
 @pytest.mark.parametrize("part", quick(range(4)))
 def test_random_requests_are_plains_whatever_the_timing(tiny_model, part):
     choose, taken, wrong = random.Random(part), 0, 0
-    for _ in range(15):
+    for _ in range(8):
         kind, seed = choose.choice(["llama", "qwen2"]), choose.randrange(8)
         model, ids = tiny_model(kind, seed=seed), random_prompt(choose.randint(1, 12), seed=seed)
         draft = tiny_model(kind, seed=choose.choice([seed, seed, seed + 1]))
@@ -185,7 +175,7 @@ def test_random_requests_are_plains_whatever_the_timing(tiny_model, part):
         assert torch.equal(ours[1], plain[1]), told
         taken += speculator.stats.drafts_ahead_taken
         wrong += speculator.stats.drafts_ahead - speculator.stats.drafts_ahead_taken
-    assert min(taken, wrong) > 20, (taken, wrong)
+    assert min(taken, wrong) > 5, (taken, wrong)
 
 
 class Dies(Exception):
@@ -310,10 +300,6 @@ class TestWhatCannotBeAhead:
         with pytest.raises(OptionError, match="'prompt_lookup' drafts nothing ahead; of the built-in ones draft_model"):
             AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), ahead=True)
 
-    def test_an_option_without_a_meaning(self, tiny_model):
-        with pytest.raises(ValueError, match="ahead must be True or False, got 'always'"):
-            AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), ahead="always")
-
     def test_a_batch_says_so(self, tiny_model):
         model, batch = tiny_model(), padded_batch(random_prompt, (9, 5))
         drafter = DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3))
@@ -322,18 +308,3 @@ class TestWhatCannotBeAhead:
         assert torch.equal(ours, model.generate(**batch, max_new_tokens=12, speculator=None))
         assert speculator.stats.drafts_ahead == 0
         assert any("nothing is drafted ahead" in reason for reason in speculator.stats.fallbacks)
-
-    def test_a_policy_that_drafts_nothing(self, tiny_model):
-        model, ids = tiny_model(), random_prompt(9)
-        speculator = Speculator(script(model, ids), policy=hf_speculate.policy.Fixed(max_nodes=0), ahead=True)
-        run(model, ids, speculator)
-        assert speculator.stats.drafts_ahead == 0
-
-
-def test_with_the_adaptive_policy_too(tiny_model):
-    model, ids = tiny_model(), random_prompt(9)
-    drafter = DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3, top_k=2))
-    speculator = Speculator(drafter, adaptive=True, ahead=True)
-    for _ in range(2):
-        assert torch.equal(run(model, ids, speculator)[0], run(model, ids, None)[0])
-    assert speculator.stats.calls == 2

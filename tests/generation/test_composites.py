@@ -123,7 +123,7 @@ def test_none_turns_an_attached_one_off_for_a_call(model, request_):
     assert not speculator.stats.calls
 
 
-def test_requests_that_cannot_be_sped_up(model, request_):
+def test_requests_that_cannot_be_sped_up_step_aside_or_are_refused(model, request_):
     beams = request_ | {"num_beams": 2}
     plain = run(model, beams)[0]
     with pytest.raises(UnsupportedRequestError, match="beam_search"):
@@ -133,7 +133,7 @@ def test_requests_that_cannot_be_sped_up(model, request_):
     assert "beam_search" in next(iter(speculator.stats.fallbacks))
 
 
-def test_models_that_generate_nothing():
+def test_models_that_generate_nothing_are_refused():
     base = LlamaModel(build_tiny_model().config)
     for change in (lambda: hf_speculate.attach(base, "prompt_lookup"), lambda: hf_speculate.detach(base)):
         with pytest.raises(SpeculateError, match="LlamaModel has no `generate`"):

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_speculate import Speculator, stream
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
+from hf_speculate.testing import EmptyDrafter, ScriptedDrafter
 
 from ..support.criteria import EndsWithToken
 from ..support.inputs import character_tokenizer, padded_batch, random_prompt
@@ -32,9 +25,7 @@ ALL_STATES |= {"output_hidden_states": True, "output_attentions": True}
 def drafters(model, script):
     yield "perfect", ScriptedDrafter(script, (1,) * 5, vocab_size=VOCAB_SIZE)
     yield "scripted", ScriptedDrafter(script, (2, 2, 1, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
-    yield "random", RandomDrafter(vocab_size=VOCAB_SIZE)
     yield "empty", EmptyDrafter()
-    yield "draft model", DraftModelDrafter(model, DraftModelOptions(depth=3))
 
 
 REQUESTS = {
@@ -157,7 +148,7 @@ class TestLockStep:
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
     def test_what_looks_across_rows_sees_stocks_scores_of_rows_that_have_ended(self, do_sample):
         model = build_tiny_model()
-        for seed in range(4):
+        for seed in range(2):
             ids = torch.cat([random_prompt(WIDTH, seed=3 * seed + row) for row in range(3)])
             request = {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS, "do_sample": do_sample}
             request["logits_processor"] = LogitsProcessorList([AcrossRows()])
@@ -186,7 +177,7 @@ class TestLockStep:
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     def test_records_are_stocks_at_every_step_of_every_row(self, attention, lockstep):
         model = build_tiny_model(attention=attention)
-        for seed in range(3):
+        for seed in range(1):
             ids = torch.cat([random_prompt(WIDTH, seed=5 * seed + row) for row in range(3)])
             request = {**ALL_STATES, "max_new_tokens": NEW_TOKENS, "eos_token_id": EOS}
             request |= {"max_time": 1000.0} if lockstep else {}

@@ -8,28 +8,30 @@ import pytest
 import torch
 
 from hf_speculate import Speculator
-from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
+from hf_speculate.testing import EmptyDrafter, ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE
 
 
-SHORT, LONG = 12, 112
+SHORT, LONG = 12, 60
 # What a call as a whole may leave, whatever its length.
 FEW = 50
 
 
 def _drafters(text):
-    return {
-        "empty": EmptyDrafter(),
-        "scripted": ScriptedDrafter(text, (4, 2, 1), accuracy=0.3, vocab_size=VOCAB_SIZE),
-        "random": RandomDrafter(vocab_size=VOCAB_SIZE),
-    }
+    return {"empty": EmptyDrafter(), "scripted": ScriptedDrafter(text, (4, 2, 1), accuracy=0.3, vocab_size=VOCAB_SIZE)}
 
 
-@pytest.mark.parametrize(
-    ("name", "num_rows", "do_sample"),
-    [("empty", 1, False), ("scripted", 1, False), ("scripted", 2, True), ("random", 2, True)],
-)
+@pytest.fixture(autouse=True)
+def _only_new_objects():
+    """What there was before is not looked at: collecting is quick then."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(("name", "num_rows", "do_sample"), [("empty", 1, False), ("scripted", 2, True)])
 def test_rounds_leave_nothing_to_collect(tiny_model, prompt, name, do_sample, num_rows):
     model, ids = tiny_model(), prompt(8).expand(num_rows, -1)
     request = {"input_ids": ids, "do_sample": do_sample}

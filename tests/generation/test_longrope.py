@@ -7,14 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-)
+from transformers import DynamicCache, LogitsProcessor, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 import hf_speculate
 from hf_speculate import Speculator
@@ -23,7 +16,7 @@ from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.inputs import padded_batch, random_prompt
-from ..support.models import INITIALIZER_RANGE, SPECIAL_TOKENS, VOCAB_SIZE, random_model
+from ..support.models import SIZES, VOCAB_SIZE, random_model
 from ..support.tiers import quick
 
 
@@ -53,18 +46,11 @@ def build(name="phi3", attention="sdpa"):
     return random_model(
         kind,
         config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=48,
+            **SIZES,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
             original_max_position_embeddings=BORDER,
-            initializer_range=INITIALIZER_RANGE,
             rope_parameters=rope,
             attn_implementation=attention,
-            **SPECIAL_TOKENS,
             **options,
         ),
     )
@@ -125,13 +111,14 @@ def assert_same_cache(mine, theirs):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"), [("phi3", "sdpa"), ("phi3", "eager"), ("phi3 windows", "sdpa"), ("phimoe", "eager")]
-)
+TARGETS = [("phi3", "sdpa"), ("phi3", "eager"), ("phi3 windows", "sdpa"), ("phimoe", "eager")]
+
+
+@pytest.mark.parametrize("kind", quick(TARGETS, ("phi3", "eager"), ("phi3 windows", "sdpa")), ids="-".join)
 class TestText:
     @pytest.mark.parametrize("length", quick([24, 31, 32, 33, 40], 24, 33))
-    def test_of_one_row(self, name, attention, length):
-        model, request = build(name, attention), {"max_new_tokens": 16, "do_sample": length % 8 == 0}
+    def test_of_one_row(self, kind, length):
+        model, request = build(*kind), {"max_new_tokens": 16, "do_sample": length % 8 == 0}
         plain = run(model, single(length), **request)
         for kind, speculator in speculators(plain[0][:, length:]).items():
             ours = run(model, single(length), speculator, **request)
@@ -148,8 +135,8 @@ class TestText:
         ],
         ids=str,
     )
-    def test_of_a_padded_batch(self, name, attention, lengths, request_):
-        model, inputs = build(name, attention), padded_batch(random_prompt, lengths)
+    def test_of_a_padded_batch(self, kind, lengths, request_):
+        model, inputs = build(*kind), padded_batch(random_prompt, lengths)
         request = {"max_new_tokens": 12, **request_}
         plain = run(model, inputs, **request)
         for kind, speculator in speculators(plain[0][:, max(lengths) :]).items():
@@ -182,7 +169,7 @@ class TestSpeed:
         assert all(cached for _, cached in seen[1:])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, "phi3 windows"))
 @pytest.mark.parametrize("lengths", [(28,), (30, 22, 26)])
 class TestOutputs:
     REQUEST = {"max_new_tokens": 14, "return_dict_in_generate": True}  # noqa: RUF012
@@ -270,11 +257,7 @@ class TestInterruptions:
         model, cache_ = build(), DynamicCache(config=build().config)
         text = run(model, single(24), max_new_tokens=30)[0]
         stream = hf_speculate.stream(
-            model,
-            **single(24),
-            speculator=scripted(text[:, 24:], 0.5),
-            **as_cache(cache_),
-            max_new_tokens=30,
+            model, **single(24), speculator=scripted(text[:, 24:], 0.5), **as_cache(cache_), max_new_tokens=30
         )
         emitted = [token for _, (tokens,) in zip(range(num_rounds), stream, strict=False) for token in tokens]
         stream.close()

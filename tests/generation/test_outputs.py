@@ -14,6 +14,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
+from ..support.recording import Tapping
 
 
 NEW_TOKENS = 16
@@ -81,21 +82,12 @@ def test_only_what_was_asked_for(tiny_model, prompt, part):
 
 
 def test_with_a_drafter_that_taps_layers_of_its_own(tiny_model, prompt):
-    model, ids, seen = tiny_model(attention="eager"), prompt(9), []
-
-    class Tapping(ScriptedDrafter):
-        feature_layers = (1,)
-
-        def start(self, request):
-            session = super().start(request)
-            session.observe = lambda tokens, features, lengths: seen.append(features)
-            return session
-
+    model, ids = tiny_model(attention="eager"), prompt(9)
     plain = model.generate(ids, max_new_tokens=NEW_TOKENS, **ALL_PARTS)
-    drafter = Tapping(plain.sequences[:, 9:], (2, 2), vocab_size=VOCAB_SIZE)
+    drafter = Tapping(plain.sequences[:, 9:], (2, 2), (1,))
     ours = model.generate(ids, max_new_tokens=NEW_TOKENS, **ALL_PARTS, speculator=Speculator(drafter))
     assert_same_parts(ours, plain, 9)
-    torch.testing.assert_close(seen[0][1], plain.hidden_states[0][1])
+    torch.testing.assert_close(drafter.seen[0][1][1], plain.hidden_states[0][1])
 
 
 def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
@@ -111,43 +103,6 @@ def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
         results.append((chunked, first, second))
     for (ours, plain), width in zip(zip(*reversed(results), strict=True), (11, 11, 11 + NEW_TOKENS), strict=True):
         assert_same_parts(ours, plain, width)
-
-
-def test_one_token_has_the_prompts_states_only(tiny_model, prompt):
-    model, ids = tiny_model(attention="eager"), prompt(5)
-    plain = model.generate(ids, max_new_tokens=1, **ALL_PARTS)
-    ours = model.generate(ids, max_new_tokens=1, **ALL_PARTS, speculator="prompt_lookup")
-    assert len(ours.hidden_states) == len(ours.attentions) == 1
-    assert_same_parts(ours, plain, 5)
-
-
-def test_transition_scores(tiny_model, prompt):
-    model, inputs = tiny_model(), padded_batch(prompt, (9, 4))
-    request = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True}
-    plain = model.generate(**inputs, **request)
-    ours = model.generate(**inputs, **request, speculator=Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
-    for normalize in (False, True):
-        torch.testing.assert_close(
-            model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=normalize),
-            model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=normalize),
-            atol=1e-4,
-            rtol=1e-4,
-        )
-
-
-@pytest.mark.parametrize("lengths", [(9,), (9, 4, 1)], ids=["one", "batch"])
-def test_plain_generate_goes_on_from_the_returned_cache(tiny_model, prompt, lengths):
-    model, inputs = tiny_model("qwen2"), padded_batch(prompt, lengths)
-    whole = model.generate(**inputs, max_new_tokens=2 * NEW_TOKENS)
-    script = ScriptedDrafter(whole[:, max(lengths) :], (2, 2), accuracy=0.7, vocab_size=VOCAB_SIZE)
-    first = model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, speculator=Speculator(script)
-    )
-    mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), NEW_TOKENS, dtype=torch.long)], dim=1)
-    second = model.generate(
-        first.sequences, attention_mask=mask, **as_cache(cache_of(first)), max_new_tokens=NEW_TOKENS
-    )
-    assert torch.equal(second, whole)
 
 
 def test_records_hold_no_view_of_a_trees_states(tiny_model, prompt, monkeypatch):

@@ -8,12 +8,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    LogitsProcessor,
-)
+from transformers import DynamicCache, Gemma3nForCausalLM, Gemma3nTextConfig, LogitsProcessor
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
@@ -27,9 +22,6 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter
 from ..support.inputs import random_prompt
 from ..support.models import VOCAB_SIZE, build_tiny_gpt2, build_tiny_model
 from ..support.requests import BATCH, assert_as_plain, assert_same, assert_steps_aside, run
-
-
-ENDS = {"eos_token_id": [*range(3, 9)]}
 
 
 @pytest.fixture
@@ -95,15 +87,6 @@ class TestCaches:
 
 
 class TestTokenTypes:
-    @pytest.mark.parametrize("request_", [{}, {"do_sample": True}, ENDS], ids=["greedy", "sampled", "eos"])
-    def test_new_tokens_are_of_the_last_ones_type(self, gpt2, request_):
-        types = torch.randint(10, 40, BATCH["input_ids"].shape)
-        types[:, -1] = torch.tensor([50, 60, 70])  # embeddings of words stand for the types
-        request = {**BATCH, **request_}
-        with_types = run(gpt2, **request, token_type_ids=types)[0]
-        assert not torch.equal(with_types, run(gpt2, **request)[0])
-        assert assert_as_plain(gpt2, **request, token_type_ids=types).accepted_tokens > 10
-
     def test_rows_leave_with_their_types(self, gpt2):
         types, seen = torch.tensor([[50], [60], [70]]).repeat(1, 9), []
 
@@ -151,17 +134,16 @@ class WithTheLastIds(EmptyDrafter):
         return session
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
-    ("inputs", "row_wise"),
-    [({"input_ids": random_prompt(9)}, False), (BATCH, False), (BATCH, True)],
+    ("inputs", "row_wise", "do_sample"),
+    [({"input_ids": random_prompt(9)}, False, True), (BATCH, False, False), (BATCH, True, True)],
     ids=["one row", "lock-step", "batch"],
 )
 class TestWidthOfScores:
     def run(self, model, do_sample, inputs, row_wise, *processors):
         for processor in processors:
             processor.row_wise = row_wise
-        request = {**inputs, "do_sample": do_sample, "logits_processor": list(processors), "max_new_tokens": 14}
+        request = {**inputs, "do_sample": do_sample, "logits_processor": list(processors), "max_new_tokens": 10}
         assert assert_as_plain(model, 0.7, **request).accepted_tokens > 0
         for drafter in (DraftModelDrafter(build_tiny_model(seed=1)), WithTheLastIds()):
             assert_same(run(model, Speculator(drafter), **request), run(model, **request))

@@ -155,14 +155,13 @@ class TestOwnPreparation:
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("accuracy", [1.0, 0.5, 0.0])
-def test_a_model_that_flattens_masks_gets_chains(request_, accuracy):
+def test_a_model_that_flattens_masks_gets_chains(request_):
     torch.manual_seed(0)
     config = ImageGPTConfig(vocab_size=100, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
     model = ImageGPTForCausalImageModeling(config).eval().requires_grad_(False)
     request = {"input_ids": torch.randint(3, 99, (1, 7)), "max_new_tokens": 30, "do_sample": False, **request_}
     plain = run(model, **request)
-    drafter = ScriptedDrafter(plain[0][:, 7:], (3, 2, 2), accuracy=accuracy, vocab_size=99)
+    drafter = ScriptedDrafter(plain[0][:, 7:], (3, 2, 2), accuracy=0.5, vocab_size=99)
     speculator = Speculator(drafter)
     assert_same(run(model, speculator, **request), plain)
     assert list(speculator.stats.fallbacks) == [

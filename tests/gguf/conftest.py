@@ -1,10 +1,14 @@
-"""Reading that must not come to the weights."""
+"""Random files, and reading that must not come to the weights."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 
 from hf_speculate.gguf.matrices import TensorRows
+
+from ..support.packed import write_model
 
 
 @pytest.fixture
@@ -15,3 +19,9 @@ def no_weights(monkeypatch):
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(TensorRows, "read", refuse)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a random model, see `write_model`; returns its path."""
+    return partial(write_model, tmp_path / "model.gguf")

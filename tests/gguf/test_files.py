@@ -15,22 +15,7 @@ from hf_speculate.gguf import load_model
 from hf_speculate.gguf.model import plan_model
 from hf_speculate.gguf.reading import read_header
 
-from ..support.random_gguf import FileShape, find_recipe, one_type, write_random_file
-
-
-SHAPE = FileShape("llama", 40, 32, 64, 2, 4, 2, 128, is_tied=False)
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes a tiny model; returns its path."""
-
-    def _write(shape: FileShape = SHAPE, kind: str = "Q4_0", **kwargs):
-        path = tmp_path / "model.gguf"
-        write_random_file(path, shape, one_type(kind), **kwargs)
-        return path
-
-    return _write
+from ..support.random_gguf import FileShape, find_recipe
 
 
 def test_header_is_what_was_written(write):
@@ -128,6 +113,21 @@ def test_unknown_types_are_named(write, no_weights, tmp_path):
         ({".expert_count": 8}, "mixture of experts"),
         ({".rope.dimension_count": 4}, "rotating or keeping a part of a head"),
         ({".rope.scaling.type": "longrope"}, "RoPE scaling 'longrope' is not supported"),
+        ({"tokenizer.ggml.tokens": 1.5}, "'tokenizer.ggml.tokens' is 1.5, which is no list"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "no list of str only"),
+        ({"tokenizer.ggml.tokens": ["a"] * 40, "tokenizer.ggml.token_type": [1]}, "has 1 entries"),
+        ({"tokenizer.ggml.bos_token_id": "x"}, "'tokenizer.ggml.bos_token_id' is 'x', which is no int"),
+        ({"tokenizer.ggml.padding_token_id": "x"}, "padding_token_id' is 'x'"),
+        ({"tokenizer.chat_template": 5}, "chat_template' is 5, which is no str"),
+        ({".rope.freq_base": float("nan")}, "freq_base' is nan, expected a number above 0"),
+        ({".attention.layer_norm_rms_epsilon": float("inf")}, "epsilon' is inf"),
+        ({".rope.scaling.type": "yarn", ".rope.scaling.factor": 0.0}, "scaling.factor' is 0.0"),
+        ({".attention.head_count": [4]}, "is no int"),
+        ({"tokenizer.ggml.add_bos_token": 1}, "'tokenizer.ggml.add_bos_token' is 1, which is no bool"),
+        ({".rope.scaling.attn_factor": 1.5}, "RoPE with 'llama.rope.scaling.attn_factor' of its own is not supported"),
+        ({".rope.scaling.yarn_ext_factor": 0.5}, "RoPE with 'llama.rope.scaling.yarn_ext_factor' of its own"),
+        ({".rope.scaling.later": 0.5}, "RoPE with 'llama.rope.scaling.later' of its own"),
+        ({".rope.scaling.type": "yarn"}, "no 'llama.rope.scaling.factor'"),
     ],
 )
 def test_metadata_that_do_not_fit_are_refused(write, no_weights, metadata, message):

@@ -117,18 +117,6 @@ def test_many_mutated_headers_give_clear_errors_or_models_that_run(tmp_path):
     print(f"{num_loaded} loaded; slowest {slowest:.2f} s")  # noqa: T201
 
 
-SHAPE = FileShape("llama", 40, 32, 64, 2, 4, 2, 128, is_tied=False)
-
-
-@pytest.fixture
-def write(tmp_path):
-    def _write(model: FileShape = SHAPE, kind: str = "Q4_0", **kwargs):
-        write_random_file(tmp_path / "model.gguf", model, one_type(kind), **kwargs)
-        return tmp_path / "model.gguf"
-
-    return _write
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -139,31 +127,6 @@ def write(tmp_path):
 def test_heads_that_do_not_fit_each_other_are_refused(model, message, write, no_weights):
     with pytest.raises(CheckpointError, match=message):
         load_model(write(model))
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"tokenizer.ggml.tokens": 1.5}, "'tokenizer.ggml.tokens' is 1.5, which is no list"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "no list of str only"),
-        ({"tokenizer.ggml.tokens": ["a"] * 40, "tokenizer.ggml.token_type": [1]}, "has 1 entries"),
-        ({"tokenizer.ggml.bos_token_id": "x"}, "'tokenizer.ggml.bos_token_id' is 'x', which is no int"),
-        ({"tokenizer.ggml.padding_token_id": "x"}, "padding_token_id' is 'x'"),
-        ({"tokenizer.chat_template": 5}, "chat_template' is 5, which is no str"),
-        ({".rope.freq_base": float("nan")}, "freq_base' is nan, expected a number above 0"),
-        ({".attention.layer_norm_rms_epsilon": float("inf")}, "epsilon' is inf"),
-        ({".rope.scaling.type": "yarn", ".rope.scaling.factor": 0.0}, "scaling.factor' is 0.0"),
-        ({".attention.head_count": [4]}, "is no int"),
-        ({"tokenizer.ggml.add_bos_token": 1}, "'tokenizer.ggml.add_bos_token' is 1, which is no bool"),
-        ({".rope.scaling.attn_factor": 1.5}, "RoPE with 'llama.rope.scaling.attn_factor' of its own is not supported"),
-        ({".rope.scaling.yarn_ext_factor": 0.5}, "RoPE with 'llama.rope.scaling.yarn_ext_factor' of its own"),
-        ({".rope.scaling.later": 0.5}, "RoPE with 'llama.rope.scaling.later' of its own"),
-        ({".rope.scaling.type": "yarn"}, "no 'llama.rope.scaling.factor'"),
-    ],
-)
-def test_metadata_of_another_type_are_refused(metadata, message, write, no_weights):
-    with pytest.raises(CheckpointError, match=message):
-        load_model(write(metadata=metadata))
 
 
 def test_special_tokens_that_the_model_does_not_have_are_none(write):

@@ -28,27 +28,13 @@ from hf_speculate.scoring.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 
 from ..support.inputs import padded_batch
-from ..support.models import VOCAB_SIZE
+from ..support.models import SIZES, VOCAB_SIZE
 from ..support.tiers import quick_quarter
 
 
 TREES, CHAINS, NOTHING = "trees", "chains", "no drafts"
 
-COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    # Larger than the usual 0.02: logits of a random model must differ clearly, or every step is a near tie.
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+COMMON = SIZES | {"num_hidden_layers": 4, "head_dim": 8}
 # Shorter than the text, so that windows move and chunks change while it is written.
 WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -66,12 +52,7 @@ LATENT = EXPERTS | {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
-DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SSM = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 
 

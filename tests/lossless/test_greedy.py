@@ -18,7 +18,7 @@ from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick
 
 
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 SHAPES = {"chain5": (1,) * 5, "tree": (3, 2, 2, 1), "wide": (8, 4)}
 
 
@@ -60,7 +60,7 @@ SOME_MODELS = (("llama", "untied", "sdpa"), ("qwen2", "tied", "eager"))
 def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
     architecture, tied, attention = kind
     model = tiny_model(architecture, tied=tied == "tied", attention=attention)
-    for length in (1, 7, 33):
+    for length in (1, 33):
         ids = prompt(length)
         speculator = Speculator(DRAFTERS[drafter](model, ids))
         report = check_lossless(model, speculator, [ids], max_new_tokens=NEW_TOKENS)
@@ -80,7 +80,7 @@ def test_draft_models_change_no_text(tiny_model, prompt, architecture, top_k, dr
 def test_a_perfect_drafter_is_accepted_to_its_full_depth(tiny_model, prompt):
     model, ids = tiny_model(), prompt(9)
     for branching in ((1,) * 4, (3, 2, 2, 2)):
-        drafter = ScriptedDrafter(plain_continuation(model, ids), branching, vocab_size=VOCAB_SIZE)
+        drafter = ScriptedDrafter(plain_continuation(model, ids, 48), branching, vocab_size=VOCAB_SIZE)
         output = model.generate(ids, max_new_tokens=41, speculator=Speculator(drafter), return_dict_in_generate=True)
         stats = output.speculation
         # One token from the prefill, then eight rounds of four drafts and a bonus token.
@@ -95,33 +95,6 @@ def test_an_adversarial_drafter_costs_one_forward_a_token(tiny_model, prompt):
     output = model.generate(ids, max_new_tokens=20, speculator=Speculator(drafter), return_dict_in_generate=True)
     assert output.speculation.target_forwards == 19
     assert output.speculation.accepted_tokens == 0
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-tree", "random", "prompt_lookup", "draft_model"])
-def test_rows_of_a_left_padded_batch_go_their_own_pace(tiny_model, prompt, attention, drafter):
-    model = tiny_model("qwen2", attention=attention)
-    lengths = (3, 11, 1, 6)
-    batch = torch.stack([torch.nn.functional.pad(prompt(n)[0], (max(lengths) - n, 0)) for n in lengths])
-    mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - n for n in lengths]).long()
-    inputs = {"input_ids": batch, "attention_mask": mask}
-    plain = model.generate(**inputs, max_new_tokens=NEW_TOKENS)
-    if drafter == "draft_model":
-        made = DraftModelDrafter(tiny_model("qwen2", seed=0), DraftModelOptions(top_k=2, depth=3))
-    elif "tree" in drafter:
-        accuracy = 1.0 if drafter.startswith("perfect") else 0.6
-        script = model.generate(**inputs, max_new_tokens=NEW_TOKENS + 8)[:, max(lengths) :]
-        made = ScriptedDrafter(script, (3, 2, 2, 1), accuracy=accuracy, vocab_size=VOCAB_SIZE)
-    else:
-        made = DRAFTERS[drafter](model, batch)
-    output = model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, speculator=Speculator(made), return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, plain)
-    assert cache_of(output).get_seq_length() == plain.shape[1] - 1
-    for row, n in enumerate(lengths):
-        alone = model.generate(prompt(n), max_new_tokens=NEW_TOKENS)
-        assert torch.equal(alone[0, n:], plain[row, max(lengths) :]), "the batch itself differs: choose another model"
 
 
 class TestEnds:
@@ -190,12 +163,7 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
 }
 
@@ -204,9 +172,9 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_types_across_their_boundary(tiny_model, prompt, rope, architecture):
     model = tiny_model(architecture, max_positions=48, rope=tuple(ROPES[rope].items()))
-    for length in (20, 46):
+    for length in (30, 46):
         ids = prompt(length)
-        for drafter in ("perfect-tree", "mixed-chain5", "random"):
+        for drafter in ("perfect-tree", "mixed-chain5"):
             speculator = Speculator(DRAFTERS[drafter](model, ids))
             report = check_lossless(model, speculator, [ids], max_new_tokens=NEW_TOKENS)
             assert report.num_identical == 1, report.ties
@@ -221,13 +189,11 @@ def test_rope_that_looks_at_the_longest_position_in_a_batch(tiny_model, prompt):
     assert torch.equal(model.generate(**inputs, max_new_tokens=NEW_TOKENS, speculator=Speculator(drafter)), plain)
 
 
-@pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-tree", "random", "adversarial-wide"])
+@pytest.mark.parametrize("drafter", quick(["mixed-tree", "random"]))
 def test_fp64_has_no_ties_at_all(tiny_model, prompt, drafter):
-    model = tiny_model("qwen2", dtype=torch.float64)
-    for length in (4, 15):
-        ids = prompt(length)
-        report = check_lossless(model, Speculator(DRAFTERS[drafter](model, ids)), [ids], max_new_tokens=100)
-        assert report.num_identical == 1
+    model, ids = tiny_model("qwen2", dtype=torch.float64), prompt(15)
+    report = check_lossless(model, Speculator(DRAFTERS[drafter](model, ids)), [ids], max_new_tokens=100)
+    assert report.num_identical == 1
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -20,6 +20,8 @@ from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
+from ..support.models import SIZES
+
 
 VOCAB_SIZE, IMAGE = 96, 95
 VISION = {
@@ -30,18 +32,7 @@ VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
-TEXT = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+TEXT = SIZES | {"num_hidden_layers": 3}
 
 
 def llava():

@@ -16,7 +16,7 @@ from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt
-from ..support.models import CHAIN_ONLY, SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_model, random_model
+from ..support.models import CHAIN_ONLY, SIZES, VOCAB_SIZE, build_tiny_model, random_model
 from ..support.random_gguf import FileShape, one_type, write_random_file
 from ..support.tiers import quick
 
@@ -65,11 +65,7 @@ class BadSession(DraftSession):
 
 def lfm2():
     kinds = ["conv", "full_attention"] * 2
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Lfm2Config(
-        vocab_size=VOCAB_SIZE, num_hidden_layers=4, layer_types=kinds, initializer_range=0.3, **sizes, **SPECIAL_TOKENS
-    )
-    return random_model(Lfm2ForCausalLM, config)
+    return random_model(Lfm2ForCausalLM, Lfm2Config(**SIZES, num_hidden_layers=4, layer_types=kinds))
 
 
 TARGETS = {

@@ -111,12 +111,7 @@ PROCESSORS = [
     of("prefix_allowed_tokens_fn", st.just(two_in_three)),
     of(
         "watermarking_config",
-        st.sampled_from(
-            [
-                WatermarkingConfig(bias=2.5),
-                SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3),
-            ]
-        ),
+        st.sampled_from([WatermarkingConfig(bias=2.5), SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)]),
     ),
     of("stateful", st.just(True)),
 ]
@@ -430,11 +425,7 @@ def run(num_cases: int, tiny_model, prompt, part: int | None = None) -> Counter:
     seen: Counter = Counter()
 
     @settings(
-        max_examples=num_cases,
-        database=None,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
+        max_examples=num_cases, database=None, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
     )
     @given(cases())
     def equal_to_plain(case):

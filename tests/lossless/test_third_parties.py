@@ -17,7 +17,7 @@ from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOption
 from ..support.tiny_heads import write_eagle_head
 
 
-VOCAB_SIZE, WIDTH, NEW_TOKENS = 96, 9, 30
+VOCAB_SIZE, WIDTH, NEW_TOKENS = 96, 9, 18
 
 
 class DrawingStreamer:

@@ -79,12 +79,7 @@ def test_a_cache_cannot_be_continued_behind_virtual_tokens(adapted, prompt):
     first = adapted.generate(input_ids=prompt(9), **PLAIN)
     text = torch.cat([first.sequences, prompt(3)], dim=1)
     with pytest.raises(UnsupportedRequestError, match="cannot continue a cache behind its virtual tokens"):
-        adapted.generate(
-            input_ids=text,
-            **as_cache(cache_of(first)),
-            **PLAIN,
-            speculator=Speculator(RANDOM),
-        )
+        adapted.generate(input_ids=text, **as_cache(cache_of(first)), **PLAIN, speculator=Speculator(RANDOM))
 
 
 def test_a_peft_that_is_too_old_for_transformers_is_named(tiny_model, monkeypatch, prompt):

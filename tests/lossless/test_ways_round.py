@@ -64,13 +64,6 @@ def test_a_drafter_that_drafts_nothing_shows_hooks_what_stock_shows_them(model, 
     assert torch.equal(ours, plain)
 
 
-def test_steering_at_every_position(model, prompt):
-    model.model.layers[0].register_forward_hook(everywhere)
-    (plain,) = texts(model, prompt(WIDTH), None)
-    (ours,) = texts(model, prompt(WIDTH), scripted(plain))
-    assert torch.equal(ours, plain)
-
-
 def test_steering_behind_the_prompt(model, prompt):
     steering = WhileDecoding()
     model.model.layers[0].register_forward_hook(steering)

@@ -25,12 +25,7 @@ def main(head: str, inputs: str, outputs: str) -> None:
     given, logits = load_file(inputs), []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0].clone()))
     with torch.no_grad():
-        model(
-            given["states"],
-            given["token_ids"],
-            document_ids=torch.zeros_like(given["token_ids"]),
-            ttt_steps=STEPS,
-        )
+        model(given["states"], given["token_ids"], document_ids=torch.zeros_like(given["token_ids"]), ttt_steps=STEPS)
     tensors = {"logits": torch.stack(logits), "embeddings": model.embed_tokens.weight.detach().clone()}
     for name in ("d2t", "t2d"):
         if getattr(model, name, None) is not None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, write_head
 
+from ..support.models import SIZES
 from ..support.speculators_peer import PYTHON, assert_peer_agrees
 
 
@@ -45,15 +46,7 @@ pytestmark = pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON is no
 def target(tmp_path_factory):
     """A tiny target on disk, and loaded."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-    )
+    config = LlamaConfig(**SIZES, num_hidden_layers=LAYERS)
     folder = tmp_path_factory.mktemp("target")
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder, LlamaForCausalLM.from_pretrained(folder).eval()

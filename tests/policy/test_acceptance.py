@@ -67,15 +67,6 @@ def test_levels_are_worth_what_their_nodes_are_without_their_price():
     assert acceptance.nodes()[:3] == pytest.approx([0.6, 0.05, 0.3], abs=0.03)
 
 
-def test_nodes_that_were_not_scored_lately_are_worth_another_look():
-    acceptance = Acceptance(Calibration())
-    acceptance.note_nodes([[1.0, 0.5, 0.01]])
-    for _ in range(200):
-        acceptance.fade()
-        acceptance.note_nodes([[1.0, 0.5]])
-    assert acceptance.nodes()[1] == pytest.approx(0.5, abs=0.03)
-
-
 class TestDeepening:
     def test_a_level_pays_while_what_it_hangs_on_is_likely(self):
         asked = WhilePaying(Acceptance(Calibration()), [0], price=0.4)

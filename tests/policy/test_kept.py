@@ -115,14 +115,6 @@ def test_the_switch_keeps_nothing(request_, tmp_path, monkeypatch):
     assert not written(tmp_path)
 
 
-def test_a_call_writes_once_in_a_while(request_, tmp_path):
-    kept = write(request_, costs_of(0.02, 0.001, 0.004))
-    (file,) = written(tmp_path)
-    file.unlink()
-    keep(kept)
-    assert not written(tmp_path)
-
-
 def test_who_has_learnt_less_replaces_nothing(request_, tmp_path):
     plain = RoundCosts()
     for _ in range(3):

@@ -47,16 +47,6 @@ class TestRounds:
         assert speculator.stats.emitted_tokens == emitted
         assert speculator.stats.calls == 1
 
-    def test_the_output_is_what_generate_returns(self, tiny_model, prompt):
-        model, ids = tiny_model(), prompt(9)
-        speculator, outputs = Speculator(scripted(model, ids)), []
-
-        def all_rounds():
-            outputs.append((yield from hf_speculate.rounds(model, ids, speculator=speculator, **REQUEST)))
-
-        assert len(list(all_rounds())) > 2
-        assert torch.equal(outputs[0], model.generate(ids, **REQUEST))
-
     def test_lengths_and_context_are_those_before_the_round(self, tiny_model, prompt):
         model, ids = tiny_model(), prompt(9)
         length = 9
@@ -160,10 +150,6 @@ class TestPolicies:
     def test_options_that_say_nothing_are_refused(self, tiny_model, prompt, options, error, message):
         with pytest.raises(error, match=message):
             Speculator(ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE), **options)
-
-    def test_budgets_below_nothing_are_refused(self):
-        with pytest.raises(ValueError, match="max_nodes"):
-            Fixed(max_nodes=-1)
 
     def test_adaptive_is_what_nobody_has_to_ask_for(self, monkeypatch):
         drafter = ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE)

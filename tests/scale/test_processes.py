@@ -7,8 +7,13 @@ means is not the mean of all.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,7 +26,7 @@ from hf_speculate import SpeculateError
 from hf_speculate_training import read_recipe, train_head
 from hf_speculate_training.run import last_checkpoint, step_of
 
-from ..support.processes import launch, launched, run_script
+from ..support.paths import REPOSITORY, TESTS
 from ..support.training import BYTE_VOCAB_SIZE, PAD, recipe_file, save_target
 
 
@@ -32,6 +37,47 @@ TOLERANCE = 1e-5  # of losses and gradient norms, relative: float32 sums in anot
 KINKED = 2e-3
 NO_NOISE = {"eagle3": {"noise": 0.0}, "eagle1": {"noise": 0.0}, "dflash": {"anchors": 64}, "dspark": {"anchors": 64}}
 ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def launch(
+    arguments: Sequence[str], processes: int = 2, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """`python -m hf_speculate_training ARGUMENTS` in so many processes; both outputs in one pipe."""
+    return _torchrun(["-m", "hf_speculate_training", *arguments], processes, environment, subprocess.STDOUT)
+
+
+def launched(config: Path, *options: str, processes: int = 2, environment: Mapping[str, str] | None = None) -> str:
+    """`train --config` in so many processes; returns what they printed."""
+    process = launch(["train", "--config", str(config), *options], processes, environment)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def run_script(name: str, *arguments: str, processes: int = 2) -> str:
+    """A script of `tests/scale` in so many processes; returns what they printed to stdout."""
+    process = _torchrun([str(TESTS / "scale" / name), *arguments], processes, None, subprocess.PIPE)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return printed
+
+
+def _torchrun(
+    program: Sequence[str], processes: int, environment: Mapping[str, str] | None, errors: int
+) -> subprocess.Popen[str]:
+    """One thread each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    return subprocess.Popen(
+        [*command, "--master-port", str(port), *program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        cwd=REPOSITORY,
+    )
 
 
 @pytest.fixture(scope="module")

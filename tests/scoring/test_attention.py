@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache
-from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_speculate
@@ -209,19 +208,6 @@ def test_levels_behind_cached_nodes_are_those_of_stock_attention(tiny_model, mon
         found[form] = scorer(tree, positions, num_cached=3).logits
     error = (found["folded"] - found["stock"]).abs().max().item()
     assert error <= 1e-12, f"off by {error:.1e}"
-
-
-def test_no_kv_head_is_repeated_while_trees_are_scored(tiny_model, monkeypatch):
-    model = tiny_model("qwen2")
-    prompt, repeats = torch.tensor(ROWS["single"]), []
-    original = sdpa_attention.repeat_kv
-    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *a: repeats.append(a[0].shape[2]) or original(*a))
-    for form in ("stock", "folded"):
-        monkeypatch.setenv("HF_SPECULATE_ATTENTION", form)
-        repeats.clear()
-        speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-        model.generate(prompt, speculator=speculator, max_new_tokens=12, do_sample=False)
-        assert bool(repeats) == (form == "stock"), f"{form}: KV heads repeated for {repeats} entries"
 
 
 def test_the_form_follows_the_device_and_the_model(tiny_model, monkeypatch):

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from hf_speculate.models import unwrap
-from hf_speculate.scoring.identity import (
-    WeightSample,
-    compare_weights,
-    quantization_label,
-    sample_weights,
-)
+from hf_speculate.scoring.identity import WeightSample, compare_weights, quantization_label, sample_weights
 
 from ..support.adapters import perturbed
 from ..support.models import build_tiny_gpt2, build_tiny_model

@@ -7,14 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, OPTConfig, OPTForCausalLM
 
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, cache_of
@@ -79,6 +72,9 @@ def late_token(text, first, last):
 DRAFTS = [((1,) * 8, 1.0), ((2, 2, 1), 0.7), ((3, 1, 1, 1, 1, 1), 0.0)]
 
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 class TestTarget:
     @pytest.mark.parametrize(("branching", "accuracy"), DRAFTS)
@@ -130,21 +126,19 @@ class TestTarget:
         assert seen[0] == seen[1]
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("kind", "top_k"), [("gpt2", 1), ("opt", 2)])
 class TestDraftModel:
     def speculator(self, target, kind, top_k, size=32, depth=3):
         drafter = DraftModelDrafter(build(kind, size, 1), DraftModelOptions(depth=depth, top_k=top_k))
         return Speculator(drafter)
 
-    @pytest.mark.parametrize("do_sample", [False, True])
-    @pytest.mark.parametrize("depth", [1, 3, 40])
+    @pytest.mark.parametrize(("depth", "do_sample"), [(3, True), (40, False)])
     def test_a_table_that_ends_in_the_middle_of_the_text(self, kind, top_k, depth, do_sample):
         target, inputs = build("gpt2", 128), {"input_ids": random_prompt(9)}
         speculator = self.speculator(target, kind, top_k, depth=depth)
-        assert_same(target, inputs, speculator, max_new_tokens=50, do_sample=do_sample)
+        assert_same(target, inputs, speculator, max_new_tokens=34, do_sample=do_sample)
         assert speculator.stats.drafted_tokens > 0
-        assert speculator.stats.rounds_without_draft >= 59 - 33, "behind its table it drafts nothing"
+        assert speculator.stats.rounds_without_draft >= 43 - 33, "behind its table it drafts nothing"
 
     @pytest.mark.parametrize("length", [31, 32, 33, 60])
     def test_a_prompt_that_is_as_long_as_the_table_or_longer(self, kind, top_k, length):
@@ -154,10 +148,10 @@ class TestDraftModel:
         assert speculator.stats.rounds_without_draft >= 9
 
     @pytest.mark.parametrize("lengths", [(20, 9, 14), (40, 3)])
-    @pytest.mark.parametrize("request_", [{}, {"do_sample": True}, {"eos_token_id": [*range(3, 6)]}], ids=str)
+    @pytest.mark.parametrize("request_", [{"do_sample": True}, {"eos_token_id": [*range(3, 6)]}], ids=str)
     def test_batches(self, kind, top_k, lengths, request_):
         target, inputs = build("gpt2", 128), padded_batch(random_prompt, lengths)
-        assert_same(target, inputs, self.speculator(target, kind, top_k), max_new_tokens=40, **request_)
+        assert_same(target, inputs, self.speculator(target, kind, top_k), max_new_tokens=30, **request_)
 
     @pytest.mark.parametrize("ends", [(9, 30, 20), (30, 12, 6)])
     def test_rows_that_ended_behind_the_table_and_stay(self, kind, top_k, ends):
@@ -195,7 +189,7 @@ class TestNoPositionIds:
             assert_same(model, inputs, speculator, max_new_tokens=100, stopping_criteria=criteria)
             assert speculator.stats.drafted_tokens > 0
 
-    @pytest.mark.parametrize("lengths", [(9,), (20, 9), (25, 3, 14), "all padded"], ids=str)
+    @pytest.mark.parametrize("lengths", [(9,), (25, 3, 14), "all padded"], ids=str)
     def test_as_draft_models(self, kind, lengths):
         """They count the padding, and the places of shorter rows behind which the longest goes on."""
         target, inputs = (
@@ -205,7 +199,7 @@ class TestNoPositionIds:
         if lengths == "all padded":
             inputs["attention_mask"][:, :12] = 0
         speculator = Speculator(DraftModelDrafter(build(kind, 32, 1), DraftModelOptions(depth=3)))
-        assert_same(target, inputs, speculator, max_new_tokens=30)
+        assert_same(target, inputs, speculator, max_new_tokens=20)
         assert speculator.stats.drafted_tokens > 0
 
 

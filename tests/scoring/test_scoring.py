@@ -126,18 +126,6 @@ class TestMaskForms:
         assert mask.dtype == dtype
         assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
 
-    def test_a_bool_mask_is_silently_wrong_with_eager_attention(self, tiny_model, prompt, random_tree):
-        # The trap: this is why masks are additive. If this ever fails, transformers has closed it.
-        model = tiny_model(attention="eager", dtype=torch.float64)
-        texts = texts_of(prompt, 9)
-        tree = DraftTree(torch.tensor([[5, 6, 7, 8]]), [-1, 0, 0, 1])
-        scorer, positions = prefill(model, texts)
-        additive = scorer.mask(tree)
-        scorer.mask = lambda *args: additive == 0
-        wrong = scorer(tree, positions).logits
-        errors = [(wrong[0, node] - from_scratch(model, texts, tree, 0, node)).abs().max() for node in range(4)]
-        assert max(errors) > 1e-2
-
     def test_a_root_over_a_prefix_without_holes_needs_no_mask(self, tiny_model, prompt):
         scorer, _ = prefill(tiny_model(), texts_of(prompt, 5))
         assert scorer.mask(DraftTree.root_only(torch.tensor([3]))) is None

@@ -16,11 +16,9 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation import graphs
-from hf_speculate.compilation.buffers import capacity_for
 from hf_speculate.compilation.capture import Recorder
-from hf_speculate.compilation.graphs import MAX_GRAPHS, graphs_of
+from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.drafting import RAW_LAST
-from hf_speculate.scoring.static import NODE_BUCKETS
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.inputs import character_tokenizer
@@ -200,10 +198,7 @@ def _compile_with(backend):
 
 @pytest.mark.parametrize(
     ("rope", "layers", "reason"),
-    [
-        ((("rope_type", "dynamic"), ("rope_theta", 1e4), ("factor", 2.0)), (1,), "RoPE"),
-        (None, (RAW_LAST,), "hook"),
-    ],
+    [((("rope_type", "dynamic"), ("rope_theta", 1e4), ("factor", 2.0)), (1,), "RoPE"), (None, (RAW_LAST,), "hook")],
 )
 def test_targets_and_drafters_without_static_form_say_so(tiny_model, prompt, rope, layers, reason):
     model = model_of(tiny_model, rope=rope)
@@ -222,12 +217,6 @@ def test_rounds_that_compiled_say_so(tiny_model, prompt):
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), adaptive=True, compile="eager")
     rounds = list(hf_speculate.rounds(model, input_ids=prompt(10), speculator=speculator, max_new_tokens=24))
     assert sum(round.is_warm_up for round in rounds) == num_graphs() >= 1
-
-
-def test_sizes():
-    assert [capacity_for(length) for length in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
-    assert list(NODE_BUCKETS) == sorted(NODE_BUCKETS)
-    assert MAX_GRAPHS <= 8
 
 
 @pytest.mark.slow

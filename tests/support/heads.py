@@ -18,6 +18,7 @@ from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 from .block_heads import random_block
+from .models import SIZES
 
 
 HIDDEN, VOCAB, DEPTH = 32, 96, 7
@@ -42,20 +43,8 @@ def target(
     config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
         architecture
     ]
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=depth,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=initializer_range,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    sizes = SIZES | {"num_hidden_layers": depth, "initializer_range": initializer_range}
+    config = config_class(**sizes, tie_word_embeddings=tied)
     torch.manual_seed(3)
     model = model_class(config).eval().to(dtype).requires_grad_(False)
     model.generation_config.pad_token_id = 0

@@ -24,6 +24,17 @@ VOCAB_SIZE = 96
 # Logits of a random model must differ clearly, or every step is a near tie: larger than the usual 0.02.
 INITIALIZER_RANGE = 0.3
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+# Two KV heads of four; all but the number of layers.
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": INITIALIZER_RANGE,
+    **SPECIAL_TOKENS,
+}
 CHAIN_ONLY = "rejects_4d_masks"
 
 
@@ -49,26 +60,17 @@ def build_tiny_model(
     num_layers: int = 2,
     **config_kwargs,
 ):
-    """4 heads over 2 KV heads. Cached: tests must not modify it."""
+    """A random model of `SIZES`. Cached: tests must not modify it."""
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
     }[architecture]
     rope = config_kwargs.pop("rope", None)
+    sizes = SIZES | {"vocab_size": vocab_size, "max_position_embeddings": max_positions}
+    rope_parameters = {"rope_parameters": dict(rope)} if rope else {}
     config = config_class(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
-        initializer_range=INITIALIZER_RANGE,
-        **SPECIAL_TOKENS,
-        **({"rope_parameters": dict(rope)} if rope else {}),
-        **config_kwargs,
+        **sizes, num_hidden_layers=num_layers, tie_word_embeddings=tied, **rope_parameters, **config_kwargs
     )
     config._attn_implementation = attention
     return random_model(model_class, config, seed).to(dtype)

@@ -19,7 +19,7 @@ from hf_speculate import Speculator
 from hf_speculate_training.data import NO_DOCUMENT, Batch
 from hf_speculate_training.methods import StepOutput
 
-from .models import VOCAB_SIZE
+from .models import SIZES, VOCAB_SIZE
 from .models import build_tiny_model as build_tiny_model
 
 
@@ -50,19 +50,8 @@ def build_byte_tokenizer(chat_template: str | None = CHATML, model_max_length: i
 
 def save_target(folder: Path) -> None:
     """Writes a tiny random Llama with the byte tokenizer."""
-    config = LlamaConfig(
-        vocab_size=BYTE_VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=PAD,
-    )
+    tokens = {"vocab_size": BYTE_VOCAB_SIZE, "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
+    config = LlamaConfig(**SIZES | tokens, num_hidden_layers=2)
     torch.manual_seed(0)
     LlamaForCausalLM(config).eval().save_pretrained(folder)
     build_byte_tokenizer().save_pretrained(folder)

@@ -43,14 +43,6 @@ def test_rows_of_equal_length_are_seen_together(rows):
         assert torch.equal(view[:, :3], PROMPT[rows])
 
 
-def test_the_prompt_is_never_written():
-    prompt = PROMPT.clone()
-    sequences = Sequences(prompt, 0)
-    sequences.append(0, 5)
-    sequences.view([0])
-    assert torch.equal(prompt, PROMPT)
-
-
 @pytest.mark.parametrize(("pad", "filled"), [(7, 7), (0, 0), (None, 0)])
 def test_the_result_fills_rows_that_ended_early(pad, filled):
     sequences = Sequences(PROMPT, pad)
@@ -59,10 +51,6 @@ def test_the_result_fills_rows_that_ended_early(pad, filled):
             sequences.append(row, token)
     expected = torch.tensor([[1, 2, 3], [4, filled, filled], [filled] * 3])
     assert torch.equal(sequences.result(), torch.cat([PROMPT, expected], dim=1))
-
-
-def test_nothing_emitted_gives_the_prompt_back():
-    assert torch.equal(Sequences(PROMPT, 0).result(), PROMPT)
 
 
 def test_columns_are_the_steps_of_all_rows():

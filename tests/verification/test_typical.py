@@ -53,16 +53,6 @@ def test_typical_acceptance_draws_nothing_and_does_not_depend_on_the_batch(typic
     assert torch.equal(batch[:, 9:], torch.stack(alone))
 
 
-def test_typical_acceptance_accepts_more_than_matching(tiny_model, prompt):
-    model = tiny_model()
-    lengths = []
-    for options in ({}, {"acceptance": "typical", "posterior_threshold": 0.01, "posterior_alpha": 0.1}):
-        speculator = Speculator(PromptLookupDrafter(), **options)
-        model.generate(prompt(40), **SAMPLING | {"max_new_tokens": 96}, speculator=speculator)
-        lengths.append(speculator.stats.mean_acceptance_length)
-    assert lengths[1] > lengths[0]
-
-
 def test_stopping_scores_and_row_wise_processors_work_as_ever(typical, tiny_model, prompt):
     model = tiny_model()
     output = model.generate(

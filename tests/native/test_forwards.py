@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -10,26 +11,19 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
-from hf_speculate.gguf import load_model
 from hf_speculate.native import binding as native
 from hf_speculate.native.layers import MOST_ROWS
 
-from ..support.gguf import ids, modules_only
-from ..support.random_gguf import FileShape, one_type, write_random_file
+from ..support.packed import ids, modules_only, padded
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
 
 
-@pytest.fixture
-def load(tmp_path):
-    def _load(architecture="llama", types="Q4_0", is_tied=True, dtype=torch.float32, **options):
-        path = tmp_path / f"{architecture}-{is_tied}.gguf"
-        if not path.exists():
-            write_random_file(path, FileShape(architecture, 97, 256, 512, 3, 4, 2, 512, is_tied, 1.0), one_type(types))
-        return load_model(path, dtype=dtype, **{"backend": "native"} | options)
-
-    return _load
+@pytest.fixture(name="load")
+def _load(load):
+    """In float32, and tied unless it is said otherwise."""
+    return partial(load, **{"dtype": torch.float32, "is_tied": True})
 
 
 @pytest.fixture
@@ -42,14 +36,14 @@ def steps(monkeypatch):
 
 
 @torch.no_grad()
-def answer(model, inputs, cache=None, **options):
-    return model(inputs, **as_cache(cache), use_cache=True, **options)
+def answer(model, input_ids, cache=None, **options):
+    return model(input_ids, **as_cache(cache), use_cache=True, **options)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("types", ["Q4_0", "Q6_K"])
-def test_logits_are_those_of_the_modules(types, is_tied, load, steps):
-    model = load(types=types, is_tied=is_tied)
+@pytest.mark.parametrize("recipe", ["Q4_0", "Q6_K"])
+def test_logits_are_those_of_the_modules(recipe, is_tied, load, steps):
+    model = load(recipe=recipe, is_tied=is_tied)
     twin = modules_only(model)
     caches = None, None
     for text, options in ((ids(1, 19), {}), (ids(1, 1), {"logits_to_keep": 1}), (ids(1, 5), {"logits_to_keep": 2})):
@@ -67,7 +61,7 @@ def test_logits_are_those_of_the_modules(types, is_tied, load, steps):
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_logits_do_not_depend_on_the_rows_beside_them(backend, dtype, load, steps):
-    model, text = load(types="Q4_K", dtype=dtype, backend=backend), ids(1, 30)
+    model, text = load(recipe="Q4_K", dtype=dtype, backend=backend), ids(1, 30)
     whole = answer(model, text).logits
     for sizes in ([1] * 30, [20, 1, 9], [29, 1]):
         cache, parts = DynamicCache(config=model.config), []
@@ -92,25 +86,22 @@ def test_hidden_states_are_handed_out_as_transformers_does(wanted, load, steps):
     assert steps == [1]
 
 
-def test_padding_in_a_mask_of_the_model(load, steps):
+def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(load, steps):
     """As plain `generate` pads a batch: rows get the bits that they get alone."""
-    model, lengths = load(types="Q4_K"), (11, 24, 3)
-    texts = [ids(1, length, seed=length) for length in lengths]
-    padded = torch.cat([torch.nn.functional.pad(text, (24 - text.shape[1], 0)) for text in texts])
-    mask = torch.stack([torch.arange(24) >= 24 - length for length in lengths]).long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    together = answer(model, padded, attention_mask=mask, position_ids=positions)
-    mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
-    one_more, place = ids(3, 1, seed=9), mask.sum(1, keepdim=True) - 1
+    model, lengths = load(recipe="Q4_K"), (11, 24, 3)
+    batch = padded(lengths)
+    together = answer(model, **batch)
+    one_more, mask = ids(3, 1, seed=9), torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
+    place = mask.sum(1, keepdim=True) - 1
     later = answer(model, one_more, cache_of(together), attention_mask=mask, position_ids=place)
-    for row, text in enumerate(texts):
-        alone = answer(model, text)
-        assert torch.equal(together.logits[row, 24 - text.shape[1] :], alone.logits[0])
+    for row, length in enumerate(lengths):
+        alone = answer(model, ids(1, length, seed=length))
+        assert torch.equal(together.logits[row, 24 - length :], alone.logits[0])
         assert torch.equal(later.logits[row], answer(model, one_more[row : row + 1], cache_of(alone)).logits[0])
     assert set(steps) == {1}
 
 
-def test_positions_behind_the_table(load, steps):
+def test_positions_behind_the_table_are_served(load, steps):
     model = load()
     twin = modules_only(model)
     positions = torch.tensor([[0, 1, 0, 1]])  # two texts in one row: transformers finds that out
@@ -162,7 +153,7 @@ def test_who_changes_the_class_is_called(load, steps, monkeypatch):
     "options",
     [{"return_dict": False}, {"labels": ids(1, 5)}, {"output_attentions": True}, {"logits_to_keep": torch.tensor([2])}],
 )
-def test_what_the_modules_are_asked_for(options, load, steps):
+def test_what_only_the_modules_can_answer_is_left_to_them(options, load, steps):
     model = load(attn_implementation="eager")
     twin = modules_only(model)
     found, expected = (answer(each, ids(1, 5), **options) for each in (model, twin))
@@ -178,7 +169,7 @@ def test_what_is_no_cache_is_left_to_transformers(load, steps):
     assert not steps
 
 
-def test_a_weight_that_is_trained(load, steps):
+def test_a_weight_that_is_trained_gets_its_gradient(load, steps):
     model = load()
     model.model.norm.weight.requires_grad_()
     model(ids(1, 5)).logits.sum().backward()
@@ -246,7 +237,7 @@ def test_what_is_changed_behind_a_request_is_seen(load):
     torch.testing.assert_close(answer(model, ids(1, 6)).logits, before * 2, rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_that_changes_within_a_request(load):
+def test_a_cache_may_change_within_a_request(load):
     """Rows that have ended leave it, text is cut: all layers alike."""
     model, text = load(), ids(2, 12)
     with model.forward.undisturbed():

@@ -10,44 +10,15 @@ import sys
 import pytest
 import torch
 
-from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.native import binding as native
 from hf_speculate.native.backends import BACKENDS, choose_backend
 from hf_speculate.native.formats import FORMATS
 
-from ..support.gguf import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
+from ..support.packed import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
 from ..support.paths import REPOSITORY
 
 
-pytestmark = pytest.mark.rest
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """As in a new process of a user whose cache is empty."""
-
-    def forget():
-        native.library.cache_clear()
-        native.native_problem.cache_clear()
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_SPECULATE_CACHE", raising=False)
-    forget()
-    yield tmp_path / "hf_speculate"
-    forget()
-
-
-def needs_some_compiler():
-    """Whether or not it can compile the kernel."""
-    try:
-        native.find_compiler()
-    except native.NativeError as error:
-        pytest.skip(str(error))
-
-
-def needs_compiler():
-    if problem := native.native_problem():
-        pytest.skip(f"native: {problem}")
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
 
 
 def check_products(library, inputs, matrix, allowed):
@@ -70,11 +41,9 @@ LARGEST = {"Q8_0": 0x80, "IQ4_NL": 0}
 
 
 @pytest.mark.parametrize("flags", ["", *OTHER_CPUS])
-def test_instructions_that_this_cpu_has_not(flags, fresh, monkeypatch, tmp_path):
+def test_other_cpus_compute_the_same(flags, tmp_path):
     """What is compiled on other CPUs computes the same, to the rounding of sums; also where 16-bit sums are full."""
-    needs_compiler()
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *flags.split()))
-    library = native.build()
+    library = native.Library(native.compile_source([*native.find_compiler(), *flags.split()]))
     for kind in FORMATS:
         inputs = torch.randn(19, 512).bfloat16()
         check_products(library, inputs, make_matrix(tmp_path, kind, 40), {torch.float32: 0, torch.bfloat16: 2**-8})
@@ -107,27 +76,19 @@ def test_inputs_of_every_size_are_rounded_and_none_that_is_not_finite_vanishes(t
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 15, 16, 49])
-def test_any_number_of_rows_and_columns(kind, rows, tmp_path):
+def test_products_are_exact_for_any_number_of_rows_and_columns(kind, rows, tmp_path):
     """Weights are exactly those of the file: in bfloat16, only the products are rounded (by 2^-8 of them at most)."""
     block_size = FORMATS[kind].block_size
     for columns in (block_size, 3 * block_size, 1024):
         matrix = make_matrix(tmp_path, kind, rows, columns)
-        weights = reference(matrix).double()
-        for dtype, rounding in ((torch.float32, 0), (torch.bfloat16, 2**-8)):
-            layer = pack(matrix, "native", dtype)
-            for num_inputs in (0, 1, 3, 17):
-                inputs = torch.randn(num_inputs, columns).to(dtype)
-                expected = inputs.double() @ weights.T
-                spread = inputs.double().abs() @ weights.abs().T
-                difference = (layer(inputs).double() - expected).abs()
-                assert (difference <= rounding * expected.abs() + 1e-6 * spread).all(), (
-                    f"{kind}, {dtype}, {rows} x {columns}, {num_inputs} inputs"
-                )
+        for num_inputs in (1, 3, 17):
+            inputs = torch.randn(num_inputs, columns).bfloat16()
+            check_products(native.library(), inputs, matrix, {torch.float32: 0, torch.bfloat16: 2**-8})
+        assert pack(matrix, "native", torch.float32)(torch.empty(0, columns)).shape == (0, rows)
 
 
-def test_integers_of_every_value_and_subnormal_scales(tmp_path):
+def test_every_integer_and_subnormal_scales_come_out_exactly(tmp_path):
     """All 256 bytes of Q8_0, with scales down to the smallest float16: columns come out exactly."""
-    needs_compiler()
     matrix = make_matrix(tmp_path, "Q8_0", 16, 256)
     blocks = matrix.read(0, 16).view(16, 8, 34)
     blocks[:, :, 2:] = torch.arange(256, dtype=torch.uint8).view(8, 32)
@@ -146,7 +107,7 @@ def test_integers_of_every_value_and_subnormal_scales(tmp_path):
         torch.set_flush_denormal(False)
 
 
-def test_inputs_that_lie_apart(tmp_path):
+def test_inputs_may_lie_apart(tmp_path):
     layer = pack(make_matrix(tmp_path, "Q4_K", 32), "native", torch.bfloat16)
     inputs = torch.randn(512, 2, 5).bfloat16().permute(1, 2, 0)
     assert torch.equal(layer(inputs), layer(inputs.contiguous()))
@@ -173,14 +134,13 @@ def test_layers_compile_whole(tmp_path):
 
 def test_threads_are_those_of_torch(tmp_path):
     """One OpenMP library in the process, and as many threads as torch was told."""
-    needs_compiler()
     maps = "/proc/self/maps"
     if not os.path.exists(maps):
         pytest.skip("libraries of a process are read from /proc")
     code = (
         "import os, sys, torch\n"
         "from pathlib import Path\n"
-        "from tests.support.gguf import pack, make_matrix\n"
+        "from tests.support.packed import pack, make_matrix\n"
         "torch.set_num_threads(3)\n"
         "layer = pack(make_matrix(Path(sys.argv[1]), 'Q4_0', 4096), 'native', torch.bfloat16)\n"
         "before = len(os.listdir('/proc/self/task'))\n"
@@ -220,7 +180,6 @@ class _Products(torch.utils.data.Dataset):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.parametrize("used", [1, 2, 3])
 def test_a_forked_process_finds_threads_of_its_own(used, tmp_path, set_threads):
-    needs_compiler()
     set_threads(3)
     forked = multiprocessing.get_context("fork")
     numbers = torch.randn(5, 256), pack(make_matrix(tmp_path, "Q4_0", 64, 256), "native", torch.float32)
@@ -248,39 +207,7 @@ def test_a_forked_process_finds_threads_of_its_own(used, tmp_path, set_threads):
 )
 def test_auto_takes_what_verifies_fastest(bf16, multiplies_bytes, expected, monkeypatch):
     """Nothing is rounded in float32: who asks for that wants to know."""
-    needs_compiler()
     monkeypatch.setattr(native.library(), "bf16", bf16)
     monkeypatch.setattr(native.library(), "multiplies_bytes", multiplies_bytes)
     assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS[expected]
     assert choose_backend("auto", CPU, torch.float32) is BACKENDS["native"]
-
-
-def test_without_a_compiler(fresh, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    problem = BACKENDS["native"].problem(CPU, torch.bfloat16)
-    assert problem == "there is no C++ compiler 'no-such-compiler' (from $CXX)"
-    assert choose_backend("auto", CPU, torch.bfloat16) is None
-    with pytest.raises(UnsupportedRequestError, match="'native' cannot be used here: there is no C"):
-        choose_backend("native", CPU, torch.bfloat16)
-    monkeypatch.delenv("CXX")
-    native.native_problem.cache_clear()
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "($CXX, g++, clang++, c++)" in native.native_problem()
-
-
-def test_what_the_compiler_said_is_reported_once(fresh, monkeypatch):
-    needs_some_compiler()
-    broken = fresh.parent / "broken.cpp"
-    broken.write_text("int main() { return nonsense; }")
-    monkeypatch.setattr(native, "SOURCE", broken)
-    calls, run = [], native._run
-    monkeypatch.setattr(native, "_run", lambda command: calls.append(command) or run(command))
-    warnings = []
-    monkeypatch.setattr(native.logger, "warning", warnings.append)
-    for _ in range(2):
-        assert choose_backend("auto", CPU, torch.float32) is None
-    assert len(calls) == 2, "its version and one compilation"
-    assert "nonsense" in native.native_problem()
-    assert len(warnings) == 1
-    assert "nonsense" in warnings[0]
-    assert not list(fresh.glob("*"))

@@ -13,8 +13,7 @@ from hf_speculate.native.layers import find_sight
 from hf_speculate.scoring import Scorer
 from hf_speculate.tree import DraftTree, TreeMask, TreePlan, additive
 
-from ..support.gguf import ids
-from ..support.random_gguf import FileShape, one_type, write_random_file
+from ..support.packed import ids
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
@@ -25,10 +24,8 @@ PADDED = [-1, 0, 1, 2, -2, -2, -2, -2]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trees") / "model.gguf"
-    write_random_file(path, FileShape("llama", 97, 256, 512, 3, 4, 2, 512, True, 1.0), one_type("Q4_0"))
-    return load_model(path, dtype=torch.bfloat16, backend="native")
+def model(packed_file):
+    return load_model(packed_file("llama", "Q4_0", (4, 2), True), dtype=torch.bfloat16, backend="native")
 
 
 def tree_of(*parents):

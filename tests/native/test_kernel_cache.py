@@ -29,27 +29,16 @@ pytestmark = [
 # What `Library` looks for, and an answer that tells one kernel from another.
 STAND_IN = """
 extern "C" {{
-int hfs_kind(const char *) {{ return 0; }}
-bool hfs_has_threads() {{ return true; }}
 int hfs_bf16() {{ return {answer}; }}
-bool hfs_bytes() {{ return true; }}
-long long hfs_tile_bytes(int, long long) {{ return 0; }}
-void hfs_large_pages() {{}}
-bool hfs_pack() {{ return true; }}
-bool hfs_multiply() {{ return true; }}
-long long hfs_runs() {{ return 0; }}
-bool hfs_layers() {{ return true; }}
-void hfs_move() {{}}
-void hfs_exponential() {{}}
-long long hfs_argmax() {{ return 0; }}
-void hfs_most_probable() {{}}
-int hfs_step() {{ return 0; }}
-int hfs_rank() {{ return 1; }}
-void hfs_grow() {{}}
-long long hfs_see() {{ return 0; }}
-bool hfs_cut() {{ return true; }}
-int hfs_draft() {{ return 0; }}
+bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
+bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
 bool hfs_look_up() {{ return true; }}
+int hfs_kind(const char *) {{ return 0; }}  int hfs_step() {{ return 0; }}  int hfs_rank() {{ return 1; }}
+int hfs_draft() {{ return 0; }}
+long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_runs() {{ return 0; }}
+long long hfs_argmax() {{ return 0; }}  long long hfs_see() {{ return 0; }}
+void hfs_large_pages() {{}}  void hfs_move() {{}}  void hfs_exponential() {{}}  void hfs_most_probable() {{}}
+void hfs_grow() {{}}
 }}
 """
 
@@ -228,7 +217,7 @@ def test_the_current_folder_is_no_cache(user, tmp_path, how):
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "/proc/nowhere", "a file"])
-def test_a_cache_that_cannot_be_written(user, tmp_path, place):
+def test_a_cache_that_cannot_be_written_is_reported(user, tmp_path, place):
     if place == "a file":
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / "hf_speculate").touch()
@@ -311,7 +300,7 @@ def test_a_shared_cache_is_filled_with_what_its_owner_has(user, tmp_path):
     assert not user.warnings
 
 
-def test_a_shared_cache_that_cannot_be_used(user):
+def test_a_shared_cache_that_cannot_be_used_is_reported(user):
     user.monkeypatch.setenv(kernel_cache.SHARED_VARIABLE, "shared")
     user.has_compiled()
     (warning,) = user.warnings
@@ -415,27 +404,34 @@ class TestCompilers:
         user.has_compiled()
         assert not user.warnings
 
+    def test_what_it_says_of_the_source_is_reported_once(self, user):
+        user.source.write_text("int main() { return nonsense; }")
+        self.falls_back(user, "nonsense")
+        assert choose_backend("auto", CPU, torch.float32) is None
+        assert len(user.compilations) == 1
+        assert len(user.warnings) == 1
+
     @pytest.mark.parametrize(
         ("command", "problem"),
         [
             ('g++ "', "No closing quotation"),
-            ("no-such-compiler -O2", "there is no C++ compiler 'no-such-compiler'"),
+            ("no-such-compiler -O2", "there is no C++ compiler 'no-such-compiler' (from $CXX)"),
             ("/bin/true", "wrote nothing"),
             ("/bin/false", "failed with status 1"),
             ("/proc/self/cmdline", "there is no C++ compiler"),
         ],
     )
-    def test_one_that_does_not_work(self, user, command, problem):
+    def test_one_that_does_not_work_is_reported(self, user, command, problem):
         user.monkeypatch.setenv("CXX", command)
         self.falls_back(user, problem)
 
-    def test_one_that_writes_something_else(self, user, tmp_path):
+    def test_one_that_writes_something_else_is_reported(self, user, tmp_path):
         compiler = script(tmp_path / "cc", 'while [ $# -gt 1 ]; do shift; done; [ "$1" = --version ] || echo hi > "$1"')
         user.monkeypatch.setenv("CXX", compiler)
         self.falls_back(user, "cannot be loaded")
 
     @pytest.mark.parametrize("share", [2, 10, 100])
-    def test_one_that_writes_a_part(self, user, tmp_path, share):
+    def test_one_that_writes_a_part_is_reported(self, user, tmp_path, share):
         """The loader would map pages behind the end of the file, and the process would die of SIGBUS."""
         user.source.write_text(f"{STAND_IN.format(answer=42)}\nchar large[400000] = {{1}};")
         compiler = next(filter(None, map(shutil.which, native._COMPILERS)))
@@ -445,11 +441,11 @@ class TestCompilers:
         user.monkeypatch.setenv("CXX", script(tmp_path / "cc", command))
         self.falls_back(user, "it is cut off: of at least")
 
-    def test_none(self, user):
+    def test_without_any_the_modules_compute(self, user):
         user.monkeypatch.setenv("PATH", "/nowhere")
         self.falls_back(user, "there is no C++ compiler ($CXX, g++")
 
-    def test_no_folder_for_temporary_files(self, user):
+    def test_without_a_folder_for_temporary_files_the_modules_compute(self, user):
         def missing(*args, **kwargs):
             raise FileNotFoundError(2, "No usable temporary directory found")
 
@@ -458,7 +454,7 @@ class TestCompilers:
         assert choose_backend("auto", CPU, torch.float32) is None
         assert len(user.warnings) == 1
 
-    def test_one_that_prints_no_utf8(self, user, tmp_path):
+    def test_one_that_prints_no_utf8_compiles(self, user, tmp_path):
         compiler = next(filter(None, map(shutil.which, native._COMPILERS)))
         user.monkeypatch.setenv("CXX", script(tmp_path / "cc", f"printf 'caf\\351'; exec {compiler} \"$@\""))
         user.has_compiled()

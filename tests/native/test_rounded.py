@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import gguf
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.gguf import load_model
 from hf_speculate.native import NativeRanking, RoundedLinear, quicken
 from hf_speculate.native import binding as native
-from hf_speculate.native.formats import FORMATS
 from hf_speculate.native.rounded import RoundedMatrix, _blocks
 from hf_speculate.native.rounded_layers import RoundedForward
 
@@ -55,22 +55,15 @@ def calls(monkeypatch):
 
 class TestMatrix:
     def test_blocks_are_those_of_gguf(self):
-        quants = pytest.importorskip("gguf.quants")
         rows = torch.randn(7, 96) * torch.logspace(-6, 4, 7)[:, None]
         rows[2, :40] = 0
-        expected = quants.quantize(rows.numpy(), quants.GGMLQuantizationType.Q8_0)
+        expected = gguf.quantize(rows.numpy(), gguf.GGMLQuantizationType.Q8_0)
         assert torch.equal(_blocks(rows), torch.from_numpy(expected))
-
-    def test_blocks_are_near_the_weights(self):
-        rows = torch.randn(16, 64)
-        found = FORMATS["Q8_0"].dequantize(_blocks(rows))
-        largest = rows.view(16, 2, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32).reshape(16, 64)
-        assert ((found - rows).abs() <= 0.57 / 127 * largest).all()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize(("in_features", "out_features"), [(32, 1), (96, 7), (576, 4096), (1024, 64)])
-    def test_products(self, in_features, out_features, bias, dtype):
+    def test_products_are_near_the_exact_ones(self, in_features, out_features, bias, dtype):
         layer = linear(in_features, out_features, bias, dtype)
         matrix = RoundedMatrix.of(layer)
         for rows in (1, 3, 16, 33):
@@ -87,7 +80,7 @@ class TestMatrix:
         assert torch.equal(RoundedMatrix.of(layer).packed, whole)
 
     @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])
-    def test_what_cannot_be_rounded(self, value):
+    def test_what_cannot_be_rounded_is_left_alone(self, value):
         layer = linear(64, 40)
         layer.weight[33, 7] = value
         assert RoundedMatrix.of(layer) is None
@@ -128,7 +121,7 @@ class TestLayers:
         assert not calls
 
     @pytest.mark.parametrize("change", ["written to", "another", "another bias", "moved", "of another type"])
-    def test_weights_that_change(self, change):
+    def test_weights_that_change_are_packed_anew(self, change):
         layer, inputs = quick(bias=True), torch.randn(2, 512)
         layer(inputs)
         if change == "written to":
@@ -172,7 +165,7 @@ class TestLayers:
         assert quicken(nn.ModuleList(left)) == 0
         assert quicken(nn.Sequential(quick())) == 0, "twice"
 
-    def test_a_layer_of_somebody_else(self, calls):
+    def test_a_layer_of_somebody_else_stays_as_it_is(self, calls):
         layer, inputs = linear(), torch.randn(2, 512)
         drafting = RoundedLinear(layer)
         assert error(drafting(inputs), layer, inputs) < ROUNDING

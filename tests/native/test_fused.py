@@ -10,45 +10,18 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_speculate.cache import CACHE_NAME, PreallocatedLayer, as_cache
-from hf_speculate.gguf import load_model
 from hf_speculate.native import binding as native
 from hf_speculate.native.forwards import fuse
 from hf_speculate.native.fused import FusedForward
 from hf_speculate.native.layers import MOST_ROWS, CallStructure
 from hf_speculate.scoring.attention import TreeAttention, fold
 
-from ..support.gguf import OTHER_CPUS, ids, modules_only
-from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
+from ..support.packed import OTHER_CPUS, ids, modules_only, padded
 
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
 
-MIXED = {"attn_v": "Q6_K", "attn_k": "Q2_K", "ffn_up": "Q5_1"}
-RECIPES = {
-    "Q4_0": one_type("Q4_0"),
-    "Q8_0": one_type("Q8_0"),
-    "Q2_K": one_type("Q2_K"),
-    # What needs sums over 16 columns beside what needs them over 32, and what needs none.
-    "mixed": lambda name, columns: MIXED.get(name.split(".")[-2], "Q4_K"),
-    "Q4_K_M": q4_k_m(3),
-    # As files have that keep some matrices finer than the rest.
-    "some dense": lambda name, columns: {"attn_v": "BF16", "ffn_down": "F16"}.get(name.split(".")[-2], "Q8_0"),
-}
-
-
-@pytest.fixture
-def load(tmp_path):
-    """A random model of three layers, from a file."""
-
-    def _load(architecture="llama", recipe="Q4_0", dtype=torch.bfloat16, heads=(4, 2), **options):
-        path = tmp_path / f"{architecture}-{recipe}.gguf"
-        head_dim = 128 if architecture == "qwen3" else None
-        shape = FileShape(architecture, 96, 256, 512, 3, *heads, 512, False, 1.0, head_dim)
-        if not path.exists():
-            write_random_file(path, shape, RECIPES[recipe])
-        return load_model(path, dtype=dtype, **{"backend": "native"} | options)
-
-    return _load
+RECIPES = ["Q4_0", "Q8_0", "Q2_K", "mixed", "Q4_K_M", "some dense"]
 
 
 @pytest.fixture
@@ -69,10 +42,10 @@ def calls(monkeypatch):
 
 
 @torch.no_grad()
-def states_of(model, inputs, cache=None, **options):
+def states_of(model, input_ids, cache=None, **options):
     """The states behind every layer."""
     cache = DynamicCache(config=model.config) if cache is None else cache
-    output = model.model(inputs, **as_cache(cache), use_cache=True, output_hidden_states=True, **options)
+    output = model.model(input_ids, **as_cache(cache), use_cache=True, output_hidden_states=True, **options)
     return torch.stack(output.hidden_states), cache
 
 
@@ -92,10 +65,11 @@ def test_rounded_inputs_are_those_of_the_modules(load, calls):
     assert calls == [3, 3]
 
 
+ARCHITECTURES = [("llama", (4, 2)), ("qwen2", (8, 1)), ("qwen3", (4, 2)), ("llama", (2, 2))]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    ("architecture", "heads"), [("llama", (4, 2)), ("qwen2", (8, 1)), ("qwen3", (4, 2)), ("llama", (2, 2))]
-)
+@pytest.mark.parametrize(("architecture", "heads"), ARCHITECTURES)
 def test_states_and_cache_are_those_of_the_modules(architecture, recipe, heads, load, calls):
     model = load(architecture, recipe, torch.float32, heads)
     for attention in ("sdpa", "eager"):
@@ -179,32 +153,27 @@ def test_a_root_alone_needs_no_mask(load, calls):
 
 def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(load, calls):
     model, lengths = load(recipe="mixed"), (11, 24, 3)
-    texts = [ids(1, length, seed=length) for length in lengths]
-    padded = torch.cat([torch.nn.functional.pad(text, (24 - text.shape[1], 0)) for text in texts])
-    mask = torch.stack([torch.arange(24) >= 24 - length for length in lengths]).long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    found, cache = states_of(model, padded, attention_mask=mask, position_ids=positions)
-    one_more, mask = ids(3, 1, seed=9), torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], dim=1)
+    batch = padded(lengths)
+    found, cache = states_of(model, **batch)
+    one_more, mask = ids(3, 1, seed=9), torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
     later, _ = states_of(model, one_more, cache, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1)
     assert calls == [3, 3]
-    for row, text in enumerate(texts):
-        alone, own = states_of(model, text)
-        assert torch.equal(found[:, row, 24 - text.shape[1] :], alone[:, 0])
+    for row, length in enumerate(lengths):
+        alone, own = states_of(model, ids(1, length, seed=length))
+        assert torch.equal(found[:, row, 24 - length :], alone[:, 0])
         assert torch.equal(later[:, row], states_of(model, one_more[row : row + 1], own)[0][:, 0])
 
 
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
 def test_a_large_batch_is_run_in_parts(backend, load, calls):
-    """Trees of 16 nodes for 20 texts of three lengths are more rows than the kernel takes at once."""
+    """21 texts of three lengths are more rows than the kernel takes at once."""
     model, lengths = load(dtype=torch.float32, backend=backend), [11, 24, 3] * 7
-    texts = [torch.nn.functional.pad(ids(1, length, seed=length), (24 - length, 0)) for length in lengths]
-    mask = torch.stack([torch.arange(24) >= 24 - length for length in lengths]).long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    found, _ = states_of(model, torch.cat(texts), attention_mask=mask, position_ids=positions)
+    batch = padded(lengths)
+    found, _ = states_of(model, **batch)
     assert calls == [3] * -(-len(lengths) // (MOST_ROWS // 24))
-    for row, text in enumerate(texts):
-        alone = {"attention_mask": mask[row : row + 1], "position_ids": positions[row : row + 1]}
-        assert torch.equal(found[:, row], states_of(model, text, **alone)[0][:, 0])
+    for row in range(len(lengths)):
+        alone = {name: values[row : row + 1] for name, values in batch.items()}
+        assert torch.equal(found[:, row], states_of(model, **alone)[0][:, 0])
 
 
 def test_threads_do_not_change_bits(load, set_threads):
@@ -217,7 +186,7 @@ def test_threads_do_not_change_bits(load, set_threads):
 
 
 @pytest.mark.parametrize("flags", OTHER_CPUS[:2])
-def test_instructions_that_this_cpu_has_not(flags, load, monkeypatch, tmp_path):
+def test_other_cpus_compute_the_same(flags, load, monkeypatch, tmp_path):
     """Also in bfloat16 where it cannot be multiplied: no further from float32 than the modules are."""
     model = load(recipe="mixed", dtype=torch.float32)
     expected, _ = states_of(modules_only(model), ids(1, 20))
@@ -233,21 +202,13 @@ def test_instructions_that_this_cpu_has_not(flags, load, monkeypatch, tmp_path):
     assert error <= allowed * 1.1
 
 
-def test_a_weight_that_is_exchanged_for_another(load, calls):
-    model = load(recipe="mixed", dtype=torch.float32)
-    before, _ = states_of(model, ids(1, 12))
-    norm = model.model.layers[2].input_layernorm
-    norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
-    found, _ = states_of(model, ids(1, 12))
-    expected, _ = states_of(modules_only(model), ids(1, 12))
-    assert not torch.equal(found, before)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-    norm.weight = torch.nn.Parameter(norm.weight.double(), requires_grad=False)
-    model.model.layers[2].post_attention_layernorm.double()
-    calls.clear()
-    modules, _ = states_of(model, ids(1, 12))
-    assert calls == [1, 1], "of a layer of two types, the modules"
-    assert torch.isfinite(modules).all()
+def test_a_layer_of_two_types_is_computed_by_its_modules(load, calls):
+    model = load(dtype=torch.float32)
+    layer = model.model.layers[2]
+    layer.input_layernorm.double(), layer.post_attention_layernorm.double()
+    states, _ = states_of(model, ids(1, 12))
+    assert calls == [1, 1]
+    assert torch.isfinite(states).all()
 
 
 # ---- who looks into a layer, or changes it ----
@@ -368,7 +329,7 @@ def test_hooks_that_read_are_shown_every_layer(load, calls):
     assert calls == [3]
 
 
-def test_what_the_kernel_does_not_serve(load, calls):
+def test_what_the_kernel_does_not_serve_is_left_to_the_modules(load, calls):
     model, text = load(dtype=torch.float32), ids(1, 6)
     twin = modules_only(model)
 
@@ -441,8 +402,7 @@ def test_copies_compute_the_same(load, calls):
         assert calls == [1, 1, 1, 3]
 
 
-def test_layers_of_other_backends_are_left_alone(load, tmp_path):
-    load()
-    model = load_model(tmp_path / "llama-Q4_0.gguf", backend="dequantize")
+def test_layers_of_other_backends_are_left_alone(load):
+    model = load(backend="dequantize")
     assert fuse(model) == 0
     assert not any("forward" in layer.__dict__ for layer in model.model.layers)

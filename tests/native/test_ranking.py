@@ -61,7 +61,7 @@ def noise_of(num_columns):
 @pytest.mark.parametrize("num_columns", [16, 100, 333])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_best_children_and_their_shares(num_columns, normed, threads, set_threads):
+def test_the_best_children_and_their_shares_are_torchs(num_columns, normed, threads, set_threads):
     set_threads(threads)
     output, norm, states = made(num_columns, normed=normed, bias=normed)
     ranking = NativeRanking.of(output, norm, EPS, torch.float32, feeds_back_normed=normed)
@@ -85,7 +85,7 @@ def test_a_sampled_request_is_ranked_as_its_warpers_have_it(warpers):
     assert all(len(set(row)) == 10 for row in found.columns.flatten(0, 1).tolist()), "a token is proposed twice"
 
 
-def test_fewer_columns_than_the_matrix_has():
+def test_fewer_columns_than_the_matrix_has_may_be_ranked():
     output, norm, states = made()
     found = NativeRanking.of(output, norm, EPS, torch.float32).run(states, 4, noise_of(37))
     shares, columns = reference(output, norm, states, 4, noise_of(37))
@@ -103,7 +103,7 @@ def test_fewer_columns_than_the_matrix_has():
     ],
     ids=["unknown", "another order", "twice", "at least two"],
 )
-def test_warpers_that_the_kernel_does_not_know(warpers):
+def test_warpers_that_the_kernel_does_not_know_are_left_to_torch(warpers):
     assert Sampling.of(warpers) is None
 
 
@@ -119,7 +119,7 @@ def test_bfloat16_is_no_further_from_float32_than_torch_is():
 
 
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
-def test_packed_output_matrices(backend):
+def test_packed_output_matrices_rank_as_their_modules(backend):
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, 255, (100, HIDDEN // 32, 34), dtype=torch.uint8, generator=generator)
     rows[..., :2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
@@ -142,7 +142,7 @@ def test_scores_that_are_not_finite_are_left_to_the_modules(value):
     assert ranking.run(states, 4) is None
 
 
-def test_matrices_that_the_kernel_does_not_multiply():
+def test_matrices_that_the_kernel_does_not_multiply_are_left_to_torch():
     output, norm, _ = made()
     assert NativeRanking.of(output.half(), norm, EPS, torch.float16) is None
     output, norm, _ = made()

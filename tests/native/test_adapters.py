@@ -17,7 +17,8 @@ from hf_speculate.scoring import outdated_peft
 from hf_speculate.testing import ScriptedDrafter, check_lossless
 
 from ..support.adapters import perturbed
-from ..support.gguf import relative_error, token_ids
+from ..support.packed import ids as token_ids
+from ..support.packed import relative_error
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 from ..support.tiny_heads import write_eagle_head
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import copy
+import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_speculate.gguf.matrices import Matrix, TensorRows
 from hf_speculate.gguf.reading import GgufFile, TensorEntry, file_identity
 from hf_speculate.native.backends import BACKENDS
+from hf_speculate.native.binding import native_problem
 from hf_speculate.native.modules import PackedLinear
 
 from .models import VOCAB_SIZE
-from .random_gguf import random_blocks
+from .random_gguf import FileShape, one_type, random_blocks, write_random_file
 
 
 CPU = torch.device("cpu")
+SMALLEST = FileShape("llama", 40, 32, 64, 2, 4, 2, 128, is_tied=False)
 
 # Flags of compilers that leave out instructions: all but those that compilers know everywhere; AVX-512; VNNI too; AMX.
 OTHER_CPUS: list[Any] = ["-DHFS_PORTABLE"]
@@ -68,10 +73,6 @@ def rounded(inputs: torch.Tensor) -> torch.Tensor:
     return (integers * (largest / 127)).flatten(-2)
 
 
-def token_ids(*shape: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1))
-
-
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, relative to the largest logit."""
     return ((found.float() - expected).abs().max() / expected.abs().max()).item()
@@ -87,4 +88,38 @@ def modules_only(model):
 
 def ids(*shape: int, seed: int = 1) -> torch.Tensor:
     """Tokens of a small vocabulary."""
-    return torch.randint(3, 96, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(lengths) -> dict[str, torch.Tensor]:
+    """A left-padded batch with masks and positions; a row's tokens are `ids(1, length, seed=length)`."""
+    width = max(lengths)
+    rows = [torch.nn.functional.pad(ids(1, length, seed=length), (width - length, 0)) for length in lengths]
+    mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": torch.cat(rows), "attention_mask": mask, "position_ids": positions}
+
+
+def shape_of(architecture: str, hidden: int = 256, tied: bool = False, layers: int = 2) -> FileShape:
+    """A tiny model whose every step repeats the last token by a wide margin."""
+    head_dim = 128 if architecture == "qwen3" else None
+    return FileShape(
+        architecture, VOCAB_SIZE, hidden, 256, layers, 4, 2, 256, is_tied=tied, embedding_std=1.0, head_dim=head_dim
+    )
+
+
+def write_model(path: Path, shape: FileShape = SMALLEST, recipe="Q4_0", **kwargs) -> Path:
+    """Writes a random model, of one type or by a recipe; returns its path."""
+    write_random_file(path, shape, one_type(recipe) if isinstance(recipe, str) else recipe, **kwargs)
+    return path
+
+
+def dequantised(path: str, dtype: torch.dtype = torch.float32):
+    """What transformers makes of the file."""
+    folder, name = os.path.split(path)
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype).eval()
+
+
+def available(*backends: str) -> list[str]:
+    """Those that run here: "native" needs a C++ compiler."""
+    return [name for name in backends if name != "native" or not native_problem()]

@@ -1,4 +1,4 @@
-"""Blocks mean what the `gguf` package says they mean; a row's products do not depend on how many rows there are."""
+"""Packed matrices: blocks mean what the `gguf` package says; products and memory do not depend on neighbours."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
 from hf_speculate.gguf.matrices import Matrix, half_split_order
-from hf_speculate.native import backends
+from hf_speculate.native import backends, large_pages
+from hf_speculate.native import binding as native
 from hf_speculate.native.backends import BACKENDS, choose_backend
 from hf_speculate.native.formats import FORMATS
-from hf_speculate.native.modules import FusedLinear, Projection
+from hf_speculate.native.modules import FusedLinear, PackedEmbedding, Projection, look_up
 
-from ..support.gguf import CPU, make_matrix, pack, reference, rounded
+from ..support.packed import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
 from ..support.tiers import quick
 
 
@@ -131,3 +132,82 @@ def test_backends_by_name():
 def test_order_of_llama_rows_is_that_of_transformers():
     """Neighbours 2i, 2i + 1 of a head of llama.cpp are i and i + d / 2 in transformers."""
     assert half_split_order(12, 2).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+
+
+ROWS, COLUMNS = 12, 512
+
+
+def blocks_of(folder, kind: str) -> torch.Tensor:
+    return make_matrix(folder, kind, ROWS, COLUMNS).read(0, ROWS)
+
+
+@pytest.mark.usefixtures("needs_kernel")
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_the_kernel_looks_up_are_those_of_dequantize(tmp_path, kind, dtype):
+    blocks, ids = blocks_of(tmp_path, kind), torch.tensor([[3, 0, ROWS - 1], [3, 7, 1]])
+    plain, fast = (PackedEmbedding(blocks, kind, dtype, is_native) for is_native in (False, True))
+    assert torch.equal(plain(ids), fast(ids))
+    assert fast(ids).dtype is dtype
+    assert torch.equal(plain(ids[0].int()), fast(ids[0].int()))
+    assert fast(ids[:, :0]).shape == (2, 0, COLUMNS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_kernel")
+@pytest.mark.parametrize("flags", OTHER_CPUS)
+def test_rows_are_looked_up_alike_on_other_cpus(tmp_path, monkeypatch, flags):
+    library = native.Library(native.compile_source([*native.find_compiler(), *flags.split()]))
+    monkeypatch.setattr(native, "library", lambda: library)
+    for kind in FORMATS:
+        blocks, ids = blocks_of(tmp_path, kind), torch.arange(ROWS)
+        found = look_up(blocks, kind, COLUMNS, ids)
+        assert torch.equal(found, FORMATS[kind].dequantize(blocks)), kind
+
+
+@pytest.mark.usefixtures("needs_kernel")
+@pytest.mark.parametrize("token", [ROWS, -ROWS - 1])
+def test_a_token_that_is_none_raises_as_it_does_without(tmp_path, token):
+    embedding = PackedEmbedding(blocks_of(tmp_path, "Q8_0"), "Q8_0", torch.float32, is_native=True)
+    with pytest.raises(IndexError, match="out of bounds"):
+        embedding(torch.tensor([1, token]))
+    assert torch.equal(embedding(torch.tensor([-1])), embedding(torch.tensor([ROWS - 1]))), "as torch counts"
+
+
+@pytest.mark.usefixtures("needs_kernel")
+@pytest.mark.parametrize("chunk", [1 << 25, 4096])
+def test_matrices_that_lie_together_do_not_overlap(chunk, monkeypatch):
+    monkeypatch.setattr(large_pages, "_CHUNK", chunk)
+    shapes = [(3, 100), (1, 1), (70, 64), (2, 33), (5, 2000)]
+    with large_pages.together():
+        found = [large_pages.zeros(*shape) for shape in shapes]
+    for number, matrix in enumerate(found, start=1):
+        assert not matrix.any()
+        assert matrix.is_contiguous()
+        matrix.fill_(number)
+    assert [tuple(matrix.shape) for matrix in found] == shapes
+    assert [matrix.unique().tolist() for matrix in found] == [[number] for number in range(1, len(found) + 1)]
+    assert all((matrix.data_ptr() - found[0].data_ptr()) % 64 == 0 for matrix in found[:2])
+    storages = {matrix.untyped_storage().data_ptr() for matrix in found}
+    assert len(storages) == (1 if chunk > 4096 else 4)
+
+
+@pytest.mark.usefixtures("needs_kernel")
+def test_other_matrices_have_memory_of_their_own():
+    with large_pages.together():
+        first = large_pages.zeros(4, 32)
+    second = large_pages.zeros(4, 32)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    assert second.untyped_storage().nbytes() == second.nbytes
+
+
+@pytest.mark.usefixtures("needs_kernel")
+def test_large_pages_are_asked_for_before_memory_is_touched(monkeypatch):
+    """Pages that were touched stay small."""
+    order = []
+    library = large_pages.binding.library()
+    monkeypatch.setattr(library, "ask_for_large_pages", lambda address, size: order.append("asked"))
+    zero = torch.Tensor.zero_
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda self: order.append("written") or zero(self))
+    large_pages.zeros(4, 32)
+    assert order == ["asked", "written"]
