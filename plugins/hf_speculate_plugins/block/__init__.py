@@ -6,7 +6,6 @@ their scores have is found node by node.
 """
 
 from ..heads import LoadedHead
-from .calibration import BlockReader
 from .drafter import BlockDrafter, BlockSession
 from .head import BlockHead, block_masks
 from .saving import BlockFiles
@@ -20,7 +19,6 @@ __all__ = [
     "BlockFiles",
     "BlockHead",
     "BlockOptions",
-    "BlockReader",
     "BlockSession",
     "BlockSpec",
     "Conventions",

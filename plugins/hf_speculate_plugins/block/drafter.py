@@ -73,8 +73,6 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     def __init__(self, loaded: LoadedHead[BlockHead], target: PreTrainedModel, options: BlockOptions | None = None):
         super().__init__(loaded, target, options)
         self.feature_layers = tuple(dict.fromkeys(self.spec.feature_layers))
-        if self.options.min_confidence and not self.spec.confidence:
-            raise ValueError("block: min_confidence is for heads with a confidence head; this one has none.")
 
     def __repr__(self) -> str:
         return f"BlockDrafter({self.spec.method}, {self.spec.dialect}, block of {self.spec.block_size}, {self.options})"

@@ -42,6 +42,7 @@ from hf_speculate.scoring import quantization_label
 from hf_speculate.speculator import AutoSpeculator
 
 from ..checkpoints import LoadedTarget
+from ..medusa import MedusaDrafter, StaticTree
 from .check import load_measured
 from .convert import check_destination, convert_checkpoint
 
@@ -148,11 +149,10 @@ def export_head(
     drafts = engine_drafts(engine, depth, top_k, num_draft_tokens, _stated_tokens(folder))
     refuse_quantized(engine, quantization_label(target))
     path = check_destination(destination)
-    if drafter.name == "medusa":
-        options: dict[str, Any] = {"choices": [(0,) * depth for depth in range(1, drafts.depth + 1)]}
-    else:
-        options = asdict(drafts)
+    options = {} if drafter.name == "medusa" else asdict(drafts)  # Medusa drafts static trees
     speculator = AutoSpeculator.from_pretrained(folder, target=target, adaptive=False, **options)
+    if isinstance(speculator.drafter, MedusaDrafter):
+        speculator.drafter.tree = StaticTree.chain(min(drafts.depth, speculator.drafter.heads.num_heads))
     _measure(target, speculator, prompts, max_new_tokens, temperature, seed)
     length = speculator.stats.mean_acceptance_length
     if length is None:

@@ -6,8 +6,6 @@ dialects, and one `EagleHead` computes them.
 """
 
 from ..heads import LoadedHead
-from ..trees import StaticTree
-from .calibration import EagleReader
 from .drafter import EagleDrafter, EagleSession
 from .head import EagleHead
 from .saving import EagleFiles
@@ -22,11 +20,9 @@ __all__ = [
     "EagleFiles",
     "EagleHead",
     "EagleOptions",
-    "EagleReader",
     "EagleSession",
     "EagleSpec",
     "LoadedHead",
-    "StaticTree",
     "check_fits",
     "load_head",
     "write_head",

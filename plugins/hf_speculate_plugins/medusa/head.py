@@ -50,13 +50,6 @@ class MedusaHeads(nn.Module):
         self.register_buffer("token_ids", token_ids)
         self.token_ids: Tensor | None
 
-    def selected(self, order: Sequence[int]) -> MedusaHeads:
-        """Some of the heads in another order."""
-        index, shared = list(order), self.output_weight is None or len(self.output_weight) == 1
-        output = self.output_weight if shared or self.output_weight is None else self.output_weight[index]
-        bias = None if self.block_bias is None else self.block_bias[index]
-        return MedusaHeads(self.block_weight[index], bias, output, self.token_ids)
-
     def with_output(self, output_weight: Float[Tensor, "d Vd H"] | None) -> MedusaHeads:
         """The same blocks with other output matrices, for the target's whole vocabulary."""
         bias = None if self.block_bias is None else self.block_bias.data
