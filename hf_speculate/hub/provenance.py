@@ -169,7 +169,6 @@ _FIELDS: Fields = {
         "drafters": _plain_list,
         "versions": _settings,
     },
-    "files": {"*": _plain},
     "converted": _each("to", "from"),
 }
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from hf_speculate.commands import (
     Device,
     JsonOnly,
+    Prompt,
     PromptFiles,
     Raw,
     TargetDtype,
@@ -32,7 +34,7 @@ from hf_speculate.commands import (
     tokenize,
 )
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
-from hf_speculate.hub import drafter_class_for, head_record, local_folder, refresh_hashes
+from hf_speculate.hub import drafter_class_for, head_record, local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
 
@@ -120,15 +122,12 @@ def check(
     if calibrate:
         _writable(head)
     prepare(threads)
-    given = [prompt for path in prompts or () for prompt in read_prompts(path, limit)]
     on = find_device(device)
     model, tokenizer = load_measured(target, dtype, on)
     without_adapter = None
     if adapter is not None:
         model, without_adapter = _with_adapter(model, adapter)
-    uses_template = not raw and bool(tokenizer.chat_template)
-    chosen = given or builtin_prompts(limit, chat=uses_template)
-    ids = [tokens for _, tokens in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
+    chosen, ids, uses_template = tokenized_prompts(prompts, limit, tokenizer, raw)
     found = check_checkpoint(
         head, model, ids, depth=depth, max_new_tokens=max_new_tokens, try_alternatives=alternatives
     )
@@ -182,7 +181,6 @@ def write_calibration(
         table.save(folder)
     except OSError as error:
         raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
-    refresh_hashes(folder)
 
 
 def _writable(head: str | os.PathLike) -> str:
@@ -213,6 +211,16 @@ def load_measured(target: str, dtype: str, device: torch.device, dense: bool = F
     model.generation_config.eos_token_id = sorted(ends) or None
     model.generation_config.pad_token_id = min(ends, default=0)
     return model, tokenizer
+
+
+def tokenized_prompts(
+    files: Sequence[Path] | None, limit: int, tokenizer: Any, raw: bool
+) -> tuple[list[Prompt], list[Tensor], bool]:
+    """Prompts of files, or the built-in ones; their tokens, int64 [S] each; whether a chat template was applied."""
+    uses_template = not raw and bool(tokenizer.chat_template)
+    chosen = [prompt for path in files or () for prompt in read_prompts(path, limit)]
+    chosen = chosen or builtin_prompts(limit, chat=uses_template)
+    return chosen, [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)], uses_template
 
 
 def _with_adapter(target: Any, adapter: str) -> tuple[GenerativeModel, Callable[[], AbstractContextManager[Any]]]:

@@ -134,13 +134,10 @@ def slow_loss(made, batch):
         distance = sum(abs(a - b) for a, b in zip(p, q, strict=True))
         found.append((block, k, entropy, distance, (p * (p.log() - q.log())).sum(), sure))
     weights = [1.0 if options.decay is None else math.exp(-k / options.decay) for _, k, *_ in found]
-    size = None
-    if options.d_pace:
-        weights, size = slow_pace(found), len({block for block, *_ in found})
     with_label = [(w, row[2]) for w, row in zip(weights, found, strict=True) if row[2] is not None]
 
     def mean(pairs):
-        return sum(w * x for w, x in pairs) / (size or sum(w for w, _ in pairs))
+        return sum(w * x for w, x in pairs) / sum(w for w, _ in pairs)
 
     if options.loss == "kl":
         total = mean([(w, row[4]) for w, row in zip(weights, found, strict=True)])
@@ -152,15 +149,3 @@ def slow_loss(made, batch):
         sure = [(w, binary_cross_entropy_with_logits(row[5], 1 - row[3].detach() / 2)) for w, row in rows]
         total = total + options.confidence_weight * mean(sure)
     return total, found
-
-
-def slow_pace(found) -> list[float]:
-    """w_k = sum over m >= k of prod over i <= m of (q_i + 1) / 2, q_i = 0 for tokens that cannot be drafted."""
-    by_block: dict = {}
-    for block, _, entropy, *_ in found:
-        by_block.setdefault(block, []).append((0 if entropy is None else math.exp(-float(entropy.detach()))) / 2 + 0.5)
-    weights = []
-    for probs in by_block.values():
-        products = [math.prod(probs[: m + 1]) for m in range(len(probs))]
-        weights += [sum(products[k:]) for k in range(len(probs))]
-    return weights

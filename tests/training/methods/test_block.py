@@ -210,9 +210,8 @@ class TestLossAgainstLoops:
             ("dspark", False, {}),
             ("dspark", True, {"ce_weight": 1.0}),
             ("dspark-rnn", False, {}),
-            ("dspark-gated", True, {"d_pace": True}),
+            ("dspark-gated", True, {}),
             ("dflash-zlab", False, {}),
-            ("dflash", True, {"d_pace": True, "l1_weight": 0.5}),
             ("jetspec", False, {"loss": "kl", "decay": None}),
             ("dspark", True, {"loss": "kl"}),
             ("dflash", False, {"ce_weight": 0.0, "l1_weight": 1.0, "decay": 2.0}),
@@ -257,7 +256,7 @@ class TestLossAgainstLoops:
             assert float(metrics[f"loss_{k}"]) == pytest.approx(float(sum(each).detach()) / len(mine), rel=1e-5)
 
     def test_nothing_to_learn(self):
-        for made in (method(), method(truncated=True), method("dflash", d_pace=True)):
+        for made in (method(), method(truncated=True)):
             batch = packed([7, 8, -3])
             batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
             assert_nothing_learnt(made, run(made, batch))

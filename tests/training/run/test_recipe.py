@@ -220,14 +220,13 @@ class TestMethodSection:
     @pytest.mark.parametrize(
         ("method", "message"),
         [
-            ({"name": "eagle3", "head": {"hiden_size": 8}}, "method.head.*Did you mean 'hidden_size'"),
+            ({"name": "eagle3", "head": {"num_layer": 8}}, "method.head.*Did you mean 'num_layers'"),
             ({"name": "eagle3", "options": {"stepz": 8}}, "method.options.*Did you mean 'steps'"),
             ({"name": "eagle3", "options": {"target": 8}}, "unknown key 'target' in method.options"),
             ({"name": "medusa", "options": {"steps": 8}}, "unknown key 'steps' in method.options"),
             ({"name": "medusa", "head": {"num_head": 8}}, "Did you mean 'num_heads'"),
             ({"name": "eagle3", "options": {"steps": "few"}}, "method.options.*steps: input should be a valid integer"),
             ({"name": "eagle1", "options": {"steps": 0}}, "method.options.*steps must be at least 1, got 0"),
-            ({"name": "medusa2", "options": {"normalizer": "most"}}, "normalizer: input should be 'all' or 'counted'"),
             ({"name": "eagle3", "head": {"draft_vocab_size": 0}}, "draft_vocab_size must be from 1"),
             ({"name": "eagle3", "head": {"draft_vocab_size": 5}}, "chosen by the training data, and there are none"),
             ({"name": "eagle3", "head": {"hidden_size": 8}, "start_from": "x"}, "start_from brings a head"),

@@ -103,6 +103,32 @@ def initialise(head: nn.Module, std: float) -> None:
             nn.init.zeros_(module.bias)
 
 
+def layer_sizes(config: Any, num_layers: int, intermediate_size: int | None = None) -> dict[str, Any]:
+    """Fields of a `HeadSpec` for layers like the target's, with full attention.
+
+    Args:
+        config: configuration of the target's text model.
+        num_layers: decoder layers.
+        intermediate_size: intermediate size; None for the target's.
+    """
+    heads = config.num_attention_heads
+    return {
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_layers": num_layers,
+        "intermediate_size": intermediate_size or config.intermediate_size,
+        "num_heads": heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope": dict(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
+        "windows": (None,) * num_layers,
+    }
+
+
 def target_rows(target: PreTrainedModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
     """Rows of the target's output matrix, whatever format it has; all of them for None."""
     size = target.config.get_text_config(decoder=True).hidden_size

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
-from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, read_provenance, refresh_hashes, write_card
+from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, read_provenance, write_card
 from hf_speculate.messages import get_logger, masked_arguments
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import adapter_fingerprints
@@ -164,7 +164,6 @@ def _train(run: Run, known: dict[str, Any], sessions: list[dict[str, Any]]) -> b
             calibration.save(run.folder)
         write_provenance(run.folder, {"status": "complete", **known, "metrics": metrics})
         write_card(run.folder, **card_facts(run.folder, saved), repo_id=output.push_to_hub)
-        refresh_hashes(run.folder)
     trainer.accelerator.wait_for_everyone()
     return leads
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import card_facts, push_folder, refresh_hashes, write_card
+from hf_speculate.hub import card_facts, push_folder, write_card
 from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import adapter_fingerprints
@@ -220,7 +220,6 @@ class HeadTrainer(Trainer):
             saved = self.method.save(folder, unwrap(self.target))
             write_provenance(folder, self._origin())
             write_card(folder, **card_facts(folder, saved), repo_id=self.args.hub_model_id)
-            refresh_hashes(folder)
 
     def push_to_hub(
         self,

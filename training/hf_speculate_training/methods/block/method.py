@@ -27,7 +27,7 @@ from ..entries import shared_size
 from ..heads import HeadMethod
 from .blocks import Blocks, run_blocks
 from .heads import DFlashShape, DSparkShape, new_block, warm_block
-from .slots import SlotLosses, SlotRows, decay_weights, pace_weights, slot_losses
+from .slots import SlotLosses, SlotRows, decay_weights, slot_losses
 
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class BlockTrainingOptions:
             and the L1 distance between the target's and the draft's distribution.
         confidence_weight: weight of the confidence head's binary cross-entropy against 1 - L1 / 2.
         decay: decay of the weights; the k-th proposal of a block has `exp(-k / decay)`. None for equal weights.
-        d_pace: True takes weights that follow the head's progress instead of `decay`, see `pace_weights`.
     """
 
     anchors: int = 64
@@ -59,7 +58,6 @@ class BlockTrainingOptions:
     l1_weight: float = 0.0
     confidence_weight: float = 0.0
     decay: float | None = 4.0
-    d_pace: bool = False
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
@@ -71,8 +69,6 @@ class BlockTrainingOptions:
             raise ValueError("ce_weight and l1_weight are both 0: nothing would be learnt.")
         if self.decay is not None and not 0 < self.decay < math.inf:
             raise ValueError(f"decay must be above 0, or null for none, got {self.decay}.")
-        if self.d_pace and self.loss == "kl":
-            raise ValueError("d_pace goes by the text's tokens, which the loss kl leaves out.")
 
     @property
     def term_weights(self) -> dict[str, float]:
@@ -152,7 +148,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
             losses["confidence"] = binary_cross_entropy_with_logits(
                 self.confidence(blocks, slots).to(accepted.dtype), accepted, reduction="none"
             )
-        weights, sizes = self._weights(blocks, losses, rows)
+        weights, sizes = self._weights(blocks, rows)
         means = self._means(losses, weights, sizes, rows.labels >= 0)
         loss = torch.stack([weight * means[name] for name, weight in self._terms.items()]).sum()
         return StepOutput(loss, self._metrics(blocks, rows, losses, means))
@@ -194,22 +190,14 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
             inputs.append(each)
         return torch.stack(inputs, dim=2)[blocks.counted]
 
-    def _weights(self, blocks: Blocks, losses: SlotLosses, rows: SlotRows) -> tuple[Tensor, Tensor]:
+    def _weights(self, blocks: Blocks, rows: SlotRows) -> tuple[Tensor, Tensor]:
         """Weights of the proposals that count, and two divisors [2] of sums.
 
         The divisors are sums of the weights over all processes (`shared_size`): of all proposals, and of those whose
-        token the draft vocabulary has. D-PACE's weights are parts of a draft's length, whose sum must not be divided
-        away (sgl-project/SpecForge#828, by its author), so there both divisors are the number of blocks.
+        token the draft vocabulary has.
         """
-        known = rows.labels >= 0
-        if not self.options.d_pace:
-            weights = decay_weights(blocks.counted, self.options.decay)[blocks.counted]
-            return weights, shared_size(torch.stack([weights.sum(), (weights * known).sum()]))
-        probs = torch.exp(-losses["cross_entropy"].detach()) * known
-        confidence = torch.zeros(blocks.counted.shape, dtype=probs.dtype, device=probs.device)
-        confidence[blocks.counted] = probs
-        num_blocks = blocks.counted.any(-1).sum().float()
-        return pace_weights(confidence, blocks.counted)[blocks.counted], shared_size(num_blocks.expand(2))
+        weights = decay_weights(blocks.counted, self.options.decay)[blocks.counted]
+        return weights, shared_size(torch.stack([weights.sum(), (weights * (rows.labels >= 0)).sum()]))
 
     @staticmethod
     def _means(losses: SlotLosses, weights: Tensor, sizes: Tensor, known: Tensor) -> dict[str, Tensor]:
