@@ -209,7 +209,7 @@ class TestCommand:
     def test_an_adapter(self, tmp_path):
         peft = pytest.importorskip("peft")
         model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pycoder")
-        config = peft.LoraConfig(r=4, lora_alpha=40, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
+        config = peft.LoraConfig(r=4, lora_alpha=80, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
         torch.manual_seed(0)
         perturbed(peft.get_peft_model(model, config)).save_pretrained(tmp_path)
         arguments = ["--prompts", PYTHON, "--limit", 8, "--max-new-tokens", 32, "--adapter", tmp_path, "--conditions"]

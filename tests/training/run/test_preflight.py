@@ -83,10 +83,6 @@ class TestEvaluation:
         refused(r"evaluation\.options cannot be used: .*dept", evaluation={"options": {"dept": 3}})
 
 
-def test_a_stream_without_a_number_of_steps(refused):
-    refused("streaming needs training.max_steps", data={"streaming": True}, training={"max_steps": -1})
-
-
 class TestDisk:
     @pytest.fixture
     def free(self, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,8 +43,8 @@ BUILDERS = {
     ".md": "text",
     ".py": "text",
 }
-# Of files that cannot be read: Arrow's and pandas' errors are ValueErrors; an empty stream stops at once.
-_ERRORS = (OSError, ValueError, DatasetGenerationError, StopIteration)
+# Of files that cannot be read: Arrow's and pandas' errors are ValueErrors.
+_ERRORS = (OSError, ValueError, DatasetGenerationError)
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 _ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # no data, but beside them
 # The words by which the Hub knows splits, in names of files and folders.
@@ -74,7 +74,7 @@ def load_records(
             is one record, `text`: blank lines mean too many things.
         split: split of a Hub id, a saved dataset, or a folder whose files are named after splits.
         config, revision: configuration and revision of a Hub id.
-        streaming: True reads records when they are needed, False converts all of them first.
+        streaming: True reads records of a Hub id when they are needed, False converts all of them first.
         columns: our name -> the source's name, e.g. `{"prompt": "question", "completion": "answer"}`.
         limit: number of records to read; None for all.
     Raises:
@@ -112,7 +112,7 @@ def _open(source: str | os.PathLike, split: str, config: str | None, revision: s
         elif not files:
             found = load_from_disk(os.path.expanduser(name))
         else:
-            found = _read_files(name, files, streaming)
+            found = _read_files(name, files)
         if isinstance(found, Dataset):
             found.data.validate(full=True)  # Arrow reads JSON without a look at its encoding
     except _ERRORS as error:
@@ -144,7 +144,7 @@ def _local_files(name: str, split: str) -> list[str] | None:
     return files
 
 
-def _read_files(name: str, files: list[str], streaming: bool) -> Records:
+def _read_files(name: str, files: list[str]) -> Records:
     suffixes = {suffix_of(Path(file)) for file in files}
     builders = {BUILDERS.get(suffix) for suffix in suffixes}
     if len(builders) > 1 or None in builders:
@@ -155,13 +155,6 @@ def _read_files(name: str, files: list[str], streaming: bool) -> Records:
     builder = builders.pop() or ""
     if all(os.path.getsize(file) == 0 for file in files):
         raise SpeculateError(f"the data {name!r} hold no records: nothing but empty files.")
-    if streaming:
-        arguments = {"name": name, "builder": builder, "files": files, "first": files[0]}
-        return IterableDataset.from_generator(_streamed, gen_kwargs=arguments)  # type: ignore[return-value]
-    return _load(builder, files, streaming=False)
-
-
-def _load(builder: str, files: list[str], streaming: bool) -> Any:
     options: dict[str, Any] = {}
     if builder == "text":
         options = {"sample_by": "document"}
@@ -171,28 +164,7 @@ def _load(builder: str, files: list[str], streaming: bool) -> Any:
         options = {"features": Features({str(column): Value("string") for column in header})}
         options |= {"keep_default_na": False, "na_values": [""]}
     literal = [glob.escape(file) for file in files]  # `datasets` takes names for patterns
-    return load_dataset(builder, data_files=literal, split="train", streaming=streaming, **options)
-
-
-def _streamed(name: str, builder: str, files: list[str], first: str) -> Iterator[dict[str, Any]]:
-    """The records of one file after the other. A file that cannot be read is noticed when its turn comes.
-
-    Args:
-        name: the source's name in messages.
-        builder: builder of `datasets`.
-        files: this process' share of the source's files.
-        first: the source's first file, whose columns all others must have.
-    """
-    try:
-        columns = set(next(iter(_load(builder, [first], streaming=True)), {}))
-        for file in files:
-            for place, record in enumerate(_load(builder, [file], streaming=True)):
-                if place == 0 and columns and set(record) != columns:
-                    listed = ", ".join(sorted(columns.symmetric_difference(record)))
-                    raise ValueError(f"{file} has other columns than {first} ({listed}); they must be the same")
-                yield record
-    except _ERRORS as error:
-        raise SpeculateError(_problem(name, files, error)) from error
+    return load_dataset(builder, data_files=literal, split="train", **options)
 
 
 def _renamed(records: Records, columns: Mapping[str, str], name: str) -> Records:

@@ -129,22 +129,17 @@ def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]
     """Prompts from documents: all tokens before the first one that the target is to emit.
 
     Args:
-        documents: records with `input_ids` and `loss_mask`. The first ones of a stream are taken, otherwise evenly
-            spaced ones.
+        documents: records with `input_ids` and `loss_mask`, of which evenly spaced ones are taken.
         count: number of prompts at most.
         num_tokens: length of the prompt of a plain text, all of which the target is to emit.
     """
     prompts: list[Prompt] = []
-    is_stream = not hasattr(documents, "__len__")
-    spread = documents if is_stream else (documents[index] for index in evenly_spaced(len(documents), count))
-    for document in spread:
+    for document in (documents[index] for index in evenly_spaced(len(documents), count)):
         ids, mask = torch.as_tensor(document["input_ids"]), torch.as_tensor(document["loss_mask"])
         start = int(mask.int().argmax())
         length = start if start > 0 else min(num_tokens, len(ids) // 2)
         if length and bool(mask.any()):
             prompts.append(ids[:length].long())
-        if len(prompts) == count:
-            break
     return prompts
 
 

@@ -33,12 +33,10 @@ def check_services(recipe: Recipe, args: TrainingArguments) -> None:
     """Checks trackers and the Hub, before anything is loaded.
 
     Raises:
-        RecipeError: a tracker is unknown or not installed; streamed data have no number of steps.
+        RecipeError: a tracker is unknown or not installed.
         UploadError: the repository cannot be written to.
     """
     _check_trackers(args.report_to)
-    if recipe.data.streaming and args.max_steps < 1:
-        raise RecipeError("data.streaming needs training.max_steps: a stream does not say how long it is.")
     if recipe.output.push_to_hub:
         check_upload(recipe.output.push_to_hub)
 

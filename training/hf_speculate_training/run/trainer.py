@@ -209,7 +209,7 @@ class HeadTrainer(Trainer):
         try:
             return self.set_initial_training_values(self.args, self.get_train_dataloader())[6]
         except ValueError as error:
-            raise SpeculateError(f"training.max_steps must be set: streamed data have no length ({error}).") from error
+            raise SpeculateError(f"training.max_steps must be set: the data have no length ({error}).") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the head in its default layout with card and provenance; `Trainer` itself writes checkpoints."""
