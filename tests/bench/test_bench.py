@@ -265,5 +265,5 @@ def test_names_of_speculators_must_differ():
 
 
 def test_own_options_beat_defaults(tiny_model):
-    speculator = make_spec(SpeculatorSpec.parse("prompt_lookup:depth=3"), tiny_model(), depth=7, branches=1)
-    assert (speculator.drafter.options.depth, speculator.drafter.options.branches) == (3, 1)
+    speculator = make_spec(SpeculatorSpec.parse("prompt_lookup:depth=3"), tiny_model(), depth=7, max_ngram=2)
+    assert (speculator.drafter.options.depth, speculator.drafter.options.max_ngram) == (3, 2)

@@ -29,7 +29,7 @@ from hf_speculate.bench.generate import tables as generate_tables
 from hf_speculate.bench.loss import figures as loss_figures
 from hf_speculate.bench.loss import tables as loss_tables
 from hf_speculate.bench.methods import Method, eager_method, speculator_method
-from hf_speculate.bench.runs import Run, batches, fitting, measure_in_turn, rotated, seconds_by_repeat
+from hf_speculate.bench.runs import TimedRun, batches, fitting, measure_in_turn, rotated, seconds_by_repeat
 from hf_speculate.commands import Grid, add_command
 from hf_speculate.stats import SpeculationStats
 
@@ -280,7 +280,7 @@ def test_what_compiles_warms_up_until_nothing_is_compiled(tiny_model, prompt, mo
     def generate(model, method, request, arguments, repeat=0):
         passes.append((method.name, request.index, arguments["max_new_tokens"]))
         counters["stats"]["unique_graphs"] += method.compiles and len(passes) < 4  # also in the second pass
-        return Run(
+        return TimedRun(
             method=method.name,
             request=request.index,
             category="a",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_speculate.bench import GenerateSettings, bench_generate
-from hf_speculate.bench.engines import LLAMA_CPP, Engine
+from hf_speculate.bench.engines import LLAMA_CPP, OtherEngine
 from hf_speculate.bench.generate import tables
 from hf_speculate.errors import SpeculateError
 
@@ -186,7 +186,7 @@ class TestEngines:
 
     def test_openvino(self, interpreter):
         for kind in OPENVINO.methods.values():
-            with Engine(OPENVINO, interpreter(_FAKE_OPENVINO, missing=0), "x.gguf", 2, 8, kind) as engine:
+            with OtherEngine(OPENVINO, interpreter(_FAKE_OPENVINO, missing=0), "x.gguf", 2, 8, kind) as engine:
                 found = engine.generate(torch.tensor([[4, 5]]), max_new_tokens=3, do_sample=True, temperature=1.0)
                 assert found.sequences.tolist() == [[4, 5, -1, -1, -1]]
 
@@ -198,11 +198,11 @@ class TestEngines:
         assert "llama.cpp, n-gram" not in rows
 
     def test_llama_cpp_python_answers_tokens_and_says_when_it_cannot(self, interpreter):
-        with Engine(LLAMA_CPP, interpreter(_FAKE_LIBRARY, missing=0), "x.gguf", 2, 8) as engine:
+        with OtherEngine(LLAMA_CPP, interpreter(_FAKE_LIBRARY, missing=0), "x.gguf", 2, 8) as engine:
             assert engine.version == "llama-cpp-python 0.0.fake"
             assert engine._ask(prompt=[4, 5], max_new_tokens=3, temperature=0.0, seed=0)["tokens"] == [2, 3, 4]
         with (
-            Engine(LLAMA_CPP, interpreter(_FAKE_LIBRARY, missing=5), "x.gguf", 2, 8) as engine,
+            OtherEngine(LLAMA_CPP, interpreter(_FAKE_LIBRARY, missing=5), "x.gguf", 2, 8) as engine,
             pytest.raises(SpeculateError, match=r"llama\.cpp cannot decode"),
         ):
             engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
@@ -220,13 +220,13 @@ class TestEngines:
 
     def test_one_that_fails_says_why(self, interpreter):
         with pytest.raises(SpeculateError, match="--openvino no-such-python"):
-            Engine(OPENVINO, "no-such-python", "x.gguf", 1, 64)
+            OtherEngine(OPENVINO, "no-such-python", "x.gguf", 1, 64)
         failing = interpreter("#!{python}\nimport sys\nprint('no such model', file=sys.stderr)\nsys.exit(3)")
         with pytest.raises(SpeculateError, match=r"OpenVINO ended \(status 3\): no such model"):
-            Engine(OPENVINO, failing, "x", 1, 64)
+            OtherEngine(OPENVINO, failing, "x", 1, 64)
         dying = interpreter('#!{python}\nimport os\nprint(\'{{"version": "1"}}\', flush=True)\ninput()\nos.abort()')
         with (
-            Engine(LLAMA_CPP, dying, "x.gguf", 1, 64) as other,
+            OtherEngine(LLAMA_CPP, dying, "x.gguf", 1, 64) as other,
             pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"),
         ):
             other.generate(torch.tensor([[1]]), max_new_tokens=2)

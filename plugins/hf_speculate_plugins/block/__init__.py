@@ -9,19 +9,19 @@ from ..heads import LoadedHead
 from .drafter import BlockDrafter, BlockSession
 from .head import BlockHead, block_masks
 from .saving import BlockFiles
-from .spec import BlockOptions, BlockSpec, Conventions
+from .spec import BlockConventions, BlockOptions, BlockSpec
 
 
 check_fits, load_head, write_head = BlockFiles.check_fits, BlockFiles.load, BlockFiles.write
 
 __all__ = [
+    "BlockConventions",
     "BlockDrafter",
     "BlockFiles",
     "BlockHead",
     "BlockOptions",
     "BlockSession",
     "BlockSpec",
-    "Conventions",
     "LoadedHead",
     "block_masks",
     "check_fits",

@@ -15,7 +15,7 @@ from ..heads import HeadDrafter, HeadSession, LoadedHead
 from ..trees import trimmed
 from .head import BlockHead
 from .saving import BlockFiles
-from .spec import BlockOptions, Conventions
+from .spec import BlockConventions, BlockOptions
 from .steps import CompiledSteps, PlainSteps, read_prompt
 
 
@@ -67,7 +67,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     """
 
     name = "block"
-    options_classes = (BlockOptions, Conventions)
+    options_classes = (BlockOptions, BlockConventions)
     head_files = BlockFiles
 
     def __init__(self, loaded: LoadedHead[BlockHead], target: PreTrainedModel, options: BlockOptions | None = None):

@@ -110,7 +110,7 @@ class BlockOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conventions:
+class BlockConventions:
     """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
 
     Attributes:

@@ -18,7 +18,7 @@ from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
 from ..trees import best_tree, slot_scores, slot_shares, trimmed
 from .head import EagleHead
 from .saving import EagleFiles
-from .spec import Conventions, EagleOptions, TreeSize
+from .spec import EagleConventions, EagleOptions, TreeSize
 from .steps import CompiledSteps, Pending, PlainSteps, Steps, read_prompt
 
 
@@ -185,7 +185,7 @@ class EagleDrafter(HeadDrafter[EagleHead]):
     """
 
     name = "eagle"
-    options_classes = (EagleOptions, Conventions)
+    options_classes = (EagleOptions, EagleConventions)
     head_files = EagleFiles
 
     def __init__(self, loaded: LoadedHead[EagleHead], target: PreTrainedModel, options: EagleOptions | None = None):

@@ -105,7 +105,7 @@ class EagleSpec(HeadSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conventions:
+class EagleConventions:
     """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
 
     Files of mis-labelled heads load and draft badly; these switches are the known ambiguities (see the table of

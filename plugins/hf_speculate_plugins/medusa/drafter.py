@@ -25,7 +25,7 @@ from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files
 from ..trees import log_shares
-from .head import Forward, MedusaHeads, QuickOutputs, forward_of
+from .head import HeadForward, MedusaHeads, QuickOutputs, forward_of
 from .loading import LayoutName, check_backbone, holds_heads, read_heads
 from .saving import check_layout, convert_heads, describe_heads, write_heads
 from .tree import ACCURACIES, StaticTree, best_static_tree, column_index, path_sums
@@ -66,7 +66,7 @@ class MedusaSession(DraftSession):
         forward: forward of the heads for this request.
     """
 
-    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, forward: Forward):
+    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, forward: HeadForward):
         self.heads, self.tree, self._layer, self._forward = heads, tree, layer, forward
         self._features: Tensor | None = None  # [B, H]
 

@@ -26,7 +26,7 @@ _KINDS: dict[str, Any] = {"format": str, "vocab_size": int, "max_tokens": int, "
 
 
 @dataclass
-class _Request:
+class _StoredRequest:
     """One request's output, and where its index has read to."""
 
     adapters: str
@@ -56,7 +56,7 @@ class SuffixStore:
         self.lock = RLock()
         self.num_tokens = 0
         self._vocab_size: int | None = None
-        self._requests: dict[int, _Request] = {}  # oldest first
+        self._requests: dict[int, _StoredRequest] = {}  # oldest first
         self._counts: dict[str, ContextCounts] = {}
         self._recycled: dict[str, RecycledRows] = {}
         self._num_begun = 0
@@ -92,7 +92,7 @@ class SuffixStore:
         """Opens a request; returns its number, for `extend`."""
         with self.lock:
             self._num_begun += 1
-            self._requests[self._num_begun] = _Request(adapters)
+            self._requests[self._num_begun] = _StoredRequest(adapters)
             return self._num_begun
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from hf_speculate.drafting import RAW_LAST, DraftRequest
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
-from hf_speculate_plugins.eagle import Conventions, EagleDrafter, EagleOptions, load_head
+from hf_speculate_plugins.eagle import EagleConventions, EagleDrafter, EagleOptions, load_head
 from hf_speculate_plugins.eagle.loading import canonical_name
 from hf_speculate_plugins.heads import CachedAttention
 
@@ -49,7 +49,7 @@ WITH_RUNS = [name for name in WITH_TREES if name != "eagle3-safeai-targethidden"
 def loaded_head(name: str):
     # SpecForge's files do not say which token the masks of P-EAGLE are.
     mask = meta_of(name)["mask_token_id"] if "peagle-specforge" in name else None
-    return load_head(str(GOLDEN / name / "head"), target_of(name), Conventions(mask_token_id=mask))
+    return load_head(str(GOLDEN / name / "head"), target_of(name), EagleConventions(mask_token_id=mask))
 
 
 def drafter_of(name: str, **options) -> EagleDrafter:

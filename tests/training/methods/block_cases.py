@@ -13,13 +13,13 @@ from hf_speculate_plugins.block import BlockHead, block_masks
 from hf_speculate_plugins.heads import CachedAttention
 from hf_speculate_training.data import Batch
 from hf_speculate_training.methods.block import (
-    Blocks,
     BlockTrainingOptions,
     DFlashMethod,
     DFlashShape,
     DSparkMethod,
     DSparkShape,
     DSparkTrainingOptions,
+    TextBlocks,
     new_block,
 )
 from hf_speculate_training.methods.block.method import BlockMethod
@@ -74,9 +74,9 @@ def run(made: BlockMethod, batch: Batch):
     return made(batch, states_of(made, batch))
 
 
-def all_blocks(made: BlockMethod, batch: Batch) -> Blocks:
+def all_blocks(made: BlockMethod, batch: Batch) -> TextBlocks:
     """At every possible anchor."""
-    return Blocks.drawn(batch, batch["input_ids"].shape[1], made.head.spec.max_depth, at_random=False)
+    return TextBlocks.drawn(batch, batch["input_ids"].shape[1], made.head.spec.max_depth, at_random=False)
 
 
 def alone(head: BlockHead, features, batch: Batch, row: int, anchor: int) -> torch.Tensor:

@@ -15,11 +15,11 @@ from hf_speculate_plugins.block import load_head
 from hf_speculate_training.data import NO_DOCUMENT
 from hf_speculate_training.methods import Teacher
 from hf_speculate_training.methods.block import (
-    Blocks,
     BlockTrainingOptions,
     DFlashMethod,
     DSparkMethod,
     DSparkTrainingOptions,
+    TextBlocks,
 )
 from hf_speculate_training.methods.block import slots as slots_module
 from hf_speculate_training.methods.block.slots import draft_logits
@@ -63,7 +63,7 @@ def test_golden_vectors_of_deepspec(golden_root, folder, kind, options):
     batch["loss_mask"] = vectors["train_loss_mask"][None].bool()
     aux = dict(zip(head.spec.feature_layers, vectors["train_aux_hidden_states"][:, None], strict=True))
     states = TargetStates(aux, vectors["train_target_last_hidden"][None])
-    blocks = Blocks.drawn(batch, 64, 7, at_random=False)
+    blocks = TextBlocks.drawn(batch, 64, 7, at_random=False)
     assert torch.equal(blocks.anchors[0], vectors["train_anchor_positions"])
     assert torch.equal(blocks.labels[0], vectors["train_target_ids"])
     assert torch.equal(blocks.counted[0], vectors["train_eval_mask"])
@@ -96,7 +96,7 @@ class TestBlocks:
     def test_which_proposals_count_by_loops(self):
         batch = packed([9, 6, -3], [4, 14], masked=0.2)
         batch["loss_mask"][:, 2:6] = batch["loss_mask"][:, 8:11] = True  # across the edges of the documents
-        blocks = Blocks.drawn(batch, 18, SLOTS, at_random=False)
+        blocks = TextBlocks.drawn(batch, 18, SLOTS, at_random=False)
         ids, documents, mask = (batch[name].tolist() for name in ("input_ids", "document_ids", "loss_mask"))
         for row in range(2):
             inside = [a for a in range(17) if documents[row][a] == documents[row][a + 1] != NO_DOCUMENT]
@@ -121,25 +121,25 @@ class TestBlocks:
         torch.manual_seed(0)
         hits, draws = torch.zeros(2, 16), 400
         for _ in range(draws):
-            blocks = Blocks.drawn(batch, 5, SLOTS, at_random=True)
+            blocks = TextBlocks.drawn(batch, 5, SLOTS, at_random=True)
             assert blocks.kept.all()
             assert (blocks.anchors.diff(dim=1) > 0).all()
             hits.scatter_add_(1, blocks.anchors, torch.ones(2, 5))
-        possible = Blocks.drawn(batch, 16, SLOTS, at_random=False)
+        possible = TextBlocks.drawn(batch, 16, SLOTS, at_random=False)
         for row in range(2):
             anchors = possible.anchors[row][possible.kept[row]]
             share = hits[row, anchors] / draws
             assert hits[row].sum() == 5 * draws == hits[row, anchors].sum()
             assert (share - 5 / len(anchors)).abs().max() < 0.1
         torch.manual_seed(3)
-        first = Blocks.drawn(batch, 5, SLOTS, at_random=True)
+        first = TextBlocks.drawn(batch, 5, SLOTS, at_random=True)
         torch.manual_seed(3)
-        assert torch.equal(first.anchors, Blocks.drawn(batch, 5, SLOTS, at_random=True).anchors)
+        assert torch.equal(first.anchors, TextBlocks.drawn(batch, 5, SLOTS, at_random=True).anchors)
 
     def test_an_evaluation_spreads_them_and_draws_nothing(self):
         batch, state = packed([31], [31]), torch.get_rng_state()
         batch["loss_mask"][1, 3:] = False
-        blocks = Blocks.drawn(batch, 10, SLOTS, at_random=False)
+        blocks = TextBlocks.drawn(batch, 10, SLOTS, at_random=False)
         assert blocks.anchors.tolist() == [[*range(0, 30, 3)], [0, 1, *[0] * 8]]
         assert blocks.kept.sum(1).tolist() == [10, 2]
         assert torch.equal(torch.get_rng_state(), state)

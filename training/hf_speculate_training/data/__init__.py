@@ -6,7 +6,6 @@ document of every token, its position there, and whether it counts.
 """
 
 from .encoding import Encoder as Encoder
-from .loading import Records as Records
 from .loading import Source as Source
 from .loading import load_records as load_records
 from .packing import NO_DOCUMENT as NO_DOCUMENT

@@ -15,7 +15,6 @@ from datasets import (
     DatasetDict,
     Features,
     IterableDataset,
-    IterableDatasetDict,
     Value,
     load_dataset,
     load_from_disk,
@@ -28,8 +27,7 @@ from hf_speculate.messages import get_logger
 
 logger = get_logger(__name__)
 
-Records: TypeAlias = Dataset | IterableDataset
-Source: TypeAlias = str | os.PathLike | Records
+Source: TypeAlias = str | os.PathLike | Dataset
 
 # Suffix -> builder of `datasets`.
 BUILDERS = {
@@ -62,10 +60,9 @@ def load_records(
     split: str = "train",
     config: str | None = None,
     revision: str | None = None,
-    streaming: bool = False,
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
-) -> Records:
+) -> Dataset:
     """The records of a source, as they are.
 
     Args:
@@ -74,17 +71,16 @@ def load_records(
             is one record, `text`: blank lines mean too many things.
         split: split of a Hub id, a saved dataset, or a folder whose files are named after splits.
         config, revision: configuration and revision of a Hub id.
-        streaming: True reads records of a Hub id when they are needed, False converts all of them first.
         columns: our name -> the source's name, e.g. `{"prompt": "question", "completion": "answer"}`.
         limit: number of records to read; None for all.
     Raises:
-        SpeculateError: nothing there, not readable, no records, no such column.
+        SpeculateError: nothing there, not readable, no records, no such column, a stream.
     """
-    records = _plain(
-        source if isinstance(source, Dataset | IterableDataset) else _open(source, split, config, revision, streaming)
-    )
+    if isinstance(source, IterableDataset):
+        raise SpeculateError("the data are a stream, and training packs all of them first: give a Dataset.")
+    records = _plain(source if isinstance(source, Dataset) else _open(source, split, config, revision))
     name = describe_source(source)
-    if isinstance(records, Dataset) and len(records) == 0:
+    if len(records) == 0:
         raise SpeculateError(f"the data {name!r} hold no records.")
     records = _renamed(records, columns or {}, name)
     return records if limit is None else records.take(limit)
@@ -94,21 +90,20 @@ def describe_source(source: Source) -> str:
     """The name of a source in messages and provenance."""
     if isinstance(source, Dataset):
         return f"Dataset({len(source)} records, fingerprint {source._fingerprint})"
-    return "IterableDataset" if isinstance(source, IterableDataset) else os.fspath(source)
+    return os.fspath(source)
 
 
-def _plain(records: Records) -> Records:
+def _plain(records: Dataset) -> Dataset:
     """Records of lists and numbers, not the tensors as which some data sets are saved. A user's transform stays."""
-    kind = records.format["type"] if isinstance(records, Dataset) else getattr(records._formatting, "format_type", None)
-    return records if kind in (None, "custom") else records.with_format(None)
+    return records if records.format["type"] in (None, "custom") else records.with_format(None)
 
 
-def _open(source: str | os.PathLike, split: str, config: str | None, revision: str | None, streaming: bool) -> Records:
+def _open(source: str | os.PathLike, split: str, config: str | None, revision: str | None) -> Dataset:
     name = os.fspath(source)
     files = _local_files(name, split)
     try:
         if files is None:
-            found: Any = load_dataset(name, config, split=split, revision=revision, streaming=streaming)
+            found: Any = load_dataset(name, config, split=split, revision=revision)
         elif not files:
             found = load_from_disk(os.path.expanduser(name))
         else:
@@ -117,7 +112,7 @@ def _open(source: str | os.PathLike, split: str, config: str | None, revision: s
             found.data.validate(full=True)  # Arrow reads JSON without a look at its encoding
     except _ERRORS as error:
         raise SpeculateError(_problem(name, files, error)) from error
-    if isinstance(found, DatasetDict | IterableDatasetDict):
+    if isinstance(found, DatasetDict):
         if split not in found:
             raise SpeculateError(f"the data {name!r} have no split {split!r}; there are: {', '.join(map(str, found))}.")
         found = found[split]
@@ -144,7 +139,7 @@ def _local_files(name: str, split: str) -> list[str] | None:
     return files
 
 
-def _read_files(name: str, files: list[str]) -> Records:
+def _read_files(name: str, files: list[str]) -> Dataset:
     suffixes = {suffix_of(Path(file)) for file in files}
     builders = {BUILDERS.get(suffix) for suffix in suffixes}
     if len(builders) > 1 or None in builders:
@@ -167,10 +162,10 @@ def _read_files(name: str, files: list[str]) -> Records:
     return load_dataset(builder, data_files=literal, split="train", **options)
 
 
-def _renamed(records: Records, columns: Mapping[str, str], name: str) -> Records:
+def _renamed(records: Dataset, columns: Mapping[str, str], name: str) -> Dataset:
     if not columns:
         return records
-    found = records.column_names or list(next(iter(records), {}))
+    found = records.column_names
     missing = [column for column in columns.values() if column not in found]
     if missing:
         raise SpeculateError(f"the data {name!r} have no column {missing[0]!r}; there are: {', '.join(found)}.")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, List, Value
 from transformers import PretrainedConfig
 
 from hf_speculate.errors import SpeculateError
@@ -82,8 +82,6 @@ def prepare_data(
         columns=options.columns,
         limit=options.limit,
     )
-    if isinstance(records, IterableDataset):
-        raise SpeculateError(f"the data {name!r} are a stream, and training packs all of them first: give a Dataset.")
     if end_ids is None:
         end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     encoder = Encoder(

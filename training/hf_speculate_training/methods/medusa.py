@@ -92,7 +92,7 @@ class Medusa2TrainingOptions(MedusaTrainingOptions):
     head_weight: float = 0.2
 
 
-Options = TypeVar("Options", bound=MedusaTrainingOptions)
+MethodOptions = TypeVar("MethodOptions", bound=MedusaTrainingOptions)
 
 
 def new_medusa(
@@ -131,7 +131,7 @@ def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHea
     return trainable(MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads)
 
 
-class _Medusa(TrainingMethod, Generic[Options]):
+class _Medusa(TrainingMethod, Generic[MethodOptions]):
     """The common part of both methods: the loss of the heads.
 
     Args:
@@ -142,17 +142,19 @@ class _Medusa(TrainingMethod, Generic[Options]):
 
     head_class = MedusaShape
 
-    def __init__(self, heads: MedusaHeads, target: nn.Module, options: Options | None = None):
+    def __init__(self, heads: MedusaHeads, target: nn.Module, options: MethodOptions | None = None):
         super().__init__()
         model = unwrap(target)
         config = model.config.get_text_config(decoder=True)
         self.heads = heads
-        self.options: Options = self.options_class() if options is None else options
+        self.options: MethodOptions = self.options_class() if options is None else options
         self.teacher = Teacher(model.get_output_embeddings(), heads.token_ids, config.vocab_size)
         self.feature_layers = (config.num_hidden_layers,)
 
     @classmethod
-    def for_target(cls, target: nn.Module, head: MedusaShape, options: Options, count_tokens: CountTokens) -> Self:
+    def for_target(
+        cls, target: nn.Module, head: MedusaShape, options: MethodOptions, count_tokens: CountTokens
+    ) -> Self:
         model = unwrap(target)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
@@ -161,7 +163,7 @@ class _Medusa(TrainingMethod, Generic[Options]):
         return cls(heads, target, options)
 
     @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
+    def from_folder(cls, folder: str, target: nn.Module, options: MethodOptions) -> Self:
         return cls(warm_medusa(folder, unwrap(target)), target, options)
 
     @property

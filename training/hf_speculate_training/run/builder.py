@@ -37,7 +37,7 @@ from ..target import (
 )
 from .arguments import HeadTrainingArguments, check_launch
 from .defaults import default_arguments
-from .evaluation import AcceptanceEvaluation, Prompt, evenly_spaced, prompts_of
+from .evaluation import AcceptanceEvaluation, PromptIds, evenly_spaced, prompts_of
 from .provenance import describe_use
 from .recipe import EvaluationSection, MethodSection, Recipe
 
@@ -82,7 +82,7 @@ class Parts:
 
 
 @dataclass(kw_only=True)
-class Run(Parts):
+class TrainingRun(Parts):
     """The parts of a recipe's run, loaded; nothing is trained or written yet.
 
     Attributes:
@@ -100,7 +100,7 @@ class Run(Parts):
         return Path(self.recipe.output.folder)
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[PromptIds]:
         """The prompts on which acceptance is measured."""
         return self.evaluation.prompts if self.evaluation is not None else []
 
@@ -256,7 +256,7 @@ def _prepared(source: Source | Any, options: DataOptions, tokenizer: Any, target
     return prepare_data(source, tokenizer, options, target_config=model.config, end_ids=ends)
 
 
-def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: nn.Module) -> list[Prompt]:
+def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: nn.Module) -> list[PromptIds]:
     """The prompts on which acceptance is measured, without those that leave no room for an answer."""
     if not section.num_prompts:
         return []

@@ -19,7 +19,7 @@ from ..data import RowDataset
 from ..methods import TrainingMethod
 from ..sections import RecipeError
 from ..states import feature_bytes, is_foreign
-from .builder import Run
+from .builder import TrainingRun
 from .recipe import Recipe
 
 
@@ -41,7 +41,7 @@ def check_services(recipe: Recipe, args: TrainingArguments) -> None:
         check_upload(recipe.output.push_to_hub)
 
 
-def check_run(run: Run) -> None:
+def check_run(run: TrainingRun) -> None:
     """Raises `SpeculateError` if the parts of a run do not go together, or its head or evaluation cannot be made."""
     recipe, target, method = run.recipe, unwrap(run.target), run.method
     is_cached = recipe.features.source == "cache"
@@ -57,7 +57,7 @@ def check_run(run: Run) -> None:
     _check_evaluation(run)
 
 
-def _check_evaluation(run: Run) -> None:
+def _check_evaluation(run: TrainingRun) -> None:
     section = run.recipe.evaluation
     if not run.recipe.evaluates:
         if section.prompts is not None:
@@ -79,7 +79,7 @@ def _check_evaluation(run: Run) -> None:
         raise RecipeError(f"evaluation.options cannot be used: {error}") from error
 
 
-def check_disk(run: Run) -> None:
+def check_disk(run: TrainingRun) -> None:
     """Raises `SpeculateError` if feature cache and checkpoints do not fit on their disks."""
     folder, target = run.recipe.feature_folder, unwrap(run.target)
     needs = [(str(run.folder), "checkpoints and head", _output_bytes(run.args, target, run.method))]

@@ -25,7 +25,7 @@ from ...states import TargetStates
 from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
 from ..entries import shared_size
 from ..heads import HeadMethod
-from .blocks import Blocks, run_blocks
+from .blocks import TextBlocks, run_blocks
 from .heads import DFlashShape, DSparkShape, new_block, warm_block
 from .slots import SlotLosses, SlotRows, decay_weights, slot_losses
 
@@ -86,10 +86,10 @@ class DSparkTrainingOptions(BlockTrainingOptions):
     confidence_weight: float = 1.0
 
 
-Options = TypeVar("Options", bound=BlockTrainingOptions)
+MethodOptions = TypeVar("MethodOptions", bound=BlockTrainingOptions)
 
 
-class BlockMethod(HeadMethod[BlockHead, Options]):
+class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
     """The common part of both methods. `new_block` and `warm_block` make its heads; arguments are `HeadMethod`'s.
 
     Metrics, beside `loss_k` and `accuracy_k` of the k-th proposal: the terms of the loss by the names of
@@ -112,7 +112,9 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         return {**super().suggested(config), "options": options}
 
     @classmethod
-    def for_target(cls, target: nn.Module, head: DFlashShape, options: Options, count_tokens: CountTokens) -> Self:
+    def for_target(
+        cls, target: nn.Module, head: DFlashShape, options: MethodOptions, count_tokens: CountTokens
+    ) -> Self:
         made = super().for_target(target, head, options, count_tokens)
         if made.head.spec.confidence and not options.confidence_weight:
             raise RecipeError(
@@ -123,10 +125,10 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         batch = cast(Batch, {name: batch[name].to(self.head.device) for name in Batch.__required_keys__})
-        blocks = Blocks.drawn(batch, self.options.anchors, self.head.spec.max_depth, at_random=self.training)
+        blocks = TextBlocks.drawn(batch, self.options.anchors, self.head.spec.max_depth, at_random=self.training)
         return self.compare(blocks, self.run(batch, states, blocks), states)
 
-    def run(self, batch: Batch, states: TargetStates, blocks: Blocks) -> Float[Tensor, "B A D H"]:
+    def run(self, batch: Batch, states: TargetStates, blocks: TextBlocks) -> Float[Tensor, "B A D H"]:
         """The states of the slots that propose.
 
         Args:
@@ -137,7 +139,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         context = self.head.fuse([states.features[layer] for layer in self.head.spec.feature_layers])
         return run_blocks(self.head, context, batch, blocks)[:, :, self.head.spec.first_slot :]
 
-    def compare(self, blocks: Blocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> StepOutput:
+    def compare(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> StepOutput:
         """The loss of blocks that were run."""
         rows, names = self.rows(blocks, slots, states), set(self._terms)
         if "confidence" in names:
@@ -153,7 +155,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         loss = torch.stack([weight * means[name] for name, weight in self._terms.items()]).sum()
         return StepOutput(loss, self._metrics(blocks, rows, losses, means))
 
-    def rows(self, blocks: Blocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> SlotRows:
+    def rows(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> SlotRows:
         """The proposals that count, by row, then anchor, then depth."""
         counted = blocks.counted
         return SlotRows(
@@ -164,7 +166,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
             hidden=states.last_hidden.detach().to(self.head.device).flatten(0, 1),
         )
 
-    def confidence(self, blocks: Blocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, " E"]:
+    def confidence(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, " E"]:
         """Logits of the confidence head at the proposals that count."""
         return self.head.confidence(slots[blocks.counted], blocks.previous[blocks.counted])
 
@@ -178,7 +180,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         terms = self.options.term_weights
         return {name: weight for name, weight in terms.items() if name != "confidence" or self.head.spec.confidence}
 
-    def _markov(self, blocks: Blocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, "E r"] | None:
+    def _markov(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, "E r"] | None:
         """Inputs of the Markov head's output matrix behind the text's own tokens."""
         if self.head.spec.markov is None:
             return None
@@ -190,7 +192,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
             inputs.append(each)
         return torch.stack(inputs, dim=2)[blocks.counted]
 
-    def _weights(self, blocks: Blocks, rows: SlotRows) -> tuple[Tensor, Tensor]:
+    def _weights(self, blocks: TextBlocks, rows: SlotRows) -> tuple[Tensor, Tensor]:
         """Weights of the proposals that count, and two divisors [2] of sums.
 
         The divisors are sums of the weights over all processes (`shared_size`): of all proposals, and of those whose
@@ -211,7 +213,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
 
     @torch.no_grad()
     def _metrics(
-        self, blocks: Blocks, rows: SlotRows, losses: SlotLosses, means: dict[str, Tensor]
+        self, blocks: TextBlocks, rows: SlotRows, losses: SlotLosses, means: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         needed, where = rows.teachers.unique(return_inverse=True)
         wanted = self.teacher.to_draft(self.teacher.argmax(rows.hidden[needed]))[where]

@@ -73,10 +73,10 @@ class Eagle1TrainingOptions(EagleTrainingOptions):
     token_weight: float = 0.1
 
 
-Options = TypeVar("Options", bound=EagleTrainingOptions)
+MethodOptions = TypeVar("MethodOptions", bound=EagleTrainingOptions)
 
 
-class EagleMethod(HeadMethod[EagleHead, Options]):
+class EagleMethod(HeadMethod[EagleHead, MethodOptions]):
     """The common part of both methods: unrolling, and the loss against the target's distribution.
 
     `new_eagle3`, `new_eagle1` and `warm_eagle` make its heads; arguments are `HeadMethod`'s.
