@@ -214,14 +214,6 @@ def test_chains_only_gives_a_chain(prompt, kind):
     assert session.draft(state_for([5], max_depth=0)).num_nodes == 1
 
 
-def test_finished_rows_draft_nothing(prompt):
-    model = target(dtype=torch.float64)
-    session = shown(random_block("dspark", model), model, batch_of(prompt, 2))
-    tree = session.draft(state_for([5, 6], active=(True, False)))
-    assert len(nodes_of(tree, 0)) == 12
-    assert nodes_of(tree, 1) == []
-
-
 def test_sampled_requests_score_more_candidates(prompt, monkeypatch):
     monkeypatch.setattr("hf_speculate_plugins.block.scores._CANDIDATES", 3)
     monkeypatch.setattr("hf_speculate_plugins.block.scores._SAMPLED_CANDIDATES", 7)

@@ -328,12 +328,6 @@ class TestCommand:
         assert (found["layout"], found["algorithm"], len(found["keys"]["used"])) == ("specforge", "eagle3", 15)
         assert (tmp_path / "b" / "README.md").exists()
 
-    def test_errors_are_one_line(self, tmp_path):
-        result = self.run(save_head(tmp_path / "source"), tmp_path / "a", "--layout", "speculators")
-        assert result.exit_code == 1
-        assert result.stderr.startswith("hf-speculate: error: ")
-        assert "--target" in result.stderr
-
 
 class TestOrigins:
     """A head takes its origin along into another layout."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate import AutoSpeculator
 from hf_speculate.drafting import DraftChecks
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions, SuffixIndex
 
@@ -145,9 +145,6 @@ class TestOptions:
     def test_unknown_ones_are_refused(self, tiny_model):
         with pytest.raises(TypeError, match="max_ngrams"):
             AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), max_ngrams=3)
-
-    def test_they_show_in_the_speculators_repr(self):
-        assert "max_ngram=4" in repr(Speculator(PromptLookupDrafter(PromptLookupOptions(max_ngram=4))))
 
 
 def test_the_length_of_the_match_is_known():

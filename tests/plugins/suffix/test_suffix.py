@@ -85,15 +85,6 @@ class TestDrafts:
         ended = draft(start(owner, long, long), long, long, active=(True, False))
         assert len(ended[0][0]) > 1 == len(ended[1][0])
 
-    @pytest.mark.parametrize("max_depth", [0, 1, 2])
-    def test_the_depth_is_kept(self, max_depth):
-        text = [1, 2, 3] * 6
-        [(_, parents)] = draft(start(drafter(), text), text, max_depth=max_depth)
-        depths = [0]
-        for parent in parents[1:]:
-            depths.append(depths[parent] + 1)
-        assert max(depths) == max_depth
-
     def test_the_store_and_the_corpus_are_drafted_from(self):
         fresh = [50, 60, 1, 2, 3]
         assert draft(start(drafter(), fresh), fresh)[0][0] == [3]

@@ -159,12 +159,6 @@ class TestLearning:
             )
             torch.testing.assert_close(logits, expected.expand(HEADS, -1, -1))
 
-    def test_training_goes_on_after_a_drafter_was_made(self):
-        made = method(dtype=torch.float32)
-        made.drafter(build_tiny_model(dtype=torch.bfloat16))
-        assert all(p.requires_grad and p.dtype == torch.float32 for p in made.parameters())
-        assert made.heads.training
-
     def test_warm_start(self, tmp_path):
         target = build_tiny_model()
         made = method("own", torch.float32)

@@ -35,11 +35,6 @@ class TestLayout:
     def test_that_cannot_be_written(self, refused, method, layout):
         refused(rf"output\.layout={layout}: ", method={"name": method, "options": {}}, output={"layout": layout})
 
-    @pytest.mark.parametrize("layout", ["vllm", "sglang"])
-    def test_by_who_reads_it(self, recipe_values, layout):
-        recipe_values["output"]["layout"] = layout
-        prepare(recipe_from(recipe_values))
-
 
 class TestTrackers:
     def test_unknown(self, refused):

@@ -137,15 +137,6 @@ def test_yaml_that_is_no_recipes(tmp_path, text, message):
         read_recipe(path)
 
 
-def test_aliases_are_read(recipe_values, tmp_path):
-    text = recipe_file(recipe_values, tmp_path).read_text()
-    text = text.replace("output:", "output:\n  notes: &notes words").replace(
-        "training:", "training:\n  run_name: *notes"
-    )
-    (tmp_path / "recipe.yaml").write_text(text)
-    assert read_recipe(tmp_path / "recipe.yaml").training["run_name"] == "words"
-
-
 def test_values_that_contain_themselves(recipe_values):
     recipe_values["training"]["x"] = recipe_values
     with pytest.raises(RecipeError, match="nested deeper than 32"):
@@ -268,7 +259,3 @@ def test_the_recipes_of_the_repository_can_be_used(path, tiny_model):
     section = recipe_from(values).method
     target = adapted_target(section, copy.deepcopy(tiny_model()))
     assert build_method(section, target, data=None).name == recipe.method.name
-
-
-def test_there_are_recipes():
-    assert len(RECIPES) >= 4

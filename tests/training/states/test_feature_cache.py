@@ -184,13 +184,6 @@ def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_mo
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_packing_is_part_of_the_data(reader, tmp_path):
-    """The same documents in other rows are other rows of states."""
-    write_features(tmp_path, reader, make_rows(), **OPTIONS)
-    with pytest.raises(FeatureCacheError, match="other states"):
-        write_features(tmp_path, reader, make_rows(max_length=30), **OPTIONS)
-
-
 def test_damage_is_found(reader, rows, tmp_path):
     write_features(tmp_path, reader, rows, **OPTIONS)
     path = tmp_path / "features-00001.safetensors"
