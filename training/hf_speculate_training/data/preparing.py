@@ -73,7 +73,6 @@ def prepare_data(
     """
     options = options or DataOptions()
     max_length = resolve_max_length(options.max_length, tokenizer, target_config)
-    name = describe_source(source)
     records: Any = load_records(
         source,
         split=options.split,
@@ -82,6 +81,7 @@ def prepare_data(
         columns=options.columns,
         limit=options.limit,
     )
+    name = describe_source(source)
     if end_ids is None:
         end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     encoder = Encoder(
