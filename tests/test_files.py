@@ -21,7 +21,6 @@ from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import check_kinds, check_regular, json_writer, read_json, replace_files, text_writer
 from hf_speculate.hub import check_origin, describe_identity, recorded_card
 from hf_speculate_plugins.suffix import SuffixStore
-from hf_speculate_plugins.suffix.store import IndexKind
 from hf_speculate_training.data import RowDataset
 from hf_speculate_training.run import read_recipe, training_arguments
 from hf_speculate_training.states import FeatureCache, TargetReader, cache_key, write_features
@@ -279,7 +278,7 @@ def cases(tmp_path_factory) -> list[Case]:
     }
     CalibrationTable(greedy=(0.5,) * 16).save(head)
     store = SuffixStore()
-    store.attach(IndexKind((1, 2), None), 10)
+    store.attach(10)
     store.extend(store.begin(""), [1, 2, 3])
     store.save(root / "store.json")
     ids = [[3, 4, 5]] * 5
@@ -308,7 +307,7 @@ def load_table(folder: Path) -> None:
 
 
 def load_store(folder: Path) -> None:
-    SuffixStore.load(folder / "store.json").attach(IndexKind((1, 2), None), 10)
+    SuffixStore.load(folder / "store.json").attach(10)
 
 
 @pytest.mark.parametrize("count", [240, pytest.param(2000, marks=pytest.mark.slow)])

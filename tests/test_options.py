@@ -30,7 +30,7 @@ def refusal(make):
     [
         ("prompt_lookup", "max_ngrams", "max_ngram"),
         ("prompt_lookup", "acceptence", "acceptance"),
-        ("suffix", "smoothin", "smoothing"),
+        ("suffix", "corpora", "corpus"),
         ("draft_model", "topk", "top_k"),
         ("combined", "max_node", "max_nodes"),
     ],

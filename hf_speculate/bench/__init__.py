@@ -43,7 +43,7 @@ from .methods import Method as Method
 from .methods import read_profile as read_profile
 from .methods import speculator_method as speculator_method
 from .runs import Request as Request
-from .runs import Run as Run
+from .runs import TimedRun as TimedRun
 from .runs import batches as batches
 from .runs import fixed_length as fixed_length
 from .runs import generate_once as generate_once

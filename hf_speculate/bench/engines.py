@@ -62,7 +62,7 @@ LLAMA_CPP = EngineKind(
 )
 
 
-class Engine:
+class OtherEngine:
     """A GGUF file in another engine, which writes one text at a time and waits while others are measured.
 
     It stands in for a model: both lines of JSON, the request and the answer, are part of the time.
@@ -97,7 +97,7 @@ class Engine:
         self.version: str = ready["version"]
         self.drafts: bool = ready.get("drafts", True)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> OtherEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,7 +157,7 @@ def engine_methods(pythons: Mapping[EngineKind, str | None], path: str, context:
             if not path.endswith(".gguf"):
                 raise SpeculateError(f"{kind.option} runs GGUF files; the target is {path}.")
             for name, speculation in kind.methods.items():
-                engine = Engine(kind, python, path, torch.get_num_threads(), context, speculation)
+                engine = OtherEngine(kind, python, path, torch.get_num_threads(), context, speculation)
                 stack.enter_context(engine)
                 if engine.drafts:
                     methods.append(Method(name=name, kind="engine", model=engine))

@@ -10,13 +10,13 @@ from ..models import GenerativeModel
 from ..testing import check_lossless
 from .methods import Method
 from .replay import replayed
-from .runs import Request, Run
+from .runs import Request, TimedRun
 
 
 def compare_texts(
     model: GenerativeModel,
     method: Method,
-    runs: Sequence[Run],
+    runs: Sequence[TimedRun],
     requests: Sequence[Request],
     arguments: dict[str, Any],
     max_proofs: int,
@@ -53,7 +53,7 @@ def compare_texts(
 
 
 def _proof(
-    model: GenerativeModel, method: Method, request: Request, run: Run, arguments: dict[str, Any]
+    model: GenerativeModel, method: Method, request: Request, run: TimedRun, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """Margin and logit error at the first divergence, from a second run, and whether they make it a tie."""
     seed = request.index if arguments["do_sample"] else None

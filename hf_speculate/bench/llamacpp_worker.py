@@ -47,7 +47,7 @@ class Server:
         return {"num_tokens": timings["predicted_n"], "num_drafted": timings.get("draft_n", 0)}
 
 
-class Library:
+class LlamaLibrary:
     """llama-cpp-python, which compiles llama.cpp for the machine: its C functions and samplers, one token at a time.
 
     Attributes:
@@ -96,7 +96,7 @@ def main() -> None:
     # llama.cpp may print: answers go where stdout was.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    kind = Server if xllamacpp else Library
+    kind = Server if xllamacpp else LlamaLibrary
     engine = kind(path, threads, context, speculation)
     print(json.dumps({"version": engine.version, "drafts": engine.drafts}), file=answers, flush=True)
     for line in sys.stdin:

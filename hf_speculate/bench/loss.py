@@ -28,7 +28,7 @@ from ..speculator import Speculator
 from ..testing import EmptyDrafter, RandomDrafter
 from .methods import AcceptanceProfile, Method, Texts, eager_method, speculator_method
 from .runs import (
-    Run,
+    TimedRun,
     batches,
     beside_plain,
     fixed_length,
@@ -130,7 +130,7 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
     }
 
 
-def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
+def figures(runs: Sequence[TimedRun], name: str) -> dict[str, Any]:
     """Row of one drafter."""
     plain, without = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name, _without_drafter_prefill)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
@@ -147,7 +147,7 @@ def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
     }
 
 
-def _worst(runs: Sequence[Run], name: str) -> float:
+def _worst(runs: Sequence[TimedRun], name: str) -> float:
     """Plain seconds over seconds of the prompt that loses most, median of its repeats."""
     seconds = {(run.method, run.request, run.repeat): run.seconds for run in runs}
     ratios: dict[int, list[float]] = {}
@@ -200,5 +200,5 @@ def _method(name: str, drafter: Drafter, settings: LossSettings) -> Method:
     return speculator_method(name, speculator())
 
 
-def _without_drafter_prefill(run: Run) -> float:
+def _without_drafter_prefill(run: TimedRun) -> float:
     return run.seconds - (run.stats.drafter_prefill_seconds if run.stats else 0.0)

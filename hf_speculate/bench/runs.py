@@ -42,7 +42,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TimedRun:
     """One timed `generate` call.
 
     Attributes:
@@ -113,7 +113,7 @@ def fitting(
 
 def generate_once(
     model: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any], repeat: int = 0
-) -> Run:
+) -> TimedRun:
     """One timed call, seeded by the request."""
     model = method.model or model
     arguments = {"speculator": None, "return_dict_in_generate": True, **arguments, **method.arguments}
@@ -122,7 +122,7 @@ def generate_once(
     seconds, output = timed(
         lambda: model.generate(request.input_ids, attention_mask=request.attention_mask, **arguments), model.device
     )
-    return Run(
+    return TimedRun(
         method=method.name,
         request=request.index,
         category=request.category,
@@ -153,7 +153,7 @@ def measure_in_turn(
     arguments: dict[str, Any],
     repeats: int,
     advance: Callable[[str], None],
-) -> list[Run]:
+) -> list[TimedRun]:
     """Runs every method on every request, `repeats` times, one after the other in an order that rotates.
 
     Drift of the machine hits all methods alike; each has a warm-up before. Drafters forget the texts of a pass before
@@ -217,7 +217,7 @@ def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
 
 
 def seconds_by_repeat(
-    runs: Sequence[Run], method: str, of: Callable[[Run], float] = lambda run: run.seconds
+    runs: Sequence[TimedRun], method: str, of: Callable[[TimedRun], float] = lambda run: run.seconds
 ) -> list[float]:
     """Seconds of a method, one sum over the requests a repeat."""
     seconds: dict[int, float] = {}
@@ -227,7 +227,7 @@ def seconds_by_repeat(
     return [seconds[repeat] for repeat in sorted(seconds)]
 
 
-def beside_plain(runs: Sequence[Run], method: str) -> dict[str, Any]:
+def beside_plain(runs: Sequence[TimedRun], method: str) -> dict[str, Any]:
     """Tokens per second and speed-up over eager, spread over the repeats."""
     plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, method)
     tokens = sum(run.num_tokens for run in runs if run.method == method and run.repeat == 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..commands import spread
 from .methods import Method
-from .runs import Run, merged, seconds_by_repeat
+from .runs import TimedRun, merged, seconds_by_repeat
 
 
 BEST_STOCK = "best_stock_speculative"
@@ -17,7 +17,7 @@ BEST_STOCK = "best_stock_speculative"
 def summarize(
     batch_size: int,
     temperature: float,
-    runs: Sequence[Run],
+    runs: Sequence[TimedRun],
     methods: Sequence[Method],
     identical: Mapping[str, dict[str, Any] | None],
 ) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _figures(runs: Sequence[Run], methods: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
+def _figures(runs: Sequence[TimedRun], methods: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
     """Method -> tokens/s, speed-up against every baseline, and a speculator's statistics."""
     seconds = {name: seconds_by_repeat(runs, name) for name in dict.fromkeys(run.method for run in runs)}
     ordered = [name for name in methods if name in seconds]
@@ -91,7 +91,7 @@ def _figures(runs: Sequence[Run], methods: Mapping[str, Method]) -> dict[str, di
     return result
 
 
-def _speculation(runs: Sequence[Run], method: str) -> dict[str, Any] | None:
+def _speculation(runs: Sequence[TimedRun], method: str) -> dict[str, Any] | None:
     found = [run.stats for run in runs if run.method == method and run.stats is not None]
     return merged(found).to_dict() if found else None
 

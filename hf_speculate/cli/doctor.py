@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from ..bench import (
     Method,
     Request,
-    Run,
+    TimedRun,
     batches,
     fixed_length,
     generate_once,
@@ -146,7 +146,7 @@ def measure(forms: Sequence[Form], requests: Sequence[Request]) -> list[dict[str
     return [row for form in forms for row in _rows(form, requests, runs)]
 
 
-def _rows(form: Form, requests: Sequence[Request], runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _rows(form: Form, requests: Sequence[Request], runs: Sequence[TimedRun]) -> list[dict[str, Any]]:
     with torch.inference_mode():
         cache = prefilled_cache(form.model, requests[0].input_ids)
         forwards = verify_ms(form.model, cache, [1, _NODES], repeats=_REPEATS)

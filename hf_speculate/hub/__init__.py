@@ -21,11 +21,9 @@ from .publishing import RECIPE_FILE as RECIPE_FILE
 from .publishing import card_facts as card_facts
 from .publishing import clean_folder as clean_folder
 from .publishing import copy_origins as copy_origins
-from .publishing import file_hashes as file_hashes
 from .publishing import published_files as published_files
 from .publishing import push_folder as push_folder
 from .publishing import recorded_card as recorded_card
-from .publishing import refresh_hashes as refresh_hashes
 from .repositories import check_upload as check_upload
 from .repositories import drafter_class_for as drafter_class_for
 from .repositories import local_folder as local_folder

@@ -121,7 +121,7 @@ _RECIPE: Fields = {
     },
     "data": {
         **_each("train", "eval", "max_length", "long", "chat", "turns", "append_eos", "packing", "eval_fraction"),
-        **_each("seed", "split", "config", "revision", "streaming", "limit", "num_proc"),
+        **_each("seed", "split", "config", "revision", "limit", "num_proc"),
         "columns": _settings,
     },
     "method": {**_each("name", "start_from"), **dict.fromkeys(("head", "adapter", "options"), _settings)},
@@ -169,7 +169,6 @@ _FIELDS: Fields = {
         "drafters": _plain_list,
         "versions": _settings,
     },
-    "files": {"*": _plain},
     "converted": _each("to", "from"),
 }
 

@@ -6,7 +6,6 @@ paths of this machine. A file that cannot be rewritten and holds a secret is ref
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -193,30 +192,6 @@ def _refuse(name: str, holds_secret: bool) -> None:
         raise CheckpointError(f"{name} holds what looks like a token or a password: take it out.")
 
 
-def file_hashes(folder: str | os.PathLike) -> dict[str, str]:
-    """sha256 of a head's published files by name, without the provenance itself."""
-    hashes = {}
-    for name, path in published_files(folder).items():
-        if name != PROVENANCE_FILE:
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-            hashes[name] = digest.hexdigest()
-    return hashes
-
-
-def refresh_hashes(folder: str | os.PathLike, **added: Any) -> None:
-    """Brings the hashes in `provenance.json` up to date with the files beside it.
-
-    Args:
-        added: further fields of the provenance.
-    """
-    if found := read_provenance(folder):
-        content = public_provenance(found | added | {"files": file_hashes(folder)})
-        replace_files(folder, {PROVENANCE_FILE: json_writer(content)})
-
-
 def copy_origins(source: str | os.PathLike, folder: str | os.PathLike, **added: Any) -> None:
     """Copies the origin of a head (`ORIGINS`) from `source` to `folder`.
 
@@ -224,7 +199,8 @@ def copy_origins(source: str | os.PathLike, folder: str | os.PathLike, **added: 
         added: further fields of the provenance.
     """
     copy_published(published_files(source, origins_only=True), folder)
-    refresh_hashes(folder, **added)
+    if found := read_provenance(folder):
+        replace_files(folder, {PROVENANCE_FILE: json_writer(public_provenance(found | added))})
 
 
 def card_facts(folder: str | os.PathLike, saved: SavedHead | None = None) -> dict[str, Any]:
@@ -280,7 +256,6 @@ def push_folder(
             if not rename_card(staged, **asdict(saved), repo_id=full_id):
                 write_card(staged, **card_facts(staged, saved), repo_id=full_id)  # a person's stays
             clean_folder(staged)
-            refresh_hashes(staged)
             message = commit_message or f"Upload {saved.algorithm} head"
             return upload_head(staged, full_id, token=token, commit_message=message, revision=revision)
         except SpeculateError:
@@ -298,10 +273,7 @@ def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool
     facts = card_facts(folder)
     names = {name: facts[name] for name in ("base_model", "algorithm", "layout")}
     was_renamed = "notes" not in facts and rename_card(folder, **names, repo_id=repo_id)
-    is_ours = was_renamed or write_card(folder, **facts, repo_id=repo_id)
-    if is_ours:
-        refresh_hashes(folder)
-    return is_ours
+    return was_renamed or write_card(folder, **facts, repo_id=repo_id)
 
 
 def _is_figure(value: Any) -> bool:

@@ -64,7 +64,7 @@ def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: 
 
 
 def has_native_layers(model: Any) -> bool:
-    """Whether a kernel computes the layers (`native.fused`). Modules in a graph would be slower and round differently."""
+    """Whether a kernel computes the layers (`native.fused`). Modules in a graph are slower and round differently."""
     layers = getattr(model.get_decoder(), "layers", ())
     return any(getattr(layer.__dict__.get("forward"), "is_native", False) for layer in layers)
 

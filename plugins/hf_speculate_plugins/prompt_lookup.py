@@ -31,14 +31,12 @@ class PromptLookupOptions:
         max_ngram: longest suffix that is looked up.
         min_ngram: shortest one; after one token the copy is often wrong, which its value says.
         depth: tokens of a continuation that are drafted.
-        branches: different continuations that are drafted side by side, the latest occurrence first.
         max_nodes: draft nodes altogether.
     """
 
     max_ngram: int = 5
     min_ngram: int = 1
     depth: int = 8
-    branches: int = 2
     max_nodes: int = 12
 
     def __post_init__(self) -> None:
@@ -50,6 +48,8 @@ class PromptLookupOptions:
 
 
 _MAX_OCCURRENCES = 32
+# Different continuations that are drafted side by side, the latest occurrence first.
+_NUM_BRANCHES = 2
 
 
 class SuffixIndex:
@@ -128,7 +128,7 @@ class PromptLookupSession(DraftSession):
         options = self.options
         depth = min(options.depth, state.max_depth)
         tokens, parents, shares = [root], [ROOT_PARENT], [1.0]
-        branches, rest = 1 if state.chains_only else options.branches, 1.0
+        branches, rest = 1 if state.chains_only else _NUM_BRANCHES, 1.0
         for match_size, start in index.continuations(branches):
             node = 0
             for copied, token in enumerate(index.tokens[start : start + depth]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_speculate.bench import GenerateSettings, bench_generate
-from hf_speculate.bench.engines import LLAMA_CPP, Engine
+from hf_speculate.bench.engines import LLAMA_CPP, OtherEngine
 from hf_speculate.bench.generate import tables
 from hf_speculate.errors import SpeculateError
 
@@ -130,7 +130,7 @@ class TestEngines:
 
     def test_openvino_answers_with_tokens(self, interpreter):
         for kind in OPENVINO.methods.values():
-            with Engine(OPENVINO, interpreter(_FAKE_OPENVINO, missing=0), "x.gguf", 2, 8, kind) as engine:
+            with OtherEngine(OPENVINO, interpreter(_FAKE_OPENVINO, missing=0), "x.gguf", 2, 8, kind) as engine:
                 found = engine.generate(torch.tensor([[4, 5]]), max_new_tokens=3, do_sample=True, temperature=1.0)
                 assert found.sequences.tolist() == [[4, 5, -1, -1, -1]]
 
@@ -147,13 +147,13 @@ class TestEngines:
 
     def test_one_that_fails_says_why(self, interpreter):
         with pytest.raises(SpeculateError, match="--openvino no-such-python"):
-            Engine(OPENVINO, "no-such-python", "x.gguf", 1, 64)
+            OtherEngine(OPENVINO, "no-such-python", "x.gguf", 1, 64)
         failing = interpreter("#!{python}\nimport sys\nprint('no such model', file=sys.stderr)\nsys.exit(3)")
         with pytest.raises(SpeculateError, match=r"OpenVINO ended \(status 3\): no such model"):
-            Engine(OPENVINO, failing, "x", 1, 64)
+            OtherEngine(OPENVINO, failing, "x", 1, 64)
         dying = interpreter('#!{python}\nimport os\nprint(\'{{"version": "1"}}\', flush=True)\ninput()\nos.abort()')
         with (
-            Engine(LLAMA_CPP, dying, "x.gguf", 1, 64) as other,
+            OtherEngine(LLAMA_CPP, dying, "x.gguf", 1, 64) as other,
             pytest.raises(SpeculateError, match=r"ended \(SIGABRT\)"),
         ):
             other.generate(torch.tensor([[1]]), max_new_tokens=2)

@@ -19,11 +19,10 @@ from ..support.tiers import quick
 VARIANTS = {
     "prompt_lookup": {
         "default": lambda tiny_model, target: {},
-        "wide": lambda tiny_model, target: {"min_ngram": 1, "branches": 4, "depth": 3},
+        "wide": lambda tiny_model, target: {"min_ngram": 1, "depth": 3},
     },
     "suffix": {
-        "smoothed": lambda tiny_model, target: {"store": True},
-        "counts": lambda tiny_model, target: {"smoothing": False, "store": True},
+        "default": lambda tiny_model, target: {"store": True},
     },
     "draft_model": {
         "chain": lambda tiny_model, target: {"model": tiny_model("llama", seed=1)},

@@ -44,11 +44,6 @@ class TestCard:
         assert 'AutoSpeculator.from_pretrained("me/head", target=model)' in card.text
         assert "`speculators` layout" in card.text
 
-    def test_snippet_is_python(self, tmp_path):
-        write_card(tmp_path, **CARD, repo_id="me/head")
-        code = (tmp_path / CARD_FILE).read_text().split("```python\n")[1].split("```")[0]
-        compile(code, "card", "exec")
-
     def test_figures_are_those_given_and_no_others(self, tmp_path):
         write_card(tmp_path / "none", **CARD)
         card = ModelCard.load(tmp_path / "none" / CARD_FILE)

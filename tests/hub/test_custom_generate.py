@@ -156,11 +156,6 @@ class TestFiles:
         assert "custom_generate" not in card.text
         assert "custom_generate" not in card.data.tags
 
-    def test_the_card_mentions_them(self, head):
-        card = ModelCard.load(head / CARD_FILE)
-        assert 'model.generate(**inputs, custom_generate="head", trust_remote_code=True' in card.text
-        assert "custom_generate" in card.data.tags
-
     def test_the_code_is_a_call_and_nothing_else(self, head):
         code = (head / "custom_generate" / "generate.py").read_text()
         statements = ast.parse(code).body[1:]  # behind the docstring

@@ -211,6 +211,8 @@ def test_a_clean_folder_leaves_whole(plain_head, tmp_path, hub, caplog):
 @pytest.mark.parametrize("head", ["pycoder-eagle3", "pycoder-medusa", "pycoder-dspark", "smollm2-eagle3"])
 def test_the_allowed_fields_are_those_that_runs_write(head):
     content = json.loads((REPOSITORY / "examples" / head / "provenance.json").read_text())
+    content.pop("files", None)  # written by earlier versions
+    content["recipe"]["data"].pop("streaming", None)
     assert public_provenance(content) == content
 
 

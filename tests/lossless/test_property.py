@@ -143,7 +143,7 @@ SCRIPTED = st.tuples(st.just("scripted"), BRANCHINGS, st.sampled_from([0.0, 0.5,
 PARTS = st.one_of(
     SCRIPTED,
     st.tuples(st.just("random"), st.integers(1, 20), st.integers(0, 99)),
-    st.tuples(st.just("suffix"), st.sampled_from([{}, {"recycled": 3}, {"smoothing": False}]), st.booleans()),
+    st.tuples(st.just("suffix"), st.sampled_from([{}, {"depth": 3}]), st.booleans()),
     st.tuples(st.just("eagle"), st.integers(1, 4), st.integers(1, 4), st.integers(1, 12), st.booleans()),
     st.tuples(st.just("block"), st.sampled_from(sorted(KINDS)), st.integers(1, 12), st.integers(1, 4)),
 )
@@ -151,7 +151,7 @@ DRAFTERS = st.one_of(
     SCRIPTED,
     PARTS,
     st.tuples(st.just("combined"), PARTS, PARTS),
-    st.tuples(st.just("prompt_lookup"), st.integers(1, 3), st.integers(1, 6), st.integers(1, 3)),
+    st.tuples(st.just("prompt_lookup"), st.integers(1, 3), st.integers(1, 6)),
     st.tuples(st.just("draft_model"), st.sampled_from([0, 1]), st.integers(1, 4), st.integers(1, 3)),
     st.tuples(st.just("medusa"), st.sampled_from([((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), ((0,), (0, 0))])),
     st.just(("empty",)),
@@ -259,8 +259,8 @@ def make_drafter(case, model, tiny_model, script):
     if kind == "random":
         return RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=options[0], seed=options[1])
     if kind == "prompt_lookup":
-        min_ngram, depth, branches = options
-        return PromptLookupDrafter.for_target(model, min_ngram=min_ngram, depth=depth, branches=branches)
+        min_ngram, depth = options
+        return PromptLookupDrafter.for_target(model, min_ngram=min_ngram, depth=depth)
     if kind == "suffix":
         return SuffixDrafter.for_target(model, **options[0], store=options[1])
     if kind == "draft_model":

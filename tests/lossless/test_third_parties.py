@@ -12,7 +12,7 @@ from hf_speculate import Speculator
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.eagle import EagleDrafter
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, StaticTree
 
 from ..support.tiny_heads import write_eagle_head
 
@@ -176,7 +176,7 @@ def test_a_head_that_uses_the_targets_matrices_calls_no_hook_on_them(tiny_model,
         drafter = EagleDrafter.from_folder(folder, model, depth=3, feature_layers=(0, 1, 2))
     else:
         heads = MedusaHeads(torch.randn(2, 1, 32, 32) * 0.3, torch.randn(2, 1, 32), None)
-        drafter = MedusaDrafter(heads, model, MedusaOptions(choices=((0,), (1,), (0, 0))))
+        drafter = MedusaDrafter(heads, model, tree=StaticTree.of(((0,), (1,), (0, 0))))
     calls.clear()
     speculator = Speculator(drafter)
     assert torch.equal(model.generate(ids, **request, speculator=speculator), plain)

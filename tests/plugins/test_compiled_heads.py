@@ -20,7 +20,7 @@ from hf_speculate_plugins import block, eagle
 from hf_speculate_plugins.block.drafter import BlockSession
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
 from hf_speculate_plugins.heads import head as heads_head
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions
+from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
 from hf_speculate_plugins.medusa.drafter import MedusaSession
 from hf_speculate_plugins.medusa.head import CompiledForward
 from hf_speculate_plugins.trees import dynamic
@@ -95,7 +95,7 @@ def eagle(folder, layout="safeailab", shape="dynamic"):
 
 
 def medusa(outputs=None):
-    return MedusaDrafter(random_heads(outputs=outputs), target(), MedusaOptions(choices=MEDUSA_CHOICES))
+    return MedusaDrafter(random_heads(outputs=outputs), target(), tree=StaticTree.of(MEDUSA_CHOICES))
 
 
 def assert_same_drafts(drafter, drafts, batch, **request):
@@ -124,7 +124,6 @@ WHOLE = {("safeailab", "dynamic"), ("safeailab", "chain"), ("eagle1", "dynamic")
         ("safeailab", "dynamic", 1),
         ("safeailab", "dynamic", 3),
         ("safeailab", "chain", 3),
-        ("safeailab", "static", 3),
         ("speculators", "dynamic", 3),  # two layers, one of them with a window
         ("eagle1", "dynamic", 1),  # with the target's output matrix
         ("speculators-parallel", "dynamic", 3),  # its masks are a level
@@ -146,7 +145,7 @@ def test_eagle_drafts_what_it_drafts_uncompiled(tmp_path, prompt, drafts, layout
         ("dspark", 1, {}),
         ("dspark", 3, {"top_k": 1}),
         ("dflash", 3, {}),
-        ("gated", 1, {"min_confidence": 0.0, "candidates": 7}),
+        ("gated", 1, {}),
         ("reduced", 1, {}),  # with a vocabulary of its own
         ("windows", 3, {}),  # two kinds of masks
         ("jetspec", 1, {}),
@@ -260,7 +259,7 @@ def test_on_a_gpu(tmp_path, prompt):
     heads = random_heads().to("cuda")
     for drafter in (
         EagleDrafter.from_folder(write_head(tmp_path), model, **SHAPES["dynamic"]),
-        MedusaDrafter(heads, model, MedusaOptions(choices=MEDUSA_CHOICES)),
+        MedusaDrafter(heads, model, tree=StaticTree.of(MEDUSA_CHOICES)),
     ):
         for backend in ("eager", "inductor"):
             speculator = Speculator(drafter, compile=backend)

@@ -161,11 +161,10 @@ def assert_equal_runs(one, two, steps=STEPS, of_gradients=TOLERANCE):
     ("method", "options"),
     [
         ("eagle3", {}),
-        ("eagle3", {"normalizer": "counted"}),
         ("eagle1", {}),
         ("medusa", {}),
-        ("medusa2", {"normalizer": "counted"}),
-        ("dflash", {"d_pace": True}),
+        ("medusa2", {}),
+        ("dflash", {}),
         ("dspark", {}),
     ],
 )

@@ -182,7 +182,6 @@ CASES = {
     "eagle-1": Case(eagle("eagle1", "dynamic"), waits=1, uploads=13),
     "eagle-3": Case(eagle("safeailab", "dynamic"), waits=1, uploads=14),
     "eagle-3, chains": Case(eagle("safeailab", "chain"), waits=1, uploads=17),
-    "eagle-3, static trees": Case(eagle("safeailab", "static"), waits=1, uploads=36),
     "medusa": Case(medusa, waits=1, uploads=8),
     # Its parts' trees are merged on the host: one more for every part that drafts on the device, here the head.
     "combined": Case(combined, waits=2, uploads=16),

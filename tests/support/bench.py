@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from hf_speculate.bench.runs import Run
+from hf_speculate.bench.runs import TimedRun
 from hf_speculate.cli import app
 from hf_speculate.stats import SpeculationStats
 
@@ -24,8 +24,8 @@ def last_line(result) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def run_of(method="eager", request=0, repeat=0, seconds=1.0, stats=None, rows=((1, 2),)) -> Run:
-    return Run(
+def run_of(method="eager", request=0, repeat=0, seconds=1.0, stats=None, rows=((1, 2),)) -> TimedRun:
+    return TimedRun(
         method=method,
         request=request,
         category="c",

@@ -23,11 +23,9 @@ from .models import SIZES
 
 HIDDEN, VOCAB, DEPTH = 32, 96, 7
 PLAIN = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
-CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 0, 0), (1, 0, 1, 0))
 SHAPES = {
     "dynamic": {"depth": 4, "top_k": 6, "max_nodes": 20},
     "chain": {"depth": 4, "top_k": 1},
-    "static": {"tree": CHOICES},
 }
 
 

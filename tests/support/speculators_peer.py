@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_speculate import AutoSpeculator
-from hf_speculate_plugins.eagle.calibration import chain_logits
 
+from .eagle_chains import chain_logits
 from .paths import TESTS
 
 

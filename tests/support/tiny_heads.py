@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions, EagleSpec, LoadedHead
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, StaticTree
 
 from .models import VOCAB_SIZE
 
@@ -84,4 +84,4 @@ def random_medusa(choices, model):
     generator = torch.Generator().manual_seed(0)
     weights = [0.3 * torch.randn(*size, generator=generator) for size in ((3, 1, HIDDEN, HIDDEN), (3, 1, HIDDEN))]
     output = 0.3 * torch.randn(3, VOCAB_SIZE, HIDDEN, generator=generator)
-    return MedusaDrafter(MedusaHeads(*weights, output), model, MedusaOptions(choices=choices))
+    return MedusaDrafter(MedusaHeads(*weights, output), model, tree=StaticTree.of(choices))

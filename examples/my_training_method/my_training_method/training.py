@@ -77,7 +77,7 @@ class RecurrentMethod(TrainingMethod):
             outputs.append(hidden)
         wanted = last_hidden[entries.teacher_positions]
         targets = SoftTargets(self._teacher.read(wanted), entries.teacher_row)
-        weights = entries.weights(self.options.decay, "counted")
+        weights = entries.weights(self.options.decay)
         losses = plain_cross_entropy(entries.gather(outputs).to(last_hidden), self._teacher.lm_head, targets, weights)
         hits = losses.best == self._teacher.argmax(wanted)[entries.teacher_row]
         return StepOutput(losses.loss, entries.metrics(losses.each, hits))

@@ -6,24 +6,22 @@ their scores have is found node by node.
 """
 
 from ..heads import LoadedHead
-from .calibration import BlockReader
 from .drafter import BlockDrafter, BlockSession
 from .head import BlockHead, block_masks
 from .saving import BlockFiles
-from .spec import BlockOptions, BlockSpec, Conventions
+from .spec import BlockConventions, BlockOptions, BlockSpec
 
 
 check_fits, load_head, write_head = BlockFiles.check_fits, BlockFiles.load, BlockFiles.write
 
 __all__ = [
+    "BlockConventions",
     "BlockDrafter",
     "BlockFiles",
     "BlockHead",
     "BlockOptions",
-    "BlockReader",
     "BlockSession",
     "BlockSpec",
-    "Conventions",
     "LoadedHead",
     "block_masks",
     "check_fits",

@@ -15,7 +15,7 @@ from ..heads import HeadDrafter, HeadSession, LoadedHead
 from ..trees import trimmed
 from .head import BlockHead
 from .saving import BlockFiles
-from .spec import BlockOptions, Conventions
+from .spec import BlockConventions, BlockOptions
 from .steps import CompiledSteps, PlainSteps, read_prompt
 
 
@@ -67,14 +67,12 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     """
 
     name = "block"
-    options_classes = (BlockOptions, Conventions)
+    options_classes = (BlockOptions, BlockConventions)
     head_files = BlockFiles
 
     def __init__(self, loaded: LoadedHead[BlockHead], target: PreTrainedModel, options: BlockOptions | None = None):
         super().__init__(loaded, target, options)
         self.feature_layers = tuple(dict.fromkeys(self.spec.feature_layers))
-        if self.options.min_confidence and not self.spec.confidence:
-            raise ValueError("block: min_confidence is for heads with a confidence head; this one has none.")
 
     def __repr__(self) -> str:
         return f"BlockDrafter({self.spec.method}, {self.spec.dialect}, block of {self.spec.block_size}, {self.options})"

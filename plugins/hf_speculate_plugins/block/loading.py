@@ -15,7 +15,7 @@ from hf_speculate.errors import CheckpointError
 from ..checkpoints import ConfigValues, Shapes, Stated, mask_token_of, windows_of
 from ..heads import HeadFiles
 from .head import BlockHead
-from .spec import BlockSpec, Conventions, Dialect, MarkovKind, Method
+from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
 
 
 _MAX_FEATURES, _MAX_BLOCK = 256, 512
@@ -30,7 +30,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
     """The reading half of `BlockFiles`."""
 
     name, kind, section = "block", "one-pass head", "dflash_config"
-    head_class, conventions_class = BlockHead, Conventions
+    head_class, conventions_class = BlockHead, BlockConventions
     config_says = "block_size, the mask token and RoPE"
 
     @classmethod
@@ -39,7 +39,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
 
     @classmethod
-    def spec_of(cls, stated: Stated, conventions: Conventions) -> BlockSpec:
+    def spec_of(cls, stated: Stated, conventions: BlockConventions) -> BlockSpec:
         shapes, nested = stated.shapes, stated.nested
         dialect, fields = _dialect(stated), stated.layer_fields()
         fields["qk_norm"] |= stated.layers.text("model_type") == "qwen3"
@@ -50,7 +50,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
             **_features(stated, dialect, fields["hidden_size"]),
             **_block(stated, dialect, conventions.mask_token_id),
             **_visibility(stated, dialect, fields["num_layers"]),
-            **_conditions(stated, dialect),
+            **_scoring_parts(stated, dialect),
             attention_bias="layers.0.self_attn.q_proj.bias" in shapes,
             embedding_scale=nested.number("input_embedding_scale", 1.0),
             output_multiplier=nested.number("output_multiplier", 1.0),
@@ -169,7 +169,7 @@ def _visibility(stated: Stated, dialect: Dialect, num_layers: int) -> dict[str, 
     }
 
 
-def _conditions(stated: Stated, dialect: Dialect) -> dict[str, Any]:
+def _scoring_parts(stated: Stated, dialect: Dialect) -> dict[str, Any]:
     """Markov head, confidence head, convolutions, selector."""
     shapes, config, nested = stated.shapes, stated.config, stated.nested
     place = nested if dialect == "specforge" else config

@@ -21,7 +21,7 @@ from .head import BlockHead
 from .spec import BlockOptions
 
 
-# See `BlockOptions.candidates`.
+# Tokens of a slot that are scored behind tokens of the slot before. Noise lifts tokens from far behind.
 _CANDIDATES, _SAMPLED_CANDIDATES = 64, 256
 _CUT = -1e5  # behind everything that is not cut, and little enough for float32 to keep an order
 
@@ -31,7 +31,6 @@ class BlockRequest(NamedTuple):
 
     Attributes:
         target_ids: target id of each draft id; None where they are the same.
-        options: options of drafting.
         width: most children of a node.
         anchors: int64 [B], the roots.
         log_noise: noise of the steps of the slots that propose [B, D, C]; None for a greedy request.
@@ -39,7 +38,6 @@ class BlockRequest(NamedTuple):
     """
 
     target_ids: Tensor | None
-    options: BlockOptions
     width: int
     anchors: Tensor
     log_noise: Tensor | None
@@ -52,7 +50,7 @@ class BlockRequest(NamedTuple):
         noise = state.log_noise(range(depth), loaded.spec.draft_vocab_size, target_ids)
         width = num_children(options, state)
         anchors, noise = to_device(state.root_ids, device), None if noise is None else noise.to(device)
-        return cls(target_ids, options, width, anchors, noise, state.warpers)
+        return cls(target_ids, width, anchors, noise, state.warpers)
 
 
 def num_children(options: BlockOptions, state: DraftState) -> int:
@@ -128,7 +126,7 @@ class BlockScores:
             alone = self._logits[..., : ranked.shape[-1]].float()
             ranked = torch.where(ranked.isfinite(), ranked, alone + _CUT)
         default = _CANDIDATES if self._request.log_noise is None else _SAMPLED_CANDIDATES
-        count = self._head.spec.selector_top_k or self._request.options.candidates or default
+        count = self._head.spec.selector_top_k or default
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 
     def _inputs(self, depth: int, token_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -145,11 +143,5 @@ class BlockScores:
             carried = self._carried.gather(1, previous[..., None].expand(-1, -1, self._carried.shape[-1]))
         scores, self._carried = self.behind(depth, token_ids, carried)
         shares, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
-        if self._request.options.min_confidence and self._head.spec.confidence:
-            shares = shares.masked_fill(~self._is_sure(depth, token_ids)[..., None], -torch.inf)
         columns = self.candidates[:, depth, None].expand_as(scores).gather(-1, places)
         return shares, self.to_target(columns)
-
-    def _is_sure(self, depth: int, token_ids: Tensor) -> Tensor:
-        states = self._states[:, depth, None].expand(-1, token_ids.shape[1], -1)
-        return torch.sigmoid(self._head.confidence(states, token_ids)) >= self._request.options.min_confidence

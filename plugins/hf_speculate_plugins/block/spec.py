@@ -95,30 +95,22 @@ class BlockOptions:
         max_nodes: draft nodes of a tree, the root not counted; they are the best ones that the head's scores have.
         top_k: most children of a node; 1 drafts a chain.
         depth: depth of a draft; None: as many slots as the head has.
-        candidates: tokens of a slot that are scored behind tokens of the slot before, where the head scores pairs.
-            None: 64, or 256 for requests that sample, whose noise lifts tokens from far behind.
-        min_confidence: confidence below which a DSpark head drafts nothing behind a slot; 0 never cuts.
     """
 
     max_nodes: int = 24
     top_k: int = 8
     depth: int | None = None
-    candidates: int | None = None
-    min_confidence: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_nodes", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"block: {name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("depth", "candidates"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"block: {name} must be None or at least 1, got {getattr(self, name)}.")
-        if not 0 <= self.min_confidence < 1:
-            raise ValueError(f"block: min_confidence must be from 0 to below 1, got {self.min_confidence}.")
+        if self.depth is not None and self.depth < 1:
+            raise ValueError(f"block: depth must be None or at least 1, got {self.depth}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conventions:
+class BlockConventions:
     """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
 
     Attributes:

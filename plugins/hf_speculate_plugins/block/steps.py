@@ -102,9 +102,7 @@ def block_tree(
     cache = Cache(layers=[StaticLayer(keys, values, inputs["slots"]) for keys, values in layers])
     token_ids = head.block_ids(inputs["anchors"])
     states = head(token_ids, inputs["positions"], CachedAttention(cache, masks))[:, head.spec.first_slot :]
-    request = BlockRequest(
-        inputs.get("target_ids"), options, width, inputs["anchors"], inputs.get("log_noise"), warpers
-    )
+    request = BlockRequest(inputs.get("target_ids"), width, inputs["anchors"], inputs.get("log_noise"), warpers)
     depth, shares_of = states.shape[1], BlockScores(head, request, states).shares()
     tree = best_tree(request.anchors, shares_of, depth=depth, max_nodes=options.max_nodes, limit=inputs["limit"])
     assert isinstance(tree.parents, Tensor)

@@ -1,25 +1,31 @@
-"""Acceptance of a head: its greedy chains, read under some conventions, against the target's own greedy texts."""
+"""Acceptance of a head: its greedy chains at every place of the target's own greedy texts.
+
+The head's own session reads a text token by token, and drafts before each. So a chain is the one that decoding would
+draft there, and the text says how much of it would have been accepted. The target itself runs once.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import RAW_LAST, FeatureTaps
+from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftState, FeatureTaps
+from hf_speculate.errors import CheckpointError
+from hf_speculate.hub import drafter_class_for
 from hf_speculate.models import GenerativeModel
 from hf_speculate.stats import HeadRecord
 
 
-Options = dict[str, Any]
-Loaded = TypeVar("Loaded")
+ReadingOptions = dict[str, Any]
+"""Options of `AutoSpeculator.from_pretrained` that say how a head is read, beyond what its files say."""
 
 # Published heads accept 62 to 73 % at depth 1. Of the chains accepted to one depth, the share accepted at the next is
 # at least 0.77 times that (figures in vLLM's tests). A state that is fed back wrongly shows at depth 2 only.
@@ -52,6 +58,9 @@ def write_texts(
     """Lets the target continue each prompt greedily, and keeps all of its hidden states.
 
     Args:
+        target: the model.
+        prompts: token ids, int64 [S] each.
+        max_new_tokens: tokens that the target writes after each prompt.
         max_prompt: tokens kept of a longer prompt, its last ones: the states of all layers are held in memory.
     """
     layers = [*range(target.config.get_text_config(decoder=True).num_hidden_layers + 1), RAW_LAST]
@@ -77,10 +86,103 @@ def _all_states(target: GenerativeModel, token_ids: Tensor, layers: Sequence[int
         taps.close()
 
 
-def accepted_lengths(drafted: Int[Tensor, "P D"], text: Text, roots: Sequence[int]) -> Int[Tensor, " P"]:
-    """Number of tokens of each chain, from its root on, that the target wrote too."""
-    places = torch.tensor(roots)[:, None] + torch.arange(1, drafted.shape[1] + 1)
-    return (drafted.cpu() == text.token_ids[places]).int().cumprod(dim=1).sum(dim=1)
+class HeadReader:
+    """Loads the head in `folder` anew for every set of options, as a user who passes them would.
+
+    Args:
+        folder: folder of the head.
+        target: model that the head drafts for.
+    Raises:
+        SpeculateError: the head cannot be read as its files state.
+        CheckpointError: the folder holds a draft model.
+    """
+
+    def __init__(self, folder: str, target: PreTrainedModel):
+        self._folder, self._target, self._class = folder, target, drafter_class_for(folder)
+        self._known = {field.name for field in fields(self._class.options_classes[0])}
+        self.name = self._class.name
+        if self.name == "draft_model":
+            raise CheckpointError(
+                f"{folder} is a checkpoint of {self.name!r}, which reads no states of the target; only heads can be "
+                "checked."
+            )
+        self.load({}, 1)
+
+    def load(self, options: ReadingOptions, depth: int) -> Drafter:
+        """The drafter of chains of `depth` tokens; raises `SpeculateError` if the head cannot be read so."""
+        limits = {"depth": depth} if "depth" in self._known else {}
+        return self._class.from_folder(self._folder, self._target, **limits, **options)
+
+    def deepest(self, depth: int) -> int:
+        """Tokens of the longest chain that the head drafts, at most `depth`."""
+        drafter: Any = self.load({}, depth)
+        if self.name == "block":  # read with another first slot it drafts one token less, or more
+            return min(depth, drafter.spec.block_size - 1)
+        return min(depth, drafter.heads.num_heads) if self.name == "medusa" else depth
+
+    def accepted(self, options: ReadingOptions, texts: Sequence[Text], depth: int) -> list[Int[Tensor, " P"]]:
+        """Number of accepted tokens of a greedy chain of `depth` tokens at every root of each text."""
+        return replayed(self.load(options, depth), self._target, texts, depth)
+
+
+@torch.no_grad()
+def replayed(drafter: Drafter, target: PreTrainedModel, texts: Sequence[Text], depth: int) -> list[Int[Tensor, " P"]]:
+    """Number of accepted tokens of the chain at every root of each text; empty for texts that are too short.
+
+    Args:
+        drafter: drafter of chains.
+        target: model that wrote the texts; it is not run.
+        texts: the texts.
+        depth: tokens of a chain.
+    """
+    found: list[list[int]] = [[] for _ in texts]
+    rows = [row for row, text in enumerate(texts) if text.roots(depth)]
+    if not rows:
+        return [torch.tensor(each, dtype=torch.long) for each in found]
+    read = [texts[row] for row in rows]
+    prompts = [text.token_ids[: text.num_prompt] for text in read]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+    session = drafter.start(DraftRequest(target=target, input_ids=ids, attention_mask=None if mask.all() else mask))
+    layers = drafter.feature_layers
+    try:
+        states = [[text.states[layer][: text.num_prompt] for text in read] for layer in layers]
+        features = [pad_sequence(each, batch_first=True, padding_side="left") for each in states]
+        roots = torch.stack([text.token_ids[text.num_prompt] for text in read])
+        told = torch.cat([ids[:, 1:], roots[:, None]], dim=1)
+        session.observe(told, dict(zip(layers, features, strict=True)), torch.full((len(read),), ids.shape[1]))
+        for step in range(max(len(text.roots(depth)) for text in read)):
+            active = tuple(step < len(text.roots(depth)) for text in read)
+            places = [min(text.num_prompt + step, len(text.token_ids) - 2) for text in read]
+            roots = torch.stack([text.token_ids[place] for text, place in zip(read, places, strict=True)])
+            emitted = (step + 1,) * len(read)
+            state = DraftState(root_ids=roots, active=active, max_depth=depth, chains_only=True, num_emitted=emitted)
+            tree = session.draft(state).host
+            for slot, row in enumerate(rows):
+                if active[slot]:
+                    wanted = read[slot].token_ids[places[slot] + 1 : places[slot] + 1 + depth].tolist()
+                    found[row].append(_accepted(tree, slot, wanted))
+            told = torch.stack([text.token_ids[place + 1] for text, place in zip(read, places, strict=True)])
+            parts = {
+                layer: torch.stack([text.states[layer][place] for text, place in zip(read, places, strict=True)])[
+                    :, None
+                ]
+                for layer in layers
+            }
+            session.observe(told[:, None], parts, torch.tensor(active).long())
+    finally:
+        session.close()
+    return [torch.tensor(each, dtype=torch.long) for each in found]
+
+
+def _accepted(tree: Any, row: int, wanted: Sequence[int]) -> int:
+    """Number of the first tokens of `wanted` that a path of a tree has."""
+    node: int | None = 0
+    for count, token in enumerate(wanted):
+        node = tree.child(row, node, token)
+        if node is None:
+            return count
+    return len(wanted)
 
 
 @dataclass(frozen=True)
@@ -114,74 +216,3 @@ class AcceptanceRates:
         """Whether depth 1 accepts less than the head's record promises, or acceptance falls too fast with depth."""
         first, *deeper = self.conditional
         return first is None or first < record.low_first or any((rate or 0.0) < _LOW_DECAY * first for rate in deeper)
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another way to read a head: options of `AutoSpeculator.from_pretrained`, and their meaning in words."""
-
-    options: Options
-    meaning: str
-
-
-class Reader(Protocol):
-    """A head that can be read in several ways."""
-
-    name: str
-
-    def accepted(self, options: Options, texts: Sequence[Text], depth: int) -> Int[Tensor, " P"]:
-        """Number of accepted tokens of a greedy chain of `depth` tokens at every root of every text.
-
-        Raises:
-            SpeculateError: the head cannot be read with these options.
-        """
-        ...
-
-    def alternatives(self, options: Options) -> list[Alternative]:
-        """Other ways to read a head that is now read with `options`, one change each."""
-        ...
-
-    def depth(self, depth: int) -> int:
-        """The deepest chain that the head drafts, at most `depth`."""
-        ...
-
-
-class ConventionReader(ABC, Generic[Loaded]):
-    """A `Reader` that loads the head in `folder` anew for every set of conventions, as a user who passes them would."""
-
-    def __init__(self, folder: str, target: PreTrainedModel):
-        self._folder, self._target = folder, target
-        self._num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        self._options: Options = {}
-        self._loaded = self.read({})
-
-    @abstractmethod
-    def read(self, options: Options) -> Loaded:
-        """Loads the head with these conventions."""
-
-    @abstractmethod
-    def accepted_in(self, loaded: Loaded, text: Text, depth: int) -> Int[Tensor, " P"]:
-        """Number of accepted tokens of the greedy chains at all roots of a text."""
-
-    @torch.inference_mode()
-    def accepted(self, options: Options, texts: Sequence[Text], depth: int) -> Int[Tensor, " P"]:
-        """See `Reader`."""
-        loaded = self.load(options)
-        return torch.cat([self.accepted_in(loaded, text, depth) for text in texts])
-
-    def load(self, options: Options) -> Loaded:
-        """The head with these conventions; the last one is kept."""
-        if options != self._options:
-            self._loaded = self.read(options)
-            self._options = dict(options)
-        return self._loaded
-
-    def other_bases(self, rope: dict[str, Any]) -> list[Alternative]:
-        """RoPE bases to try: 10000 (some trainers' own), the target's, Llama 3's and Qwen's."""
-        targets = (getattr(self._target.config, "rope_parameters", None) or {}).get("rope_theta")
-        bases = dict.fromkeys(float(base) for base in (1e4, targets, 5e5, 1e6) if base)
-        return [
-            Alternative({"rope_theta": base}, f"RoPE base {base:g}" + (" (the target's)" if base == targets else ""))
-            for base in bases
-            if base != rope["rope_theta"]
-        ]

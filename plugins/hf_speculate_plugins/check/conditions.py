@@ -1,8 +1,8 @@
-"""Conditions that acceptance depends on, beside the way a head is read.
+"""Conditions of use that acceptance depends on, beside the way a head is read.
 
-These are the prompts, the chat template, thinking, the adapter, quantisation and the context. The same chains are
-drafted on texts that the target writes under one condition and under another. The texts differ then, so prompts are
-compared instead of positions: in pairs if both conditions have the same prompts, else as two groups.
+These are the chat template, thinking, the adapter, quantisation and the context. The same chains are drafted on texts
+that the target writes under one condition and under another. The texts differ then, so prompts are compared instead of
+positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import quantization_label
 
-from .acceptance import AcceptanceRates, Options, Reader, write_texts
+from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, write_texts
 
 
 logger = get_logger(__name__)
@@ -53,42 +53,33 @@ class Measured:
     """
 
     name: str
-    accepted: tuple[Int[Tensor, " P"], ...]
-    starts: tuple[int, ...]
+    accepted: Sequence[Int[Tensor, " P"]]
+    starts: Sequence[int]
     depth: int
 
     @property
     def rates(self) -> AcceptanceRates:
         """Acceptance over all chains, of which there must be one."""
-        return AcceptanceRates.of(torch.cat(self.accepted), self.depth)
+        return AcceptanceRates.of(torch.cat(tuple(self.accepted)), self.depth)
 
     def means(self) -> Tensor:
         """float64 [prompts]: accepted tokens of a chain on average; NaN for a prompt without chains."""
         return torch.stack([accepted.double().mean() for accepted in self.accepted])
 
-    def chosen(self, name: str, prompts: Sequence[int]) -> Measured:
-        """The same for some of the prompts."""
-        accepted, starts = tuple(self.accepted[i] for i in prompts), tuple(self.starts[i] for i in prompts)
-        return Measured(name, accepted, starts, self.depth)
-
-    def split(self, position: int) -> tuple[Measured, Measured]:
-        """The chains that begin before a position, and the others."""
-        cuts = [max(position - start, 0) for start in self.starts]
-        pairs = [(accepted[:cut], accepted[cut:]) for accepted, cut in zip(self.accepted, cuts, strict=True)]
-        before, after = zip(*pairs, strict=True)
-        starts = tuple(max(start, position) for start in self.starts)
-        return (
-            Measured(f"before position {position}", before, self.starts, self.depth),
-            Measured(f"from position {position} on", after, starts, self.depth),
-        )
+    def part(self, name: str, start: int, stop: int | None) -> Measured:
+        """The chains that begin at a position from `start` on and before `stop`."""
+        parts = []
+        for accepted, first in zip(self.accepted, self.starts, strict=True):
+            parts.append(accepted[max(start - first, 0) : None if stop is None else max(stop - first, 0)])
+        return Measured(name, parts, [max(first, start) for first in self.starts], self.depth)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A condition that clearly changes acceptance.
+    """A condition that clearly lowers acceptance.
 
     Attributes:
-        kind: "chat template", "thinking", "prompts", "quantisation", "adapter" or "context".
+        kind: "chat template", "thinking", "quantisation", "adapter" or "context".
         message: the figures, and what they may mean.
         acceptance: acceptance by the name of the condition.
         gain: difference between the two, in tokens a round.
@@ -102,14 +93,11 @@ class Finding:
     sigmas: float
 
 
-def compare(
-    kind: str, now: Measured, other: Measured, *, lower: str, higher: str = "", paired: bool = True
-) -> Finding | None:
-    """Compares acceptance under two conditions; None if the difference is not clear.
+def compare(kind: str, now: Measured, other: Measured, meaning: str, *, paired: bool = True) -> Finding | None:
+    """Compares acceptance under two conditions; None unless it is clearly lower now.
 
     Args:
-        lower: meaning of an acceptance that is lower now than under the other condition.
-        higher: meaning of one that is higher; "": that is not reported.
+        meaning: what a lower acceptance means.
         paired: whether both have the same prompts.
     """
     groups = [other.means() - now.means()] if paired else [other.means(), now.means()]
@@ -118,13 +106,13 @@ def compare(
         return None
     gain = float(groups[0].mean()) - (0.0 if paired else float(groups[1].mean()))
     errors = [max(float(group.std(correction=0)), _MIN_SPREAD) / math.sqrt(len(group)) for group in groups]
-    meaning, sigmas = lower if gain > 0 else higher, abs(gain) / math.hypot(*errors)
-    if not meaning or abs(gain) < _MIN_GAIN or sigmas < _MIN_SIGMAS:
+    sigmas = gain / math.hypot(*errors)
+    if gain < _MIN_GAIN or sigmas < _MIN_SIGMAS:
         return None
     first, second = now.rates, other.rates
     figures = f"{first.mean_length:.2f} tokens a round {now.name}, {second.mean_length:.2f} {other.name}"
-    message = f"{figures} ({abs(gain):.2f} apart, {sigmas:.0f} sigma): {meaning}"
-    return Finding(kind, message, {now.name: first, other.name: second}, abs(gain), sigmas)
+    message = f"{figures} ({gain:.2f} apart, {sigmas:.0f} sigma): {meaning}"
+    return Finding(kind, message, {now.name: first, other.name: second}, gain, sigmas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +121,6 @@ class Use:
 
     Attributes:
         folder: folder of the head.
-        make_reader: makes the reader of its method, from the folder and a target.
         options: conventions that the head is read with.
         depth: tokens of a chain.
         max_new_tokens: tokens that the target writes after a prompt.
@@ -147,8 +134,7 @@ class Use:
     """
 
     folder: str
-    make_reader: Callable[[str, Any], Reader]
-    options: Options = field(default_factory=dict)
+    options: ReadingOptions = field(default_factory=dict)
     depth: int
     max_new_tokens: int
     target: GenerativeModel
@@ -162,43 +148,27 @@ class Use:
     def measure(self, name: str, ids: Sequence[Tensor], target: GenerativeModel | None = None) -> Measured:
         """Acceptance on continuations of `ids`, under the condition `name`; by another target if one is given."""
         target = target or self.target
-        reader = self.make_reader(self.folder, target)
-        depth, accepted, starts = reader.depth(self.depth), [], []
-        for text in write_texts(target, ids, max_new_tokens=self.max_new_tokens):
-            roots = text.roots(depth)
-            accepted.append(reader.accepted(self.options, [text], depth) if roots else torch.zeros(0, dtype=torch.long))
-            starts.append(roots.start)
-        return Measured(name, tuple(accepted), tuple(starts), depth)
+        reader = HeadReader(self.folder, target)
+        depth, texts = reader.deepest(self.depth), write_texts(target, ids, max_new_tokens=self.max_new_tokens)
+        return Measured(name, reader.accepted(self.options, texts, depth), [text.num_prompt for text in texts], depth)
 
 
 def find_conditions(use: Use, *, others: bool) -> tuple[Finding, ...]:
-    """Finds the conditions that clearly change acceptance, the largest gain first.
+    """Finds the conditions that clearly lower acceptance, the largest gain first.
 
     Args:
-        others: whether the target writes under other conditions, too; else its texts are only compared by prompts and
-            by position.
+        use: head, target and prompts.
+        others: whether the target writes under other conditions, too; else its texts are only compared by position.
     """
     now = use.measure("as it is used", use.ids)
     if not any(map(len, now.accepted)):
         return ()
-    findings = [*_by_prompts(now, use), _by_position(now, use.folder)]
+    findings = [_by_position(now, use.folder)]
     if others:
         for look in (_template, _thinking, _adapter, _quantisation):
             findings += look(now, use)
     found = [finding for finding in findings if finding is not None]
     return tuple(sorted(found, key=lambda finding: -finding.gain))
-
-
-def _by_prompts(now: Measured, use: Use) -> Iterator[Finding | None]:
-    sets: dict[str, list[int]] = {}
-    for index, prompt in enumerate(use.prompts):
-        sets.setdefault(prompt.category, []).append(index)
-    for name, own in sets.items() if len(sets) > 1 else ():
-        others = [index for index in range(len(use.prompts)) if index not in own]
-        low, high = now.chosen(f"on prompts {name!r}", own), now.chosen("on the others", others)
-        yield compare(
-            "prompts", low, high, paired=False, lower="is that another language or domain than it was trained on?"
-        )
 
 
 def _by_position(now: Measured, folder: str) -> Finding | None:
@@ -211,8 +181,9 @@ def _by_position(now: Measured, folder: str) -> Finding | None:
         (stated, "the head's max_position_embeddings"),
     ):
         if isinstance(limit, int) and 0 < limit < _MAX_LIMIT:
-            before, after = now.split(limit)
-            if finding := compare("context", after, before, paired=False, lower=f"{limit} is {what}."):
+            before = now.part(f"before position {limit}", 0, limit)
+            after = now.part(f"from position {limit} on", limit, None)
+            if finding := compare("context", after, before, f"{limit} is {what}.", paired=False):
                 return finding
     return None
 
@@ -237,13 +208,8 @@ def _template(now: Measured, use: Use) -> Iterator[Finding | None]:
         ids = [chat_ids(prompt.messages, use.tokenizer) for prompt in use.prompts]
     here, there = ("with", "without") if use.uses_template else ("without", "with")
     name = f"{there} the chat template"
-    yield compare(
-        "chat template",
-        replace(now, name=f"{here} the chat template"),
-        use.measure(name, ids),
-        lower=f"it was trained on texts {name}, or on another template; prompts should be given as it was trained.",
-        higher=f"prompts {name} are not what it was trained on.",
-    )
+    meaning = f"it was trained on texts {name}, or on another template; prompts should be given as it was trained."
+    yield compare("chat template", replace(now, name=f"{here} the chat template"), use.measure(name, ids), meaning)
 
 
 def _thinking(now: Measured, use: Use) -> Iterator[Finding | None]:
@@ -252,26 +218,16 @@ def _thinking(now: Measured, use: Use) -> Iterator[Finding | None]:
     for switch in (True, False):
         ids = [chat_ids(prompt.messages, use.tokenizer, enable_thinking=switch) for prompt in use.prompts]
         if not all(map(torch.equal, ids, use.ids)):
-            yield compare(
-                "thinking",
-                now,
-                use.measure(f"with enable_thinking={switch}", ids),
-                lower=f"it was trained on answers with enable_thinking={switch}.",
-                higher=f"it was not trained on answers with enable_thinking={switch}.",
-            )
+            name = f"with enable_thinking={switch}"
+            yield compare("thinking", now, use.measure(name, ids), f"it was trained on answers {name}.")
 
 
 def _adapter(now: Measured, use: Use) -> Iterator[Finding | None]:
     if use.without_adapter is not None:
         with use.without_adapter():
             other = use.measure("without it", use.ids)
-        yield compare(
-            "adapter",
-            replace(now, name="with the adapter"),
-            other,
-            lower="the head was trained for the target without this adapter: train one for it.",
-            higher="the head was trained for the target with this adapter.",
-        )
+        meaning = "the head was trained for the target without this adapter: train one for it."
+        yield compare("adapter", replace(now, name="with the adapter"), other, meaning)
 
 
 def _quantisation(now: Measured, use: Use) -> Iterator[Finding | None]:
@@ -283,11 +239,6 @@ def _quantisation(now: Measured, use: Use) -> Iterator[Finding | None]:
     except (SpeculateError, MemoryError, RuntimeError, ValueError) as error:  # backends fail in many ways
         logger.warning(f"the dequantised target was not measured: {first_line(error)}")
         return
-    few = range(min(_FEW, len(use.ids)))
-    yield compare(
-        "quantisation",
-        now.chosen(f"as {label}", few),
-        use.measure("dequantised", [use.ids[i] for i in few], dense),
-        lower="packed weights round otherwise than those that the head was trained with.",
-        higher="the head was trained for the quantised target.",
-    )
+    few = Measured(f"as {label}", now.accepted[:_FEW], now.starts[:_FEW], now.depth)
+    meaning = "packed weights round otherwise than those that the head was trained with."
+    yield compare("quantisation", few, use.measure("dequantised", use.ids[:_FEW], dense), meaning)

@@ -1,8 +1,7 @@
 """The search for the conventions that a head was trained with.
 
-A head drafts a greedy chain at every position of texts that the target wrote, all positions at once. The text then says
-how much of each chain would have been accepted. The search repeats this under known alternatives, and adopts a change
-that makes a clear difference.
+Acceptance is measured as the head's files state, then under known alternatives. A change that makes a clear difference
+is adopted.
 """
 
 from __future__ import annotations
@@ -12,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.stats import HeadRecord
 
-from .acceptance import AcceptanceRates, Alternative, Options, Reader, Text
+from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, Text
 from .conditions import Finding
+from .conventions import Alternative, alternatives
 
 
 Verdict = Literal["plausible", "mislabelled", "better", "explained", "unexplained"]
@@ -43,7 +45,7 @@ class Trial:
         problem: reason why the head cannot be read so.
     """
 
-    options: Options
+    options: ReadingOptions
     meaning: str
     acceptance: AcceptanceRates | None = None
     gain: float | None = None
@@ -74,7 +76,7 @@ class HeadCheck:
     drafter: str
     stated: AcceptanceRates
     trials: tuple[Trial, ...] = ()
-    fix: Options = field(default_factory=dict)
+    fix: ReadingOptions = field(default_factory=dict)
     best: AcceptanceRates | None = None
     findings: tuple[Finding, ...] = ()
     record: HeadRecord = field(default_factory=HeadRecord)
@@ -130,8 +132,9 @@ class HeadCheck:
 
 
 def check_head(
-    reader: Reader,
+    reader: HeadReader,
     head: str,
+    target: PreTrainedModel,
     texts: Sequence[Text],
     *,
     depth: int = 5,
@@ -143,6 +146,7 @@ def check_head(
     Args:
         reader: reads the head.
         head: name of the head in messages.
+        target: the head's target.
         texts: texts from `write_texts`.
         depth: tokens of a chain.
         try_alternatives: whether to try other conventions; None: only if acceptance is low.
@@ -150,47 +154,39 @@ def check_head(
     Raises:
         SpeculateError: the head cannot be read as stated, or the texts are too short.
     """
-    depth, record = reader.depth(depth), record or HeadRecord()
+    record, depth = record or HeadRecord(), reader.deepest(depth)
     if not any(text.roots(depth) for text in texts):
         raise SpeculateError(
             f"the target wrote too little to check chains of {depth} tokens on: more tokens (--max-new-tokens) or "
             "other prompts are needed."
         )
-    accepted = reader.accepted({}, texts, depth)
+
+    def tried(change: Alternative, before: Trial, accepted: Tensor) -> tuple[Trial, Tensor]:
+        options = before.options | change.options
+        meaning = f"{before.meaning} and {change.meaning}" if before.meaning else change.meaning
+        try:
+            now = torch.cat(reader.accepted(options, texts, depth))
+        except SpeculateError as error:
+            return Trial(options, meaning, problem=str(error)), accepted
+        difference = (now - accepted).double()
+        gain = float(difference.mean())
+        error = max(float(difference.std(correction=0)), _MIN_SPREAD) / math.sqrt(len(difference))
+        return Trial(options, meaning, AcceptanceRates.of(now, depth), gain, gain / error), now
+
+    accepted = torch.cat(reader.accepted({}, texts, depth))
     stated = AcceptanceRates.of(accepted, depth)
     if not (stated.is_low(record) if try_alternatives is None else try_alternatives):
         return HeadCheck(head, reader.name, stated, record=record)
-    trials, fix, best = _search(reader, texts, depth, accepted)
-    return HeadCheck(head, reader.name, stated, tuple(trials), fix, best, record=record)
-
-
-def _search(
-    reader: Reader, texts: Sequence[Text], depth: int, accepted: Tensor
-) -> tuple[list[Trial], Options, AcceptanceRates]:
-    """Adopts the best change that helps, then tries the others on top of it: a file may be wrong in two places."""
     trials: list[Trial] = []
-    adopted, best = Trial({}, ""), AcceptanceRates.of(accepted, depth)
+    adopted, best = Trial({}, ""), stated
+    # The best change that helps is adopted, and the others are tried on top of it: a file may be wrong in two places.
     for _ in range(_MAX_CHANGES):
-        tried = [_try(reader, other, adopted, accepted, texts, depth) for other in reader.alternatives(adopted.options)]
-        trials += [trial for trial, _ in tried]
-        helpful = [pair for pair in tried if pair[0].helps]
+        others = alternatives(reader.load(adopted.options, depth), target, adopted.options)
+        found = [tried(other, adopted, accepted) for other in others]
+        trials += [trial for trial, _ in found]
+        helpful = [pair for pair in found if pair[0].helps]
         if not helpful:
             break
         adopted, accepted = max(helpful, key=lambda pair: pair[0].gain or 0.0)
         best = adopted.acceptance or best
-    return trials, adopted.options, best
-
-
-def _try(
-    reader: Reader, change: Alternative, before: Trial, accepted: Tensor, texts: Sequence[Text], depth: int
-) -> tuple[Trial, Tensor]:
-    options = before.options | change.options
-    meaning = f"{before.meaning} and {change.meaning}" if before.meaning else change.meaning
-    try:
-        now = reader.accepted(options, texts, depth)
-    except SpeculateError as error:
-        return Trial(options, meaning, problem=str(error)), accepted
-    difference = (now - accepted).double()
-    gain = float(difference.mean())
-    error = max(float(difference.std(correction=0)), _MIN_SPREAD) / math.sqrt(len(difference))
-    return Trial(options, meaning, AcceptanceRates.of(now, depth), gain, gain / error), now
+    return HeadCheck(head, reader.name, stated, tuple(trials), adopted.options, best, record=record)

@@ -19,6 +19,7 @@ from hf_speculate.commands import (
     Device,
     JsonOnly,
     Prompt,
+    PromptFiles,
     Raw,
     TargetDtype,
     Threads,
@@ -33,26 +34,20 @@ from hf_speculate.commands import (
     tokenize,
 )
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
-from hf_speculate.hub import drafter_class_for, head_record, local_folder, refresh_hashes
+from hf_speculate.hub import drafter_class_for, head_record, local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
 
-from ..block import BlockReader
 from ..check import (
     AcceptanceRates,
     HeadCheck,
-    Reader,
+    HeadReader,
     Use,
     check_head,
     find_conditions,
     measure_calibration,
     write_texts,
 )
-from ..eagle import EagleReader
-from ..medusa import MedusaReader
-
-
-_READERS: dict[str, type] = {reader.name: reader for reader in (BlockReader, EagleReader, MedusaReader)}
 
 
 def check_checkpoint(
@@ -79,13 +74,11 @@ def check_checkpoint(
         TargetMismatchError: the head belongs to another target.
     """
     model, folder = unwrap(target), local_folder(head)
-    drafter = drafter_class_for(folder)
-    if drafter.name not in _READERS:
-        raise CheckpointError(f"{head} is a checkpoint of {drafter.name!r}; only {', '.join(_READERS)} can be checked.")
-    reader: Reader = _READERS[drafter.name](folder, model)  # a broken head fails before the target writes anything
+    reader = HeadReader(folder, model)  # a broken head fails before the target writes anything
     record = head_record(folder, model)
     texts = write_texts(model, prompts, max_new_tokens=max_new_tokens)
-    return check_head(reader, os.fspath(head), texts, depth=depth, try_alternatives=try_alternatives, record=record)
+    given: dict[str, Any] = {"depth": depth, "try_alternatives": try_alternatives, "record": record}
+    return check_head(reader, os.fspath(head), model, texts, **given)
 
 
 def check(
@@ -94,12 +87,7 @@ def check(
         str, typer.Option(help="Folder, GGUF file, Hub id, or smollm2: the model that the head was trained for.")
     ],
     adapter: Annotated[str | None, typer.Option(help="PEFT adapter of the target: a folder or Hub id.")] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSON lines (prompt, text, question, turns or messages) or plain text, one prompt a line (repeatable)."
-        ),
-    ] = None,
+    prompts: PromptFiles = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts of each file.")] = 16,
     raw: Raw = False,
     depth: Annotated[int, typer.Option(min=1, help="Draft this many tokens at every position.")] = 5,
@@ -129,27 +117,23 @@ def check(
 ) -> None:
     """Find out why a head accepts too little: conventions that it is labelled with, and conditions of its use.
 
-    Conditions are prompts, chat template, thinking, adapter, quantisation and context length.
+    Conditions are chat template, thinking, adapter, quantisation and context length.
     """
     if calibrate:
         _writable(head)
     prepare(threads)
-    given = [prompt for path in prompts or () for prompt in _prompts(path, limit)]
     on = find_device(device)
     model, tokenizer = load_measured(target, dtype, on)
     without_adapter = None
     if adapter is not None:
         model, without_adapter = _with_adapter(model, adapter)
-    uses_template = not raw and bool(tokenizer.chat_template)
-    chosen = given or builtin_prompts(limit, chat=uses_template)
-    ids = [tokens for _, tokens in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
+    chosen, ids, uses_template = tokenized_prompts(prompts, limit, tokenizer, raw)
     found = check_checkpoint(
         head, model, ids, depth=depth, max_new_tokens=max_new_tokens, try_alternatives=alternatives
     )
     name = str(model.dtype).removeprefix("torch.")
     use = Use(
         folder=local_folder(head),
-        make_reader=_READERS[found.drafter],
         options=found.fix,
         depth=depth,
         max_new_tokens=max_new_tokens,
@@ -197,7 +181,6 @@ def write_calibration(
         table.save(folder)
     except OSError as error:
         raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
-    refresh_hashes(folder)
 
 
 def _writable(head: str | os.PathLike) -> str:
@@ -228,6 +211,16 @@ def load_measured(target: str, dtype: str, device: torch.device, dense: bool = F
     model.generation_config.eos_token_id = sorted(ends) or None
     model.generation_config.pad_token_id = min(ends, default=0)
     return model, tokenizer
+
+
+def tokenized_prompts(
+    files: Sequence[Path] | None, limit: int, tokenizer: Any, raw: bool
+) -> tuple[list[Prompt], list[Tensor], bool]:
+    """Prompts of files, or the built-in ones; their tokens, int64 [S] each; whether a chat template was applied."""
+    uses_template = not raw and bool(tokenizer.chat_template)
+    chosen = [prompt for path in files or () for prompt in read_prompts(path, limit)]
+    chosen = chosen or builtin_prompts(limit, chat=uses_template)
+    return chosen, [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)], uses_template
 
 
 def _with_adapter(target: Any, adapter: str) -> tuple[GenerativeModel, Callable[[], AbstractContextManager[Any]]]:
@@ -275,15 +268,3 @@ def _cells(acceptance: AcceptanceRates) -> list[str]:
     pairs = zip(acceptance.by_depth, acceptance.conditional, strict=True)
     cells = [f"{share:.2f}" + ("" if rate is None else f" ({rate:.2f})") for share, rate in pairs]
     return [*cells, f"{acceptance.mean_length:.2f}"]
-
-
-def _prompts(path: Path, limit: int) -> list[Prompt]:
-    if path.suffix != ".txt":
-        return read_prompts(path, limit)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read prompts from {path}: {error}") from error
-    if not (found := [Prompt(path.stem, line) for line in lines if line.strip()]):
-        raise CheckpointError(f"no prompts in {path}.")
-    return found[:limit]

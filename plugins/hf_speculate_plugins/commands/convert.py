@@ -19,7 +19,6 @@ from hf_speculate.hub import (
     copy_origins,
     drafter_class_for,
     local_folder,
-    refresh_hashes,
     rename_card,
     write_card,
 )
@@ -64,7 +63,6 @@ def convert_checkpoint(
         copy_origins(folder, written, converted={"to": saved.layout, "from": drafter.describe(folder).layout})
         if not rename_card(written, **asdict(saved), source=folder):
             write_card(written, **card_facts(written, saved))
-        refresh_hashes(written)
         if path.exists():
             path.rmdir()
         written.rename(path)

@@ -26,23 +26,21 @@ from hf_speculate.commands import (
     Raw,
     TargetDtype,
     Threads,
-    builtin_prompts,
     find_device,
     prepare,
     progress,
-    read_prompts,
     say,
     say_json,
-    tokenize,
 )
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import drafter_class_for, local_folder, refresh_hashes
+from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
-from hf_speculate.speculator import AutoSpeculator
+from hf_speculate.speculator import AutoSpeculator, Speculator
 
 from ..checkpoints import LoadedTarget
-from .check import load_measured
+from ..medusa import MedusaDrafter, StaticTree
+from .check import load_measured, tokenized_prompts
 from .convert import check_destination, convert_checkpoint
 
 
@@ -87,30 +85,6 @@ class EngineDrafts:
         return f"chains of {self.depth}" if self.top_k == 1 else f"trees of {self.max_nodes} nodes, {self.depth} deep"
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The head that was written, and its figures.
-
-    Attributes:
-        script: text of the script in the folder that serves the head.
-        mean_acceptance_length: tokens a round, drafted as the engine drafts.
-        acceptance_rate_by_depth: share of the rounds that were accepted to each depth.
-        warnings: differences that the engine may show.
-    """
-
-    engine: str
-    method: str
-    layout: str
-    folder: str
-    script: str
-    drafting: EngineDrafts
-    num_prompts: int
-    temperature: float
-    mean_acceptance_length: float
-    acceptance_rate_by_depth: dict[int, float]
-    warnings: tuple[str, ...]
-
-
 def export_head(
     head: str | os.PathLike,
     destination: str | os.PathLike,
@@ -123,20 +97,21 @@ def export_head(
     top_k: int | None = None,
     num_draft_tokens: int | None = None,
     max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> Exported:
+) -> dict[str, Any]:
     """Measures a head with the drafts of an engine, converts it and writes `serve.sh`.
 
     Args:
         head: folder or Hub id.
         destination: an absent or empty folder; it is written last, when everything else is known to work.
-        target: the model as it is to be served; its texts are measured.
+        engine: the engine.
+        target: the model as it is to be served; its greedy texts are measured.
         prompts: token ids, int64 [S] each.
         target_name: folder or Hub id that the engine is to load.
         depth, top_k, num_draft_tokens: flags of the engine, see `engine_drafts`.
-        temperature: sampling temperature; 0 is greedy.
-        seed: seed of sampled texts.
+        max_new_tokens: tokens that the target writes after each prompt.
+    Returns:
+        JSON-serialisable: the `layout` of the head, the `script` that serves it, its `drafting`, the figures
+        `mean_acceptance_length` and `acceptance_rate_by_depth`, and `warnings` about what the engine may do otherwise.
     Raises:
         SpeculateError: the engine does not serve such heads or such a target, or cannot draft as asked; the layout
             cannot express the head; the head belongs to another target.
@@ -148,23 +123,18 @@ def export_head(
     drafts = engine_drafts(engine, depth, top_k, num_draft_tokens, _stated_tokens(folder))
     refuse_quantized(engine, quantization_label(target))
     path = check_destination(destination)
-    if drafter.name == "medusa":
-        options: dict[str, Any] = {"choices": [(0,) * depth for depth in range(1, drafts.depth + 1)]}
-    else:
-        options = asdict(drafts)
+    options = {} if drafter.name == "medusa" else asdict(drafts)  # Medusa drafts static trees
     speculator = AutoSpeculator.from_pretrained(folder, target=target, adaptive=False, **options)
-    _measure(target, speculator, prompts, max_new_tokens, temperature, seed)
-    length = speculator.stats.mean_acceptance_length
-    if length is None:
-        raise SpeculateError("nothing was drafted: the prompts are answered with a single token each.")
+    if isinstance(speculator.drafter, MedusaDrafter):
+        speculator.drafter.tree = StaticTree.chain(min(drafts.depth, speculator.drafter.heads.num_heads))
+    length = _measured_length(target, speculator, prompts, max_new_tokens)
     is_local = os.path.isdir(target_name)
     files = target_name if is_local else LoadedTarget(unwrap(target), target_name)
     saved, _ = convert_checkpoint(folder, path, layout, files)
     target_name = os.path.abspath(target_name) if is_local else target_name  # the script may be run from anywhere
-    sampled = f"temperature {temperature:g}" if temperature else "greedy"
     facts = (
         f"{method} head for {target_name} in {_TITLES[engine]}, by hf-speculate export. Measured with transformers, "
-        f"{drafts.words}: {length:.2f} tokens a round ({len(prompts)} prompts, {sampled})."
+        f"{drafts.words}: {length:.2f} tokens a round ({len(prompts)} prompts, greedy)."
     )
     script = (
         f'#!/bin/sh\n# {facts}\nhead=$(cd "$(dirname "$0")" && pwd)\n'
@@ -172,20 +142,18 @@ def export_head(
     )
     (path / SCRIPT).write_text(script, encoding="utf-8")
     (path / SCRIPT).chmod(0o755)
-    refresh_hashes(path)
-    return Exported(
-        engine=engine,
-        method=method,
-        layout=saved.layout,
-        folder=str(path),
-        script=script,
-        drafting=drafts,
-        num_prompts=len(prompts),
-        temperature=temperature,
-        mean_acceptance_length=length,
-        acceptance_rate_by_depth=speculator.stats.acceptance_rate_by_depth,
-        warnings=tuple(engine_warnings(engine, target.config, method, str(target.dtype).removeprefix("torch."))),
-    )
+    return {
+        "engine": engine,
+        "method": method,
+        "layout": saved.layout,
+        "folder": str(path),
+        "script": script,
+        "drafting": asdict(drafts),
+        "num_prompts": len(prompts),
+        "mean_acceptance_length": length,
+        "acceptance_rate_by_depth": speculator.stats.acceptance_rate_by_depth,
+        "warnings": engine_warnings(engine, target.config, method, str(target.dtype).removeprefix("torch.")),
+    }
 
 
 def _served(engine: EngineName, method: str) -> tuple[str, str]:
@@ -237,12 +205,7 @@ def _command(engine: EngineName, method: str, target: str, drafts: EngineDrafts)
 
 
 def engine_warnings(engine: EngineName, config: Any, method: str, dtype: str) -> list[str]:
-    """Differences that the engine may show.
-
-    Args:
-        config: config of the target.
-        dtype: dtype in which the head was measured.
-    """
+    """Differences that the engine may show, by the target's config and the dtype in which the head was measured."""
     found, kind = [], config.get_text_config(decoder=True).model_type
     if method == "eagle3" and not any(part in kind for part in _EAGLE3_TARGETS):
         found.append(
@@ -277,22 +240,19 @@ def _stated_tokens(folder: str) -> int | None:
         return None
 
 
-def _measure(
-    target: GenerativeModel,
-    speculator: Any,
-    prompts: Sequence[Tensor],
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> None:
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    torch.manual_seed(seed)
+def _measured_length(
+    target: GenerativeModel, speculator: Speculator, prompts: Sequence[Tensor], max_new_tokens: int
+) -> float:
+    """Tokens a round over greedy texts behind the prompts."""
     with progress("prompts", total=len(prompts)) as advance, torch.inference_mode():
         for prompt in prompts:
             ids = prompt[None].to(target.device)
-            mask = torch.ones_like(ids)
-            target.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, **sampling, speculator=speculator)
+            given: dict[str, Any] = {"do_sample": False, "speculator": speculator, "max_new_tokens": max_new_tokens}
+            target.generate(ids, attention_mask=torch.ones_like(ids), **given)
             advance("prompts")
+    if (length := speculator.stats.mean_acceptance_length) is None:
+        raise SpeculateError("nothing was drafted: the prompts are answered with a single token each.")
+    return length
 
 
 def export(
@@ -313,8 +273,6 @@ def export(
         int | None, typer.Option(min=2, help="SGLang's num-draft-tokens: nodes of a tree with its root (default 8).")
     ] = None,
     max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the measurement; 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampled texts.")] = 0,
     dtype: TargetDtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -324,32 +282,19 @@ def export(
     prepare(threads)
     name = target or _stated_target(head)
     model, tokenizer = load_measured(name, dtype, find_device(device))
-    uses_template = not raw and bool(tokenizer.chat_template)
-    chosen = [prompt for path in prompts or () for prompt in read_prompts(path, limit)]
-    chosen = chosen or builtin_prompts(limit, chat=uses_template)
-    found = export_head(
-        head,
-        destination,
-        engine,
-        model,
-        [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)],
-        target_name=name,
-        depth=depth,
-        top_k=top_k,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
+    _, ids, _ = tokenized_prompts(prompts, limit, tokenizer, raw)
+    flags = {"depth": depth, "top_k": top_k, "num_draft_tokens": num_draft_tokens}
+    found = export_head(head, destination, engine, model, ids, target_name=name, max_new_tokens=max_new_tokens, **flags)
     if json_only:
-        say_json(asdict(found))
+        say_json(found)
         return
-    for warning in found.warnings:
+    for warning in found["warnings"]:
         say(f"note: {warning}", err=True)
-    rates = ", ".join(f"{rate:.0%}" for rate in found.acceptance_rate_by_depth.values())
+    rates = ", ".join(f"{rate:.0%}" for rate in found["acceptance_rate_by_depth"].values())
     say(
-        f"{found.mean_acceptance_length:.2f} tokens a round with {found.drafting.words} on {found.num_prompts} prompts "
-        f"(accepted to depth 1, 2, ...: {rates})\n\n{found.script}\n{destination} holds head and {SCRIPT}."
+        f"{found['mean_acceptance_length']:.2f} tokens a round with {EngineDrafts(**found['drafting']).words} on "
+        f"{found['num_prompts']} prompts (accepted to depth 1, 2, ...: {rates})\n\n{found['script']}\n{destination} "
+        f"holds head and {SCRIPT}."
     )
 
 

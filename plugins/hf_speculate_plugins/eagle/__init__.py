@@ -6,27 +6,23 @@ dialects, and one `EagleHead` computes them.
 """
 
 from ..heads import LoadedHead
-from ..trees import StaticTree
-from .calibration import EagleReader
 from .drafter import EagleDrafter, EagleSession
 from .head import EagleHead
 from .saving import EagleFiles
-from .spec import Conventions, EagleOptions, EagleSpec
+from .spec import EagleConventions, EagleOptions, EagleSpec
 
 
 check_fits, load_head, write_head = EagleFiles.check_fits, EagleFiles.load, EagleFiles.write
 
 __all__ = [
-    "Conventions",
+    "EagleConventions",
     "EagleDrafter",
     "EagleFiles",
     "EagleHead",
     "EagleOptions",
-    "EagleReader",
     "EagleSession",
     "EagleSpec",
     "LoadedHead",
-    "StaticTree",
     "check_fits",
     "load_head",
     "write_head",

@@ -15,21 +15,10 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
-from ..trees import (
-    Level,
-    StaticTree,
-    best_tree,
-    forest_of,
-    levels_of,
-    log_shares,
-    path_sums,
-    slot_scores,
-    slot_shares,
-    trimmed,
-)
+from ..trees import best_tree, slot_scores, slot_shares, trimmed
 from .head import EagleHead
 from .saving import EagleFiles
-from .spec import Conventions, EagleOptions, TreeSize
+from .spec import EagleConventions, EagleOptions, TreeSize
 from .steps import CompiledSteps, Pending, PlainSteps, Steps, read_prompt
 
 
@@ -79,14 +68,12 @@ class EagleSession(HeadSession[EagleHead]):
         self._pending = (tokens, states, lengths.tolist())
 
     def draft(self, state: DraftState) -> DraftTree:
-        reading, steps, options = self._reading, self._steps, self.options
+        reading, steps = self._reading, self._steps
         if reading is None or steps is None:
             raise RuntimeError("draft() before the first observe()")
         try:
             if self._loaded.spec.parallel:
                 return self._draft_parallel(state, steps, self._root())
-            if options.static_tree is not None and not state.chains_only:
-                return self._draft_static(state, steps, self._root(), options.static_tree.cut(state.max_depth))
             return self._draft_dynamic(state, steps)
         finally:
             reading.drop()
@@ -107,8 +94,8 @@ class EagleSession(HeadSession[EagleHead]):
 
     def _steps_behind(self, reading: Reading) -> Steps:
         native = self._native
-        is_dynamic = self.options.static_tree is None and not self._loaded.spec.parallel
-        if native is not None and is_dynamic and not reading.has_windows and native.current_ranking() is not None:
+        is_grown = not self._loaded.spec.parallel
+        if native is not None and is_grown and not reading.has_windows and native.current_ranking() is not None:
             from .native import NativeSteps  # only sessions with a kernel need it
 
             return NativeSteps(self._loaded, reading, native)  # not compiled: graphs of trees are slower
@@ -144,14 +131,14 @@ class EagleSession(HeadSession[EagleHead]):
 
     def _draft_dynamic(self, state: DraftState, steps: Steps) -> DraftTree:
         """A tree, or where only chains can be verified the best chain."""
-        options, depth = self.options, min(self.options.max_depth, state.max_depth)
+        options, depth = self.options, min(self.options.depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
         width = options.width(state.samples)
         if width > 1 and not state.chains_only:
             return self._tree(state, steps, TreeSize(depth, width, options.max_nodes))
         # The most nodes that a chain may have: the number for this round would be another graph.
-        chain = self._tree(state, steps, TreeSize(depth, 1, options.max_depth))
+        chain = self._tree(state, steps, TreeSize(depth, 1, options.depth))
         return DraftTree.chain(chain.token_ids, chain.values)
 
     def _tree(self, state: DraftState, steps: Steps, size: TreeSize) -> DraftTree:
@@ -186,31 +173,6 @@ class EagleSession(HeadSession[EagleHead]):
         roots = to_device(state.root_ids, root.device)
         return trimmed(best_tree(roots, shares_of, depth=depth, max_nodes=options.max_nodes), state.active)
 
-    def _draft_static(self, state: DraftState, steps: Steps, root: Tensor, tree: StaticTree) -> DraftTree:
-        tokens = torch.zeros(len(state.root_ids), len(tree.parents), dtype=torch.long, device=root.device)
-        tokens[:, 0] = to_device(state.root_ids, tokens.device)
-        own_values = torch.zeros(tokens.shape, device=root.device)
-        logits, fed_back = self._loaded.head.read(root[:, None])
-        run: tuple[int, ...] = ()
-        for depth, level in enumerate(levels_of(tree)):
-            if depth:
-                run += level.nodes
-                nodes = tokens[:, to_device(level.nodes, tokens.device)]
-                states = fed_back[:, to_device(level.previous, fed_back.device)]
-                logits, fed_back = steps.level(nodes, states, forest_of(tree, run))
-            self._fill(tokens, own_values, level, state.child_scores(logits, depth, self._loaded.target_ids))
-        return DraftTree(tokens, tree.parents, values=own_values @ path_sums(tree, root.device))
-
-    def _fill(self, tokens: Tensor, own_values: Tensor, level: Level, scores: Tensor) -> None:
-        """Writes the children of a level: the best-ranked tokens of its nodes."""
-        shares, columns = log_shares(scores, max(level.child_ranks) + 1)
-        parents, ranks, children = (
-            to_device(indices, tokens.device) for indices in (level.child_parents, level.child_ranks, level.children)
-        )
-        target_ids, chosen = self._loaded.target_ids, columns[:, parents, ranks]
-        tokens[:, children] = chosen if target_ids is None else target_ids[chosen]
-        own_values[:, children] = shares[:, parents, ranks]
-
 
 class EagleDrafter(HeadDrafter[EagleHead]):
     """Drafts with an EAGLE head; for its arguments see `HeadDrafter`.
@@ -223,20 +185,13 @@ class EagleDrafter(HeadDrafter[EagleHead]):
     """
 
     name = "eagle"
-    options_classes = (EagleOptions, Conventions)
+    options_classes = (EagleOptions, EagleConventions)
     head_files = EagleFiles
 
     def __init__(self, loaded: LoadedHead[EagleHead], target: PreTrainedModel, options: EagleOptions | None = None):
         super().__init__(loaded, target, options)
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
-        tree = self.options.static_tree
-        if tree is not None and self.spec.parallel:
-            raise ValueError(
-                "eagle: P-EAGLE heads score all levels at once and draft their best tree: tree= has no use."
-            )
-        if tree is not None and max(tree.widths) > self.spec.draft_vocab_size:
-            raise ValueError(f"eagle: the static tree needs {max(tree.widths)} children; the head has fewer tokens.")
 
     def __repr__(self) -> str:
         return f"EagleDrafter({self.spec.kind}, {self.spec.dialect}, {self.options})"

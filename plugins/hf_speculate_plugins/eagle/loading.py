@@ -20,7 +20,7 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from ..checkpoints import ConfigValues, OpenedHead, Shapes, Stated, mask_token_of, rope_of, windows_of
 from ..heads import HeadFiles
 from .head import EagleHead
-from .spec import Conventions, Dialect, EagleSpec
+from .spec import Dialect, EagleConventions, EagleSpec
 
 
 # Names of other dialects -> ours (those of speculators). ModelOpt numbers `midlayer` when there are several; old
@@ -51,7 +51,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
     """The reading half of `EagleFiles`."""
 
     name, kind, section = "eagle", "EAGLE head", "eagle_config"
-    head_class, conventions_class = EagleHead, Conventions
+    head_class, conventions_class = EagleHead, EagleConventions
     config_says = "num_attention_heads and RoPE"
 
     @classmethod
@@ -67,7 +67,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
 
     @classmethod
     def open(
-        cls, folder: str, conventions: Conventions | None = None, target: PreTrainedModel | None = None
+        cls, folder: str, conventions: EagleConventions | None = None, target: PreTrainedModel | None = None
     ) -> OpenedHead[EagleSpec]:
         opened = super().open(folder, conventions, target)
         if target is not None and opened.spec.parallel and opened.spec.mask_token_id is None:
@@ -78,7 +78,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         return opened
 
     @classmethod
-    def spec_of(cls, stated: Stated, conventions: Conventions) -> EagleSpec:
+    def spec_of(cls, stated: Stated, conventions: EagleConventions) -> EagleSpec:
         version = eagle_version(stated.shapes)
         assert version is not None
         dialect = _dialect(stated, version)

@@ -13,7 +13,6 @@ from typing import Literal
 from hf_speculate.drafting import RAW_LAST
 
 from ..checkpoints import HeadSpec
-from ..trees import StaticTree, levels_of
 
 
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm"]
@@ -106,7 +105,7 @@ class EagleSpec(HeadSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conventions:
+class EagleConventions:
     """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
 
     Files of mis-labelled heads load and draft badly; these switches are the known ambiguities (see the table of
@@ -156,39 +155,20 @@ class EagleOptions:
 
     Attributes:
         depth: tokens drafted along a branch; each costs one forward of the head.
-        top_k: branches of a level of a dynamic tree; 1 drafts a chain. None: 4, and 8 for requests that sample.
-        max_nodes: draft nodes of a dynamic tree, the root not counted. (SafeAILab's `total_token` counts it, and its
+        top_k: branches of a level; 1 drafts a chain. None: 4, and 8 for requests that sample.
+        max_nodes: draft nodes of a tree, the root not counted. (SafeAILab's `total_token` counts it, and its
             `depth` counts the levels below the first: total_token=60, depth=7 are max_nodes=59, depth=8 here.)
-        tree: a static tree instead, as a list of paths of ranks, e.g. `[(0,), (1,), (0, 0)]`.
     """
 
     depth: int = 8
     top_k: int | None = None
     max_nodes: int = 24
-    tree: StaticTree | Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k", "max_nodes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"eagle: {name} must be at least 1, got {value}.")
-        if self.tree is not None and not isinstance(self.tree, StaticTree):
-            object.__setattr__(self, "tree", StaticTree.of(self.tree, "eagle"))
-
-    @property
-    def static_tree(self) -> StaticTree | None:
-        return self.tree if isinstance(self.tree, StaticTree) else None
-
-    @property
-    def max_depth(self) -> int:
-        """Depth of a chain. A static tree is cut to a chain of this depth where only chains can be verified."""
-        return self.depth if self.static_tree is None else self.static_tree.max_depth
 
     def width(self, samples: bool) -> int:
         """Branches of a level, for a request that samples or not."""
         return self.top_k or (_SAMPLED_WIDTH if samples else _GREEDY_WIDTH)
-
-    @property
-    def max_frontier(self) -> int:
-        """Most nodes of a level that are run at once."""
-        tree = self.static_tree
-        return self.width(samples=True) if tree is None else max(len(level.nodes) for level in levels_of(tree))

@@ -240,7 +240,7 @@ class CompiledSteps(CompiledForwards):
         count = token_ids.shape[1]
         positions, masks = self._reading.next_place(count)
         plain = partial(self._plain.entries, token_ids, states)
-        inputs, width = (states, token_ids, positions), self._options.max_depth + 1
+        inputs, width = (states, token_ids, positions), self._options.depth + 1
         return self.append(eagle_entries, width, inputs, masks, plain)[:, :count]
 
     def level(self, token_ids: Tensor, states: Tensor, plan: TreePlan) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ class CompiledSteps(CompiledForwards):
         positions, masks = self._reading.node_place(plan, count)
         plain = partial(self._plain.level, token_ids, states, plan)
         inputs = states, token_ids, positions
-        width = self._options.depth - 1 if self._head.spec.parallel else self._options.max_frontier
+        width = self._options.depth - 1 if self._head.spec.parallel else self._options.width(samples=True)
         logits, fed_back = self.append(eagle_level, width, inputs, masks, plain)
         return logits[:, :count], fed_back[:, :count]
 
@@ -275,7 +275,7 @@ class CompiledSteps(CompiledForwards):
 
     def _tree_keys(self, batch_size: int, state: DraftState, size: TreeSize) -> list[Any]:
         """Keys of the graphs that can grow a tree of this size, the least deep first."""
-        deepest = self._options.max_depth
+        deepest = self._options.depth
         form = self._head.dtype, *form_of(state)
 
         def key_of(levels: int) -> tuple[Any, ...]:

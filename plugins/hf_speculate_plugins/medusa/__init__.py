@@ -4,17 +4,14 @@ All heads run in one pass, head h proposing the tokens of depth h + 1, and a tre
 with their best tokens. There is no draft cache: a session keeps one hidden state a row.
 """
 
-from .calibration import MedusaReader
-from .drafter import MedusaDrafter
+from .drafter import MedusaDrafter, MedusaOptions
 from .head import MedusaHeads
-from .options import MedusaOptions, computed_choices, measured_accuracies
+from .tree import StaticTree
 
 
 __all__ = [
     "MedusaDrafter",
     "MedusaHeads",
     "MedusaOptions",
-    "MedusaReader",
-    "computed_choices",
-    "measured_accuracies",
+    "StaticTree",
 ]

@@ -7,6 +7,7 @@ the node whose chosen token is the new root, so head h proposes tokens for depth
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftSession, DraftState, SavedHead
+from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.scoring import device_beside
 from hf_speculate.speculator import read_options
@@ -23,11 +24,11 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files
-from ..trees import StaticTree, log_shares, path_sums
-from .head import Forward, MedusaHeads, QuickOutputs, forward_of
+from ..trees import log_shares
+from .head import HeadForward, MedusaHeads, QuickOutputs, forward_of
 from .loading import LayoutName, check_backbone, holds_heads, read_heads
-from .options import DEFAULT_ACCURACIES, MedusaOptions, column_index, computed_choices
 from .saving import check_layout, convert_heads, describe_heads, write_heads
+from .tree import ACCURACIES, StaticTree, best_static_tree, column_index, path_sums
 
 
 if TYPE_CHECKING:
@@ -40,6 +41,21 @@ _MAX_NODES_ACCELERATOR = 63
 _MAX_NODES_CPU = 15
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaOptions:
+    """Options of Medusa drafting.
+
+    Attributes:
+        max_nodes: nodes of the tree, the root not counted; None: 63 on accelerators, 15 on a CPU.
+    """
+
+    max_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_nodes is not None and self.max_nodes < 1:
+            raise ValueError(f"medusa: max_nodes must be at least 1, got {self.max_nodes}.")
+
+
 class MedusaSession(DraftSession):
     """Keeps one hidden state a row: the one that the newest token was chosen from.
 
@@ -50,7 +66,7 @@ class MedusaSession(DraftSession):
         forward: forward of the heads for this request.
     """
 
-    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, forward: Forward):
+    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, forward: HeadForward):
         self.heads, self.tree, self._layer, self._forward = heads, tree, layer, forward
         self._features: Tensor | None = None  # [B, H]
 
@@ -62,7 +78,8 @@ class MedusaSession(DraftSession):
         self._features = states[rows, last].to(self.heads.device, self.heads.dtype)
 
     def draft(self, state: DraftState) -> DraftTree:
-        tree = self._chain if state.chains_only else self.tree
+        # Targets that cannot score branches get the best token of every head.
+        tree = StaticTree.chain(self.heads.num_heads) if state.chains_only else self.tree
         tree = tree.cut(state.max_depth)
         if not tree.max_depth or self._features is None:
             return DraftTree.root_only(state.root_ids)
@@ -73,11 +90,6 @@ class MedusaSession(DraftSession):
         # The heads know nothing of each other's tokens: the probabilities along a path multiply.
         values = functional.pad(shares[:, columns], (1, 0)) @ path_sums(tree, best.device)
         return DraftTree(tokens, tree.parents, values=values)
-
-    @property
-    def _chain(self) -> StaticTree:
-        """The best token of every head, for targets that cannot score branches."""
-        return StaticTree(tuple((0,) * depth for depth in range(1, self.heads.num_heads + 1)))
 
     def _best_tokens(self, state: DraftState, tree: StaticTree, features: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of each head's best tokens, as many as the tree uses, best first [B, sum of widths]; and
@@ -104,6 +116,7 @@ class MedusaDrafter(Drafter):
         target: model that the heads belong to; the drafter keeps only its sizes.
         options: see `MedusaOptions`.
         report: account of every tensor of the checkpoint that the heads were read from.
+        tree: the static tree to draft, cut to the number of heads; None: the best one of `max_nodes` nodes.
 
     Attributes:
         tree: the static tree that is drafted.
@@ -118,23 +131,21 @@ class MedusaDrafter(Drafter):
         target: PreTrainedModel,
         options: MedusaOptions | None = None,
         report: LoadReport | None = None,
+        tree: StaticTree | None = None,
     ):
         config = target.config.get_text_config(decoder=True)
         self.options = options or MedusaOptions()
-        order = self.options.order
-        if order is not None and max(order) >= heads.num_heads:
-            raise ValueError(f"medusa: order names head {max(order)}; there are heads 0 to {heads.num_heads - 1}.")
-        self.heads = (heads if order is None else heads.selected(order)).eval().requires_grad_(False)
+        self.heads = heads.eval().requires_grad_(False)
         self.report = report
-        self.feature_layers = (RAW_LAST if self.options.before_final_norm else config.num_hidden_layers,)
+        self.feature_layers = (config.num_hidden_layers,)
         self._num_target_layers = config.num_hidden_layers
         self._target_vocab_size = config.vocab_size
         self._target_name = getattr(target.config, "_name_or_path", None) or None
-        self.tree = self._make_tree()
+        self.tree = (tree or self._best_tree()).cut(heads.num_heads)
 
     def __repr__(self) -> str:
         heads = self.heads
-        kind = f"{heads.num_heads} heads of {heads.num_layers} blocks, {len(self.tree.choices)} nodes"
+        kind = f"{heads.num_heads} heads of {heads.num_layers} blocks, {len(self.tree.paths)} nodes"
         return f"MedusaDrafter({kind}, {self.options})"
 
     @classmethod
@@ -152,8 +163,7 @@ class MedusaDrafter(Drafter):
         """Reads heads of any layout; dtype and device are the target's."""
         parsed = read_options(MedusaOptions, options, cls.name)
         checkpoint = read_heads(folder)
-        if parsed.check_backbone:
-            check_backbone(target, checkpoint.backbone, folder)
+        check_backbone(target, checkpoint.backbone, folder)
         heads = _share_output(checkpoint.heads, target)
         _check_sizes(heads, target)  # before memory is spent on them
         check_stated_target(folder, checkpoint.config, target)
@@ -212,17 +222,11 @@ class MedusaDrafter(Drafter):
         forward = forward_of(self.heads, self._quick, request)
         return MedusaSession(self.heads, self.tree, self.feature_layers[0], forward)
 
-    def _make_tree(self) -> StaticTree:
-        options, choices = self.options, self.options.choices
-        if choices is None:
-            default = _MAX_NODES_CPU if self.heads.device.type == "cpu" else _MAX_NODES_ACCELERATOR
-            accuracies = (options.accuracies or DEFAULT_ACCURACIES)[: self.heads.num_heads]
-            choices = computed_choices(accuracies, options.max_nodes or default)
-        tree = StaticTree(tuple(tuple(choice) for choice in choices)).cut(self.heads.num_heads)
-        size = self.heads.vocab_size or self._target_vocab_size
-        if max(tree.widths, default=0) > size:
-            raise ValueError(f"medusa: choices use rank {max(tree.widths) - 1}; the heads have {size} tokens.")
-        return tree
+    def _best_tree(self) -> StaticTree:
+        default = _MAX_NODES_CPU if self.heads.device.type == "cpu" else _MAX_NODES_ACCELERATOR
+        num_tokens = self.heads.vocab_size or self._target_vocab_size
+        accuracies = [ranks[:num_tokens] for ranks in ACCURACIES[: self.heads.num_heads]]
+        return best_static_tree(accuracies, self.options.max_nodes or default)
 
 
 def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:

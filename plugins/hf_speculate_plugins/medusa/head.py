@@ -50,13 +50,6 @@ class MedusaHeads(nn.Module):
         self.register_buffer("token_ids", token_ids)
         self.token_ids: Tensor | None
 
-    def selected(self, order: Sequence[int]) -> MedusaHeads:
-        """Some of the heads in another order."""
-        index, shared = list(order), self.output_weight is None or len(self.output_weight) == 1
-        output = self.output_weight if shared or self.output_weight is None else self.output_weight[index]
-        bias = None if self.block_bias is None else self.block_bias[index]
-        return MedusaHeads(self.block_weight[index], bias, output, self.token_ids)
-
     def with_output(self, output_weight: Float[Tensor, "d Vd H"] | None) -> MedusaHeads:
         """The same blocks with other output matrices, for the target's whole vocabulary."""
         bias = None if self.block_bias is None else self.block_bias.data
@@ -128,7 +121,7 @@ class MedusaHeads(nn.Module):
         return torch.bmm(states, weight[: len(states)].mT)
 
 
-class Forward:
+class HeadForward:
     """Runs the heads of one request.
 
     Args:
@@ -147,7 +140,7 @@ class Forward:
         """Gives back the buffers of the forward."""
 
 
-class QuickForward(Forward):
+class QuickForward(HeadForward):
     """The forward with output matrices in 8 bits, which most of a draft's reading is for.
 
     Args:
@@ -167,7 +160,7 @@ class QuickForward(Forward):
         return torch.stack([output(rows) for output, rows in zip(self._outputs, states, strict=False)])
 
 
-class CompiledForward(Forward):
+class CompiledForward(HeadForward):
     """The forward compiled. All heads run, however many are asked for: their number is a part of the shape."""
 
     def __init__(self, heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler):
@@ -247,7 +240,7 @@ def _linear(matrix: Tensor) -> nn.Linear:
     return layer
 
 
-def forward_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -> Forward:
+def forward_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -> HeadForward:
     """The forward for one request: compiled where there is a compiler and that is faster."""
     outputs, compiler = heads.output_weight, request.compiler
     has_many = outputs is not None and len(outputs) > 1
@@ -260,4 +253,4 @@ def forward_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -
         return CompiledForward(heads, lm_head, compiler)
     if quick_outputs := quick.of(request.target):
         return QuickForward(heads, quick_outputs)
-    return Forward(heads, lm_head)
+    return HeadForward(heads, lm_head)

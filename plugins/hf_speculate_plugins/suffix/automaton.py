@@ -13,10 +13,10 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState
 
 from .contexts import ContextCounts, Followers, RecycledRow, RecycledRows
-from .options import SuffixOptions
-from .windows import Draft
 
 
+# Most children of a node, and the smallest probability of a path that is drafted.
+_MAX_CHILDREN, FLOOR = 8, 0.01
 # Trials that the first weight counts as, and those at which the past is halved, so that weights follow the text.
 _PRIOR_TRIALS = 4
 _MAX_TRIALS = 600
@@ -164,26 +164,43 @@ class Automaton:
         return components
 
 
+@dataclass
+class TextDraft:
+    """Nodes below the last token of a text, best first, parents first.
+
+    Attributes:
+        tokens: tokens of the draft nodes.
+        parents: index of each node's parent, -1 for the last token of the text.
+        probs: probability of each node's path.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)
+
+
 def draft_tree(
     automaton: Automaton,
     tail: Sequence[int],
-    options: SuffixOptions,
+    *,
+    max_nodes: int,
     max_depth: int,
     chain: bool,
     race: Races | None = None,
-) -> Draft:
+) -> TextDraft:
     """The most probable paths after `tail`, best first.
 
     Contexts move along the path: a draft runs past the end of an occurrence, into shorter contexts and back.
 
     Args:
         tail: the last tokens of the text, as many as the longest order.
-        max_depth: of a node.
-        chain: one path only, the most probable token after each.
-        race: what is known of a sampled request's choice of a child, see `Race`.
+        max_nodes: most draft nodes.
+        max_depth: greatest depth of a node.
+        chain: whether to draft one path only, the most probable token after each.
+        race: probabilities that a sampled request chooses each child, see `Race`; None for greedy requests.
     """
-    draft = Draft()
-    longest, floor, num_children = automaton.orders[-1], options.floor, 1 if chain else options.children
+    draft = TextDraft()
+    longest, num_children = automaton.orders[-1], 1 if chain else _MAX_CHILDREN
     heap: list[tuple[float, int, int, int, int, Tail]] = []
     num_pushed = 0
 
@@ -191,21 +208,23 @@ def draft_tree(
         nonlocal num_pushed
         if depth >= max_depth:
             return
-        probabilities: Mapping[int, float] = automaton.probabilities(tail, floor if race is None else 0.0)
+        probabilities: Mapping[int, float] = automaton.probabilities(tail, FLOOR if race is None else 0.0)
         if race is not None:
             probabilities = race(probabilities, depth)
         # `sorted` is faster than `nlargest` for so few.
         for token, share in sorted(probabilities.items(), key=_second, reverse=True)[:num_children]:
             path_prob = prob * share
-            if path_prob < floor:
+            if path_prob < FLOOR:
                 break
             num_pushed += 1
             heapq.heappush(heap, (-path_prob, num_pushed, parent, token, depth + 1, tail))
 
     push_children(tuple(tail), -1, 1.0, 0)
-    while heap and len(draft.tokens) < options.max_nodes:
+    while heap and len(draft.tokens) < max_nodes:
         negative, _, parent, token, depth, above = heapq.heappop(heap)
-        node = draft.add(token, parent, -negative)
-        if node + 1 < options.max_nodes:  # children of the last node would not be drafted
-            push_children((*above, token)[-longest:], node, -negative, depth)
+        draft.tokens.append(token)
+        draft.parents.append(parent)
+        draft.probs.append(-negative)
+        if len(draft.tokens) < max_nodes:  # children of the last node would not be drafted
+            push_children((*above, token)[-longest:], len(draft.tokens) - 1, -negative, depth)
     return draft

@@ -64,10 +64,14 @@ class Followers:
         return self.counts[token], -token
 
 
-class ContextCounts:
-    """context -> what followed it, of contexts as long as one of `orders`. A token costs one entry an order."""
+# Lengths of the contexts that are counted, rising.
+ORDERS = (1, 2, 4, 8)
 
-    def __init__(self, orders: Sequence[int]):
+
+class ContextCounts:
+    """The tokens that followed each context whose length is one of `orders`. A token costs one entry an order."""
+
+    def __init__(self, orders: Sequence[int] = ORDERS):
         self.orders = tuple(orders)
         self.followers: dict[tuple[int, ...], Followers] = {}
 

@@ -13,10 +13,10 @@ from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 
 from .automaton import Mixture
-from .contexts import RecycledRows
+from .contexts import ContextCounts, RecycledRows
 from .options import SuffixOptions, read_corpus
-from .session import SuffixSession, index_kind
-from .store import Index, SuffixStore
+from .session import SuffixSession
+from .store import SuffixStore
 
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ class SuffixDrafter(Drafter):
     """Drafts from the text itself, and from other texts where it is told to; fits every target.
 
     Args:
-        vocab_size: of the target.
+        vocab_size: size of the target's vocabulary.
         options: see `SuffixOptions`.
 
     Attributes:
-        store: outputs of earlier requests; None where `store` is False.
+        store: outputs of earlier requests; None if the option `store` is False.
     Raises:
         OptionError: a corpus that cannot be read.
         TargetMismatchError: a corpus with tokens that the target does not have.
@@ -45,15 +45,14 @@ class SuffixDrafter(Drafter):
     def __init__(self, vocab_size: int, options: SuffixOptions | None = None):
         self.options = options = options or SuffixOptions()
         self.vocab_size = vocab_size
-        kind = index_kind(options)
-        self._corpus: Index | None = None
+        self._corpus: ContextCounts | None = None
         for tokens in read_corpus(options.corpus, options.tokenizer, vocab_size):
-            self._corpus = self._corpus or kind.make()
+            self._corpus = self._corpus or ContextCounts()
             self._corpus.extend([], tokens)
         self.store: SuffixStore | None = None
         if options.store is not False:
             self.store = SuffixStore() if options.store is True else options.store
-            self.store.attach(kind, vocab_size)
+            self.store.attach(vocab_size)
         self._mixtures: dict[tuple[str, bool], Mixture] = {}
 
     @property
@@ -81,28 +80,21 @@ class SuffixDrafter(Drafter):
             )
 
     def start(self, request: DraftRequest) -> SuffixSession:
-        sources: dict[str, Index] = {} if self._corpus is None else {"corpus": self._corpus}
+        sources = {} if self._corpus is None else {"corpus": self._corpus}
+        recycled = RecycledRows()
         if self.store is not None:
-            sources["store"] = self.store.index(request.adapters)
+            sources["store"] = self.store.counts(request.adapters)
+            recycled = self.store.recycled(request.adapters)
         # Weights of greedy text are not those of sampled text.
-        condition = (request.adapters, request.do_sample)
-        mixture = self._mixtures.get(condition, Mixture()).copy()
+        kind = (request.adapters, request.do_sample)
+        mixture = self._mixtures.get(kind, Mixture()).copy()
 
         def keep(learnt: Mixture) -> None:
-            self._mixtures[condition] = learnt
+            self._mixtures[kind] = learnt
 
-        return SuffixSession(self.options, request, sources, self._rows(request), self.store, mixture, keep)
+        return SuffixSession(self.options, request, sources, recycled, self.store, mixture, keep)
 
     def forget(self) -> None:
         """Empties the store."""
         if self.store is not None:
             self.store.clear()
-
-    def _rows(self, request: DraftRequest) -> RecycledRows | None:
-        """The memory for the choices of a request: with a store, the one that others share."""
-        count, options = self.options.recycled, self.options
-        if not (count and options.smoothing and 1 in options.orders):  # they follow one token
-            return None
-        if self.store is not None:
-            return self.store.recycled(request.adapters, count)
-        return RecycledRows()

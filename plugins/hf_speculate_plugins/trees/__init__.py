@@ -1,8 +1,7 @@
-"""Shapes of draft trees, for every method that drafts one.
+"""Dynamic draft trees, for every method that drafts one.
 
-Static trees have a structure that is fixed beforehand, a list of choices; dynamic trees are grown level by level where
-the drafter is sure; where all levels are scored at once, the best tree is found. Nothing here knows what scores the
-tokens.
+They are grown level by level where the drafter is sure; where all levels are scored at once, the best tree is found.
+Nothing here knows what scores the tokens.
 """
 
 from .dynamic import (
@@ -16,23 +15,15 @@ from .dynamic import (
     slot_shares,
     trimmed,
 )
-from .static import Level, StaticTree, TreeChoices, canonical, forest_of, levels_of, path_sums
 
 
 __all__ = [
     "Frontier",
-    "Level",
     "Shares",
-    "StaticTree",
-    "TreeChoices",
     "best_tree",
-    "canonical",
-    "forest_of",
     "grow_tree",
-    "levels_of",
     "log_shares",
     "num_candidates",
-    "path_sums",
     "slot_scores",
     "slot_shares",
     "trimmed",

@@ -119,10 +119,11 @@ def test_padding_and_neighbours_do_not_matter(prompt, kind):
 
 
 @pytest.mark.parametrize("kind", [*PAIRED, "dflash", "rnn"])
-def test_trees_are_the_best_nodes_of_all(prompt, kind):
+def test_trees_are_the_best_nodes_of_all(prompt, monkeypatch, kind):
     """Against every path of the vocabulary's best children, scored one by one with the whole matrix."""
+    monkeypatch.setattr("hf_speculate_plugins.block.scores._CANDIDATES", 96)
     model = target(dtype=torch.float64)
-    drafter = random_block(kind, model, max_nodes=15, top_k=4, candidates=96)
+    drafter = random_block(kind, model, max_nodes=15, top_k=4)
     session = shown(drafter, model, {"input_ids": prompt(12)})
     tree = session.draft(state_for([7], max_depth=3))
     head, ids = drafter.head, drafter.target_ids
@@ -213,41 +214,22 @@ def test_chains_only_gives_a_chain(prompt, kind):
     assert session.draft(state_for([5], max_depth=0)).num_nodes == 1
 
 
-def test_finished_rows_draft_nothing(prompt):
-    model = target(dtype=torch.float64)
-    session = shown(random_block("dspark", model), model, batch_of(prompt, 2))
-    tree = session.draft(state_for([5, 6], active=(True, False)))
-    assert len(nodes_of(tree, 0)) == 12
-    assert nodes_of(tree, 1) == []
-
-
-def test_an_unsure_slot_ends_the_draft(prompt):
-    model = target(dtype=torch.float64)
-    sizes = []
-    for least in (0.0, 0.5, 0.999):
-        session = shown(random_block("dspark", model, min_confidence=least), model, {"input_ids": prompt(9)})
-        sizes.append(session.draft(state_for([5], chains_only=True)).num_nodes)
-    assert sizes[0] == 6
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[2] == 1
-
-
-@pytest.mark.parametrize(("options", "greedy", "sampled"), [({}, 3, 7), ({"candidates": 5}, 5, 5)])
-def test_sampled_requests_score_more_candidates(prompt, monkeypatch, options, greedy, sampled):
+def test_sampled_requests_score_more_candidates(prompt, monkeypatch):
     monkeypatch.setattr("hf_speculate_plugins.block.scores._CANDIDATES", 3)
     monkeypatch.setattr("hf_speculate_plugins.block.scores._SAMPLED_CANDIDATES", 7)
     model = target(dtype=torch.float64)
-    drafter = random_block("dspark", model, **options)
+    drafter = random_block("dspark", model)
     slots = slots_of(shown(drafter, model, {"input_ids": prompt(9)}), 5)
-    assert scores_of(drafter, state_for([5]), slots).candidates.shape[-1] == greedy
+    assert scores_of(drafter, state_for([5]), slots).candidates.shape[-1] == 3
     monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: torch.zeros(1, 5, 96, dtype=torch.float64))
-    assert scores_of(drafter, state_for([5]), slots).candidates.shape[-1] == sampled
+    assert scores_of(drafter, state_for([5]), slots).candidates.shape[-1] == 7
 
 
 def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
     """A token that only the noise lifts must be among those that are scored behind others."""
     model = target(dtype=torch.float64)
-    drafter = random_block("dspark", model, candidates=2)
+    monkeypatch.setattr("hf_speculate_plugins.block.scores._SAMPLED_CANDIDATES", 2)
+    drafter = random_block("dspark", model)
     session = shown(drafter, model, {"input_ids": prompt(9)})
     noise = torch.zeros(1, 5, 96, dtype=torch.float64)
     noise[..., 33] = -40.0
@@ -262,7 +244,8 @@ def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
 def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
     """Top-k of 1 leaves one token of every slot; what the token before says may lift another one."""
     model = target(dtype=torch.float64)
-    drafter = random_block("dspark", model, candidates=10)
+    monkeypatch.setattr("hf_speculate_plugins.block.scores._SAMPLED_CANDIDATES", 10)
+    drafter = random_block("dspark", model)
     session = shown(drafter, model, {"input_ids": prompt(9)})
     monkeypatch.setattr(DraftState, "log_noise", lambda *args, **kwargs: torch.zeros(1, 5, 96, dtype=torch.float64))
     state = state_for([5], _warpers=LogitsProcessorList([TopKLogitsWarper(1)]))
@@ -278,18 +261,11 @@ def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
     [
         ({"max_nodes": 0}, "max_nodes must be at least 1"),
         ({"depth": 0}, "depth must be None or at least 1"),
-        ({"min_confidence": 1.0}, "min_confidence must be from 0"),
     ],
 )
 def test_impossible_options(options, message):
     with pytest.raises(ValueError, match=message):
         BlockOptions(**options)
-
-
-def test_confidence_needs_its_head():
-    model = target()
-    with pytest.raises(ValueError, match="this one has none"):
-        BlockDrafter(loaded_block("gated", model), model, BlockOptions(min_confidence=0.5))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

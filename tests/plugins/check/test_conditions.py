@@ -25,14 +25,6 @@ from ...support.paths import REPOSITORY
 
 PYTHON = REPOSITORY / "hf_speculate" / "commands" / "python_prompts.jsonl"
 EXAMPLES = REPOSITORY / "examples"
-ENGLISH = (
-    "The history of the Roman empire begins with",
-    "In the morning she walked down to the sea and",
-    "Dear Sir, I am writing to you because",
-    "Once upon a time there was a king who",
-    "The weather in Scotland is",
-    "He opened the door, and in front of him stood",
-)
 
 
 def measured(*accepted, name="as it is used"):
@@ -41,11 +33,11 @@ def measured(*accepted, name="as it is used"):
 
 
 def compared(now, other, **options):
-    return compare("adapter", now, other, **{"lower": "is lower now", "higher": "is higher now", **options})
+    return compare("adapter", now, other, "is lower now", **options)
 
 
 class TestCompare:
-    def test_the_sign_says_which_meaning(self):
+    def test_only_a_lower_acceptance_is_named(self):
         now, other = measured(1, 2, 3, 2), measured(2, 3, 4, 3, name="without it")
         found = compared(now, other)
         assert (found.kind, found.gain) == ("adapter", 1.0)
@@ -54,8 +46,7 @@ class TestCompare:
             "3.00 tokens a round as it is used, 4.00 without it (1.00 apart, 20 sigma): is lower now"
         )
         assert [rates.mean_length for rates in found.acceptance.values()] == [3.0, 4.0]
-        assert compared(other, now).message.endswith("is higher now")
-        assert compared(other, now, higher="") is None
+        assert compared(other, now) is None
 
     def test_prompts_are_paired(self):
         """Prompts differ far more than conditions do."""
@@ -108,7 +99,6 @@ def scripted(tmp_path, accepted, kind=Scripted, **changes):
     prompts = [Prompt("chat", text) for text in ("a", "bc", "def", "ghij", "klmno", "p")]
     given = {
         "folder": str(tmp_path),
-        "make_reader": None,
         "depth": 5,
         "max_new_tokens": 20,
         "target": build_tiny_model(),
@@ -176,14 +166,6 @@ class TestConditions:
         findings, seen = found(tmp_path, {}, target=packed_model(), load_dense=refuse)
         assert (findings, "dequantised" in seen) == ({}, False)
 
-    def test_the_set_of_prompts_that_drafts_worse(self, tmp_path):
-        prompts = [Prompt(name, "a") for name in ("code", "german") for _ in range(4)]
-        given = {"prompts": prompts, "ids": [torch.arange(3)] * 8, "uses_template": False}
-        findings, _ = found(tmp_path, {"as it is used": (3, 4, 3, 4, 1, 1, 0, 2)}, **given)
-        assert "2.00 tokens a round on prompts 'german', 4.50 on the others (2.50 apart" in findings["prompts"]
-        assert "another language or domain" in findings["prompts"]
-        assert "prompts" not in found(tmp_path, {"as it is used": (0, 5, 0, 5, 1, 5, 0, 4)}, **given)[0]
-
     @pytest.mark.parametrize(
         ("name", "content", "what"),
         [
@@ -224,22 +206,10 @@ class TestCommand:
         given = ["check", EXAMPLES / "pycoder-eagle3", "--target", EXAMPLES / "pycoder", *arguments]
         return CliRunner().invoke(cli.app, [*map(str, given), "--no-alternatives", "--json"])
 
-    def test_two_files_of_prompts(self, tmp_path):
-        other = tmp_path / "english.txt"
-        other.write_text("\n".join(ENGLISH))
-        result = self.run("--prompts", PYTHON, "--prompts", other, "--limit", 12, "--no-conditions")
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout)
-        (finding,) = found["findings"]
-        assert finding["kind"] == "prompts"
-        low, high = (rates["mean_length"] for rates in finding["acceptance"].values())
-        assert high - low > 0.5
-        assert "on prompts 'english'" in found["message"]
-
     def test_an_adapter(self, tmp_path):
         peft = pytest.importorskip("peft")
         model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pycoder")
-        config = peft.LoraConfig(r=4, lora_alpha=40, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
+        config = peft.LoraConfig(r=4, lora_alpha=80, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
         torch.manual_seed(0)
         perturbed(peft.get_peft_model(model, config)).save_pretrained(tmp_path)
         arguments = ["--prompts", PYTHON, "--limit", 8, "--max-new-tokens", 32, "--adapter", tmp_path, "--conditions"]

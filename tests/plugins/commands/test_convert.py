@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -329,12 +328,6 @@ class TestCommand:
         assert (found["layout"], found["algorithm"], len(found["keys"]["used"])) == ("specforge", "eagle3", 15)
         assert (tmp_path / "b" / "README.md").exists()
 
-    def test_errors_are_one_line(self, tmp_path):
-        result = self.run(save_head(tmp_path / "source"), tmp_path / "a", "--layout", "speculators")
-        assert result.exit_code == 1
-        assert result.stderr.startswith("hf-speculate: error: ")
-        assert "--target" in result.stderr
-
 
 class TestOrigins:
     """A head takes its origin along into another layout."""
@@ -346,9 +339,6 @@ class TestOrigins:
         assert found["converted"] == {"to": "specforge", "from": "speculators"}
         assert (found["target"], found["metrics"]) == (before["target"], before["metrics"])
         files = {path.name: path for path in (tmp_path / "head").iterdir()}
-        assert found["files"].keys() == files.keys() - {"provenance.json"}
-        for name, digest in found["files"].items():
-            assert digest == hashlib.sha256(files[name].read_bytes()).hexdigest(), name
         card, kept = ModelCard.load(files["README.md"]), ModelCard.load(source / "README.md")
         assert card.data.eval_results == kept.data.eval_results
         assert card.text.partition("## Measured")[2] == kept.text.partition("## Measured")[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from hf_speculate_plugins.commands.export import (
     export_head,
     refuse_quantized,
 )
-from hf_speculate_training.methods.eagle import Eagle3Method, new_eagle3
+from hf_speculate_plugins.medusa import StaticTree
+from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3Shape, new_eagle3
 
 from ...support.models import build_tiny_model
 from ...support.paths import REPOSITORY
@@ -67,41 +69,31 @@ def exported(head, folder, engine, target, prompts, **options):
 def test_heads(target, prompts, tmp_path, head, engine, layout, options, drafting):
     """An exported head, loaded again, is accepted as often as the one that was measured."""
     found = exported(head, tmp_path / "out", engine, target, prompts, **options)
-    assert (found.layout, found.drafting) == (layout, drafting)
-    assert max(found.acceptance_rate_by_depth) <= drafting.depth
-    assert 1 < found.mean_acceptance_length <= drafting.depth + 1
+    assert (found["layout"], found["drafting"]) == (layout, asdict(drafting))
+    assert max(found["acceptance_rate_by_depth"]) <= drafting.depth
+    assert 1 < found["mean_acceptance_length"] <= drafting.depth + 1
     if drafting.top_k == 1:
-        rates = sum(found.acceptance_rate_by_depth.values())
-        assert found.mean_acceptance_length == pytest.approx(1 + rates, abs=0.2)  # the last rounds are cut short
+        rates = sum(found["acceptance_rate_by_depth"].values())
+        assert found["mean_acceptance_length"] == pytest.approx(1 + rates, abs=0.2)  # the last rounds are cut short
     name = "medusa" if "medusa" in head else "eagle"
-    chain = {"choices": [(0,) * depth for depth in range(1, drafting.depth + 1)]}
-    tree = {"depth": drafting.depth, "top_k": drafting.top_k, "max_nodes": drafting.max_nodes}
-    again = AutoSpeculator.from_pretrained(
-        tmp_path / "out", target=target, adaptive=False, **(chain if name == "medusa" else tree)
-    )
+    options = {} if name == "medusa" else asdict(drafting)
+    again = AutoSpeculator.from_pretrained(tmp_path / "out", target=target, adaptive=False, **options)
+    if name == "medusa":
+        again.drafter.tree = StaticTree.chain(drafting.depth)
     for prompt in prompts:
         target.generate(prompt[None], max_new_tokens=24, do_sample=False, speculator=again)
-    assert again.stats.mean_acceptance_length == pytest.approx(found.mean_acceptance_length)
+    assert again.stats.mean_acceptance_length == pytest.approx(found["mean_acceptance_length"])
 
 
 def test_what_a_compact_head_leaves_out_comes_from_the_target(target, prompts, tmp_path):
     """Also where the engine is to load it from the Hub: there is no folder to read then."""
     ids = torch.arange(0, target.config.vocab_size, 2)
-    method = Eagle3Method(new_eagle3(target, ids, own_output=False), target, ids)
+    method = Eagle3Method(new_eagle3(target, Eagle3Shape(own_output=False), ids), target, ids)
     method.save(tmp_path / "head", target, "compact")
     found = exported(tmp_path / "head", tmp_path / "out", "sglang", target, prompts, target_name="org/coder")
-    assert found.layout == "specforge"
+    assert found["layout"] == "specforge"
     weight = load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"]
     assert torch.equal(weight, target.get_output_embeddings().weight[ids])
-
-
-def test_sampled_texts_are_measured_too(target, prompts, tmp_path):
-    greedy, sampled = (
-        exported("pycoder-eagle3", tmp_path / str(temperature), "vllm", target, prompts, temperature=temperature)
-        for temperature in (0.0, 1.0)
-    )
-    assert sampled.mean_acceptance_length < greedy.mean_acceptance_length
-    assert "temperature 1" in sampled.script
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -101,8 +101,3 @@ class TestCard:
         (head / "README.md").unlink()
         assert run("card", head).exit_code == 0
         assert "Nothing was measured" in (head / "README.md").read_text()
-
-    def test_a_persons_card_stays(self, head):
-        (head / "README.md").write_text("# Mine")
-        assert "was written by a person" in run("card", head).stderr
-        assert (head / "README.md").read_text() == "# Mine"

@@ -64,13 +64,6 @@ class TestTargetAsItsOwnDrafter:
         output = generate(model, drafter, {"input_ids": prompt(9)}, max_new_tokens=NEW_TOKENS, **REQUESTS[request_name])
         assert output.speculation.acceptance_rate_by_depth[1] == 1.0
 
-    def test_in_a_padded_batch_too(self, tiny_model, prompt):
-        model = tiny_model("qwen2")
-        output = generate(
-            model, drafter_for(model, model, depth=3), padded(prompt, 9, 4, 1), max_new_tokens=13, do_sample=True
-        )
-        assert output.speculation.acceptance_rate_by_depth == {1: 1.0, 2: 1.0, 3: 1.0}
-
 
 class Uncached:
     """What the draft model says about whole texts, without a cache."""
@@ -222,10 +215,6 @@ class TestRefusals:
     def test_no_draft_model(self, tiny_model):
         with pytest.raises(TypeError, match="needs the draft model"):
             AutoSpeculator.from_name("draft_model", target=tiny_model())
-
-    def test_unknown_options(self, tiny_model):
-        with pytest.raises(TypeError, match="topk"):
-            AutoSpeculator.from_name("draft_model", target=tiny_model(), model=tiny_model(), topk=2)
 
     @pytest.mark.parametrize("name", ["depth", "top_k", "max_nodes"])
     def test_options_that_are_not_positive(self, name):

@@ -40,14 +40,6 @@ class TestLayouts:
         assert drafter.spec.dialect == layout.removesuffix("-narrow").removesuffix("-parallel")
         assert not any(p.requires_grad for p in drafter.head.parameters())
 
-    def test_from_name_takes_a_folder(self, head):
-        drafter = AutoSpeculator.from_name("eagle", target=target(), head=head(), top_k=1).drafter
-        assert drafter.options.top_k == 1
-        with pytest.raises(TypeError, match="trained head"):
-            AutoSpeculator.from_name("eagle", target=target())
-        with pytest.raises(TypeError, match="colour"):
-            AutoSpeculator.from_name("eagle", target=target(), head=head(), colour="red")
-
     def test_switches_come_from_tensors_and_config(self, head):
         spec = EagleDrafter.from_folder(head("speculators"), target()).spec
         assert (spec.num_layers, spec.num_features, spec.qk_norm, spec.windows) == (2, 4, True, (None, 6))

@@ -6,14 +6,12 @@ from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from hf_speculate.drafting import RAW_LAST, DraftRequest
 from hf_speculate.tree import DraftTree
 from hf_speculate_plugins.checkpoints import read_checkpoint
-from hf_speculate_plugins.eagle import Conventions, EagleDrafter, EagleOptions, StaticTree, load_head
-from hf_speculate_plugins.eagle.calibration import chain_logits
+from hf_speculate_plugins.eagle import EagleConventions, EagleDrafter, EagleOptions, load_head
 from hf_speculate_plugins.eagle.loading import canonical_name
 from hf_speculate_plugins.heads import CachedAttention
 
@@ -51,7 +49,7 @@ WITH_RUNS = [name for name in WITH_TREES if name != "eagle3-safeai-targethidden"
 def loaded_head(name: str):
     # SpecForge's files do not say which token the masks of P-EAGLE are.
     mask = meta_of(name)["mask_token_id"] if "peagle-specforge" in name else None
-    return load_head(str(GOLDEN / name / "head"), target_of(name), Conventions(mask_token_id=mask))
+    return load_head(str(GOLDEN / name / "head"), target_of(name), EagleConventions(mask_token_id=mask))
 
 
 def drafter_of(name: str, **options) -> EagleDrafter:
@@ -175,15 +173,6 @@ def test_golden_parallel_rollouts(golden_root, name, monkeypatch):
         torch.testing.assert_close(logits, rollouts[anchor], **CLOSE)
 
 
-@pytest.mark.parametrize("name", PARALLEL)
-def test_golden_parallel_rollouts_as_check_computes_them(golden_root, name):
-    drafter, vectors = drafter_of(name), vectors_of(name)
-    states, rollouts = drafter.head.fuse(list(features_of(name, drafter).values())), vectors["parallel_logits"]
-    entries = range(len(rollouts) - rollouts.shape[1])
-    logits = chain_logits(drafter.head, vectors["token_ids"][:-1], states, entries, rollouts.shape[1])
-    torch.testing.assert_close(logits, rollouts[: len(entries)], **CLOSE)
-
-
 @pytest.mark.parametrize("name", WITH_TREES)
 @pytest.mark.parametrize("index", range(4))
 def test_golden_dynamic_trees_over_two_rounds(golden_root, name, index):
@@ -216,13 +205,3 @@ def test_golden_accepted_lengths_of_the_references_own_runs(golden_root, name):
         drafter = Recorded(loaded, target, options)
         assert run_of(target, drafter, run, num_more=depth + 2) == run["output"]
         assert drafter.accepted[: len(run["accept_lengths"])] == run["accept_lengths"]
-
-
-@pytest.mark.parametrize("name", ["mc_sim_7b_63", "small"])
-def test_golden_static_tree(golden_root, name):
-    vectors = load_file(golden_root / "tree-eagle1-static" / "vectors.safetensors")
-    tree = StaticTree.of(unpadded(vectors[f"{name}_choices"]), "eagle")
-    assert list(tree.parents) == vectors[f"{name}_parents"].tolist()
-    plan = DraftTree(torch.zeros(1, len(tree.parents), dtype=torch.long), tree.parents).plan
-    assert torch.equal(plan.ancestors[0], vectors[f"{name}_mask"].bool())
-    assert torch.equal(plan.depths[0], vectors[f"{name}_position_ids"])

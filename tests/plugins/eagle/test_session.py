@@ -48,7 +48,6 @@ class TestTextIsTheTargets:
         "pair",
         quick_quarter(
             [
-                ("safeailab", "static"),
                 ("eagle1", "chain"),
                 ("speculators", "dynamic"),
                 ("speculators-parallel", "chain"),
@@ -110,11 +109,6 @@ def test_what_comes_last_is_read_for_a_later_turn_only(head, prompt, monkeypatch
     assert len(told) == num_rounds + is_shown  # the prompt, all rounds but the last, and that
     text = output.sequences if is_shown else output
     assert text.shape[1] == 9 + PLAIN["max_new_tokens"]
-
-
-def test_more_ranks_than_tokens(head):
-    with pytest.raises(ValueError, match="60 children"):
-        EagleDrafter.from_folder(head(), target(), tree=[(59,)])
 
 
 def test_sizes_are_positive():

@@ -130,24 +130,25 @@ def medusa2(folder: Path, target, sharded=False) -> Path:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_medusa2_heads_are_read_and_another_backbone_is_refused(tmp_path, tiny_model, sharded):
+def test_medusa2_heads_are_read_and_another_backbone_is_logged(tmp_path, tiny_model, sharded, caplog):
     target = tiny_model()
     folder = medusa2(tmp_path, target, sharded)
     speculator = AutoSpeculator.from_pretrained(folder, target=target)
     assert speculator.drafter.heads.num_heads == 3
-    with pytest.raises(TargetMismatchError, match=r"differs by .*Load the target from that checkpoint"):
-        AutoSpeculator.from_pretrained(folder, target=tiny_model(seed=1))
-    AutoSpeculator.from_pretrained(folder, target=tiny_model(seed=1), check_backbone=False)
+    assert not caplog.messages
+    AutoSpeculator.from_pretrained(folder, target=tiny_model(seed=1))
+    assert "Load the target from that checkpoint" in caplog.text
 
 
-def test_a_slightly_tuned_backbone_is_refused_and_a_cast_one_is_not(tmp_path, tiny_model):
+def test_a_slightly_tuned_backbone_is_logged_and_a_cast_one_is_not(tmp_path, tiny_model, caplog):
     folder = medusa2(tmp_path, tiny_model())
     MedusaDrafter.from_folder(str(folder), tiny_model(dtype=torch.bfloat16))
     tuned = copy.deepcopy(tiny_model())
     for parameter in tuned.parameters():
         parameter.add_(0.03 * parameter.std() * torch.randn_like(parameter))
-    with pytest.raises(TargetMismatchError, match="differs by"):
-        MedusaDrafter.from_folder(str(folder), tuned)
+    assert not caplog.messages
+    MedusaDrafter.from_folder(str(folder), tuned)
+    assert "differs by" in caplog.text
 
 
 def test_another_target_is_refused_with_both_numbers(tmp_path, tiny_model):

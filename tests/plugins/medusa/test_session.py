@@ -14,7 +14,7 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftChecks, DraftRequest, DraftState
 from hf_speculate.testing import check_drafter, check_lossless
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, StaticTree
 from hf_speculate_plugins.medusa.drafter import MedusaSession
 
 from ...support.heads import (
@@ -78,7 +78,7 @@ def test_device_map_with_offloading(tmp_path, tiny_model, prompt, name):
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False)])
 def test_text_is_the_targets_with_eos_penalty_and_a_second_turn(tiny_model, prompt, architecture, tied):
     target = tiny_model(architecture, tied)
-    speculator = Speculator(MedusaDrafter(random_heads(4), target, MedusaOptions(choices=MEDUSA_CHOICES)))
+    speculator = Speculator(MedusaDrafter(random_heads(4), target, tree=StaticTree.of(MEDUSA_CHOICES)))
     kwargs = {"max_new_tokens": 16, "repetition_penalty": 1.2, "eos_token_id": [5, 9, 17]}
     for inputs in ({"input_ids": prompt(8)}, batch_of(prompt, 3)):
         expected = target.generate(**inputs, **kwargs)
@@ -92,7 +92,7 @@ def test_text_is_the_targets_with_eos_penalty_and_a_second_turn(tiny_model, prom
 @pytest.mark.parametrize("name", quick(["v2", "medusa1-2layers", "vllm-truncated"]))
 def test_medusa_keeps_the_contract_of_drafters(tiny_model, prompt, name):
     target = tiny_model()
-    drafter = MedusaDrafter(copy.deepcopy(MEDUSA_LAYOUTS[name][1]), target, MedusaOptions(choices=MEDUSA_CHOICES))
+    drafter = MedusaDrafter(copy.deepcopy(MEDUSA_LAYOUTS[name][1]), target, tree=StaticTree.of(MEDUSA_CHOICES))
     check_drafter(drafter, target, [prompt(7)[0], prompt(4, seed=2)[0]])
 
 
@@ -145,7 +145,7 @@ def test_heads_that_know_a_permutation_target_are_accepted_at_every_depth(tiny_m
         heads = MedusaHeads(
             heads.block_weight.data, heads.block_bias.data, heads.output_weight[:, token_ids], token_ids
         )
-    speculator = Speculator(MedusaDrafter(heads, target, MedusaOptions(choices=MEDUSA_CHOICES)))
+    speculator = Speculator(MedusaDrafter(heads, target, tree=StaticTree.of(MEDUSA_CHOICES)))
     inputs = batch_of(prompt, 3) if batch else {"input_ids": prompt(8)}
     output = target.generate(**inputs, max_new_tokens=41, speculator=speculator)
     assert torch.equal(output, target.generate(**inputs, max_new_tokens=41))
@@ -165,7 +165,7 @@ def test_a_request_that_samples_is_drafted_with_its_own_noise(tiny_model, prompt
     token_ids = torch.randperm(VOCAB) if truncated else None
     output = target.lm_head.weight[slice(None) if token_ids is None else token_ids]
     heads = MedusaHeads(torch.zeros(4, 1, HIDDEN, HIDDEN), None, output.expand(4, -1, -1).clone(), token_ids)
-    speculator = Speculator(MedusaDrafter(heads, target, MedusaOptions(choices=[(0,) * d for d in range(1, 5)])))
+    speculator = Speculator(MedusaDrafter(heads, target, tree=StaticTree.of([(0,) * d for d in range(1, 5)])))
     inputs = batch_of(prompt, 3) if batch else {"input_ids": prompt(8)}
     kwargs = {**inputs, "do_sample": True, "temperature": 1.5, "top_k": 30, "max_new_tokens": 41}
     torch.manual_seed(3)
@@ -178,7 +178,7 @@ def test_a_request_that_samples_is_drafted_with_its_own_noise(tiny_model, prompt
 
 def test_only_the_right_rank_is_accepted(tiny_model, prompt):
     target, heads = permutation_target(tiny_model, num_heads=3)
-    speculator = Speculator(MedusaDrafter(heads, target, MedusaOptions(choices=[(1,), (2,), (1, 0)])))
+    speculator = Speculator(MedusaDrafter(heads, target, tree=StaticTree.of([(1,), (2,), (1, 0)])))
     target.generate(prompt(8), max_new_tokens=12, speculator=speculator)
     assert set(speculator.stats.accepted_histogram) == {0}
 
@@ -186,7 +186,7 @@ def test_only_the_right_rank_is_accepted(tiny_model, prompt):
 def test_a_target_that_takes_no_trees_gets_the_chain_of_best_tokens(tiny_model):
     """Whatever the choices are: here not even the root's best child is one."""
     target, heads = permutation_target(tiny_model, num_heads=3)
-    session = MedusaDrafter(heads, target, MedusaOptions(choices=[(1,)])).start(
+    session = MedusaDrafter(heads, target, tree=StaticTree.of([(1,)])).start(
         DraftRequest(target=target, input_ids=torch.tensor([[4]]))
     )
     states = target(torch.tensor([[4]]), output_hidden_states=True).hidden_states
@@ -202,7 +202,7 @@ def test_a_target_that_takes_no_trees_gets_the_chain_of_best_tokens(tiny_model):
 def test_the_feature_of_every_round_is_that_of_a_plain_forward(tiny_model, prompt, batch, monkeypatch):
     """fp64: after rejections, in padded rows, at every round: the state is the one the root was chosen from."""
     target = tiny_model(dtype=torch.float64)
-    speculator = Speculator(MedusaDrafter(random_heads(4).double(), target, MedusaOptions(choices=MEDUSA_CHOICES)))
+    speculator = Speculator(MedusaDrafter(random_heads(4).double(), target, tree=StaticTree.of(MEDUSA_CHOICES)))
     used = []
     original = MedusaSession.draft
 
@@ -230,7 +230,7 @@ def test_the_feature_of_every_round_is_that_of_a_plain_forward(tiny_model, promp
 def test_drafted_tokens_are_the_ranked_tokens_of_the_heads(tiny_model, prompt, monkeypatch):
     target = tiny_model()
     heads = random_heads(4)
-    speculator = Speculator(MedusaDrafter(heads, target, MedusaOptions(choices=MEDUSA_CHOICES)))
+    speculator = Speculator(MedusaDrafter(heads, target, tree=StaticTree.of(MEDUSA_CHOICES)))
     drafted = []
     original = MedusaSession.draft
 

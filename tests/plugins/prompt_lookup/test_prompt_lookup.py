@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate import AutoSpeculator
 from hf_speculate.drafting import DraftChecks
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions, SuffixIndex
 
@@ -74,16 +74,16 @@ class TestIndex:
 class TestDraft:
     def test_the_longest_suffix_wins_over_a_later_shorter_one(self):
         text = [1, 2, 3, 40, 9, 9, 2, 3, 50, 9, 1, 2, 3]  # after "2 3" 50 is later, after "1 2 3" only 40
-        assert branches(draft(start(text, depth=1, branches=1), text)) == [(40,)]
-        assert branches(draft(start(text, depth=1, branches=2), text)) == [(40,), (50,)]
+        assert branches(draft(start(text, depth=1), text, chains_only=True)) == [(40,)]
+        assert branches(draft(start(text, depth=1), text)) == [(40,), (50,)]
 
     def test_of_equal_suffixes_the_later_occurrence_wins(self):
         text = [1, 2, 40, 1, 2, 50, 1, 2]
-        assert branches(draft(start(text, depth=1, branches=1), text)) == [(50,)]
+        assert branches(draft(start(text, depth=1), text, chains_only=True)) == [(50,)]
 
     def test_continuations_become_siblings_below_the_root(self):
         text = [1, 2, 40, 41, 1, 2, 50, 51, 1, 2]
-        tree = draft(start(text, depth=2, branches=2), text)
+        tree = draft(start(text, depth=2), text)
         assert branches(tree) == [(50, 51), (40, 41)]
         assert sum(parent == 0 for parent in tree.host.parents[0]) == 2
 
@@ -97,7 +97,7 @@ class TestDraft:
         assert branches(draft(start(text, min_ngram=1, depth=1), text)) == [(40,)]
 
     @pytest.mark.parametrize("max_depth", [1, 2, 3, 50])
-    @pytest.mark.parametrize("options", [{"depth": 4, "branches": 3}, {"depth": 6, "branches": 2, "max_nodes": 5}])
+    @pytest.mark.parametrize("options", [{"depth": 4}, {"depth": 6, "max_nodes": 5}])
     def test_every_budget_is_kept(self, max_depth, options):
         text = [1, 2, *range(40, 50), 1, 2, *range(60, 70), 1, 2, *range(80, 90), 1, 2]
         tree = draft(start(text, **options), text, max_depth=max_depth)
@@ -106,7 +106,7 @@ class TestDraft:
 
     def test_a_target_that_takes_chains_gets_the_best_branch_alone(self):
         text = [1, 2, 40, 41, 1, 2, 50, 51, 1, 2]
-        assert branches(draft(start(text, depth=2, branches=2), text, chains_only=True)) == [(50, 51)]
+        assert branches(draft(start(text, depth=2), text, chains_only=True)) == [(50, 51)]
 
     def test_output_is_searched_as_well_as_the_prompt(self):
         text = [7, 1, 2, 3]
@@ -133,7 +133,7 @@ class TestDraft:
 
 
 class TestOptions:
-    @pytest.mark.parametrize("name", ["max_ngram", "min_ngram", "depth", "branches", "max_nodes"])
+    @pytest.mark.parametrize("name", ["max_ngram", "min_ngram", "depth", "max_nodes"])
     def test_each_must_be_positive(self, tiny_model, name):
         with pytest.raises(ValueError, match=f"prompt_lookup: {name} must be at least 1, got 0"):
             AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), **{name: 0})
@@ -145,9 +145,6 @@ class TestOptions:
     def test_unknown_ones_are_refused(self, tiny_model):
         with pytest.raises(TypeError, match="max_ngrams"):
             AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), max_ngrams=3)
-
-    def test_they_show_in_the_speculators_repr(self):
-        assert "max_ngram=4" in repr(Speculator(PromptLookupDrafter(PromptLookupOptions(max_ngram=4))))
 
 
 def test_the_length_of_the_match_is_known():

@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.suffix import SuffixStore
 from hf_speculate_plugins.suffix import store as store_module
-from hf_speculate_plugins.suffix.store import IndexKind
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=60, database=None)
-CONTEXTS, WINDOWS = IndexKind((1, 2), None), IndexKind(None, 3)
 OUTPUTS = st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=8)
 
 
-def filled(outputs, kind=CONTEXTS, adapters="", **limits):
+def filled(outputs, adapters="", **limits):
     store = SuffixStore(**limits)
-    store.attach(kind, 10)
+    store.attach(10)
     for output in outputs:
         store.extend(store.begin(adapters), output)
     return store
@@ -30,34 +28,16 @@ def filled(outputs, kind=CONTEXTS, adapters="", **limits):
 
 def contents(store, adapters=""):
     """All counts, as plain dictionaries."""
-    index = store.index(adapters)
-    if hasattr(index, "followers"):
-        return {context: found.counts for context, found in index.followers.items()}
-
-    def tree(node):
-        return {token: (child.count, tree(child)) for token, child in node.children.items()}
-
-    return tree(index.root)
+    return {context: found.counts for context, found in store.counts(adapters).followers.items()}
 
 
-@pytest.mark.parametrize("kind", [CONTEXTS, WINDOWS])
 @deterministic
 @given(OUTPUTS, st.integers(1, 20))
-def test_above_the_cap_the_oldest_leave_and_were_never_there(kind, outputs, max_tokens):
-    store = filled(outputs, kind, max_tokens=max_tokens)
+def test_above_the_cap_the_oldest_leave_and_were_never_there(outputs, max_tokens):
+    store = filled(outputs, max_tokens=max_tokens)
     kept = len(store)
     assert store.num_tokens == sum(map(len, outputs[len(outputs) - kept :])) <= max_tokens
-    assert contents(store) == contents(filled(outputs[len(outputs) - kept :], kind))
-
-
-def test_of_too_many_requests_the_oldest_leaves_and_is_not_recorded_any_more():
-    store = SuffixStore(max_requests=2)
-    store.attach(CONTEXTS, 10)
-    first, *_ = numbers = [store.begin("") for _ in range(3)]
-    for number in numbers:
-        store.extend(number, [1, 2, number])
-    assert len(store) == 2
-    assert first not in contents(store)[1, 2]
+    assert contents(store) == contents(filled(outputs[len(outputs) - kept :]))
 
 
 def test_adapters_do_not_see_each_others_text():
@@ -94,21 +74,18 @@ def test_threads_lose_nothing():
 
 class TestFile:
     def test_it_comes_back_as_it_was(self, tmp_path):
-        store = filled([[1, 2, 3, 1, 2], [3, 1, 2]], adapters="a", max_tokens=50, max_requests=7)
+        store = filled([[1, 2, 3, 1, 2], [3, 1, 2]], adapters="a", max_tokens=50)
         store.save(tmp_path / "store.json")
         loaded = SuffixStore.load(tmp_path / "store.json")
-        loaded.attach(CONTEXTS, 10)
+        loaded.attach(10)
         assert contents(loaded, "a") == contents(store, "a")
         assert repr(loaded) == repr(store)
-        assert loaded.max_requests == 7
 
-    def test_it_refuses_another_vocabulary_and_other_counts_and_stays_usable(self, tmp_path):
+    def test_it_refuses_another_vocabulary_and_stays_usable(self, tmp_path):
         store = filled([[1, 2, 3]])
         before = contents(store)
         with pytest.raises(CheckpointError, match="a vocabulary of 10, the target's has 11"):
-            store.attach(CONTEXTS, 11)
-        with pytest.raises(ValueError, match="counts for another drafter"):
-            store.attach(WINDOWS, 10)
+            store.attach(11)
         assert contents(store) == before
 
     @pytest.mark.parametrize(
@@ -122,7 +99,6 @@ class TestFile:
             ({"requests": [3]}, "not tokens below 10"),
             ({"vocab_size": "many"}, "vocab_size"),
             ({"max_tokens": 0}, "max_tokens"),
-            ({"max_requests": -1}, "max_requests"),
             ({"max_tokens": 2}, "3 tokens are above its own limit"),
         ],
     )
@@ -157,7 +133,6 @@ class TestFile:
         assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("limits", [{"max_tokens": 0}, {"max_requests": 0}])
-def test_limits_are_positive(limits):
+def test_the_limit_is_positive():
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        SuffixStore(**limits)
+        SuffixStore(max_tokens=0)

@@ -22,7 +22,6 @@ from ...support.tiers import quick
 
 
 VOCAB_SIZE = 100
-MODES = {"smoothed": {}, "counts": {"smoothing": False}, "path": {"smoothing": False, "tree": False}}
 
 
 def draft(session, *texts, **options):
@@ -48,10 +47,9 @@ def run(owner, text, *more, adapters=""):
 
 
 @pytest.mark.parametrize("do_sample", quick([True, False]))
-@pytest.mark.parametrize("mode", MODES)
-def test_it_changes_no_text(tiny_model, prompt, mode, do_sample):
+def test_it_changes_no_text(tiny_model, prompt, do_sample):
     model = tiny_model()
-    speculator = AutoSpeculator.from_name("suffix", target=model, store=True, **MODES[mode])
+    speculator = AutoSpeculator.from_name("suffix", target=model, store=True)
     prompts = [prompt(n) for n in (1, 9, 20)]
     for _ in range(2):  # the second time the store knows the answers
         report = check_lossless(model, speculator, prompts, max_new_tokens=24, do_sample=do_sample, seeds=(7,))
@@ -59,10 +57,9 @@ def test_it_changes_no_text(tiny_model, prompt, mode, do_sample):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_nor_that_of_left_padded_rows(tiny_model, prompt, mode, do_sample):
+def test_nor_that_of_left_padded_rows(tiny_model, prompt, do_sample):
     model, batch = tiny_model(), padded_batch(prompt, (9, 5, 7))
-    speculator = AutoSpeculator.from_name("suffix", target=model, store=True, **MODES[mode])
+    speculator = AutoSpeculator.from_name("suffix", target=model, store=True)
     for _ in range(2):
         texts = []
         for each in (None, speculator):
@@ -72,43 +69,33 @@ def test_nor_that_of_left_padded_rows(tiny_model, prompt, mode, do_sample):
     assert speculator.stats.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-class TestEveryMode:
-    def test_earlier_text_is_drafted_again(self, mode):
+class TestDrafts:
+    def test_earlier_text_is_drafted_again(self):
         text = [1, 2, 40, 41, 42, 43, 9, 1, 2, 40]
-        [(tokens, parents)] = draft(start(drafter(**MODES[mode]), text), text, max_depth=3, chains_only=True)
+        [(tokens, parents)] = draft(start(drafter(), text), text, max_depth=3, chains_only=True)
         assert tokens[:3] == [40, 41, 42]
         assert parents == list(range(-1, len(tokens) - 1))
 
-    def test_padding_is_not_text_and_ended_rows_are_left_alone(self, mode):
+    def test_padding_is_not_text_and_ended_rows_are_left_alone(self):
         short, long = [7, 0, 0], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
-        owner = drafter(**MODES[mode])
+        owner = drafter()
         alone, _ = draft(start(owner, short), short), draft(start(owner, long), long)
         together = draft(start(owner, short, long), short, long)
         assert together[0] == alone[0]
         ended = draft(start(owner, long, long), long, long, active=(True, False))
         assert len(ended[0][0]) > 1 == len(ended[1][0])
 
-    @pytest.mark.parametrize("max_depth", [0, 1, 2])
-    def test_the_depth_is_kept(self, mode, max_depth):
-        text = [1, 2, 3] * 6
-        [(_, parents)] = draft(start(drafter(**MODES[mode]), text), text, max_depth=max_depth)
-        depths = [0]
-        for parent in parents[1:]:
-            depths.append(depths[parent] + 1)
-        assert max(depths) == max_depth
-
-    def test_the_store_and_the_corpus_are_drafted_from(self, mode):
+    def test_the_store_and_the_corpus_are_drafted_from(self):
         fresh = [50, 60, 1, 2, 3]
-        assert draft(start(drafter(**MODES[mode]), fresh), fresh)[0][0] == [3]
-        owner = drafter(store=True, **MODES[mode])
+        assert draft(start(drafter(), fresh), fresh)[0][0] == [3]
+        owner = drafter(store=True)
         run(owner, [9, 1], 2, 3, 4, 5)
         assert draft(start(owner, fresh), fresh, max_depth=1)[0][0] == [3, 4]
         assert draft(start(owner, fresh, adapters="other"), fresh)[0][0] == [3]
-        assert draft(start(drafter(corpus=[[2, 3, 6]], **MODES[mode]), fresh), fresh, max_depth=1)[0][0] == [3, 6]
+        assert draft(start(drafter(corpus=[[2, 3, 6]]), fresh), fresh, max_depth=1)[0][0] == [3, 6]
 
-    def test_prompts_do_not_enter_the_store(self, mode):
-        owner = drafter(store=True, **MODES[mode])
+    def test_prompts_do_not_enter_the_store(self):
+        owner = drafter(store=True)
         run(owner, [1, 2, 3, 4, 5, 9])
         assert owner.store.num_tokens == 1
 
@@ -132,8 +119,8 @@ class TestRecycledRows:
 
     def test_also_of_nodes_that_were_wrong(self):
         text = [50, 60, 3]
-        session = start(drafter(recycled=2), text)
-        assert session.num_choices == 2
+        session = start(drafter(), text)
+        assert session.num_choices == 32
         self.told(session, [60, 3, 9], [-1, 0, 0], [[1, 2], [7, 8], [4, 5]], [[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]])
         [(tokens, parents)] = draft(session, text, max_depth=1)
         assert (tokens, parents) == ([3, 7, 8], [-1, 0, 0])
@@ -144,24 +131,20 @@ class TestRecycledRows:
 
     def test_the_last_node_of_a_token_counts_and_padding_does_not(self):
         text = [50, 60, 3]
-        session = start(drafter(recycled=1), text)
+        session = start(drafter(), text)
         self.told(session, [3, 3, 3], [-1, 0, -2], [[1], [2], [4]], [[1.0]] * 3)
         assert draft(session, text, max_depth=1)[0][0] == [3, 2]
 
     def test_they_go_to_other_requests_with_a_store_only(self):
         text = [50, 60, 3]
         for store in (False, True):
-            owner = drafter(recycled=1, store=store)
+            owner = drafter(store=store)
             self.told(start(owner, text), [3], [-1], [[7]], [[1.0]])
             assert draft(start(owner, text), text, max_depth=1)[0][0] == ([3, 7] if store else [3])
             assert draft(start(owner, text, adapters="other"), text, max_depth=1)[0][0] == [3]
             if store:
                 owner.store.clear()
                 assert draft(start(owner, text), text, max_depth=1)[0][0] == [3]
-
-    def test_nobody_asks_for_them_without(self):
-        for options in ({"recycled": 0}, {"smoothing": False}):
-            assert start(drafter(**options), [1, 2]).num_choices == 0
 
     def test_beside_another_drafter(self, tiny_model):
         speculator = AutoSpeculator.from_name("combined", target=tiny_model(), parts=["suffix", "prompt_lookup"])
@@ -212,15 +195,7 @@ class TestBadInput:
         [
             ({"depth": 0}, "depth must be at least 1, got 0"),
             ({"max_nodes": 0}, "max_nodes must be at least 1"),
-            ({"children": 0}, "children must be at least 1"),
-            ({"floor": 1.5}, "floor is a probability"),
-            ({"recycled": -1}, "recycled must be at least 0, got -1"),
-            ({"smoothing": False, "min_token_prob": -1.0}, "min_token_prob is a probability"),
-            ({"orders": ()}, "orders are context lengths"),
-            ({"orders": (0, 2)}, "orders are context lengths"),
             ({"store": "path"}, "store is True, False or a SuffixStore, got str"),
-            ({"tree": False}, "tree has no effect with smoothing=True"),
-            ({"smoothing": False, "orders": (1, 2)}, "orders has no effect with smoothing=False"),
         ],
     )
     def test_options_without_a_meaning(self, options, message):

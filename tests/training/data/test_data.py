@@ -19,7 +19,6 @@ from hf_speculate_training.data import (
     Encoder,
     RecordError,
     RowDataset,
-    StreamedRows,
     best_fit_decreasing,
     load_records,
     prepare_data,
@@ -213,7 +212,7 @@ def test_tokens_of_another_vocabulary(byte_tokenizer, write_lines):
 
 
 def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
-    """json, jsonl, parquet, text, folders, patterns, saved datasets and streams hold the same documents."""
+    """json, jsonl, parquet, text, folders, patterns and saved datasets hold the same documents."""
     texts = ["one", "two three", "four"]
     table = datasets.Dataset.from_dict({"text": texts})
     (tmp_path / "list.json").write_text(json.dumps([{"text": text} for text in texts]))
@@ -231,19 +230,16 @@ def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
         assert list(data.train["input_ids"]) == expected, source
         fingerprints.add(data.report.fingerprint)
     assert len(fingerprints) == 1, "the fingerprint is of the content"
-    stream = prepare_data(lines, byte_tokenizer, DataOptions(streaming=True))
-    assert [document["input_ids"] for document in stream.train] == expected
-    rows = list(stream.rows())
-    assert Collator()(rows)["input_ids"].shape == (1, sum(map(len, expected)))
+    with pytest.raises(SpeculateError, match="are a stream"):
+        prepare_data(datasets.Dataset.from_list([{"text": "a"}]).to_iterable_dataset(), byte_tokenizer)
 
 
 @pytest.mark.parametrize("form", ["torch", "numpy"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_datasets_that_are_read_as_tensors(tmp_path, form, streaming):
+def test_datasets_that_are_read_as_tensors(tmp_path, form):
     """`speculators` saves its data this way; for us records are lists."""
     records = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 1]]}).with_format(form)
     records.save_to_disk(tmp_path / "saved")
-    found = load_records(records.to_iterable_dataset() if streaming else str(tmp_path / "saved"))
+    found = load_records(str(tmp_path / "saved"))
     assert next(iter(found)) == {"input_ids": [5, 6], "loss_mask": [0, 1]}
 
 
@@ -251,12 +247,6 @@ def test_a_transform_of_the_users_stays():
     records = datasets.Dataset.from_dict({"input_ids": [[5, 6]]})
     records.set_transform(lambda batch: {"input_ids": [ids[::-1] for ids in batch["input_ids"]]})
     assert next(iter(load_records(records)))["input_ids"] == [6, 5]
-
-
-def test_a_stream_without_anything_to_train_on(byte_tokenizer, write_lines):
-    rows = documents_of([{"messages": CHAT[:1]}], byte_tokenizer, write_lines, streaming=True).rows()
-    with pytest.raises(SpeculateError, match="no document of the stream can be used"):
-        next(iter(rows))
 
 
 def test_fingerprint_follows_the_content(byte_tokenizer, write_lines):
@@ -370,15 +360,6 @@ def test_rows_hold_every_document_once():
 def test_rows_without_packing():
     rows = RowDataset(documents([5, 3]), max_length=8, packing=False)
     assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == [5, 3]
-
-
-def test_streamed_rows_are_packed_in_windows():
-    data = documents([5, 3, 8, 2, 6, 2])
-    rows = list(StreamedRows(data, max_length=8, window=3))
-    assert [len(row["input_ids"]) for row in rows] == [8, 8, 8, 2], "5 + 3 and 8, then 6 + 2 and 2"
-    assert sorted(torch.cat([row["input_ids"] for row in rows]).tolist()) == sorted(
-        token for ids in data["input_ids"] for token in ids
-    )
 
 
 @pytest.mark.parametrize("length", [None, 12])

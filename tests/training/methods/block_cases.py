@@ -13,13 +13,13 @@ from hf_speculate_plugins.block import BlockHead, block_masks
 from hf_speculate_plugins.heads import CachedAttention
 from hf_speculate_training.data import Batch
 from hf_speculate_training.methods.block import (
-    Blocks,
     BlockTrainingOptions,
     DFlashMethod,
     DFlashShape,
     DSparkMethod,
     DSparkShape,
     DSparkTrainingOptions,
+    TextBlocks,
     new_block,
 )
 from hf_speculate_training.methods.block.method import BlockMethod
@@ -74,9 +74,9 @@ def run(made: BlockMethod, batch: Batch):
     return made(batch, states_of(made, batch))
 
 
-def all_blocks(made: BlockMethod, batch: Batch) -> Blocks:
+def all_blocks(made: BlockMethod, batch: Batch) -> TextBlocks:
     """At every possible anchor."""
-    return Blocks.drawn(batch, batch["input_ids"].shape[1], made.head.spec.max_depth, at_random=False)
+    return TextBlocks.drawn(batch, batch["input_ids"].shape[1], made.head.spec.max_depth, at_random=False)
 
 
 def alone(head: BlockHead, features, batch: Batch, row: int, anchor: int) -> torch.Tensor:
@@ -134,13 +134,10 @@ def slow_loss(made, batch):
         distance = sum(abs(a - b) for a, b in zip(p, q, strict=True))
         found.append((block, k, entropy, distance, (p * (p.log() - q.log())).sum(), sure))
     weights = [1.0 if options.decay is None else math.exp(-k / options.decay) for _, k, *_ in found]
-    size = None
-    if options.d_pace:
-        weights, size = slow_pace(found), len({block for block, *_ in found})
     with_label = [(w, row[2]) for w, row in zip(weights, found, strict=True) if row[2] is not None]
 
     def mean(pairs):
-        return sum(w * x for w, x in pairs) / (size or sum(w for w, _ in pairs))
+        return sum(w * x for w, x in pairs) / sum(w for w, _ in pairs)
 
     if options.loss == "kl":
         total = mean([(w, row[4]) for w, row in zip(weights, found, strict=True)])
@@ -152,15 +149,3 @@ def slow_loss(made, batch):
         sure = [(w, binary_cross_entropy_with_logits(row[5], 1 - row[3].detach() / 2)) for w, row in rows]
         total = total + options.confidence_weight * mean(sure)
     return total, found
-
-
-def slow_pace(found) -> list[float]:
-    """w_k = sum over m >= k of prod over i <= m of (q_i + 1) / 2, q_i = 0 for tokens that cannot be drafted."""
-    by_block: dict = {}
-    for block, _, entropy, *_ in found:
-        by_block.setdefault(block, []).append((0 if entropy is None else math.exp(-float(entropy.detach()))) / 2 + 0.5)
-    weights = []
-    for probs in by_block.values():
-        products = [math.prod(probs[: m + 1]) for m in range(len(probs))]
-        weights += [sum(products[k:]) for k in range(len(probs))]
-    return weights

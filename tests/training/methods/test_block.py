@@ -8,18 +8,18 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForCausalLM
 
 from hf_speculate_plugins.block import load_head
 from hf_speculate_training.data import NO_DOCUMENT
 from hf_speculate_training.methods import Teacher
 from hf_speculate_training.methods.block import (
-    Blocks,
     BlockTrainingOptions,
     DFlashMethod,
     DSparkMethod,
     DSparkTrainingOptions,
+    TextBlocks,
 )
 from hf_speculate_training.methods.block import slots as slots_module
 from hf_speculate_training.methods.block.slots import draft_logits
@@ -63,7 +63,7 @@ def test_golden_vectors_of_deepspec(golden_root, folder, kind, options):
     batch["loss_mask"] = vectors["train_loss_mask"][None].bool()
     aux = dict(zip(head.spec.feature_layers, vectors["train_aux_hidden_states"][:, None], strict=True))
     states = TargetStates(aux, vectors["train_target_last_hidden"][None])
-    blocks = Blocks.drawn(batch, 64, 7, at_random=False)
+    blocks = TextBlocks.drawn(batch, 64, 7, at_random=False)
     assert torch.equal(blocks.anchors[0], vectors["train_anchor_positions"])
     assert torch.equal(blocks.labels[0], vectors["train_target_ids"])
     assert torch.equal(blocks.counted[0], vectors["train_eval_mask"])
@@ -96,7 +96,7 @@ class TestBlocks:
     def test_which_proposals_count_by_loops(self):
         batch = packed([9, 6, -3], [4, 14], masked=0.2)
         batch["loss_mask"][:, 2:6] = batch["loss_mask"][:, 8:11] = True  # across the edges of the documents
-        blocks = Blocks.drawn(batch, 18, SLOTS, at_random=False)
+        blocks = TextBlocks.drawn(batch, 18, SLOTS, at_random=False)
         ids, documents, mask = (batch[name].tolist() for name in ("input_ids", "document_ids", "loss_mask"))
         for row in range(2):
             inside = [a for a in range(17) if documents[row][a] == documents[row][a + 1] != NO_DOCUMENT]
@@ -121,25 +121,25 @@ class TestBlocks:
         torch.manual_seed(0)
         hits, draws = torch.zeros(2, 16), 400
         for _ in range(draws):
-            blocks = Blocks.drawn(batch, 5, SLOTS, at_random=True)
+            blocks = TextBlocks.drawn(batch, 5, SLOTS, at_random=True)
             assert blocks.kept.all()
             assert (blocks.anchors.diff(dim=1) > 0).all()
             hits.scatter_add_(1, blocks.anchors, torch.ones(2, 5))
-        possible = Blocks.drawn(batch, 16, SLOTS, at_random=False)
+        possible = TextBlocks.drawn(batch, 16, SLOTS, at_random=False)
         for row in range(2):
             anchors = possible.anchors[row][possible.kept[row]]
             share = hits[row, anchors] / draws
             assert hits[row].sum() == 5 * draws == hits[row, anchors].sum()
             assert (share - 5 / len(anchors)).abs().max() < 0.1
         torch.manual_seed(3)
-        first = Blocks.drawn(batch, 5, SLOTS, at_random=True)
+        first = TextBlocks.drawn(batch, 5, SLOTS, at_random=True)
         torch.manual_seed(3)
-        assert torch.equal(first.anchors, Blocks.drawn(batch, 5, SLOTS, at_random=True).anchors)
+        assert torch.equal(first.anchors, TextBlocks.drawn(batch, 5, SLOTS, at_random=True).anchors)
 
     def test_an_evaluation_spreads_them_and_draws_nothing(self):
         batch, state = packed([31], [31]), torch.get_rng_state()
         batch["loss_mask"][1, 3:] = False
-        blocks = Blocks.drawn(batch, 10, SLOTS, at_random=False)
+        blocks = TextBlocks.drawn(batch, 10, SLOTS, at_random=False)
         assert blocks.anchors.tolist() == [[*range(0, 30, 3)], [0, 1, *[0] * 8]]
         assert blocks.kept.sum(1).tolist() == [10, 2]
         assert torch.equal(torch.get_rng_state(), state)
@@ -210,9 +210,8 @@ class TestLossAgainstLoops:
             ("dspark", False, {}),
             ("dspark", True, {"ce_weight": 1.0}),
             ("dspark-rnn", False, {}),
-            ("dspark-gated", True, {"d_pace": True}),
+            ("dspark-gated", True, {}),
             ("dflash-zlab", False, {}),
-            ("dflash", True, {"d_pace": True, "l1_weight": 0.5}),
             ("jetspec", False, {"loss": "kl", "decay": None}),
             ("dspark", True, {"loss": "kl"}),
             ("dflash", False, {"ce_weight": 0.0, "l1_weight": 1.0, "decay": 2.0}),
@@ -257,23 +256,7 @@ class TestLossAgainstLoops:
             assert float(metrics[f"loss_{k}"]) == pytest.approx(float(sum(each).detach()) / len(mine), rel=1e-5)
 
     def test_nothing_to_learn(self):
-        for made in (method(), method(truncated=True), method("dflash", d_pace=True)):
+        for made in (method(), method(truncated=True)):
             batch = packed([7, 8, -3])
             batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
             assert_nothing_learnt(made, run(made, batch))
-
-    def test_bfloat16_autocast_stays_near(self):
-        made = method(dtype=torch.float32)
-        batch = packed([12, 8])
-        states = states_of(made, batch)
-        exact = made(batch, states).loss
-        with torch.autocast("cpu", torch.bfloat16):
-            output = made(batch, states)
-        torch.testing.assert_close(output.loss.detach(), exact.detach(), rtol=5e-2, atol=0)
-        parameters = tuple(made.parameters())
-        ours, theirs = (
-            torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, parameters)])
-            for loss in (output.loss, exact)
-        )
-        assert ours.dtype == torch.float32
-        assert cosine_similarity(ours, theirs, dim=0) > 0.98

@@ -116,7 +116,6 @@ class TestWhatIsRefused:
             ({"name": "dflash", "options": {"l1_weight": -1}}, "l1_weight must be at least 0"),
             ({"name": "dflash", "options": {"decay": 0}}, "decay must be above 0, or null for none, got 0"),
             ({"name": "dflash", "options": {"loss": "mse"}}, "loss: input should be 'deepspec' or 'kl'"),
-            ({"name": "dflash", "options": {"loss": "kl", "d_pace": True}}, "d_pace goes by the text's tokens"),
             ({"name": "dflash", "options": {"anchor": 3}}, "Did you mean 'anchors'"),
             ({"name": "dflash", "options": {"confidence_weight": 1}}, "the head has no confidence head"),
             ({"name": "dspark", "options": {"confidence_weight": 0}}, "set method.head.confidence to false"),

@@ -101,17 +101,6 @@ def test_value_and_gradients_against_loops(form, kind, truncated):
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
-@pytest.mark.parametrize("form", ["lean-default", "lean-chunks"])
-def test_gradcheck(form, kind):
-    problem = Problem()
-    form = FORMS[form]
-    torch.autograd.gradcheck(
-        lambda states, output: form(states, output, problem.targets(kind), problem.weights).loss,
-        (problem.states, problem.output),
-    )
-
-
-@pytest.mark.parametrize("kind", ["soft", "hard"])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_entries(form, kind):
     result, grads = Problem(entries=0).run(form, kind)

@@ -20,7 +20,7 @@ from hf_speculate_training.methods import GROUP, check_method, installed_methods
 from hf_speculate_training.methods.eagle import Eagle3Method
 from hf_speculate_training.run import read_recipe, recipe_from, train_head
 from hf_speculate_training.sections import RecipeError
-from tests.support.entry_points import assert_comes_and_goes, install_example, replaced_entry_points
+from tests.support.entry_points import install_example, replaced_entry_points
 from tests.support.paths import REPOSITORY
 from tests.support.training import recipe_file
 
@@ -130,10 +130,6 @@ def target(saved_target):
     return AutoModelForCausalLM.from_pretrained(saved_target).eval()
 
 
-def test_it_comes_and_goes_with_its_metadata(site):
-    assert_comes_and_goes(site, installed_methods, "recurrent", "my-training-method")
-
-
 def test_it_learns(trained):
     _, folder = trained
     history = json.loads((folder / "checkpoint-60" / "trainer_state.json").read_text())["log_history"]
@@ -195,8 +191,3 @@ def test_its_own_recipe_can_be_read(installed):
 def test_decoding_needs_no_trainer():
     """Only who trains needs what training needs."""
     assert "hf_speculate_training" not in (EXAMPLE / "my_training_method" / "drafter.py").read_text()
-
-
-def test_an_example_stays_an_example():
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (EXAMPLE / "my_training_method").glob("*.py")}
-    assert max(lengths.values()) <= 110, f"{lengths}: too long to be read as an example"

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, cli
 from hf_speculate_training.methods import installed_methods, load_method
-from hf_speculate_training.run import default_choices, defaults, read_recipe, recipe_from, recipe_names, recipe_values
-from hf_speculate_training.run.recipe import find_recipe
+from hf_speculate_training.run import default_choices, defaults, read_recipe, recipe_from, recipe_values
 from hf_speculate_training.sections import RecipeError
 from tests.support.paths import REPOSITORY
 
@@ -98,20 +97,11 @@ class TestInit:
 
 
 class TestNames:
-    def test_every_recipe_has_one(self):
-        paths = sorted((REPOSITORY / "training" / "recipes").glob("*.yaml"))
-        assert [find_recipe(name) for name in recipe_names()] == paths
-
     def test_an_unknown_one_lists_them(self):
         with pytest.raises(
             RecipeError, match=r"unknown recipe 'qwen2-0\.5b'.*mean 'qwen2-0\.5b-eagle3'.*pycoder-eagle3"
         ):
             read_recipe("qwen2-0.5b")
-
-    def test_a_file_of_that_name_is_nearer(self, recipe_values, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        Path("pycoder-eagle3").write_text(recipe_from(recipe_values).to_yaml())
-        assert read_recipe("pycoder-eagle3").output.folder == recipe_values["output"]["folder"]
 
     def test_options_win_over_the_recipe_and_set_over_options(self, saved_target):
         result = run("--config", "pycoder-eagle3", "--target", "./a: b", "--set", "data.train=c", "--data", "d")

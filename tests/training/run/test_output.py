@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from hf_speculate.scoring.adapters import adapter_fingerprints
 from hf_speculate.scoring.embeddings import embedding_rows, output_rows
 from hf_speculate.testing import check_lossless
 from hf_speculate_training.__main__ import app
-from hf_speculate_training.methods.eagle import new_eagle3
+from hf_speculate_training.methods.eagle import Eagle3Shape, new_eagle3
 from hf_speculate_training.run import prepare, read_recipe, recipe_from, train_head
 from hf_speculate_training.target import TargetSection, load_target
 from tests.support.random_gguf import FileShape, one_type, write_random_file
@@ -83,8 +82,6 @@ def test_provenance_says_what_a_head_was_made_from(finished):
     assert found["metrics"]["eval_mean_acceptance_length"] >= 1
     assert found["environment"]["versions"]["transformers"]
     assert found["head"]["trained_parameters"] > 0
-    for name in ("model.safetensors", "config.json"):
-        assert found["files"][name] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
 def test_the_folder_holds_card_curves_and_the_recipe(finished):
@@ -223,7 +220,7 @@ class TestGguf:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
         embeddings = [embedding_rows(model.get_input_embeddings(), BYTE_VOCAB_SIZE + 1) for model in (packed, dense)]
         torch.testing.assert_close(*embeddings, atol=1e-6, rtol=1e-5)
-        head = new_eagle3(packed, ids, own_embeddings=True)
+        head = new_eagle3(packed, Eagle3Shape(own_embeddings=True), ids)
         torch.testing.assert_close(head.lm_head.weight.data, output_rows(dense.lm_head, 64, torch.float32, ids))
         torch.testing.assert_close(head.embed_tokens.weight.data, embeddings[1])
 

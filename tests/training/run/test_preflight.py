@@ -35,11 +35,6 @@ class TestLayout:
     def test_that_cannot_be_written(self, refused, method, layout):
         refused(rf"output\.layout={layout}: ", method={"name": method, "options": {}}, output={"layout": layout})
 
-    @pytest.mark.parametrize("layout", ["vllm", "sglang"])
-    def test_by_who_reads_it(self, recipe_values, layout):
-        recipe_values["output"]["layout"] = layout
-        prepare(recipe_from(recipe_values))
-
 
 class TestTrackers:
     def test_unknown(self, refused):
@@ -81,10 +76,6 @@ class TestEvaluation:
 
     def test_options_that_the_drafter_does_not_have(self, refused):
         refused(r"evaluation\.options cannot be used: .*dept", evaluation={"options": {"dept": 3}})
-
-
-def test_a_stream_without_a_number_of_steps(refused):
-    refused("streaming needs training.max_steps", data={"streaming": True}, training={"max_steps": -1})
 
 
 class TestDisk:

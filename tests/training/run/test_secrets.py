@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -134,8 +133,6 @@ def test_nothing_private_is_uploaded(pushed, saved_target):
     ]  # fmt: skip
     assert found["recipe"]["target"]["path"] == saved_target.name
     assert found["recipe"]["training"]["run_name"] == "***"
-    for name, digest in found["files"].items():
-        assert digest == hashlib.sha256((place / "uploaded" / name).read_bytes()).hexdigest(), name
 
 
 @pytest.mark.parametrize("name", ["provenance.json", "recipe.yaml", "README.md"])

@@ -279,7 +279,6 @@ def test_names_and_a_data_set_are_enough(saved_target, args, form):
     found = json.loads((Path(args.output_dir) / "provenance.json").read_text())
     assert found["training"]["steps"] == 2
     assert len(found["target"]["fingerprint"]) == 64
-    assert set(found["files"]) == {"README.md", "config.json", "model.safetensors"}
 
 
 def test_the_same_head_from_names_and_from_parts_of_ones_own(saved_target, args, byte_tokenizer):

@@ -107,10 +107,9 @@ def test_size_is_told_before_and_is_right(reader, rows, tmp_path, caplog):
 def test_too_little_room_is_refused_before_it_starts(reader, rows, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**6, 10**6 - 1000, 1000))
-    with pytest.raises(FeatureCacheError, match=r"needs .* KiB more, but the disk of .* has 1000 B free.*ignore_space"):
+    with pytest.raises(FeatureCacheError, match=r"needs .* KiB more, but the disk of .* has 1000 B free"):
         write_features(tmp_path, reader, rows, **OPTIONS)
     assert not list(tmp_path.glob("*.safetensors"))
-    assert len(write_features(tmp_path, reader, rows, ignore_space=True, **OPTIONS)) == len(rows)
 
 
 def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
@@ -183,13 +182,6 @@ def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_mo
         with pytest.raises(FeatureCacheError, match=f"other states than .*: it has {name} {found}, not {wanted}. Give"):
             write_features(tmp_path, other_reader, other_rows, **OPTIONS, **options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_packing_is_part_of_the_data(reader, tmp_path):
-    """The same documents in other rows are other rows of states."""
-    write_features(tmp_path, reader, make_rows(), **OPTIONS)
-    with pytest.raises(FeatureCacheError, match="other states"):
-        write_features(tmp_path, reader, make_rows(max_length=30), **OPTIONS)
 
 
 def test_damage_is_found(reader, rows, tmp_path):

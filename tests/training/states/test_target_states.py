@@ -66,15 +66,6 @@ def test_packed_equals_plain(tiny_model, architecture, attention):
     assert worst_difference(model, reader) < 1e-5
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_explicit_mask_equals_plain(tiny_model, attention):
-    """The mask for a model that does not tell packed documents apart by itself."""
-    model = tiny_model(attention=attention)
-    reader = TargetReader(model, LAYERS)
-    reader.mask = "explicit"
-    assert worst_difference(model, reader) < 1e-5
-
-
 @pytest.fixture
 def attention_without_masks():
     """An attention that transformers makes no mask for: causal over the whole row unless it is given one."""

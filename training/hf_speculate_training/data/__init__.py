@@ -6,7 +6,6 @@ document of every token, its position there, and whether it counts.
 """
 
 from .encoding import Encoder as Encoder
-from .loading import Records as Records
 from .loading import Source as Source
 from .loading import load_records as load_records
 from .packing import NO_DOCUMENT as NO_DOCUMENT
@@ -14,7 +13,6 @@ from .packing import Batch as Batch
 from .packing import Collator as Collator
 from .packing import Row as Row
 from .packing import RowDataset as RowDataset
-from .packing import StreamedRows as StreamedRows
 from .packing import best_fit_decreasing as best_fit_decreasing
 from .packing import make_row as make_row
 from .prepared import DataOptions as DataOptions

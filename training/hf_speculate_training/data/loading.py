@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +15,6 @@ from datasets import (
     DatasetDict,
     Features,
     IterableDataset,
-    IterableDatasetDict,
     Value,
     load_dataset,
     load_from_disk,
@@ -28,8 +27,7 @@ from hf_speculate.messages import get_logger
 
 logger = get_logger(__name__)
 
-Records: TypeAlias = Dataset | IterableDataset
-Source: TypeAlias = str | os.PathLike | Records
+Source: TypeAlias = str | os.PathLike | Dataset
 
 # Suffix -> builder of `datasets`.
 BUILDERS = {
@@ -43,8 +41,8 @@ BUILDERS = {
     ".md": "text",
     ".py": "text",
 }
-# Of files that cannot be read: Arrow's and pandas' errors are ValueErrors; an empty stream stops at once.
-_ERRORS = (OSError, ValueError, DatasetGenerationError, StopIteration)
+# Of files that cannot be read: Arrow's and pandas' errors are ValueErrors.
+_ERRORS = (OSError, ValueError, DatasetGenerationError)
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 _ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # no data, but beside them
 # The words by which the Hub knows splits, in names of files and folders.
@@ -62,10 +60,9 @@ def load_records(
     split: str = "train",
     config: str | None = None,
     revision: str | None = None,
-    streaming: bool = False,
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
-) -> Records:
+) -> Dataset:
     """The records of a source, as they are.
 
     Args:
@@ -74,17 +71,16 @@ def load_records(
             is one record, `text`: blank lines mean too many things.
         split: split of a Hub id, a saved dataset, or a folder whose files are named after splits.
         config, revision: configuration and revision of a Hub id.
-        streaming: True reads records when they are needed, False converts all of them first.
         columns: our name -> the source's name, e.g. `{"prompt": "question", "completion": "answer"}`.
         limit: number of records to read; None for all.
     Raises:
-        SpeculateError: nothing there, not readable, no records, no such column.
+        SpeculateError: nothing there, not readable, no records, no such column, a stream.
     """
-    records = _plain(
-        source if isinstance(source, Dataset | IterableDataset) else _open(source, split, config, revision, streaming)
-    )
+    if isinstance(source, IterableDataset):
+        raise SpeculateError("the data are a stream, and training packs all of them first: give a Dataset.")
+    records = _plain(source if isinstance(source, Dataset) else _open(source, split, config, revision))
     name = describe_source(source)
-    if isinstance(records, Dataset) and len(records) == 0:
+    if len(records) == 0:
         raise SpeculateError(f"the data {name!r} hold no records.")
     records = _renamed(records, columns or {}, name)
     return records if limit is None else records.take(limit)
@@ -94,30 +90,29 @@ def describe_source(source: Source) -> str:
     """The name of a source in messages and provenance."""
     if isinstance(source, Dataset):
         return f"Dataset({len(source)} records, fingerprint {source._fingerprint})"
-    return "IterableDataset" if isinstance(source, IterableDataset) else os.fspath(source)
+    return os.fspath(source)
 
 
-def _plain(records: Records) -> Records:
+def _plain(records: Dataset) -> Dataset:
     """Records of lists and numbers, not the tensors as which some data sets are saved. A user's transform stays."""
-    kind = records.format["type"] if isinstance(records, Dataset) else getattr(records._formatting, "format_type", None)
-    return records if kind in (None, "custom") else records.with_format(None)
+    return records if records.format["type"] in (None, "custom") else records.with_format(None)
 
 
-def _open(source: str | os.PathLike, split: str, config: str | None, revision: str | None, streaming: bool) -> Records:
+def _open(source: str | os.PathLike, split: str, config: str | None, revision: str | None) -> Dataset:
     name = os.fspath(source)
     files = _local_files(name, split)
     try:
         if files is None:
-            found: Any = load_dataset(name, config, split=split, revision=revision, streaming=streaming)
+            found: Any = load_dataset(name, config, split=split, revision=revision)
         elif not files:
             found = load_from_disk(os.path.expanduser(name))
         else:
-            found = _read_files(name, files, streaming)
+            found = _read_files(name, files)
         if isinstance(found, Dataset):
             found.data.validate(full=True)  # Arrow reads JSON without a look at its encoding
     except _ERRORS as error:
         raise SpeculateError(_problem(name, files, error)) from error
-    if isinstance(found, DatasetDict | IterableDatasetDict):
+    if isinstance(found, DatasetDict):
         if split not in found:
             raise SpeculateError(f"the data {name!r} have no split {split!r}; there are: {', '.join(map(str, found))}.")
         found = found[split]
@@ -144,7 +139,7 @@ def _local_files(name: str, split: str) -> list[str] | None:
     return files
 
 
-def _read_files(name: str, files: list[str], streaming: bool) -> Records:
+def _read_files(name: str, files: list[str]) -> Dataset:
     suffixes = {suffix_of(Path(file)) for file in files}
     builders = {BUILDERS.get(suffix) for suffix in suffixes}
     if len(builders) > 1 or None in builders:
@@ -155,13 +150,6 @@ def _read_files(name: str, files: list[str], streaming: bool) -> Records:
     builder = builders.pop() or ""
     if all(os.path.getsize(file) == 0 for file in files):
         raise SpeculateError(f"the data {name!r} hold no records: nothing but empty files.")
-    if streaming:
-        arguments = {"name": name, "builder": builder, "files": files, "first": files[0]}
-        return IterableDataset.from_generator(_streamed, gen_kwargs=arguments)  # type: ignore[return-value]
-    return _load(builder, files, streaming=False)
-
-
-def _load(builder: str, files: list[str], streaming: bool) -> Any:
     options: dict[str, Any] = {}
     if builder == "text":
         options = {"sample_by": "document"}
@@ -171,34 +159,13 @@ def _load(builder: str, files: list[str], streaming: bool) -> Any:
         options = {"features": Features({str(column): Value("string") for column in header})}
         options |= {"keep_default_na": False, "na_values": [""]}
     literal = [glob.escape(file) for file in files]  # `datasets` takes names for patterns
-    return load_dataset(builder, data_files=literal, split="train", streaming=streaming, **options)
+    return load_dataset(builder, data_files=literal, split="train", **options)
 
 
-def _streamed(name: str, builder: str, files: list[str], first: str) -> Iterator[dict[str, Any]]:
-    """The records of one file after the other. A file that cannot be read is noticed when its turn comes.
-
-    Args:
-        name: the source's name in messages.
-        builder: builder of `datasets`.
-        files: this process' share of the source's files.
-        first: the source's first file, whose columns all others must have.
-    """
-    try:
-        columns = set(next(iter(_load(builder, [first], streaming=True)), {}))
-        for file in files:
-            for place, record in enumerate(_load(builder, [file], streaming=True)):
-                if place == 0 and columns and set(record) != columns:
-                    listed = ", ".join(sorted(columns.symmetric_difference(record)))
-                    raise ValueError(f"{file} has other columns than {first} ({listed}); they must be the same")
-                yield record
-    except _ERRORS as error:
-        raise SpeculateError(_problem(name, files, error)) from error
-
-
-def _renamed(records: Records, columns: Mapping[str, str], name: str) -> Records:
+def _renamed(records: Dataset, columns: Mapping[str, str], name: str) -> Dataset:
     if not columns:
         return records
-    found = records.column_names or list(next(iter(records), {}))
+    found = records.column_names
     missing = [column for column in columns.values() if column not in found]
     if missing:
         raise SpeculateError(f"the data {name!r} have no column {missing[0]!r}; there are: {', '.join(found)}.")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset as TorchIterableDataset
-from torch.utils.data import get_worker_info
 from typing_extensions import TypedDict
 
 from hf_speculate.errors import SpeculateError
@@ -123,38 +120,6 @@ class RowDataset(TorchDataset):
     def fill(self) -> float:
         """Share of the tokens of all rows, padded to `max_length`, that are not padding."""
         return sum(self.lengths) / (len(self.rows) * self.max_length)
-
-
-class StreamedRows(TorchIterableDataset):
-    """Rows of streamed documents, packed within windows of `window` documents."""
-
-    def __init__(
-        self, documents: Iterable[Mapping[str, Any]], max_length: int, packing: bool = True, window: int = 512
-    ):
-        self.documents, self.max_length = documents, max_length
-        self.window = window if packing else 1
-
-    def __iter__(self) -> Iterator[Row]:
-        documents, is_empty = iter(self.documents), True
-        while window := list(islice(documents, self.window)):
-            is_empty = False
-            yield from self._packed(window)
-        if is_empty and get_worker_info() is None:  # one worker of many may have no share
-            raise SpeculateError(
-                "no document of the stream can be used: there are no records, or none with tokens that the "
-                "target is to emit."
-            )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the stream the epoch; it may shuffle by it."""
-        pass_on: Callable[[int], None] | None = getattr(self.documents, "set_epoch", None)
-        if pass_on is not None:
-            pass_on(epoch)
-
-    def _packed(self, documents: list[Mapping[str, Any]]) -> Iterator[Row]:
-        lengths = [len(document["input_ids"]) for document in documents]
-        for row in best_fit_decreasing(lengths, self.max_length):
-            yield make_row(documents[i] for i in row)
 
 
 class Collator:

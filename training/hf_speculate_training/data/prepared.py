@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import PretrainedConfig
 
 from hf_speculate.errors import SpeculateError
 
-from .loading import Records
-from .packing import RowDataset, StreamedRows
+from .packing import RowDataset
 
 
 DEFAULT_MAX_LENGTH = 2048
@@ -35,7 +34,7 @@ class DataOptions:
         eval_fraction: share of the records that is held out. A hash of the content and `seed` chooses, so the same
             record is always on the same side. If a side of a few plain texts would be empty, pieces are held out.
         seed: seed of that choice.
-        columns, split, config, revision, streaming, limit: options of `load_records`.
+        columns, split, config, revision, limit: options of `load_records`.
         num_proc: processes that tokenise; None for this one.
     """
 
@@ -51,7 +50,6 @@ class DataOptions:
     split: str = "train"
     config: str | None = None
     revision: str | None = None
-    streaming: bool = False
     limit: int | None = None
     num_proc: int | None = None
 
@@ -89,30 +87,28 @@ def resolve_max_length(asked: int | None, tokenizer: Any, config: PretrainedConf
 
 @dataclass(frozen=True)
 class DataReport:
-    """An account of the records. Counts of streamed data are unknown, None.
+    """An account of the records.
 
     Attributes:
         source: name of the source.
-        fingerprint: sha256 over all documents that were kept (ids and masks, in order); of a stream, over its name.
+        fingerprint: sha256 over all documents that were kept (ids and masks, in order).
         num_documents, num_tokens, num_loss_tokens: counts over training and evaluation together.
-        num_eval_documents: number of documents that are held out.
         num_given_tokens: tokens of the records before anything was truncated or dropped.
+        num_eval_documents: number of documents that are held out; None if none are.
         notes: number of documents that were truncated or dropped, by the reason.
     """
 
     source: str
     fingerprint: str
-    num_documents: int | None = None
-    num_tokens: int | None = None
-    num_loss_tokens: int | None = None
+    num_documents: int
+    num_tokens: int
+    num_loss_tokens: int
+    num_given_tokens: int
     num_eval_documents: int | None = None
-    num_given_tokens: int | None = None
     notes: Mapping[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
         """The share of the data that is used, in a line."""
-        if not self.num_given_tokens or self.num_tokens is None:
-            return f"{self.source}: streamed"
         share = self.num_tokens / self.num_given_tokens
         return (
             f"{self.source}: {self.num_documents} documents, {self.num_tokens:,} of {self.num_given_tokens:,} tokens "
@@ -129,25 +125,24 @@ class PreparedData:
     """Documents of tokens: records with `input_ids`, `loss_mask`, `length` and `loss_tokens`.
 
     Attributes:
-        train, evaluation: `datasets` objects; `evaluation` is None when nothing is held out.
+        train, evaluation: data sets; `evaluation` is None when nothing is held out.
         max_length: tokens of a document at most.
         report: account of the records.
         options: the options as given.
     """
 
-    train: Records
-    evaluation: Records | None
+    train: Dataset
+    evaluation: Dataset | None
     max_length: int
     report: DataReport
     options: DataOptions
 
-    def rows(self, which: Literal["train", "evaluation"] = "train") -> RowDataset | StreamedRows:
+    def rows(self, which: Literal["train", "evaluation"] = "train") -> RowDataset:
         """Rows for `Collator`, packed if the options say so; raises `SpeculateError` if nothing is held out."""
-        documents: Any = self.train if which == "train" else self.evaluation
+        documents = self.train if which == "train" else self.evaluation
         if documents is None:
             raise SpeculateError("no data are held out: set eval_fraction, or give evaluation data of their own.")
-        make = StreamedRows if isinstance(documents, IterableDataset) else RowDataset
-        return make(documents, self.max_length, self.options.packing)
+        return RowDataset(documents, self.max_length, self.options.packing)
 
 
 def documents_fingerprint(documents: Dataset) -> str:

@@ -6,12 +6,12 @@ import hashlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, List, Value
 from transformers import PretrainedConfig
 
 from hf_speculate.errors import SpeculateError
@@ -49,7 +49,6 @@ _FEATURES = Features(
 _DROPPED = "dropped: "
 _TRUNCATED = "truncated"
 _NO_LOSS_TOKENS = "no assistant tokens"
-_PROBED_RECORDS = 10
 
 
 def prepare_data(
@@ -74,16 +73,15 @@ def prepare_data(
     """
     options = options or DataOptions()
     max_length = resolve_max_length(options.max_length, tokenizer, target_config)
-    name = describe_source(source)
-    records = load_records(
+    records: Any = load_records(
         source,
         split=options.split,
         config=options.config,
         revision=options.revision,
-        streaming=options.streaming,
         columns=options.columns,
         limit=options.limit,
     )
+    name = describe_source(source)
     if end_ids is None:
         end_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     encoder = Encoder(
@@ -96,20 +94,15 @@ def prepare_data(
         "max_length": max_length,
         "vocab_size": None if target_config is None else target_config.get_text_config(decoder=True).vocab_size,
     }
-    shared: dict[str, Any] = {"batched": True, "with_indices": True, "fn_kwargs": arguments, "features": _FEATURES}
-    if isinstance(records, IterableDataset):
-        columns = records.column_names or list(next(iter(records), {}))
-        if not columns:
-            raise SpeculateError(f"the data {name!r} hold no records.")
-        _check_columns(list(records.take(_PROBED_RECORDS)), options, name)
-        documents = records.map(_encode_batch, remove_columns=columns, **shared).filter(_is_kept, input_columns="note")
-        return _split(documents, max_length, options, DataReport(name, _hash(f"{name} {options}")))
     documents = records.map(
         _encode_batch,
         remove_columns=records.column_names,
         num_proc=options.num_proc,
         desc="tokenising",
-        **shared,
+        batched=True,
+        with_indices=True,
+        fn_kwargs=arguments,
+        features=_FEATURES,
     )
     notes = Counter(note for note in documents["note"] if note)
     kept = documents.filter(_is_kept, input_columns="note", desc="keeping")
@@ -124,20 +117,6 @@ def prepare_data(
         notes=dict(notes),
     )
     return _split(kept, max_length, options, report)
-
-
-def _check_columns(records: Sequence[Mapping[str, Any]], options: DataOptions, name: str) -> None:
-    """Raises `SpeculateError` if none of a stream's first records can be read, long before the first step would."""
-    problems = []
-    for record in records:
-        try:
-            read_record(record, options.chat)
-        except RecordError as error:
-            problems.append(str(error))
-    if problems and len(problems) == len(records):
-        raise SpeculateError(
-            f"none of the first {len(records)} records of the data {name!r} can be used: {problems[0]}"
-        )
 
 
 def _code_fingerprint() -> str:
@@ -246,28 +225,25 @@ def _listed(notes: Counter[str]) -> str:
     return "; ".join(shown) + (f"; and {len(notes) - 5} other reasons" if len(notes) > 5 else "")
 
 
-def _split(documents: Any, max_length: int, options: DataOptions, report: DataReport) -> PreparedData:
+def _split(documents: Dataset, max_length: int, options: DataOptions, report: DataReport) -> PreparedData:
     if not options.eval_fraction:
         return PreparedData(documents, None, max_length, report, options)
     train, held_out = _sides(documents, options.eval_fraction)
-    if isinstance(documents, Dataset):
-        if not (len(train) and len(held_out)) and len(set(documents["record"])) < len(documents):
-            train, held_out = _sides(
-                documents.map(_own_bucket, fn_kwargs={"seed": options.seed}), options.eval_fraction
-            )
-        if not len(train) or not len(held_out):
-            raise SpeculateError(
-                f"eval_fraction={options.eval_fraction} of {len(documents)} documents leaves {len(train)} for training "
-                f"and {len(held_out)} for evaluation: give more data or another fraction (or seed), or "
-                "0, which holds out none."
-            )
-        report = replace(report, num_eval_documents=len(held_out))
+    if not (len(train) and len(held_out)) and len(set(documents["record"])) < len(documents):
+        train, held_out = _sides(documents.map(_own_bucket, fn_kwargs={"seed": options.seed}), options.eval_fraction)
+    if not len(train) or not len(held_out):
+        raise SpeculateError(
+            f"eval_fraction={options.eval_fraction} of {len(documents)} documents leaves {len(train)} for training "
+            f"and {len(held_out)} for evaluation: give more data or another fraction (or seed), or 0, which holds out "
+            "none."
+        )
+    report = replace(report, num_eval_documents=len(held_out))
     return PreparedData(train, held_out, max_length, report, options)
 
 
-def _sides(documents: Any, fraction: float) -> tuple[Any, Any]:
+def _sides(documents: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """The training documents, and those that are held out."""
-    shared = {"input_columns": "bucket", "fn_kwargs": {"fraction": fraction}}
+    shared: dict[str, Any] = {"input_columns": "bucket", "fn_kwargs": {"fraction": fraction}}
     return documents.filter(_in_train, **shared), documents.filter(_in_eval, **shared)
 
 

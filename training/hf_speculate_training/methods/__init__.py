@@ -16,7 +16,6 @@ from .contract import check_method as check_method
 from .contract import installed_methods as installed_methods
 from .contract import load_method as load_method
 from .entries import Entries as Entries
-from .entries import Normalizer as Normalizer
 from .entries import counted_entries as counted_entries
 from .entries import emitting_positions as emitting_positions
 from .entries import shared_size as shared_size

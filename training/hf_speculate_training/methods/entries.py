@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, distributed
 
 from ..data import NO_DOCUMENT, Batch
-
-
-Normalizer = Literal["all", "counted"]
 
 
 def counted_entries(batch: Batch, num_steps: int) -> Bool[Tensor, "K B S"]:
@@ -109,22 +105,17 @@ class Entries:
         """The rows of the entries, from one tensor for each step."""
         return torch.cat([step[mask] for step, mask in zip(states, self.counted, strict=True)])
 
-    def weights(self, decay: float, normalizer: Normalizer) -> Float[Tensor, " E"]:
+    def weights(self, decay: float) -> Float[Tensor, " E"]:
         """Weight of each entry's loss: `decay**step / n`.
+
+        n is the number of tokens of the batch over all processes (`shared_size`), by which SafeAILab, SpecForge and
+        DeepSpec divide; steps that reach past the end of an answer then count less.
 
         Args:
             decay: factor from one step to the next.
-            normalizer: meaning of n, taken over all processes (`shared_size`). "all" is the number of tokens of the
-                batch, by which SafeAILab, SpecForge and DeepSpec divide; steps that reach past the end of an answer
-                then count less. "counted" is the number of the step's entries.
         """
-        num_steps = len(self.counted)
-        steps = torch.arange(num_steps, device=self.step.device)
-        if normalizer == "all":
-            size = self.num_tokens.expand(num_steps)
-        else:
-            size = torch.bincount(self.step, minlength=num_steps).float()
-        return (decay**steps / shared_size(size))[self.step]
+        steps = torch.arange(len(self.counted), device=self.step.device)
+        return (decay**steps / shared_size(self.num_tokens))[self.step]
 
     def metrics(
         self, losses: Float[Tensor, " E"], hits: Bool[Tensor, " E"], learnt: Bool[Tensor, " E"] | None = None

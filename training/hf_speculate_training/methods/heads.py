@@ -32,7 +32,7 @@ _SMALL_VOCABULARY = 16384
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Head = TypeVar("Head", bound=SharingHead[Any])
-Options = TypeVar("Options")
+MethodOptions = TypeVar("MethodOptions")
 
 
 def count_tokens(batches: Iterable[Batch], vocab_size: int) -> Int[Tensor, " V"]:
@@ -103,6 +103,32 @@ def initialise(head: nn.Module, std: float) -> None:
             nn.init.zeros_(module.bias)
 
 
+def layer_sizes(config: Any, num_layers: int, intermediate_size: int | None = None) -> dict[str, Any]:
+    """Fields of a `HeadSpec` for layers like the target's, with full attention.
+
+    Args:
+        config: configuration of the target's text model.
+        num_layers: decoder layers.
+        intermediate_size: intermediate size; None for the target's.
+    """
+    heads = config.num_attention_heads
+    return {
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_layers": num_layers,
+        "intermediate_size": intermediate_size or config.intermediate_size,
+        "num_heads": heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope": dict(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
+        "windows": (None,) * num_layers,
+    }
+
+
 def target_rows(target: PreTrainedModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
     """Rows of the target's output matrix, whatever format it has; all of them for None."""
     size = target.config.get_text_config(decoder=True).hidden_size
@@ -128,7 +154,7 @@ def _rebuilt(module: Any, placed: dict[int, nn.Parameter]) -> Any:
     return twin
 
 
-class HeadMethod(TrainingMethod, Generic[Head, Options]):
+class HeadMethod(TrainingMethod, Generic[Head, MethodOptions]):
     """A method that trains one head, against the target's own distribution.
 
     Args:
@@ -143,11 +169,11 @@ class HeadMethod(TrainingMethod, Generic[Head, Options]):
         head: Head,
         target: PreTrainedModel,
         target_ids: Int[Tensor, " Vd"] | None = None,
-        options: Options | None = None,
+        options: MethodOptions | None = None,
     ):
         super().__init__()
         self.head = head
-        self.options: Options = self.options_class() if options is None else options
+        self.options: MethodOptions = self.options_class() if options is None else options
         self.target_ids = target_ids
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
         self.teacher = Teacher(target.get_output_embeddings(), target_ids, vocab_size)
@@ -169,14 +195,14 @@ class HeadMethod(TrainingMethod, Generic[Head, Options]):
         return {"head": {} if size is None else {DRAFT_VOCAB_SIZE: size}}
 
     @classmethod
-    def for_target(cls, target: nn.Module, head: Any, options: Options, count_tokens: CountTokens) -> Self:
+    def for_target(cls, target: nn.Module, head: Any, options: MethodOptions, count_tokens: CountTokens) -> Self:
         model = unwrap(target)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         target_ids = choose_vocabulary(getattr(head, DRAFT_VOCAB_SIZE, None), vocab_size, count_tokens)
         return cls(cls.new_head(model, head, target_ids), model, target_ids, options)
 
     @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
+    def from_folder(cls, folder: str, target: nn.Module, options: MethodOptions) -> Self:
         model = unwrap(target)
         head, target_ids = cls.warm_head(folder, model)
         return cls(head, model, target_ids, options)

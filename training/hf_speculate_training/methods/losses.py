@@ -298,17 +298,15 @@ def cross_entropy(
     output: Float[Tensor, "Vd Hd"] | nn.Module,
     targets: Targets,
     weights: Float[Tensor, " E"],
-    *,
-    lean: bool,
 ) -> EntryLosses:
-    """`lean_cross_entropy` if it is asked for and possible, else `plain_cross_entropy`.
+    """`lean_cross_entropy` where it is possible, else `plain_cross_entropy`.
 
     Args:
         output: an output matrix or layer. Layers that are no plain matrix (quantised, adapted) can only be called.
     """
-    if isinstance(output, nn.Linear) and is_dense(output) and (lean or output.bias is None):
+    if isinstance(output, nn.Linear) and is_dense(output):
         output = output.weight.to(states.device)
-    if lean and isinstance(output, Tensor):
+    if isinstance(output, Tensor):
         return lean_cross_entropy(states, output, targets, weights)
     return plain_cross_entropy(states, output, targets, weights)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -36,7 +35,7 @@ from ..data import NO_DOCUMENT, Batch
 from ..sections import RecipeError, field_names, refuse_unknown
 from ..states import TargetReader, TargetStates
 from .contract import CountTokens, StepOutput, TrainingMethod
-from .entries import Entries, Normalizer, emitting_positions, shared_size
+from .entries import Entries, emitting_positions, shared_size
 from .heads import choose_vocabulary, copy_rows, detached_copy, target_rows, trainable
 from .losses import EntryLosses, HardTargets, SoftTargets, Targets, Teacher, cross_entropy
 
@@ -71,15 +70,11 @@ class MedusaTrainingOptions:
 
     Attributes:
         head_decay: base of the losses' weights; head h has `head_decay**h`.
-        normalizer: divisor of the losses, see `Entries.weights`.
         soft: True learns the target's own distribution, False the text's token.
-        lean: True streams the vocabulary through the loss, False takes the plain reference.
     """
 
     head_decay: float = 0.8
-    normalizer: Normalizer = "all"
     soft: bool = False
-    lean: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +92,7 @@ class Medusa2TrainingOptions(MedusaTrainingOptions):
     head_weight: float = 0.2
 
 
-Options = TypeVar("Options", bound=MedusaTrainingOptions)
+MethodOptions = TypeVar("MethodOptions", bound=MedusaTrainingOptions)
 
 
 def new_medusa(
@@ -136,7 +131,7 @@ def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHea
     return trainable(MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads)
 
 
-class _Medusa(TrainingMethod, Generic[Options]):
+class _Medusa(TrainingMethod, Generic[MethodOptions]):
     """The common part of both methods: the loss of the heads.
 
     Args:
@@ -147,17 +142,19 @@ class _Medusa(TrainingMethod, Generic[Options]):
 
     head_class = MedusaShape
 
-    def __init__(self, heads: MedusaHeads, target: nn.Module, options: Options | None = None):
+    def __init__(self, heads: MedusaHeads, target: nn.Module, options: MethodOptions | None = None):
         super().__init__()
         model = unwrap(target)
         config = model.config.get_text_config(decoder=True)
         self.heads = heads
-        self.options: Options = self.options_class() if options is None else options
+        self.options: MethodOptions = self.options_class() if options is None else options
         self.teacher = Teacher(model.get_output_embeddings(), heads.token_ids, config.vocab_size)
         self.feature_layers = (config.num_hidden_layers,)
 
     @classmethod
-    def for_target(cls, target: nn.Module, head: MedusaShape, options: Options, count_tokens: CountTokens) -> Self:
+    def for_target(
+        cls, target: nn.Module, head: MedusaShape, options: MethodOptions, count_tokens: CountTokens
+    ) -> Self:
         model = unwrap(target)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
@@ -166,7 +163,7 @@ class _Medusa(TrainingMethod, Generic[Options]):
         return cls(heads, target, options)
 
     @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Options) -> Self:
+    def from_folder(cls, folder: str, target: nn.Module, options: MethodOptions) -> Self:
         return cls(warm_medusa(folder, unwrap(target)), target, options)
 
     @property
@@ -199,17 +196,16 @@ class _Medusa(TrainingMethod, Generic[Options]):
         teacher_hidden: Float[Tensor, "T H"],
     ) -> list[EntryLosses]:
         """One loss for all heads if they share an output matrix, else one for each head."""
-        weights = entries.weights(self.options.head_decay, self.options.normalizer) * learnt
-        weight, lean = self.heads.output_weight, self.options.lean
+        weights, weight = entries.weights(self.options.head_decay) * learnt, self.heads.output_weight
         if weight is None or weight.shape[0] == 1:
             rows = entries.gather(list(head_states))
             output = self._target_output() if weight is None else weight[0]
-            return [cross_entropy(rows, output, self._targets(entries, teacher_hidden), weights, lean=lean)]
+            return [cross_entropy(rows, output, self._targets(entries, teacher_hidden), weights)]
         losses = []
         for head, states in enumerate(head_states):
             mine = entries.step == head
             rows, targets = states[entries.counted[head]], self._targets(entries.only(mine), teacher_hidden)
-            losses.append(cross_entropy(rows, weight[head], targets, weights[mine], lean=lean))
+            losses.append(cross_entropy(rows, weight[head], targets, weights[mine]))
         return losses
 
     def _targets(self, entries: Entries, teacher_hidden: Float[Tensor, "T H"]) -> Targets:
@@ -318,25 +314,8 @@ class Medusa2Method(_Medusa[Medusa2TrainingOptions]):
     def save(self, folder: str | os.PathLike, target: PreTrainedModel, layout: str | None = None) -> SavedHead:
         """Writes the heads, and the adapter that they belong to into `ADAPTER_FOLDER`."""
         saved = super().save(folder, target, layout)
-        self.save_target(Path(folder) / ADAPTER_FOLDER)
+        self._target[0].save_pretrained(os.path.join(folder, ADAPTER_FOLDER))
         return saved
-
-    def save_target(self, path: str | os.PathLike, *, merged: bool = False) -> None:
-        """Writes the adapter, or the target with the adapter merged into its weights; the target stays as it is.
-
-        `drafter(target).save_pretrained(...)` saves the heads, which draft badly for the original target.
-        """
-        (target,) = self._target
-        if not merged:
-            target.save_pretrained(os.fspath(path))
-            return
-        target.merge_adapter()
-        try:
-            state = unwrap(target).state_dict()
-            names = {name: name.replace(".base_layer.", ".") for name in state if ".lora_" not in name}
-            unwrap(target).save_pretrained(path, state_dict={new: state[old] for old, new in names.items()})
-        finally:
-            target.unmerge_adapter()
 
     def _distillation(self, hidden: Float[Tensor, "B S H"], batch: Batch) -> tuple[Tensor, Tensor]:
         """Cross-entropy against the original target, and the share of tokens that both prefer."""
@@ -346,8 +325,7 @@ class Medusa2Method(_Medusa[Medusa2TrainingOptions]):
         kept, teacher = emitting_positions(batch).to(hidden.device), self._whole_teacher
         rows, wanted = hidden[kept], original[kept]
         targets = SoftTargets(teacher.read(wanted), torch.arange(len(rows), device=rows.device))
-        divided = batch["document_ids"] != NO_DOCUMENT if self.options.normalizer == "all" else kept
-        size = shared_size(divided.sum().float().to(rows.device))
-        losses = cross_entropy(rows, teacher.lm_head, targets, (1 / size).expand(len(rows)), lean=self.options.lean)
+        size = shared_size((batch["document_ids"] != NO_DOCUMENT).sum().float().to(rows.device))
+        losses = cross_entropy(rows, teacher.lm_head, targets, (1 / size).expand(len(rows)))
         agrees = losses.best == teacher.argmax(wanted)
         return losses.loss, agrees.float().sum() / max(len(rows), 1)

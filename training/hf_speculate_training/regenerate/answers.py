@@ -1,15 +1,15 @@
-"""Jobs: prompts to answer, made of records of any form, and their answers."""
+"""Jobs: prompts to answer, and their answers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..data import Chat, Completion, Encoder, Example, HeldOut, Message, Plain, RecordError, Tokens, read_record
+from ..data import Encoder, Message
 
 
 # Tokens. Shorter texts do not count as endless: lists and refrains repeat themselves too.
@@ -132,86 +132,3 @@ def repeats_itself(tokens: Sequence[int]) -> bool:
 
 def prompt_digest(ids: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asker:
-    """Makes jobs of records.
-
-    Args:
-        encoder: renderer and tokenizer.
-        prompt_tokens: number of tokens of a plain text that are the prompt.
-        piece_tokens: tokens of the pieces that plain texts are cut into; None: one prompt, the beginning of the text.
-        chat: whether a `prompt` that is a mere text is a user's message.
-        max_prompt: maximum length of a prompt in tokens.
-        held_out: prompts kept for measuring; prompts like them are refused.
-    """
-
-    encoder: Encoder
-    prompt_tokens: int
-    piece_tokens: int | None
-    chat: bool
-    max_prompt: int
-    held_out: HeldOut | None = None
-
-    def __call__(self, index: int, record: Mapping[str, Any]) -> list[Job]:
-        """Makes the jobs of record `index`.
-
-        Raises:
-            RecordError: the record cannot be answered; the text says why.
-        """
-        example = read_record(record, self.chat)
-        if self.held_out is not None and self.held_out.is_like(example):
-            raise RecordError("like a prompt that is held out")
-        jobs = list(self._jobs(str(index), example))
-        if any(len(job.prompt_ids) > self.max_prompt for job in jobs):
-            raise RecordError("the prompt and max_new_tokens do not fit into the target's context")
-        return jobs
-
-    def _jobs(self, name: str, example: Example) -> Iterator[Job]:
-        if isinstance(example, Chat):
-            yield self._chat_job(name, example.messages, list(example.tools))
-        elif isinstance(example, Completion):
-            yield Job(name, _not_empty(self.encoder.text_prompt_ids(example.prompt)))
-        elif isinstance(example, Tokens) and True in example.loss_mask[1:]:
-            start = example.loss_mask.index(True, 1)
-            all_written = all(example.loss_mask[1:])
-            yield from (
-                self._text_jobs(name, list(example.input_ids))
-                if all_written
-                else [Job(name, list(example.input_ids[:start]))]
-            )
-        elif isinstance(example, Plain):
-            yield from self._text_jobs(name, self.encoder.text_prompt_ids(example.text))
-        else:
-            raise RecordError("no token that the target is to emit")
-
-    def _text_jobs(self, name: str, ids: list[int]) -> Iterator[Job]:
-        if len(ids) <= self.prompt_tokens:
-            raise RecordError(f"a text of no more than prompt_tokens={self.prompt_tokens} tokens")
-        if self.piece_tokens is None:
-            yield Job(name, ids[: self.prompt_tokens])
-            return
-        for piece, start in enumerate(range(0, len(ids) - self.prompt_tokens, self.piece_tokens)):
-            yield Job(f"{name}.{piece}", ids[start : start + self.prompt_tokens])
-
-    def _chat_job(self, name: str, messages: Sequence[Message], tools: list[Any]) -> Job:
-        groups: list[list[Message]] = [[]]
-        for message in messages:
-            if message["role"] == "assistant":
-                groups.append([])
-            else:
-                groups[-1].append(message)
-        if not groups[-1]:
-            groups.pop()
-        if not groups or not groups[0]:
-            raise RecordError("a conversation that the assistant begins")
-        first = groups.pop(0)
-        prompt = self.encoder.chat_prompt_ids(first, tools)
-        return Job(name, prompt, questions=groups, messages=list(first), tools=tools)
-
-
-def _not_empty(ids: list[int]) -> list[int]:
-    if not ids:
-        raise RecordError("an empty prompt")
-    return ids

@@ -85,9 +85,6 @@ def regenerate_command(
     ] = False,
     split: Annotated[str, typer.Option(help="Split of Hub data.")] = "train",
     config: Annotated[str | None, typer.Option(help="Configuration of Hub data.")] = None,
-    streaming: Annotated[
-        bool, typer.Option("--streaming", help="Read Hub data piece by piece, without downloading it as a whole.")
-    ] = False,
     revision: Annotated[str | None, typer.Option(help="Revision of the target.")] = None,
     adapter: Annotated[str | None, typer.Option(help="Put this PEFT adapter on the target.")] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Dtype of the target; auto is the checkpoint's.")] = "auto",
@@ -138,7 +135,7 @@ def regenerate_command(
     records = None
     if data is not None:
         columns = column_names(column or ())
-        records = load_records(data, split=split, config=config, streaming=streaming, columns=columns, limit=limit)
+        records = load_records(data, split=split, config=config, columns=columns, limit=limit)
     held_out = HeldOut(_texts(exclude)) if exclude else None
     if threads is not None:
         torch.set_num_threads(threads)

@@ -176,7 +176,7 @@ class _Reply(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-class Message(_Reply):
+class ReplyMessage(_Reply):
     """Text of a chat's answer. The other fields hold parts that the server has taken out of it."""
 
     content: str | None = None
@@ -189,11 +189,11 @@ class Message(_Reply):
         return any((self.reasoning, self.reasoning_content, self.tool_calls))
 
 
-class Choice(_Reply):
+class ReplyChoice(_Reply):
     """One answer. Servers that return tokens (vLLM) name those of a text's prompt here."""
 
     finish_reason: Literal["stop", "length", "tool_calls"]
-    message: Message | None = None
+    message: ReplyMessage | None = None
     text: str | None = None
     token_ids: TokenIds | None = None
     prompt_token_ids: TokenIds | None = None
@@ -205,10 +205,10 @@ class Usage(_Reply):
     prompt_tokens: int | None = None
 
 
-class Completion(_Reply):
+class CompletionReply(_Reply):
     """Reply to a request for text, or for a chat's next turn."""
 
-    choices: Annotated[list[Choice], Field(min_length=1)]
+    choices: Annotated[list[ReplyChoice], Field(min_length=1)]
     prompt_token_ids: TokenIds | None = None
     usage: Usage | None = None
 

@@ -19,7 +19,7 @@ from hf_speculate.messages import get_logger
 
 from ..data import Encoder
 from .answers import Job
-from .connection import Choice, Completion, Connection, ServerError
+from .connection import CompletionReply, Connection, ReplyChoice, ServerError
 from .engine import Engine
 from .planning import RegenerateOptions, longest_prompt
 
@@ -122,7 +122,7 @@ class ServerEngine(Engine):
             given |= {"top_k": options.top_k} if options.top_k else {}
         return given
 
-    def _asked(self, job: Job, body: dict[str, Any], prompt: list[int]) -> Completion:
+    def _asked(self, job: Job, body: dict[str, Any], prompt: list[int]) -> CompletionReply:
         """Sends one request in a form that the server takes: with token ids first, then without."""
         while True:
             returns, takes = self._returns_tokens, self._takes_tokens
@@ -131,9 +131,9 @@ class ServerEngine(Engine):
                 if job.messages is not None:
                     # Tools are part of the prompt; the answer is to come as it was written.
                     tools = {"tools": job.tools, "tool_choice": "none"} if job.tools else {}
-                    return self._connection.ask(_CHAT, {**asked, "messages": job.messages, **tools}, Completion)
+                    return self._connection.ask(_CHAT, {**asked, "messages": job.messages, **tools}, CompletionReply)
                 text = prompt if takes else self._tokenizer.decode(prompt)
-                return self._connection.ask(_TEXT, {**asked, "prompt": text}, Completion)
+                return self._connection.ask(_TEXT, {**asked, "prompt": text}, CompletionReply)
             except ServerError as error:
                 if error.status not in _REFUSALS or not (returns or (takes and job.messages is None)):
                     raise
@@ -142,7 +142,7 @@ class ServerEngine(Engine):
             else:
                 self._takes_tokens = False
 
-    def _tokens(self, job: Job, found: Completion, prompt: list[int]) -> tuple[list[int], bool]:
+    def _tokens(self, job: Job, found: CompletionReply, prompt: list[int]) -> tuple[list[int], bool]:
         """The tokens of an answer, its end token included, and whether it came to its end."""
         choice = found.choices[0]
         self._check_prompt(found, prompt)
@@ -159,7 +159,7 @@ class ServerEngine(Engine):
             raise self._wrong("an empty answer that has not come to its end")
         return ids, ended
 
-    def _text(self, choice: Choice) -> str:
+    def _text(self, choice: ReplyChoice) -> str:
         """The text of an answer whose tokens the server keeps to itself."""
         if choice.message is not None and choice.message.is_taken_apart:
             raise ServerError(
@@ -183,7 +183,7 @@ class ServerEngine(Engine):
                 f"token {max(ids)}, but the target has {self._vocab_size}. Give --target the model that it serves"
             )
 
-    def _check_prompt(self, found: Completion, prompt: list[int]) -> None:
+    def _check_prompt(self, found: CompletionReply, prompt: list[int]) -> None:
         """The server must have read what training will be told that it read."""
         ids = found.prompt_token_ids or found.choices[0].prompt_token_ids
         count = len(ids) if ids is not None else found.usage and found.usage.prompt_tokens

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -19,7 +20,7 @@ from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
 
-from ..data import HeldOut, Records
+from ..data import HeldOut
 from .answers import Job, line_digest
 from .engine import Engine, LocalEngine
 from .journal import Journal
@@ -54,7 +55,7 @@ class RegenerateReport:
 def regenerate(
     target: nn.Module,
     tokenizer: Any,
-    records: Records,
+    records: Dataset,
     output: str | Path,
     options: RegenerateOptions | None = None,
     *,
@@ -91,18 +92,17 @@ def regenerate(
 def write_answers(
     engine: Engine,
     planner: Planner,
-    records: Records,
+    records: Dataset,
     output: str | Path,
     *,
     show_progress: bool | None = None,
 ) -> RegenerateReport:
     """Does the work of `regenerate` with any engine; raises as it does, and as the engine does."""
-    num_records = len(records) if hasattr(records, "__len__") else None  # type: ignore[arg-type]
-    settings = {**engine.settings(), "num_records": num_records, **asdict(planner.options)}
+    settings = {**engine.settings(), "num_records": len(records), **asdict(planner.options)}
     report = RegenerateReport()
     with (
         Journal(output, settings) as journal,
-        tqdm(desc="answering", unit=" records", total=num_records, disable=_hidden(show_progress)) as bar,
+        tqdm(desc="answering", unit=" records", total=len(records), disable=_hidden(show_progress)) as bar,
     ):
         done = {line["id"]: line_digest(line) for line in journal.lines() if line["part"] == 0}
         report.num_found = len(done)

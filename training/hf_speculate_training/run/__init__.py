@@ -7,14 +7,14 @@ writes head, card, provenance and curves. No training method is named here: each
 
 from .arguments import HeadTrainingArguments as HeadTrainingArguments
 from .arguments import training_arguments as training_arguments
-from .builder import Run as Run
+from .builder import TrainingRun as TrainingRun
 from .builder import adapted_target as adapted_target
 from .builder import build_method as build_method
 from .defaults import default_choices as default_choices
 from .defaults import recipe_values as recipe_values
 from .evaluation import AcceptanceEvaluation as AcceptanceEvaluation
 from .evaluation import AcceptanceOptions as AcceptanceOptions
-from .evaluation import Prompt as Prompt
+from .evaluation import PromptIds as PromptIds
 from .evaluation import prompts_of as prompts_of
 from .folder import last_checkpoint as last_checkpoint
 from .folder import step_of as step_of

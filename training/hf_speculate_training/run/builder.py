@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from hf_speculate.commands import read_prompts, tokenize
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 
-from ..data import Collator, DataOptions, PreparedData, RowDataset, Source, StreamedRows, prepare_data
+from ..data import Collator, DataOptions, PreparedData, RowDataset, Source, prepare_data
 from ..methods import TrainingMethod, count_tokens, load_method
 from ..sections import RecipeError, read_section
 from ..target import (
@@ -38,12 +37,9 @@ from ..target import (
 )
 from .arguments import HeadTrainingArguments, check_launch
 from .defaults import default_arguments
-from .evaluation import AcceptanceEvaluation, Prompt, evenly_spaced, prompts_of
+from .evaluation import AcceptanceEvaluation, PromptIds, evenly_spaced, prompts_of
 from .provenance import describe_use
 from .recipe import EvaluationSection, MethodSection, Recipe
-
-
-_COUNTED_BATCHES = 20_000  # a stream may have no end
 
 
 @dataclass
@@ -72,25 +68,21 @@ class Parts:
         """Rows for the trainer."""
         return self.train.rows() if isinstance(self.train, PreparedData) else self.train
 
-    def evaluation_rows(self, limit: int | None = None) -> RowDataset | StreamedRows | Subset | Any:
+    def evaluation_rows(self, limit: int | None = None) -> RowDataset | Subset | Any:
         """Rows for an evaluation; None without evaluation data.
 
         Args:
-            limit: number of rows, evenly spaced; of a stream the number of its first documents. None for all.
+            limit: number of rows, evenly spaced; None for all.
         """
         data = self.held_out
         if not isinstance(data, PreparedData):
             return data
-        if limit is not None and isinstance(data.train, IterableDataset):
-            data = replace(data, train=data.train.take(limit))
         rows = data.rows()
-        if limit is None or not isinstance(rows, RowDataset):
-            return rows
-        return Subset(rows, evenly_spaced(len(rows), limit))
+        return rows if limit is None else Subset(rows, evenly_spaced(len(rows), limit))
 
 
 @dataclass(kw_only=True)
-class Run(Parts):
+class TrainingRun(Parts):
     """The parts of a recipe's run, loaded; nothing is trained or written yet.
 
     Attributes:
@@ -108,7 +100,7 @@ class Run(Parts):
         return Path(self.recipe.output.folder)
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[PromptIds]:
         """The prompts on which acceptance is measured."""
         return self.evaluation.prompts if self.evaluation is not None else []
 
@@ -217,8 +209,7 @@ def _token_counts(data: PreparedData | None, vocab_size: int) -> Tensor:
     if data is None:
         raise RecipeError("a draft vocabulary is chosen by the training data, and there are none.")
     rows: Any = data.rows()
-    batches = DataLoader(rows, batch_size=16, collate_fn=Collator())
-    return count_tokens(islice(batches, _COUNTED_BATCHES), vocab_size)
+    return count_tokens(DataLoader(rows, batch_size=16, collate_fn=Collator()), vocab_size)
 
 
 def _loaded(
@@ -265,7 +256,7 @@ def _prepared(source: Source | Any, options: DataOptions, tokenizer: Any, target
     return prepare_data(source, tokenizer, options, target_config=model.config, end_ids=ends)
 
 
-def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: nn.Module) -> list[Prompt]:
+def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: nn.Module) -> list[PromptIds]:
     """The prompts on which acceptance is measured, without those that leave no room for an answer."""
     if not section.num_prompts:
         return []

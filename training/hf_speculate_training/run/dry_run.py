@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_speculate.models import unwrap
 
 from ..data import NO_DOCUMENT, Batch
-from .builder import Run
+from .builder import TrainingRun
 from .run import trainer_of
 from .trainer import HeadTrainer
 
@@ -26,7 +26,7 @@ _MIB = 2**20
 _SHOWN_TOKENS = 160
 
 
-def describe_run(run: Run) -> RenderableType:
+def describe_run(run: TrainingRun) -> RenderableType:
     """Tables about a prepared run. Runs forward and backward of the first batch, and changes nothing."""
     with tempfile.TemporaryDirectory() as elsewhere:  # a trainer makes its output folder
         run.args.output_dir = elsewhere
@@ -53,7 +53,7 @@ def describe_run(run: Run) -> RenderableType:
     )
 
 
-def _memory(run: Run, batch: Batch) -> dict[str, str]:
+def _memory(run: TrainingRun, batch: Batch) -> dict[str, str]:
     """MiB of target, head and states, by what they are."""
     model = unwrap(run.target)
     trained = sum(p.numel() for p in run.method.parameters() if p.requires_grad)
@@ -71,7 +71,7 @@ def _memory(run: Run, batch: Batch) -> dict[str, str]:
     return {name: f"{size / _MIB:,.1f}" for name, size in sizes.items()}
 
 
-def _measured_step(run: Run, trainer: HeadTrainer, batch: Any) -> tuple[float, int | None]:
+def _measured_step(run: TrainingRun, trainer: HeadTrainer, batch: Any) -> tuple[float, int | None]:
     """Seconds of the second of two passes, and peak memory of the device (None on a CPU)."""
     device = run.args.device
     if device.type == "cuda":

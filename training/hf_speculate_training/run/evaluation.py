@@ -22,7 +22,7 @@ from ..methods import TrainingMethod
 from ..target import is_sharded
 
 
-Prompt = Int[Tensor, " S"]
+PromptIds = Int[Tensor, " S"]
 
 ACCEPTANCE = "mean_acceptance_length"
 
@@ -66,7 +66,7 @@ class AcceptanceEvaluation:
         options: options for measuring; None for the defaults.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], options: AcceptanceOptions | None = None):
+    def __init__(self, prompts: Sequence[PromptIds], options: AcceptanceOptions | None = None):
         if not prompts:
             raise SpeculateError("evaluation needs at least one prompt.")
         self.prompts = list(prompts)
@@ -107,7 +107,12 @@ class AcceptanceEvaluation:
                 yield ACCEPTANCE + suffix, nodes, temperature
 
     def _run(
-        self, target: GenerativeModel, method: TrainingMethod, prompts: Sequence[Prompt], nodes: int, temperature: float
+        self,
+        target: GenerativeModel,
+        method: TrainingMethod,
+        prompts: Sequence[PromptIds],
+        nodes: int,
+        temperature: float,
     ) -> SpeculationStats:
         speculator = Speculator(method.evaluation_drafter(target, nodes, **self.options.options), adaptive=False)
         devices = [] if target.device.type == "cpu" else [target.device]
@@ -125,26 +130,21 @@ class AcceptanceEvaluation:
         return speculator.stats
 
 
-def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[Prompt]:
+def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[PromptIds]:
     """Prompts from documents: all tokens before the first one that the target is to emit.
 
     Args:
-        documents: records with `input_ids` and `loss_mask`. The first ones of a stream are taken, otherwise evenly
-            spaced ones.
+        documents: records with `input_ids` and `loss_mask`, of which evenly spaced ones are taken.
         count: number of prompts at most.
         num_tokens: length of the prompt of a plain text, all of which the target is to emit.
     """
-    prompts: list[Prompt] = []
-    is_stream = not hasattr(documents, "__len__")
-    spread = documents if is_stream else (documents[index] for index in evenly_spaced(len(documents), count))
-    for document in spread:
+    prompts: list[PromptIds] = []
+    for document in (documents[index] for index in evenly_spaced(len(documents), count)):
         ids, mask = torch.as_tensor(document["input_ids"]), torch.as_tensor(document["loss_mask"])
         start = int(mask.int().argmax())
         length = start if start > 0 else min(num_tokens, len(ids) // 2)
         if length and bool(mask.any()):
             prompts.append(ids[:length].long())
-        if len(prompts) == count:
-            break
     return prompts
 
 

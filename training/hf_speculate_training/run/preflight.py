@@ -19,7 +19,7 @@ from ..data import RowDataset
 from ..methods import TrainingMethod
 from ..sections import RecipeError
 from ..states import feature_bytes, is_foreign
-from .builder import Run
+from .builder import TrainingRun
 from .recipe import Recipe
 
 
@@ -33,17 +33,15 @@ def check_services(recipe: Recipe, args: TrainingArguments) -> None:
     """Checks trackers and the Hub, before anything is loaded.
 
     Raises:
-        RecipeError: a tracker is unknown or not installed; streamed data have no number of steps.
+        RecipeError: a tracker is unknown or not installed.
         UploadError: the repository cannot be written to.
     """
     _check_trackers(args.report_to)
-    if recipe.data.streaming and args.max_steps < 1:
-        raise RecipeError("data.streaming needs training.max_steps: a stream does not say how long it is.")
     if recipe.output.push_to_hub:
         check_upload(recipe.output.push_to_hub)
 
 
-def check_run(run: Run) -> None:
+def check_run(run: TrainingRun) -> None:
     """Raises `SpeculateError` if the parts of a run do not go together, or its head or evaluation cannot be made."""
     recipe, target, method = run.recipe, unwrap(run.target), run.method
     is_cached = recipe.features.source == "cache"
@@ -59,7 +57,7 @@ def check_run(run: Run) -> None:
     _check_evaluation(run)
 
 
-def _check_evaluation(run: Run) -> None:
+def _check_evaluation(run: TrainingRun) -> None:
     section = run.recipe.evaluation
     if not run.recipe.evaluates:
         if section.prompts is not None:
@@ -81,7 +79,7 @@ def _check_evaluation(run: Run) -> None:
         raise RecipeError(f"evaluation.options cannot be used: {error}") from error
 
 
-def check_disk(run: Run) -> None:
+def check_disk(run: TrainingRun) -> None:
     """Raises `SpeculateError` if feature cache and checkpoints do not fit on their disks."""
     folder, target = run.recipe.feature_folder, unwrap(run.target)
     needs = [(str(run.folder), "checkpoints and head", _output_bytes(run.args, target, run.method))]

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
-from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, read_provenance, refresh_hashes, write_card
+from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, read_provenance, write_card
 from hf_speculate.messages import get_logger, masked_arguments
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import adapter_fingerprints
@@ -26,7 +26,7 @@ from ..data import Collator, RowDataset, content_fingerprint
 from ..states import ForeignFeatures, is_foreign, write_features
 from ..target import is_sharded
 from .arguments import quiet_replicas, rows_a_step, training_arguments
-from .builder import Run, build
+from .builder import TrainingRun, build
 from .folder import checked_folder, is_finished, last_checkpoint, locked, recipe_file, refuse_locked, step_of
 from .guards import InterruptedTrainingError
 from .plots import plot_run
@@ -55,7 +55,7 @@ def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
     return train_prepared(prepare(recipe, resume=resume))
 
 
-def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Run:
+def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> TrainingRun:
     """Loads the parts of a run, and finds out whatever would fail later.
 
     Args:
@@ -77,7 +77,7 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Run:
     check_services(recipe, args)
     data = recipe.data
     parts = build(args, recipe.target, recipe.method, data.train, data.eval, options=data, evaluation=recipe.evaluation)
-    run = Run(**vars(parts), recipe=recipe, args=args, resume=checkpoint)
+    run = TrainingRun(**vars(parts), recipe=recipe, args=args, resume=checkpoint)
     check_run(run)
     run.use = run.use or describe_use(run.target, run.tokenizer)
     if write:
@@ -85,7 +85,7 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Run:
     return run
 
 
-def trainer_of(run: Run, *, cached: bool = True) -> HeadTrainer:
+def trainer_of(run: TrainingRun, *, cached: bool = True) -> HeadTrainer:
     """A trainer for a run.
 
     Args:
@@ -112,7 +112,7 @@ def trainer_of(run: Run, *, cached: bool = True) -> HeadTrainer:
     return trainer
 
 
-def train_prepared(run: Run) -> Path:
+def train_prepared(run: TrainingRun) -> Path:
     """Trains a prepared run, writes the head, then measures and uploads it; returns its folder.
 
     Raises:
@@ -133,7 +133,7 @@ def train_prepared(run: Run) -> Path:
     return run.folder
 
 
-def _train(run: Run, known: dict[str, Any], sessions: list[dict[str, Any]]) -> bool:
+def _train(run: TrainingRun, known: dict[str, Any], sessions: list[dict[str, Any]]) -> bool:
     """Does all but the upload; returns True in the process that writes."""
     trainer, output = trainer_of(run), run.recipe.output
     leads = trainer.is_world_process_zero()
@@ -164,12 +164,11 @@ def _train(run: Run, known: dict[str, Any], sessions: list[dict[str, Any]]) -> b
             calibration.save(run.folder)
         write_provenance(run.folder, {"status": "complete", **known, "metrics": metrics})
         write_card(run.folder, **card_facts(run.folder, saved), repo_id=output.push_to_hub)
-        refresh_hashes(run.folder)
     trainer.accelerator.wait_for_everyone()
     return leads
 
 
-def _write_head(run: Run, output: OutputSection) -> SavedHead:
+def _write_head(run: TrainingRun, output: OutputSection) -> SavedHead:
     """Writes the head with its card, and loads it once to see that it can be."""
     saved = run.method.save(output.folder, unwrap(run.target), output.layout)
     write_card(output.folder, **card_facts(output.folder, saved), repo_id=output.push_to_hub)
@@ -188,7 +187,7 @@ def _push(output: OutputSection, method: str) -> None:
         ) from error
 
 
-def _draw_curves(history: list[Any], run: Run) -> None:
+def _draw_curves(history: list[Any], run: TrainingRun) -> None:
     """Draws the curves. A run is not lost for a picture."""
     try:
         title = f"{run.method.name} for {Path(run.recipe.target.path).name}"
@@ -204,7 +203,7 @@ def _resume_command(folder: Path) -> str:
     return f"{program} train --config {shlex.quote(str(recipe_file(folder)))} --resume"
 
 
-def _known(run: Run) -> dict[str, Any]:
+def _known(run: TrainingRun) -> dict[str, Any]:
     """The facts for provenance that are known before the first step."""
     parameters = [p for p in run.method.parameters() if p.requires_grad]
     vocabulary = run.method.draft_vocabulary
@@ -227,7 +226,7 @@ def _known(run: Run) -> dict[str, Any]:
     }
 
 
-def _sessions(run: Run, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _sessions(run: TrainingRun, known: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The sessions so far and this one; raises `SpeculateError` if a run is resumed with other inputs."""
     sessions = []
     if run.resume:

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import card_facts, push_folder, refresh_hashes, write_card
+from hf_speculate.hub import card_facts, push_folder, write_card
 from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import adapter_fingerprints
@@ -209,7 +209,7 @@ class HeadTrainer(Trainer):
         try:
             return self.set_initial_training_values(self.args, self.get_train_dataloader())[6]
         except ValueError as error:
-            raise SpeculateError(f"training.max_steps must be set: streamed data have no length ({error}).") from error
+            raise SpeculateError(f"training.max_steps must be set: the data have no length ({error}).") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the head in its default layout with card and provenance; `Trainer` itself writes checkpoints."""
@@ -220,7 +220,6 @@ class HeadTrainer(Trainer):
             saved = self.method.save(folder, unwrap(self.target))
             write_provenance(folder, self._origin())
             write_card(folder, **card_facts(folder, saved), repo_id=self.args.hub_model_id)
-            refresh_hashes(folder)
 
     def push_to_hub(
         self,

@@ -74,7 +74,6 @@ def write_features(
     dtype: torch.dtype | None = None,
     batch_size: int = 8,
     rows_per_shard: int = 64,
-    ignore_space: bool = False,
 ) -> FeatureCache:
     """Computes the states of all rows that the cache lacks, and opens it.
 
@@ -83,17 +82,14 @@ def write_features(
     Args:
         folder: folder of the cache; an absent one is made.
         reader: reader of the target.
-        rows: rows of the data. Streams cannot be cached.
+        rows: rows of the data.
         dtype: data type of the files; None for the target's. Others round.
         batch_size: rows that run together.
         rows_per_shard: rows of a file, best a multiple of `batch_size`.
-        ignore_space: True begins even if the disk seems too small.
     Raises:
         FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small or
             got full. Complete shards stay, and a later run goes on after them.
     """
-    if not isinstance(rows, RowDataset):
-        raise FeatureCacheError("streamed data cannot be cached: their rows are not known beforehand.")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     key = cache_key(reader, rows, dtype)
@@ -104,7 +100,7 @@ def write_features(
         _meet()
         index = CacheIndex.read(path)
         index.check_key(key)
-        _write_missing(index, reader, rows, batch_size, ignore_space)
+        _write_missing(index, reader, rows, batch_size)
         _meet()
         if rank == 0:
             index.gather()
@@ -216,16 +212,14 @@ def _plan(key: CacheKey, target: PreTrainedModel, rows: RowDataset, rows_per_sha
     return _Plan(key, lengths, rows_per_shard, stored, config.hidden_size)
 
 
-def _write_missing(
-    index: CacheIndex, reader: TargetReader, rows: RowDataset, batch_size: int, ignore_space: bool
-) -> None:
+def _write_missing(index: CacheIndex, reader: TargetReader, rows: RowDataset, batch_size: int) -> None:
     """Writes this process' share of the missing shards."""
     plan = _plan(index.key, reader.target, rows, index.rows_per_shard)
     missing = [shard for shard in range(plan.num_shards) if not index.has(shard)]
     if not missing:
         return
     rank, count = _process()
-    _check_space(index.folder, plan, missing, ignore_space)
+    _check_space(index.folder, plan, missing)
     writer = index if count == 1 else index.of_process(rank)
     for shard in tqdm(missing[rank::count], desc="caching features", unit="shard", disable=True if rank else None):
         writer.add(shard, _states_of(reader, rows, plan, shard, batch_size))
@@ -244,17 +238,17 @@ def _meet() -> None:
         distributed.barrier()
 
 
-def _check_space(path: Path, plan: _Plan, missing: Sequence[int], ignore_space: bool) -> None:
+def _check_space(path: Path, plan: _Plan, missing: Sequence[int]) -> None:
     needed, free = plan.num_bytes(missing), shutil.disk_usage(path).free
     total = plan.num_bytes(range(plan.num_shards))
     logger.warning(
         f"caching the target's states of {len(plan.lengths)} rows, {sum(plan.lengths)} tokens: {_size(total)} in "
         f"{path} ({_size(needed)} to be written, {_size(free)} free)."
     )
-    if needed > free and not ignore_space:
+    if needed > free:
         raise FeatureCacheError(
             f"the feature cache needs {_size(needed)} more, but the disk of {path} has {_size(free)} free. Possible: "
-            "another folder, fewer data, dtype=torch.bfloat16, features computed online, or ignore_space=True."
+            "another folder, fewer data, dtype=torch.bfloat16, or features computed online."
         )
 
 

@@ -4,7 +4,7 @@
 the token before. Fresh heads are shaped after the target; the training of published ones can go on.
 """
 
-from .blocks import Blocks as Blocks
+from .blocks import TextBlocks as TextBlocks
 from .heads import DFlashShape as DFlashShape
 from .heads import DSparkShape as DSparkShape
 from .heads import new_block as new_block

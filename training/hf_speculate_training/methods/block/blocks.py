@@ -28,7 +28,7 @@ from ..entries import emitting_positions
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TextBlocks:
     """A blocks in each of B rows, D proposals each.
 
     Attributes:
@@ -48,12 +48,12 @@ class Blocks:
     teachers: Int[Tensor, "B A D"]
 
     @classmethod
-    def drawn(cls, batch: Batch, most: int, depth: int, *, at_random: bool) -> Blocks:
+    def drawn(cls, batch: Batch, most: int, depth: int, *, at_random: bool) -> TextBlocks:
         """Blocks at `most` anchors of each row, see `draw_anchors`."""
         return cls.at(batch, *draw_anchors(possible_anchors(batch), most, at_random=at_random), depth)
 
     @classmethod
-    def at(cls, batch: Batch, anchors: Int[Tensor, "B A"], kept: Bool[Tensor, "B A"], depth: int) -> Blocks:
+    def at(cls, batch: Batch, anchors: Int[Tensor, "B A"], kept: Bool[Tensor, "B A"], depth: int) -> TextBlocks:
         """Blocks at the given anchors."""
         ids, documents, mask = batch["input_ids"], batch["document_ids"], batch["loss_mask"].bool()
         size = ids.shape[1]
@@ -102,7 +102,7 @@ def draw_anchors(
 
 
 def run_blocks(
-    head: BlockHead, context: Float[Tensor, "B T H"], batch: Batch, blocks: Blocks
+    head: BlockHead, context: Float[Tensor, "B T H"], batch: Batch, blocks: TextBlocks
 ) -> Float[Tensor, "B A S H"]:
     """The states of all slots of all blocks.
 
@@ -148,7 +148,7 @@ class TextAttention:
         )
 
 
-def visible_context(batch: Batch, blocks: Blocks) -> Bool[Tensor, "B A T"]:
+def visible_context(batch: Batch, blocks: TextBlocks) -> Bool[Tensor, "B A T"]:
     """Mask of the tokens that are the context of a block: those before its anchor, in its document."""
     documents = batch["document_ids"]
     rows = torch.arange(len(documents), device=documents.device)[:, None]

@@ -16,7 +16,7 @@ from hf_speculate.scoring import embedding_rows, last_device
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError
-from ..heads import copy_rows, initialise, target_rows, trainable
+from ..heads import copy_rows, initialise, layer_sizes, target_rows, trainable
 
 
 _NUM_FEATURES = 3
@@ -107,9 +107,14 @@ def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tenso
     """
     config = target.config.get_text_config(decoder=True)
     spec = BlockSpec(
-        **_sizes(config, shape),
+        **layer_sizes(config, shape.num_layers, shape.intermediate_size),
         **_markov(config, shape),
         dialect=_dialect(shape, target_ids),
+        causal=(shape.causal,) * shape.num_layers,
+        block_size=shape.block_size,
+        first_slot=shape.first_slot,
+        mask_token_id=config.vocab_size - 1 if shape.mask_token_id is None else shape.mask_token_id,
+        feature_layers=tuple(shape.feature_layers or _default_layers(config.num_hidden_layers)),
         draft_vocab_size=config.vocab_size if target_ids is None else len(target_ids),
     )
     check_fits(spec, target)
@@ -148,30 +153,6 @@ def _begin_markov(head: BlockHead, target: PreTrainedModel) -> None:
     copy_rows(codes, embedding_rows(target.get_input_embeddings(), len(codes)))
     codes.mul_(_CODE_STD / codes.std())
     output.zero_()
-
-
-def _sizes(config: Any, shape: DFlashShape) -> dict[str, Any]:
-    heads = config.num_attention_heads
-    return {
-        "hidden_size": config.hidden_size,
-        "target_hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_layers": shape.num_layers,
-        "intermediate_size": shape.intermediate_size or config.intermediate_size,
-        "num_heads": heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope": dict(config.rope_parameters),
-        "max_position_embeddings": config.max_position_embeddings,
-        "windows": (None,) * shape.num_layers,
-        "causal": (shape.causal,) * shape.num_layers,
-        "block_size": shape.block_size,
-        "first_slot": shape.first_slot,
-        "mask_token_id": config.vocab_size - 1 if shape.mask_token_id is None else shape.mask_token_id,
-        "feature_layers": tuple(shape.feature_layers or _default_layers(config.num_hidden_layers)),
-    }
 
 
 def _default_layers(depth: int) -> tuple[int, ...]:

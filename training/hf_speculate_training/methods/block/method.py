@@ -25,9 +25,9 @@ from ...states import TargetStates
 from ..contract import SMALL_HIDDEN_SIZE, CountTokens, StepOutput
 from ..entries import shared_size
 from ..heads import HeadMethod
-from .blocks import Blocks, run_blocks
+from .blocks import TextBlocks, run_blocks
 from .heads import DFlashShape, DSparkShape, new_block, warm_block
-from .slots import SlotLosses, SlotRows, decay_weights, pace_weights, slot_losses
+from .slots import SlotLosses, SlotRows, decay_weights, slot_losses
 
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class BlockTrainingOptions:
             and the L1 distance between the target's and the draft's distribution.
         confidence_weight: weight of the confidence head's binary cross-entropy against 1 - L1 / 2.
         decay: decay of the weights; the k-th proposal of a block has `exp(-k / decay)`. None for equal weights.
-        d_pace: True takes weights that follow the head's progress instead of `decay`, see `pace_weights`.
     """
 
     anchors: int = 64
@@ -59,7 +58,6 @@ class BlockTrainingOptions:
     l1_weight: float = 0.0
     confidence_weight: float = 0.0
     decay: float | None = 4.0
-    d_pace: bool = False
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
@@ -71,8 +69,6 @@ class BlockTrainingOptions:
             raise ValueError("ce_weight and l1_weight are both 0: nothing would be learnt.")
         if self.decay is not None and not 0 < self.decay < math.inf:
             raise ValueError(f"decay must be above 0, or null for none, got {self.decay}.")
-        if self.d_pace and self.loss == "kl":
-            raise ValueError("d_pace goes by the text's tokens, which the loss kl leaves out.")
 
     @property
     def term_weights(self) -> dict[str, float]:
@@ -90,10 +86,10 @@ class DSparkTrainingOptions(BlockTrainingOptions):
     confidence_weight: float = 1.0
 
 
-Options = TypeVar("Options", bound=BlockTrainingOptions)
+MethodOptions = TypeVar("MethodOptions", bound=BlockTrainingOptions)
 
 
-class BlockMethod(HeadMethod[BlockHead, Options]):
+class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
     """The common part of both methods. `new_block` and `warm_block` make its heads; arguments are `HeadMethod`'s.
 
     Metrics, beside `loss_k` and `accuracy_k` of the k-th proposal: the terms of the loss by the names of
@@ -116,7 +112,9 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         return {**super().suggested(config), "options": options}
 
     @classmethod
-    def for_target(cls, target: nn.Module, head: DFlashShape, options: Options, count_tokens: CountTokens) -> Self:
+    def for_target(
+        cls, target: nn.Module, head: DFlashShape, options: MethodOptions, count_tokens: CountTokens
+    ) -> Self:
         made = super().for_target(target, head, options, count_tokens)
         if made.head.spec.confidence and not options.confidence_weight:
             raise RecipeError(
@@ -127,10 +125,10 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         batch = cast(Batch, {name: batch[name].to(self.head.device) for name in Batch.__required_keys__})
-        blocks = Blocks.drawn(batch, self.options.anchors, self.head.spec.max_depth, at_random=self.training)
+        blocks = TextBlocks.drawn(batch, self.options.anchors, self.head.spec.max_depth, at_random=self.training)
         return self.compare(blocks, self.run(batch, states, blocks), states)
 
-    def run(self, batch: Batch, states: TargetStates, blocks: Blocks) -> Float[Tensor, "B A D H"]:
+    def run(self, batch: Batch, states: TargetStates, blocks: TextBlocks) -> Float[Tensor, "B A D H"]:
         """The states of the slots that propose.
 
         Args:
@@ -141,7 +139,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         context = self.head.fuse([states.features[layer] for layer in self.head.spec.feature_layers])
         return run_blocks(self.head, context, batch, blocks)[:, :, self.head.spec.first_slot :]
 
-    def compare(self, blocks: Blocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> StepOutput:
+    def compare(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> StepOutput:
         """The loss of blocks that were run."""
         rows, names = self.rows(blocks, slots, states), set(self._terms)
         if "confidence" in names:
@@ -152,12 +150,12 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
             losses["confidence"] = binary_cross_entropy_with_logits(
                 self.confidence(blocks, slots).to(accepted.dtype), accepted, reduction="none"
             )
-        weights, sizes = self._weights(blocks, losses, rows)
+        weights, sizes = self._weights(blocks, rows)
         means = self._means(losses, weights, sizes, rows.labels >= 0)
         loss = torch.stack([weight * means[name] for name, weight in self._terms.items()]).sum()
         return StepOutput(loss, self._metrics(blocks, rows, losses, means))
 
-    def rows(self, blocks: Blocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> SlotRows:
+    def rows(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"], states: TargetStates) -> SlotRows:
         """The proposals that count, by row, then anchor, then depth."""
         counted = blocks.counted
         return SlotRows(
@@ -168,7 +166,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
             hidden=states.last_hidden.detach().to(self.head.device).flatten(0, 1),
         )
 
-    def confidence(self, blocks: Blocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, " E"]:
+    def confidence(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, " E"]:
         """Logits of the confidence head at the proposals that count."""
         return self.head.confidence(slots[blocks.counted], blocks.previous[blocks.counted])
 
@@ -182,7 +180,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
         terms = self.options.term_weights
         return {name: weight for name, weight in terms.items() if name != "confidence" or self.head.spec.confidence}
 
-    def _markov(self, blocks: Blocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, "E r"] | None:
+    def _markov(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, "E r"] | None:
         """Inputs of the Markov head's output matrix behind the text's own tokens."""
         if self.head.spec.markov is None:
             return None
@@ -194,22 +192,14 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
             inputs.append(each)
         return torch.stack(inputs, dim=2)[blocks.counted]
 
-    def _weights(self, blocks: Blocks, losses: SlotLosses, rows: SlotRows) -> tuple[Tensor, Tensor]:
+    def _weights(self, blocks: TextBlocks, rows: SlotRows) -> tuple[Tensor, Tensor]:
         """Weights of the proposals that count, and two divisors [2] of sums.
 
         The divisors are sums of the weights over all processes (`shared_size`): of all proposals, and of those whose
-        token the draft vocabulary has. D-PACE's weights are parts of a draft's length, whose sum must not be divided
-        away (sgl-project/SpecForge#828, by its author), so there both divisors are the number of blocks.
+        token the draft vocabulary has.
         """
-        known = rows.labels >= 0
-        if not self.options.d_pace:
-            weights = decay_weights(blocks.counted, self.options.decay)[blocks.counted]
-            return weights, shared_size(torch.stack([weights.sum(), (weights * known).sum()]))
-        probs = torch.exp(-losses["cross_entropy"].detach()) * known
-        confidence = torch.zeros(blocks.counted.shape, dtype=probs.dtype, device=probs.device)
-        confidence[blocks.counted] = probs
-        num_blocks = blocks.counted.any(-1).sum().float()
-        return pace_weights(confidence, blocks.counted)[blocks.counted], shared_size(num_blocks.expand(2))
+        weights = decay_weights(blocks.counted, self.options.decay)[blocks.counted]
+        return weights, shared_size(torch.stack([weights.sum(), (weights * (rows.labels >= 0)).sum()]))
 
     @staticmethod
     def _means(losses: SlotLosses, weights: Tensor, sizes: Tensor, known: Tensor) -> dict[str, Tensor]:
@@ -223,7 +213,7 @@ class BlockMethod(HeadMethod[BlockHead, Options]):
 
     @torch.no_grad()
     def _metrics(
-        self, blocks: Blocks, rows: SlotRows, losses: SlotLosses, means: dict[str, Tensor]
+        self, blocks: TextBlocks, rows: SlotRows, losses: SlotLosses, means: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         needed, where = rows.teachers.unique(return_inverse=True)
         wanted = self.teacher.to_draft(self.teacher.argmax(rows.hidden[needed]))[where]

@@ -22,8 +22,6 @@ from ..losses import CHUNK_BYTES, Teacher
 
 # [E, Vd] tensors that live at once in a backward: logits, both distributions and the gradients of all.
 _TEMPORARIES = 8
-# Smoothing of D-PACE, its alpha (arXiv:2605.18810, equation 7).
-_PACE = 0.5
 
 SlotLosses = dict[str, Tensor]
 """Tensors [E] of E proposals. With a graph: "cross_entropy" against the text's token (0 if the draft vocabulary lacks
@@ -110,17 +108,3 @@ def decay_weights(counted: Bool[Tensor, "B A D"], decay: float | None) -> Float[
     depths = torch.arange(counted.shape[-1], device=counted.device)
     weights = torch.ones_like(depths, dtype=torch.float32) if decay is None else torch.exp(-depths / decay)
     return weights * counted
-
-
-def pace_weights(confidence: Float[Tensor, "B A D"], counted: Bool[Tensor, "B A D"]) -> Float[Tensor, "B A D"]:
-    """Weights of D-PACE: the length that a better k-th proposal adds to the expected draft.
-
-    Source: arXiv:2605.18810, equations 7 and 8: `w_k = sum over m >= k of prod over i <= m of q_i`, with the draft's
-    probabilities of the text's tokens smoothed to (q + 1) / 2.
-
-    Args:
-        confidence: those probabilities.
-        counted: True for proposals that count.
-    """
-    smoothed = ((1 - _PACE) * confidence + _PACE) * counted
-    return smoothed.cumprod(-1).flip(-1).cumsum(-1).flip(-1)

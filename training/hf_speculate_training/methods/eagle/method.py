@@ -22,8 +22,8 @@ from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions
 from ...data import Batch
 from ...states import TargetStates
 from ..contract import SMALL_HIDDEN_SIZE, StepOutput
-from ..entries import Entries, Normalizer, tokens_ahead
-from ..heads import DRAFT_VOCAB_SIZE, HeadMethod
+from ..entries import Entries, tokens_ahead
+from ..heads import HeadMethod
 from ..losses import EntryLosses, SoftTargets, cross_entropy
 from .heads import Eagle3Shape, EagleShape, new_eagle1, new_eagle3, warm_eagle
 from .unrolled import StepMemory, UnrolledAttention, step_masks
@@ -36,20 +36,13 @@ class EagleTrainingOptions:
     Attributes:
         steps: number K of unrolled steps, the depth of drafts that the head learns to make.
         step_decay: base of the losses' weights; step k has `step_decay**k`.
-        normalizer: divisor of the losses, see `Entries.weights`.
-        keep_unknown: True learns also from entries whose best token is outside the draft vocabulary, as `speculators`
-            does. The reference leaves them out, since no draft can be right there.
         noise: bound of the uniform noise that is added to features in training, from [-noise, noise].
-        lean: True streams the vocabulary through the loss, False takes the plain reference.
         checkpoint_steps: True computes each step again in the backward instead of keeping its activations.
     """
 
     steps: int
     step_decay: float = 0.8
-    normalizer: Normalizer = "all"
-    keep_unknown: bool = False
     noise: float = 0.0
-    lean: bool = True
     checkpoint_steps: bool = False
 
     def __post_init__(self) -> None:
@@ -80,10 +73,10 @@ class Eagle1TrainingOptions(EagleTrainingOptions):
     token_weight: float = 0.1
 
 
-Options = TypeVar("Options", bound=EagleTrainingOptions)
+MethodOptions = TypeVar("MethodOptions", bound=EagleTrainingOptions)
 
 
-class EagleMethod(HeadMethod[EagleHead, Options]):
+class EagleMethod(HeadMethod[EagleHead, MethodOptions]):
     """The common part of both methods: unrolling, and the loss against the target's distribution.
 
     `new_eagle3`, `new_eagle1` and `warm_eagle` make its heads; arguments are `HeadMethod`'s.
@@ -132,16 +125,18 @@ class EagleMethod(HeadMethod[EagleHead, Options]):
     def compare(
         self, entries: Entries, outputs: list[Tensor], states: TargetStates
     ) -> tuple[Entries, EntryLosses, Int[Tensor, " E"]]:
-        """The entries that are in the loss, their losses against the teacher, and the right draft column of each."""
+        """The entries that are in the loss, their losses against the teacher, and the right draft column of each.
+
+        Entries whose best token is outside the draft vocabulary are left out: no draft can be right there.
+        """
         last_hidden = states.last_hidden.detach().to(self.head.device)
         teacher_hidden = last_hidden[entries.teacher_positions]
         best = self.teacher.to_draft(self.teacher.argmax(teacher_hidden))
-        if not self.options.keep_unknown and self.target_ids is not None:
+        if self.target_ids is not None:
             entries = entries.only(best[entries.teacher_row] >= 0)
         targets = SoftTargets(self.teacher.read(teacher_hidden), entries.teacher_row)
-        weights = entries.weights(self.options.step_decay, self.options.normalizer)
-        rows, lean = entries.gather(outputs), self.options.lean
-        losses = cross_entropy(rows, self.head.output, targets, weights, lean=lean)
+        weights = entries.weights(self.options.step_decay)
+        losses = cross_entropy(entries.gather(outputs), self.head.output, targets, weights)
         return entries, losses, best[entries.teacher_row]
 
     def _noisy(self, feature: Tensor) -> Tensor:
@@ -160,7 +155,7 @@ class Eagle3Method(EagleMethod[Eagle3TrainingOptions]):
 
     @staticmethod
     def new_head(target: PreTrainedModel, shape: Eagle3Shape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
-        return new_eagle3(target, target_ids, **shape.given(DRAFT_VOCAB_SIZE))
+        return new_eagle3(target, shape, target_ids)
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
@@ -190,7 +185,7 @@ class Eagle1Method(EagleMethod[Eagle1TrainingOptions]):
 
     @staticmethod
     def new_head(target: PreTrainedModel, shape: EagleShape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
-        return new_eagle1(target, **shape.given())
+        return new_eagle1(target, shape)
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
@@ -205,7 +200,7 @@ class Eagle1Method(EagleMethod[Eagle1TrainingOptions]):
         features = states.last_hidden.detach().to(self.head.device)[entries.teacher_positions]
         rows = entries.gather(outputs)
         distances = smooth_l1_loss(rows.float(), features[entries.teacher_row].float(), reduction="none")
-        regression = (distances.mean(-1) * entries.weights(self.options.step_decay, self.options.normalizer)).sum()
+        regression = (distances.mean(-1) * entries.weights(self.options.step_decay)).sum()
         loss = self.options.feature_weight * regression + self.options.token_weight * losses.loss
         metrics = entries.metrics(losses.each, losses.best == best)
         return StepOutput(loss, {**metrics, "regression": regression.detach()})
