@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import threading
@@ -10,7 +11,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers import (
+    AsyncTextIteratorStreamer,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
@@ -23,8 +26,8 @@ from transformers import (
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.testing import EmptyDrafter, ScriptedDrafter
+from hf_speculate.errors import DrafterError, UnsupportedRequestError
+from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
 from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
@@ -72,6 +75,21 @@ class TestStockStreamers:
         streamed = "".join(streamer)
         thread.join()
         assert streamed == tokenizer.decode(text[0, 9 if skip_prompt else 0 :])
+
+    def test_an_asynchronous_iterator(self, setting, tokenizer):
+        model, inputs, text = setting
+        speculator = perfect(model, inputs)
+
+        async def collect():
+            streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
+            kwargs = {**inputs, "streamer": streamer, "max_new_tokens": NEW_TOKENS, "speculator": speculator}
+            thread = threading.Thread(target=model.generate, kwargs=kwargs)
+            thread.start()
+            pieces = [piece async for piece in streamer]
+            thread.join()
+            return "".join(pieces)
+
+        assert asyncio.run(collect()) == tokenizer.decode(text[0, 9:])
 
     @pytest.mark.parametrize("stop", ["eos", "criterion"])
     def test_a_batch_is_put_step_by_step_as_in_stock(self, tiny_model, prompt, stop):
@@ -129,6 +147,18 @@ class TestStream:
         assert "".join(pieces) == tokenizer.decode(text[0, 9:])
         assert all(pieces)
 
+    def test_special_tokens_are_left_out_unless_asked_for(self, setting):
+        model, inputs, text = setting
+        special = character_tokenizer().convert_ids_to_tokens(text[0, 12].item())
+        tokenizer = character_tokenizer(pad_token=special)
+        request = {"speculator": "prompt_lookup", "tokenizer": tokenizer, "max_new_tokens": NEW_TOKENS}
+        shown = "".join(hf_speculate.stream(model, **inputs, **request))
+        assert shown == tokenizer.decode(text[0, 9:], skip_special_tokens=True) != tokenizer.decode(text[0, 9:])
+        kept = hf_speculate.stream(model, **inputs, **request, decode_kwargs={"skip_special_tokens": False})
+        assert "".join(kept) == tokenizer.decode(text[0, 9:])
+        with pytest.raises(TypeError, match="give tokenizer="):
+            hf_speculate.stream(model, **inputs, speculator="prompt_lookup", decode_kwargs={})
+
     def test_characters_of_several_tokens_come_whole(self, real_llama, shared_root):
         class Bytes(LogitsProcessor):
             """Forces U+20AC, whose three bytes are three tokens of the byte fall-back."""
@@ -179,6 +209,24 @@ class TestStream:
                 row.extend(tokens)
         for row, plain in zip(rows, text.tolist(), strict=True):
             assert row == (plain[: plain.index(eos) + 1] if eos in plain else plain)
+
+    def test_the_attached_speculator_is_used(self, setting):
+        model, inputs, text = setting
+        model = copy.deepcopy(model)
+        speculator = hf_speculate.attach(model, perfect(model, inputs))
+        rounds = list(hf_speculate.stream(model, **inputs, max_new_tokens=NEW_TOKENS))
+        assert [token for (row,) in rounds for token in row] == text[0, 9:].tolist()
+        assert speculator.stats.accepted_tokens > 0
+
+    def test_stop_strings_and_a_generation_config(self, setting, tokenizer):
+        model, inputs, text = setting
+        stop = tokenizer.decode(text[0, 30:33])
+        config = GenerationConfig(max_new_tokens=NEW_TOKENS, stop_strings=[stop], pad_token_id=0)
+        plain = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
+        pieces = hf_speculate.stream(
+            model, **inputs, speculator=perfect(model, inputs), generation_config=config, tokenizer=tokenizer
+        )
+        assert "".join(pieces) == tokenizer.decode(plain[0, 9:])
 
     def test_gradients_are_off_inside_and_as_they_were_outside(self, setting):
         model, inputs, _ = setting
@@ -244,6 +292,40 @@ class TestStreamEndsEarly:
         )
         if how != "unstarted":
             assert speculator.stats.calls == 1
+
+    def test_a_processor_or_criterion_that_raises(self, setting):
+        model, inputs, text = setting
+
+        class Raises(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                if input_ids.shape[1] == 20:
+                    raise ZeroDivisionError
+                return torch.zeros(1, dtype=torch.bool)
+
+        cache, yielded = DynamicCache(config=model.config), []
+        rounds = hf_speculate.stream(
+            model,
+            **inputs,
+            **as_cache(cache),
+            speculator=perfect(model, inputs),
+            stopping_criteria=StoppingCriteriaList([Raises()]),
+            max_new_tokens=NEW_TOKENS,
+        )
+        with pytest.raises(ZeroDivisionError):
+            collect(rounds, yielded)
+        assert yielded == text[0, 9 : 9 + len(yielded)].tolist()
+        assert cache.get_seq_length() < 20
+        length = cache.get_seq_length()
+        ours = model.generate(text[:, : length + 1], **as_cache(cache), max_new_tokens=5)
+        assert torch.equal(ours, text[:, : length + 6])
+
+    def test_a_drafter_that_raises(self, setting):
+        model, inputs, text = setting
+        speculator, yielded = Speculator(RaisingDrafter(after=3), adaptive=False), []
+        rounds = hf_speculate.stream(model, **inputs, speculator=speculator, max_new_tokens=NEW_TOKENS)
+        with pytest.raises(DrafterError, match="raising"):
+            collect(rounds, yielded)
+        assert yielded == text[0, 9:13].tolist()
 
 
 class TestStreamedSampling:
@@ -366,3 +448,20 @@ class TestBadInput:
         hf_speculate.attach(model, "prompt_lookup")
         with pytest.raises(UnsupportedRequestError, match="beam_search"):
             hf_speculate.stream(model, **inputs, num_beams=2, max_new_tokens=3)
+
+    def test_caches_without_an_index(self, tiny_model, prompt, strange_cache):
+        model = tiny_model()
+        with pytest.raises(UnsupportedRequestError, match="cannot be indexed: no drafts"):
+            hf_speculate.stream(
+                model,
+                prompt(6),
+                speculator="prompt_lookup",
+                max_new_tokens=3,
+                **as_cache(strange_cache(model)),
+            )
+
+    def test_generate_works_after_an_error(self, setting):
+        model, inputs, text = setting
+        with pytest.raises(UnsupportedRequestError):
+            hf_speculate.stream(model, **inputs, speculator="prompt_lookup", num_beams=2)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=NEW_TOKENS, speculator="prompt_lookup"), text)

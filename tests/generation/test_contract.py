@@ -20,7 +20,7 @@ from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick, quick_quarter
 
 
-NEW_TOKENS = 22
+NEW_TOKENS = 30
 
 
 def drafters(model, script):
@@ -38,17 +38,14 @@ def generate(model, inputs, speculator, seed=4, **request):
     return model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, **request}, speculator=speculator)
 
 
-USUAL = ("perfect chain", "mixed tree", "random")
-
-
-def assert_equals_plain(model, inputs, make_request=dict, script=None, kinds=USUAL, do_samples=(False, True)):
+def assert_equals_plain(model, inputs, make_request=dict, script=None, kinds=None, do_samples=(False, True)):
     """Greedy and sampled; `make_request` makes a fresh request for every call (criteria may have a state)."""
     for do_sample in do_samples:
         plain = generate(model, inputs, None, do_sample=do_sample, **make_request())
         longer = generate(model, inputs, None, do_sample=do_sample) if script is None else script
         script_of = longer[:, inputs["input_ids"].shape[1] :]
         for name, drafter in drafters(model, script_of).items():
-            if name in kinds:
+            if kinds is None or name in kinds:
                 speculator = Speculator(drafter)
                 ours = generate(model, inputs, speculator, do_sample=do_sample, **make_request())
                 assert torch.equal(ours, plain), f"{name}, do_sample={do_sample}"
@@ -69,6 +66,38 @@ class TestBatch:
                     tokens = expected.tolist()
                     end = next((i + 1 for i, token in enumerate(tokens) if token in stops), NEW_TOKENS)
                     assert row == tokens[:end] + [0] * (text.shape[1] - end), name
+
+    def test_finished_rows_emit_draft_and_count_nothing(self, tiny_model, prompt):
+        model, inputs = tiny_model(), padded_batch(prompt, (9, 9, 9))
+        script = generate(model, inputs, None)[:, 9:]
+        eos = int(script[1, 3])
+        ends = [row.index(eos) + 1 if eos in row else NEW_TOKENS for row in script.tolist()]
+        assert min(ends) < max(ends)
+        active = []
+
+        class Watching(ScriptedDrafter):
+            def start(self, request):
+                session = super().start(request)
+                draft = session.draft
+
+                def watch(state):
+                    active.append(state.active)
+                    tree = draft(state)
+                    assert all(tree.host.num_drafted(row) == 0 for row in range(3) if not state.active[row])
+                    return tree
+
+                session.draft = watch
+                return session
+
+        drafter = Watching(script, (2, 2, 1), vocab_size=VOCAB_SIZE)
+        request = {"eos_token_id": eos, "return_dict_in_generate": True, "output_scores": True}
+        output = generate(model, inputs, Speculator(drafter), **request)
+        stats = output.speculation
+        assert stats.emitted_tokens + stats.prefill_tokens == sum(ends)
+        assert any(not all(row) for row in active)
+        plain = generate(model, inputs, None, **request)
+        for ours, theirs in zip(output.scores, plain.scores, strict=True):  # padding has scores too
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("mask", ["absent", "ones", "holes", "bool"])
     def test_masks_as_stock_treats_them(self, tiny_model, prompt, mask):
@@ -118,6 +147,14 @@ class TestBatch:
             differs += not torch.equal(assert_equals_plain(model, inputs, do_samples=(False,)), default)
         assert differs, "positions make no difference: the test shows nothing"
 
+    @pytest.mark.parametrize("lengths", [(9,), (9, 4)], ids=["one", "batch"])
+    def test_several_sequences_of_each_prompt(self, tiny_model, prompt, lengths):
+        model, inputs = tiny_model(), padded_batch(prompt, lengths)
+        text = assert_equals_plain(
+            model, inputs, lambda: {"num_return_sequences": 3, "eos_token_id": list(range(3, 9))}, do_samples=(True,)
+        )
+        assert text.shape[0] == 3 * len(lengths)
+
     def test_no_prompt_at_all(self, tiny_model):
         model = tiny_model()
         for do_sample in (False, True):
@@ -144,25 +181,6 @@ class TestBatch:
         assert torch.equal(real_llama.generate(**inputs, **request, speculator=speculator), plain)
         # Healing calls `generate` itself, and that call must not take the speculator away from the request.
         assert speculator.stats.prefill_tokens + speculator.stats.emitted_tokens == NEW_TOKENS
-
-
-class TestArguments:
-    def test_the_prompt_by_position_and_by_name(self, tiny_model, prompt):
-        model, ids, speculator = tiny_model(), prompt(7), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-        plain = model.generate(ids, max_new_tokens=8)
-        for given, named in (((ids,), {}), ((), {"inputs": ids}), ((), {"input_ids": ids})):
-            assert torch.equal(model.generate(*given, **named, max_new_tokens=8, speculator=speculator), plain)
-
-    @pytest.mark.parametrize("logits_to_keep", [0, 1, 3])
-    def test_however_many_logits_the_prefill_keeps(self, tiny_model, prompt, logits_to_keep):
-        request = {"logits_to_keep": logits_to_keep, "max_new_tokens": 8}
-        assert_equals_plain(tiny_model(), {"input_ids": prompt(7)}, lambda: request, kinds=("mixed tree", "random"))
-
-    def test_stocks_warnings_about_lengths_are_still_there(self, tiny_model, prompt):
-        with pytest.warns(UserWarning, match="default `max_length`"):
-            tiny_model().generate(prompt(7), speculator="prompt_lookup")
-        with pytest.raises(ValueError, match=r"`max_length`"):
-            tiny_model().generate(prompt(7), max_length=4, max_new_tokens=None, speculator="prompt_lookup")
 
 
 class TestPromptsOfEmbeddings:
@@ -226,10 +244,19 @@ class EveryRowForItself(StoppingCriteria):
         return (input_ids == self.token).sum(-1) >= 3
 
 
+class LooksAtScores(StoppingCriteria):
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(scores[-1].sum().item())
+        return torch.full((len(input_ids),), len(self.seen) == 11)
+
+
 class TestStops:
     """Drafts are up to six deep, so twelve places are every place of a round, twice."""
 
-    @pytest.fixture(params=quick([(9,), (9, 4, 1)], (9, 4, 1)), ids=["one", "batch"])
+    @pytest.fixture(params=[(9,), (9, 4, 1)], ids=["one", "batch"])
     def setting(self, request, tiny_model, prompt):
         model, inputs = tiny_model(), padded_batch(prompt, request.param)
         return model, inputs, generate(model, inputs, None, max_new_tokens=NEW_TOKENS + 8)
@@ -262,6 +289,17 @@ class TestStops:
         text = assert_equals_plain(model, inputs, request, script=script)
         assert text.shape[1] <= width + NEW_TOKENS
 
+    def test_a_criterion_that_looks_at_scores(self, setting):
+        model, inputs, script = setting
+        seen = []
+        for speculator in (None, *map(Speculator, drafters(model, script[:, inputs["input_ids"].shape[1] :]).values())):
+            criterion = LooksAtScores()
+            request = {"return_dict_in_generate": True, "output_scores": True}
+            generate(model, inputs, speculator, stopping_criteria=StoppingCriteriaList([criterion]), **request)
+            seen.append(torch.tensor(criterion.seen))
+        for ours in seen[1:]:
+            torch.testing.assert_close(ours, seen[0], atol=1e-3, rtol=1e-4)
+
     @pytest.mark.parametrize("place", quick_quarter(range(12)))
     def test_lists_of_eos(self, setting, place):
         model, inputs, script = setting
@@ -270,6 +308,14 @@ class TestStops:
         assert_equals_plain(
             model, inputs, lambda: {"eos_token_id": eos}, script=script, kinds=("perfect chain", "mixed tree")
         )
+
+    @pytest.mark.parametrize("limit", quick([1, 2, 3, 7, 8, 13], 1, 7))
+    def test_lengths(self, setting, limit):
+        model, inputs, script = setting
+        width = inputs["input_ids"].shape[1]
+        for request in ({"max_new_tokens": limit}, {"max_length": width + limit, "max_new_tokens": None}):
+            text = assert_equals_plain(model, inputs, lambda request=request: request, script=script)
+            assert text.shape[1] == width + limit
 
     def test_a_time_that_is_up_ends_after_the_next_token(self, setting):
         model, inputs, script = setting
@@ -293,6 +339,25 @@ class TestStops:
                 texts.append(generate(model, inputs, drafter and Speculator(drafter), max_time=9.5))
         assert texts[0].shape[1] < inputs["input_ids"].shape[1] + NEW_TOKENS
         assert all(torch.equal(text, texts[0]) for text in texts)
+
+    def test_all_of_them_at_once(self, setting):
+        model, inputs, script = setting
+        width, batch_size = inputs["input_ids"].shape[1], len(script)
+
+        def request():
+            end = script[-1, width + 10 : width + 12].tolist()
+            return {
+                "stopping_criteria": StoppingCriteriaList(
+                    [MultiTokenEnd(end, width, batch_size), EveryRowForItself(5)]
+                ),
+                "eos_token_id": [int(script[0, width + 17]), 7],
+                "max_time": 1000.0,
+                "max_length": width + 25,
+                "max_new_tokens": None,
+                "min_new_tokens": 4,
+            }
+
+        assert_equals_plain(model, inputs, request, script=script)
 
     @pytest.mark.parametrize("place", quick_quarter(range(8)))
     def test_cache_scores_and_statistics_are_cropped_too(self, setting, place):
