@@ -130,7 +130,6 @@ def test_prompts_are_what_precedes_the_answer():
     ]
     assert [p.tolist() for p in prompts_of(documents, 4, num_tokens=6)] == [[5, 6], [0, 1, 2, 3, 4, 5]]
     assert [p.tolist() for p in prompts_of(documents, 4, num_tokens=64)] == [[5, 6], list(range(10))]
-    assert [p.tolist() for p in prompts_of(iter(documents), 1)] == [[5, 6]]
 
 
 def test_prompts_are_spread_over_the_documents():
