@@ -48,9 +48,9 @@ def test_of_heads(tiny_model, tmp_path):
     eagle = write_eagle_head(tmp_path / "eagle", 32, 96)
     message = refusal(lambda: AutoSpeculator.from_pretrained(eagle, tiny_model(), featur_layers=(0, 1, 2)))
     assert "Did you mean 'feature_layers'?" in message
-    assert re.search(r"'eagle' takes .*rope_theta, depth, top_k, max_nodes, tree;", message)
+    assert re.search(r"'eagle' takes .*rope_theta, depth, top_k, max_nodes;", message)
     medusa = write_medusa_heads(tmp_path / "medusa")
     message = refusal(lambda: AutoSpeculator.from_pretrained(medusa, tiny_model(), xyz=1))
     assert message.startswith(
-        "unknown option 'xyz' of the drafter 'medusa'. Possible: the drafter 'medusa' takes choices"
+        "unknown option 'xyz' of the drafter 'medusa'. Possible: the drafter 'medusa' takes max_nodes"
     )

@@ -22,7 +22,7 @@ from hf_speculate.bench.forwards import medians_in_turn
 from hf_speculate.bench.methods import DEFAULT_RATES, Method, eager_method, scripted_methods, speculator_methods
 from hf_speculate.bench.runs import (
     Request,
-    Run,
+    TimedRun,
     batches,
     beside_plain,
     generate_once,
@@ -201,13 +201,13 @@ class _Place:
 
     def _host_waits(self, method: Method, request: Request, arguments: dict[str, Any]) -> float | None:
         """Waits a round, in a call that measures nothing else."""
-        runs: list[Run] = []
+        runs: list[TimedRun] = []
         call = lambda: runs.append(generate_once(self.model, method, request, arguments))  # noqa: E731
         waits = host_waits(call, self.model.device)
         return None if waits is None else waits / merged(run.stats for run in runs if run.stats).target_forwards
 
 
-def figures(runs: Sequence[Run], name: str) -> dict[str, Any]:
+def figures(runs: Sequence[TimedRun], name: str) -> dict[str, Any]:
     """Figures of one method at one context."""
     found = beside_plain(runs, name)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)

@@ -200,7 +200,7 @@ class TestTiers:
             combination = PENALTY_FOR_ONE_ROW
         case = {"batch_size": batch_size, "do_sample": do_sample, "lockstep": False}
         longest = 0
-        for seed in range(2):
+        for seed in range(3):
             reference = run("walk", combination, random_tree, seed=seed, **case)
             longest = max(longest, *(len(path) for verdict in reference.verdicts for path in verdict.paths))
             for tier in tiers(combination):
