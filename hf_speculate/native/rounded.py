@@ -1,6 +1,6 @@
 """8-bit matrices that round their inputs to 8 bits too, for drafting, as drafts are checked anyway.
 
-Drafts stay as good, and their products take a third of the time (docs/benchmarks.md, "Heads").
+Drafts stay as good, and their products take a third to a half of the time (docs/benchmarks.md, "Heads").
 """
 
 from __future__ import annotations
