@@ -54,7 +54,7 @@ class Conversation:
 
     def expected(self, text=None):
         fresh = Speculator(self.drafter, adaptive=False)
-        return self.run(fresh, input_ids=self.text if text is None else text, max_new_tokens=14)
+        return self.run(fresh, input_ids=self.text if text is None else text, max_new_tokens=16)
 
     def only_new(self):
         length = self.cache.get_seq_length()
@@ -76,9 +76,9 @@ def test_the_second_turn_drafts_as_if_it_had_read_everything(conversation, form)
     plain, _, wanted = conversation.expected()
     inputs = {"input_ids": conversation.text} if form == "whole text" else conversation.only_new()
     text, cache, seen = conversation.run(
-        conversation.speculator, **inputs, **as_cache(conversation.cache), max_new_tokens=14
+        conversation.speculator, **inputs, **as_cache(conversation.cache), max_new_tokens=16
     )
-    assert torch.equal(text[0, -14:], plain[0, -14:])
+    assert torch.equal(text[0, -16:], plain[0, -16:])
     assert cache is conversation.cache
     assert len(seen) > 3
     assert seen == wanted
@@ -89,7 +89,7 @@ def test_a_third_turn_does_too(remembered):
     second, cache, _ = remembered.run(remembered.speculator, input_ids=remembered.text, **inputs)
     text = torch.cat([second, remembered.text[:, :4]], dim=1)
     plain, _, wanted = remembered.expected(text)
-    third, _, seen = remembered.run(remembered.speculator, input_ids=text, **as_cache(cache), max_new_tokens=14)
+    third, _, seen = remembered.run(remembered.speculator, input_ids=text, **as_cache(cache), max_new_tokens=16)
     assert torch.equal(third, plain)
     assert seen == wanted
 
@@ -118,9 +118,9 @@ def test_an_edited_text_is_the_targets_all_the_same(conversation):
     """The caller crops the cache and goes on differently."""
     text = torch.cat([conversation.first[:, :17], conversation.text[:, -5:]], dim=1)
     conversation.cache.crop(17 - conversation.cache.get_seq_length())
-    plain = conversation.model.generate(text, max_new_tokens=14, pad_token_id=0)
+    plain = conversation.model.generate(text, max_new_tokens=16, pad_token_id=0)
     again, _, _ = conversation.run(
-        conversation.speculator, input_ids=text, **as_cache(conversation.cache), max_new_tokens=14
+        conversation.speculator, input_ids=text, **as_cache(conversation.cache), max_new_tokens=16
     )
     assert torch.equal(again, plain)
 
@@ -131,7 +131,7 @@ def test_a_turn_of_plain_generate_in_between_is_no_trouble(conversation):
     text = torch.cat([between, conversation.text[:, :4]], dim=1)
     plain, _, _ = conversation.expected(text)
     for speculator in (conversation.speculator, Speculator(conversation.drafter, adaptive=False)):
-        again, _, _ = conversation.run(speculator, input_ids=text, **as_cache(cache), max_new_tokens=14)
+        again, _, _ = conversation.run(speculator, input_ids=text, **as_cache(cache), max_new_tokens=16)
         assert torch.equal(again, plain)
         cache.crop(between.shape[1] - 1 - cache.get_seq_length())
 
@@ -154,7 +154,7 @@ def test_after_a_turn_that_was_cut_short(remembered):
         def end(self):
             pass
 
-    inputs = {CACHE_NAME: remembered.cache, "max_new_tokens": 14, "pad_token_id": 0}
+    inputs = {CACHE_NAME: remembered.cache, "max_new_tokens": 16, "pad_token_id": 0}
     with pytest.raises(Stop):
         remembered.model.generate(remembered.text, **inputs, speculator=remembered.speculator, streamer=Streamer())
     plain, _, wanted = remembered.expected()
@@ -202,18 +202,20 @@ class EveryNthSession(PolicySession):
 
 
 def trees_by_length(model, inputs, drafter, every):
-    """The texts, and (token, parent) of every node drafted, by row and the number of tokens that the row had."""
-    seen, texts = {}, [[] for _ in inputs["input_ids"]]
-    request = {**inputs, "max_new_tokens": 28, "pad_token_id": 0}
+    """The text, and (token, parent) of every node drafted, by row and the number of tokens that the row had."""
+    seen, emitted = {}, [0] * len(inputs["input_ids"])
+    request = {**inputs, "max_new_tokens": 64, "pad_token_id": 0}
     for round in hf_speculate.rounds(model, **request, speculator=Speculator(drafter, policy=EveryNth(every))):
         tree = round.tree.host
         for slot, row in enumerate(round.tree.rows) if round.num_nodes else ():
             nodes = zip(tree.token_ids[slot], tree.parents[slot], strict=True)
-            seen[row, len(texts[row])] = [node for node in nodes if node[1] != PADDING_PARENT]
-        texts = [text + list(tokens) for text, tokens in zip(texts, round.tokens, strict=True)]
-    return texts, seen
+            seen[row, emitted[row]] = [node for node in nodes if node[1] != PADDING_PARENT]
+        emitted = [n + len(tokens) for n, tokens in zip(emitted, round.tokens, strict=True)]
+    text = model.generate(**request, speculator=Speculator(drafter, policy=EveryNth(every)))
+    return text, seen
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("ragged", quick([False, True], True), ids=["one row", "ragged batch"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_pause_costs_no_acceptance(tmp_path, prompt, name, ragged):
@@ -225,9 +227,9 @@ def test_a_pause_costs_no_acceptance(tmp_path, prompt, name, ragged):
         inputs["attention_mask"][1, :4] = 0
     text, always = trees_by_length(model, inputs, drafter, 1)
     paused_text, paused = trees_by_length(model, inputs, drafter, 4)
-    assert text == paused_text
+    assert torch.equal(text, paused_text)
     # Near the end the depth of a draft is limited by the row that has the most to go.
-    common = {place for place in always.keys() & paused.keys() if place[1] < 20}
+    common = {place for place in always.keys() & paused.keys() if place[1] < 56}
     assert len(common) >= 3
     for place in common:
         assert paused[place] == always[place], place
