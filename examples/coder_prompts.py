@@ -145,7 +145,7 @@ def main() -> None:
         if (prompt := task(function, kind, rng)) and len(prompts) < arguments.limit:
             prompts.setdefault(prompt, kind)
     lines = [
-        json.dumps({"prompt": [{"role": "user", "content": text}], "kind": kind}) for text, kind in prompts.items()
+        json.dumps({"prompt": [{"role": "user", "content": text}], "category": kind}) for text, kind in prompts.items()
     ]
     arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
