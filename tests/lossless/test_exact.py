@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -31,7 +30,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt
-from ..support.models import VOCAB_SIZE, random_model
+from ..support.models import VOCAB_SIZE, Experts, random_model
 from ..support.paths import REPOSITORY
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 from ..support.tiers import quick
@@ -245,17 +244,6 @@ def test_a_model_with_few_positions():
     drafter = RandomDrafter(vocab_size=VOCAB_SIZE)
     stats = assert_equal_bits(model, {"input_ids": random_prompt(9)}, drafter, max_new_tokens=20)
     assert stats.target_forwards
-
-
-class Experts(nn.Module):
-    """A bare matrix, whose product takes another way from 24 rows on."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.matrix = nn.Parameter(torch.eye(size, dtype=torch.bfloat16), requires_grad=False)
-
-    def forward(self, states):
-        return torch.matmul(states, self.matrix) * (1.0 if states.shape[1] < 24 else 1.01)
 
 
 class TestRefusals:

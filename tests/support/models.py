@@ -1,10 +1,11 @@
-"""Tiny random models built on the spot, and an attention that takes no tree."""
+"""Tiny random models built on the spot, and parts of models that our scoring has to turn away."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -95,3 +96,14 @@ def chain_only_attention(module, query, key, value, attention_mask, **kwargs):
     # A padding query that sees nothing would be NaN; it may see itself.
     mask = mask | torch.eye(num_keys, dtype=torch.bool)[-num_queries:]
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+class Experts(nn.Module):
+    """A bare matrix, whose product takes another way from 24 rows on."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(size, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, states):
+        return torch.matmul(states, self.matrix) * (1.0 if states.shape[1] < 24 else 1.01)
