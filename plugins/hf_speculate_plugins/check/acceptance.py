@@ -6,7 +6,7 @@ draft there, and the text says how much of it would have been accepted. The targ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -137,45 +137,91 @@ def replayed(drafter: Drafter, target: PreTrainedModel, texts: Sequence[Text], d
     """
     found: list[list[int]] = [[] for _ in texts]
     rows = [row for row, text in enumerate(texts) if text.roots(depth)]
-    if not rows:
-        return [torch.tensor(each, dtype=torch.long) for each in found]
-    read = [texts[row] for row in rows]
-    prompts = [text.token_ids[: text.num_prompt] for text in read]
-    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
-    session = drafter.start(DraftRequest(target=target, input_ids=ids, attention_mask=None if mask.all() else mask))
-    layers = drafter.feature_layers
-    try:
-        states = [[text.states[layer][: text.num_prompt] for text in read] for layer in layers]
-        features = [pad_sequence(each, batch_first=True, padding_side="left") for each in states]
-        roots = torch.stack([text.token_ids[text.num_prompt] for text in read])
-        told = torch.cat([ids[:, 1:], roots[:, None]], dim=1)
-        session.observe(told, dict(zip(layers, features, strict=True)), torch.full((len(read),), ids.shape[1]))
-        for step in range(max(len(text.roots(depth)) for text in read)):
-            active = tuple(step < len(text.roots(depth)) for text in read)
-            places = [min(text.num_prompt + step, len(text.token_ids) - 2) for text in read]
-            roots = torch.stack([text.token_ids[place] for text, place in zip(read, places, strict=True)])
-            emitted = (step + 1,) * len(read)
-            state = DraftState(root_ids=roots, active=active, max_depth=depth, chains_only=True, num_emitted=emitted)
-            tree = session.draft(state).host
-            for slot, row in enumerate(rows):
-                if active[slot]:
-                    wanted = read[slot].token_ids[places[slot] + 1 : places[slot] + 1 + depth].tolist()
-                    found[row].append(_accepted(tree, slot, wanted))
-            told = torch.stack([text.token_ids[place + 1] for text, place in zip(read, places, strict=True)])
-            parts = {
-                layer: torch.stack([text.states[layer][place] for text, place in zip(read, places, strict=True)])[
-                    :, None
-                ]
-                for layer in layers
-            }
-            session.observe(told[:, None], parts, torch.tensor(active).long())
-    finally:
-        session.close()
+    if rows:
+        with _Replay(drafter, target, [texts[row] for row in rows], depth) as replay:
+            for accepted in replay.steps():
+                for slot, count in accepted.items():
+                    found[rows[slot]].append(count)
     return [torch.tensor(each, dtype=torch.long) for each in found]
 
 
-def _accepted(tree: Any, row: int, wanted: Sequence[int]) -> int:
+class _Replay:
+    """A session of the drafter that is told the texts as decoding would tell them, side by side.
+
+    Args:
+        drafter: drafter of chains.
+        target: model that wrote the texts.
+        texts: texts with at least one root each.
+        depth: tokens of a chain.
+    """
+
+    def __init__(self, drafter: Drafter, target: PreTrainedModel, texts: Sequence[Text], depth: int):
+        self._texts, self._depth, self._layers = texts, depth, drafter.feature_layers
+        prompts = [text.token_ids[: text.num_prompt] for text in texts]
+        self._ids = _left_padded(prompts)
+        mask = _left_padded([torch.ones_like(prompt) for prompt in prompts])
+        request = DraftRequest(target=target, input_ids=self._ids, attention_mask=None if mask.all() else mask)
+        self._session = drafter.start(request)
+
+    def __enter__(self) -> _Replay:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._session.close()
+
+    def steps(self) -> Iterator[dict[int, int]]:
+        """Number of accepted tokens by slot of the text, at one root after the other."""
+        self._tell_prompts()
+        num_roots = [len(text.roots(self._depth)) for text in self._texts]
+        for step in range(max(num_roots)):
+            active = [step < count for count in num_roots]
+            # A text without further roots waits at its last token but one.
+            places = [min(text.num_prompt + step, len(text.token_ids) - 2) for text in self._texts]
+            yield self._accepted(places, active, num_emitted=step + 1)
+            self._tell(places, active)
+
+    def _accepted(self, places: Sequence[int], active: Sequence[bool], num_emitted: int) -> dict[int, int]:
+        state = DraftState(
+            root_ids=self._tokens(places),
+            active=tuple(active),
+            max_depth=self._depth,
+            chains_only=True,
+            num_emitted=(num_emitted,) * len(active),
+        )
+        tree, counts = self._session.draft(state).host, {}
+        for slot, (text, place) in enumerate(zip(self._texts, places, strict=True)):
+            if active[slot]:
+                counts[slot] = _num_accepted(tree, slot, text.token_ids[place + 1 : place + 1 + self._depth].tolist())
+        return counts
+
+    def _tell_prompts(self) -> None:
+        """Tells the prompts' states, each with the token behind it."""
+        roots = torch.stack([text.token_ids[text.num_prompt] for text in self._texts])
+        tokens = torch.cat([self._ids[:, 1:], roots[:, None]], dim=1)
+        features = {
+            layer: _left_padded([text.states[layer][: text.num_prompt] for text in self._texts])
+            for layer in self._layers
+        }
+        self._session.observe(tokens, features, torch.full((len(self._texts),), self._ids.shape[1]))
+
+    def _tell(self, places: Sequence[int], active: Sequence[bool]) -> None:
+        """Tells the active texts one more state each, with the token behind it."""
+        features = {}
+        for layer in self._layers:
+            states = [text.states[layer][place] for text, place in zip(self._texts, places, strict=True)]
+            features[layer] = torch.stack(states)[:, None]
+        behind = self._tokens([place + 1 for place in places])
+        self._session.observe(behind[:, None], features, torch.tensor(active).long())
+
+    def _tokens(self, places: Sequence[int]) -> Int[Tensor, " R"]:
+        return torch.stack([text.token_ids[place] for text, place in zip(self._texts, places, strict=True)])
+
+
+def _left_padded(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_side="left")
+
+
+def _num_accepted(tree: Any, row: int, wanted: Sequence[int]) -> int:
     """Number of the first tokens of `wanted` that a path of a tree has."""
     node: int | None = 0
     for count, token in enumerate(wanted):
