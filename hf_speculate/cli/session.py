@@ -25,7 +25,7 @@ from ..commands import (
 )
 from ..errors import SpeculateError
 from ..messages import printable
-from ..models import SMOLLM2, GenerativeModel
+from ..models import NAMED_TARGETS, SMOLLM2, GenerativeModel
 from ..speculator import Speculator
 
 
@@ -36,7 +36,7 @@ ChatTarget = Annotated[
     typer.Option(
         "--target",
         "-t",
-        help="Model: path, Hub id, GGUF file, smollm2, qwen2.5-coder-0.5b (default: smollm2, if installed).",
+        help=f"Model: path, Hub id, GGUF file, {', '.join(NAMED_TARGETS)} (default: smollm2, if installed).",
     ),
 ]
 OneSpec = Annotated[

@@ -65,7 +65,7 @@ def _version(package: str) -> str | None:
 
 def _device_name(device: torch.device | None) -> str:
     device = device or find_device(None)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return device.type if device.type == "cpu" else device_name(device)
 
 
 def find_device(name: str | None) -> torch.device:

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from ..errors import SpeculateError
+from ..models import NAMED_TARGETS
 
 
 # Target, speculators, prompts and request.
 TargetOption = Annotated[
     str | None,
-    typer.Option(help="Model: path, Hub id, GGUF file, smollm2, qwen2.5-coder-0.5b (default: examples/pycoder)."),
+    typer.Option(help=f"Model: path, Hub id, GGUF file, {', '.join(NAMED_TARGETS)} (default: examples/pycoder)."),
 ]
 Specs = Annotated[
     list[str] | None, typer.Option("--speculator", "-s", help="Drafter: NAME_OR_PATH:option=value,... (repeatable).")

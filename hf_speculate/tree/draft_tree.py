@@ -110,7 +110,7 @@ class DraftTree:
             host: the same tokens and parents as Python lists.
         """
         tree = DraftTree(token_ids, self.parents, max_depth, values=self.values)
-        tree._max_depth = max_depth
+        tree._max_depth = max_depth  # of parents on the host, too: known without a plan
         tree.reading.host = host
         return tree
 

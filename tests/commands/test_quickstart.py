@@ -21,7 +21,7 @@ def demo(monkeypatch, capsys):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "quickstart", module)  # dataclasses look for it
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module.NamedTarget, "find", lambda _: None)
+    monkeypatch.setattr("hf_speculate.models.named._file_in_package", lambda *_: None)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["quickstart.py", "--tokens", "24", *arguments])

@@ -35,7 +35,7 @@ from hf_speculate.commands import (
 )
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
 from hf_speculate.hub import drafter_class_for, head_record, local_folder
-from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.models import NAMED_TARGETS, GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
 
 from ..check import (
@@ -84,7 +84,10 @@ def check_checkpoint(
 def check(
     head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE, Medusa or one-pass head.")],
     target: Annotated[
-        str, typer.Option(help="Folder, GGUF file, Hub id, or smollm2: the model that the head was trained for.")
+        str,
+        typer.Option(
+            help=f"Model that the head was trained for: folder, GGUF file, Hub id, {', '.join(NAMED_TARGETS)}."
+        ),
     ],
     adapter: Annotated[str | None, typer.Option(help="PEFT adapter of the target: a folder or Hub id.")] = None,
     prompts: PromptFiles = None,
@@ -197,7 +200,7 @@ def load_measured(target: str, dtype: str, device: torch.device, dense: bool = F
     """Loads a target and its tokenizer; texts end where the target's own texts end.
 
     Args:
-        target: folder, GGUF file, Hub id, or "smollm2".
+        target: folder, GGUF file, Hub id, or a name of `NAMED_TARGETS`.
         dtype: name of a dtype, or "auto".
         dense: whether to dequantise the target.
     """

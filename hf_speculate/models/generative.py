@@ -1,0 +1,62 @@
+"""The models that are sped up: their type, and the wrappers around them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+
+if TYPE_CHECKING:
+
+    class GenerativeModel(PreTrainedModel):
+        """A `PreTrainedModel` that can `generate`: what every `...ForCausalLM` is.
+
+        The methods of `GenerationMixin` declare a `self` type of their own, which checkers cannot match.
+        """
+
+        generate: Any
+        prepare_inputs_for_generation: Any
+        _optimize_model_for_decode: Any
+        _prefill: Any
+        _update_model_kwargs_for_generation: Any
+        _sample: Any
+
+else:
+    GenerativeModel = PreTrainedModel
+
+
+def has_own_method(model: GenerativeModel, name: str) -> bool:
+    """Whether a model's class overrides a method of `GenerationMixin`."""
+    return getattr(type(model), name, None) is not getattr(GenerationMixin, name)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Number of ids that a model has embeddings for; PEFT may have wrapped the embedding."""
+    found = (getattr(module, "num_embeddings", None) for module in model.get_input_embeddings().modules())
+    return next((n for n in found if isinstance(n, int)), model.config.get_text_config(decoder=True).vocab_size)
+
+
+def held_model(holder: Any) -> GenerativeModel:
+    """The transformers model of an object that holds it as `.model` (a pipeline, a trainer), or that `unwrap` finds.
+
+    Raises:
+        TypeError: the object is no model and holds none.
+    """
+    if not isinstance(holder, nn.Module) and isinstance(inner := getattr(holder, "model", None), nn.Module):
+        return unwrap(inner)
+    return unwrap(holder)
+
+
+def unwrap(model: nn.Module) -> GenerativeModel:
+    """The transformers model inside `torch.compile` and PEFT wrappers; raises `TypeError` if there is none."""
+    seen: Any = model
+    while not isinstance(seen, PreTrainedModel):
+        inner = getattr(seen, "_orig_mod", None)
+        if inner is None and hasattr(seen, "get_base_model"):
+            inner = seen.get_base_model()
+        if inner is None or inner is seen:
+            raise TypeError(f"expected a transformers model (or a PEFT / compiled one), got {type(model).__name__}.")
+        seen = inner
+    return cast(GenerativeModel, seen)
