@@ -27,8 +27,10 @@ from hf_speculate.scoring import is_dense
 
 # Elements of a block of logits; 2**24 in fp32 are 64 MiB.
 _BLOCK = 1 << 24
-# Bytes that a chunk of the vocabulary may take, all temporaries together.
+# Bytes that a chunk of the vocabulary may take, all temporaries together. On an accelerator calls cost more than caches
+# save: a step of 8192 tokens took 116 ms on an H200 with the first, 82 with the second.
 CHUNK_BYTES = 1 << 27
+_ACCELERATOR_CHUNK_BYTES = 1 << 30
 # Columns of a chunk at least: thinner matrix products are slow.
 _MIN_COLUMNS = 128
 
@@ -283,13 +285,15 @@ def lean_cross_entropy(
     weights: Float[Tensor, " E"],
     chunk: int | None = None,
 ) -> EntryLosses:
-    """`plain_cross_entropy` by chunks of `chunk` columns (default: as many as fit `CHUNK_BYTES`).
+    """`plain_cross_entropy` by chunks of `chunk` columns (default: as many as fit `CHUNK_BYTES`, or 1 GiB on
+    an accelerator).
 
     Where one chunk holds the whole vocabulary, q - p is kept for the backward and nothing is computed twice.
     """
     if chunk is None:
         column_bytes = 4 * max(len(states), 1) * targets.temporaries
-        chunk = max(CHUNK_BYTES // column_bytes, _MIN_COLUMNS)
+        most = CHUNK_BYTES if states.device.type == "cpu" else _ACCELERATOR_CHUNK_BYTES
+        chunk = max(most // column_bytes, _MIN_COLUMNS)
     return EntryLosses(*_LeanCrossEntropy.apply(states, output, targets, weights, chunk))  # type: ignore[misc]
 
 
