@@ -123,6 +123,7 @@ class Drafting:
         *,
         chains_only: bool,
         deepening: Deepening | None = None,
+        num_nodes: float | None = None,
     ) -> DraftState:
         """The situation before a round."""
         # Code that has drawn from the same RNG will do so again: then no noise is drawn early. The noise must also have
@@ -136,6 +137,7 @@ class Drafting:
             chains_only=chains_only,
             num_emitted=tuple(sequences.num_emitted),
             deepening=deepening,
+            num_nodes=num_nodes,
             _noise=noise if shares_noise else None,
             _warpers=sampler.warpers,
         )

@@ -111,6 +111,8 @@ class DraftState:
         num_emitted: number of new tokens of each row so far. Noise row `num_emitted[r] + d` chooses the children of row
             r's nodes at depth d.
         deepening: decision that `goes_on` returns; None always continues.
+        num_nodes: number of draft nodes that the target scored in recent rounds, on average; a draft need not consider
+            many more. None if the policy does not say.
         cancelled: event that is set when nobody wants the draft any more (`DraftSession.ahead`); None if it cannot be
             cancelled.
     """
@@ -121,6 +123,7 @@ class DraftState:
     chains_only: bool
     num_emitted: tuple[int, ...]
     deepening: Deepening | None = None
+    num_nodes: float | None = None
     cancelled: Event | None = None
     _noise: Noise | None = None
     _warpers: LogitsProcessorList = field(default_factory=LogitsProcessorList)

@@ -53,12 +53,14 @@ class Known:
         acceptance: acceptance statistics of the drafter.
         balance: losses that drafts may still make, in one-token forwards.
         tokens, seconds: tokens and time of recent rounds, averaged over rows; the time is in one-token forwards.
+        nodes: number of draft nodes of recent rounds with a draft.
         is_asked: whether the drafter asks before every level (`DraftState.goes_on`).
     """
 
     acceptance: Acceptance
     tokens: Average = field(default_factory=Average)
     seconds: Average = field(default_factory=Average)
+    nodes: Average = field(default_factory=Average)
     is_asked: bool = False
     balance: float = LOSS_START
 
@@ -67,7 +69,7 @@ class Known:
 
     def fade(self) -> None:
         """Gives all earlier rounds less weight; called once a round."""
-        for each in (self.acceptance, self.tokens, self.seconds):
+        for each in (self.acceptance, self.tokens, self.seconds, self.nodes):
             each.fade()
 
 
@@ -111,6 +113,10 @@ class AdaptiveSession(PolicySession):
 
     def deepening(self) -> Deepening | None:
         return self._deepening
+
+    def num_nodes(self) -> float | None:
+        nodes = self.known.nodes
+        return nodes.total / nodes.weight if nodes.weight else None
 
     def deepening_ahead(self) -> Deepening | None:
         return WhilePaying(self.known.acceptance, self._situation.rows, self._price_of_level)
@@ -157,6 +163,7 @@ class AdaptiveSession(PolicySession):
         won = LOSS_SHARE * charged + (tokens - charged if self._deepening is not None else 0.0)
         self.known.balance = min(max(self.known.balance + won, -_DEBT), _BANK)
         if drafted:
+            self.known.nodes.add(drafted)
             self._learn_nodes(round, rows)
 
     def _learn_drafting(self, round: Round) -> tuple[float, bool]:

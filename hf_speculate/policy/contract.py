@@ -84,6 +84,10 @@ class PolicySession(ABC):
         the budget's depth."""
         return None
 
+    def num_nodes(self) -> float | None:
+        """Number of draft nodes that `cut` left in recent rounds, on average. None if every draft is scored whole."""
+        return None
+
     def deepening_ahead(self) -> Deepening | None:
         """The same decision for a draft made ahead, on another thread. `learn` is called after that draft has ended."""
         return None

@@ -70,6 +70,7 @@ def test_rows_are_judged_together():
         both = DraftTree.from_rows([good, bad])
         policy.learn(round_of(both, [[1, 2], []], 1.5))
     assert policy.choose(situation(0, 1)) != NOTHING
+    assert policy.num_nodes() == 2, "draft nodes of a row, in the rounds with a draft"
     assert policy.cut(both).num_nodes == 3
     policy.choose(Situation((1,), num_scored=2, context=0))
     assert policy.cut(both).num_nodes == 1

@@ -134,7 +134,8 @@ class EagleSession(HeadSession[EagleHead]):
         options, depth = self.options, min(self.options.depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
-        width = options.width(state.samples)
+        # Another width would be another graph.
+        width = options.width(state.samples, state.num_nodes if self._compiler is None else None)
         if width > 1 and not state.chains_only:
             return self._tree(state, steps, TreeSize(depth, width, options.max_nodes))
         # The most nodes that a chain may have: the number for this round would be another graph.

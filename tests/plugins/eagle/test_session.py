@@ -10,6 +10,7 @@ from accelerate import dispatch_model
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.policy import UNLIMITED, DraftPolicy, PolicySession
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, EagleSession
 
@@ -127,3 +128,23 @@ def test_children_of_a_node(tiny_model, top_k, do_sample, expected):
     rounds = hf_speculate.rounds(model, random_prompt(9), **request)
     parents = [round.tree.host.parents[0] for round in rounds if round.tree.num_nodes > 1]
     assert parents[0].count(0) == expected
+
+
+@pytest.mark.parametrize(("num_nodes", "expected"), [(None, 8), (1.0, 2), (6.0, 2), (6.5, 3), (100.0, 8)])
+def test_where_few_nodes_pay_a_draft_is_narrow(tiny_model, num_nodes, expected):
+    class Saying(DraftPolicy, PolicySession):
+        def start(self, request):
+            return self
+
+        def choose(self, situation):
+            return UNLIMITED
+
+        def num_nodes(self):
+            return num_nodes
+
+    speculator = Speculator(random_eagle(3, None, 24, tiny_model(), False), policy=Saying())
+    request = {"max_new_tokens": 8, "do_sample": True, "speculator": speculator}
+    rounds = hf_speculate.rounds(tiny_model(), random_prompt(9), **request)
+    parents = [round.tree.host.parents[0] for round in rounds if round.tree.num_nodes > 1]
+    assert parents[0].count(0) == expected
+    assert EagleOptions(top_k=5).width(True, num_nodes) == 5, "what the user chose stays"
