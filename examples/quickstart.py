@@ -40,7 +40,7 @@ from hf_speculate.testing import check_lossless
 HERE = Path(__file__).resolve().parent
 HEADS = {
     "smollm2": {"eagle3": HERE / "smollm2-eagle3"},
-    "qwen2.5-coder-0.5b": {},
+    "qwen2.5-coder-0.5b": {"eagle3": HERE / "qwen2.5-coder-0.5b-eagle3"},
     "pycoder": {"eagle3": HERE / "pycoder-eagle3", "medusa": HERE / "pycoder-medusa"},
 }
 
@@ -116,7 +116,7 @@ def qwen_coder(path: str) -> Iterator[Subject]:
     """Packed alone: dequantised in float32 it would take 2 GB."""
     tokenizer = read_tokenizer(read_model_file(path))
     title = "Qwen2.5-Coder-0.5B-Instruct, packed, by load_gguf"
-    yield Subject(QWEN_CODER.name, title, "suffix", EDITS, tokenizer, gguf_loader(path, "auto"))
+    yield Subject(QWEN_CODER.name, title, "eagle3", EDITS, tokenizer, gguf_loader(path, "auto"))
 
 
 def pycoder() -> Subject:

@@ -19,6 +19,7 @@ REST = (
     "training/*",
     "bench/*",
     "lossless/test_smollm2.py",
+    "lossless/test_coder.py",
     "*/test_cli.py",
     "*/test_generating.py",
     "plugins/check/*",

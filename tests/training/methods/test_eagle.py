@@ -356,9 +356,12 @@ class TestEagle3Heads:
         with pytest.raises(TargetMismatchError, match="2 layers"):
             new_eagle3(small_target(), Eagle3Shape(feature_layers=(1, 2, 3)))
 
-    def test_the_targets_rows_as_output_are_not_trained(self, tmp_path):
+    @pytest.mark.parametrize("qk_norm", [False, True])
+    def test_the_targets_rows_as_output_are_not_trained(self, tmp_path, qk_norm):
         model = small_target()
-        method = Eagle3Method(new_eagle3(model, Eagle3Shape(own_output=False), SOME), model, SOME)
+        shape = Eagle3Shape(own_output=False, qk_norm=qk_norm)
+        method = Eagle3Method(new_eagle3(model, shape, SOME), model, SOME)
+        assert any("q_norm" in name for name, _ in method.named_parameters()) == qk_norm
         assert torch.equal(method.head.output.weight, model.lm_head.weight[SOME])
         assert not any("lm_head" in name for name, _ in method.named_parameters())
         states = TargetReader(model, method.feature_layers)(row())

@@ -48,12 +48,14 @@ class Eagle3Shape(EagleShape):
             trained; the layout "compact" leaves them out of the files. True trains a copy of these rows.
         draft_vocab_size: number of the most frequent tokens of the training data to draft with; None for the target's
             vocabulary.
+        qk_norm: True norms queries and keys, as Qwen3 does. Of the layouts only "speculators" and "compact" have that.
     """
 
     feature_layers: tuple[int, ...] | None = None
     own_embeddings: bool = False
     own_output: bool = True
     draft_vocab_size: int | None = None
+    qk_norm: bool = False
 
 
 def new_eagle3(
@@ -84,6 +86,7 @@ def new_eagle3(
         "version": 3,
         "draft_vocab_size": draft_vocab_size,
         "own_output": shape.own_output,
+        "qk_norm": shape.qk_norm,
     }
     sizes = layer_sizes(config, shape.num_layers, shape.intermediate_size)
     spec = EagleSpec(**{**sizes, **features, **fixed, **switches})
