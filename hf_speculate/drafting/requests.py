@@ -112,7 +112,7 @@ class DraftState:
             r's nodes at depth d.
         deepening: decision that `goes_on` returns; None always continues.
         num_nodes: number of draft nodes that the target scored in recent rounds, on average; a draft need not consider
-            many more. None if the policy does not say.
+            many more. None if that is unknown.
         cancelled: event that is set when nobody wants the draft any more (`DraftSession.ahead`); None if it cannot be
             cancelled.
     """

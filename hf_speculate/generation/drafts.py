@@ -121,5 +121,5 @@ class Drafts:
     ) -> DraftState:
         is_chain = target.scorer.shape == "chain"
         place = sampler, rows.sequences, rows.active, max_depth
-        hints = {"deepening": deepening, "num_nodes": self.policy.num_nodes()}
-        return self.driver.state(*place, chains_only=is_chain, **hints)
+        num_nodes = self.policy.num_nodes()
+        return self.driver.state(*place, chains_only=is_chain, deepening=deepening, num_nodes=num_nodes)

@@ -85,7 +85,7 @@ class PolicySession(ABC):
         return None
 
     def num_nodes(self) -> float | None:
-        """Number of draft nodes that `cut` left in recent rounds, on average. None if every draft is scored whole."""
+        """Number of draft nodes that `cut` left in recent rounds, on average; None if that is unknown."""
         return None
 
     def deepening_ahead(self) -> Deepening | None:

@@ -23,6 +23,7 @@ _AS_SPECFORGE = ("specforge", "compact")
 _NORMS_OF_HEADS: Limit = ("norms of queries and keys", lambda spec: spec.qk_norm)
 _NEEDS_SPECULATORS: tuple[Limit, ...] = (
     ("more than one layer", lambda spec: spec.num_layers > 1),
+    _NORMS_OF_HEADS,
     ("norm_before_fc", lambda spec: spec.norm_before_fc),
     ("norm_before_residual", lambda spec: spec.norm_before_residual),
     ("a normed state fed back", lambda spec: spec.feed_back_normed),
@@ -42,14 +43,17 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     "safeailab": (
         *_COMMON,
         *_NEEDS_SPECULATORS,
-        _NORMS_OF_HEADS,
         ("a norm of every feature", lambda spec: spec.fc_norm),
         ("logits without a norm", lambda spec: spec.version == 3 and not spec.norm_logits),
         ("a head size other than hidden size / heads", lambda s: s.head_dim * s.num_heads != s.hidden_size),
         ("RoPE scaling", lambda spec: spec.rope["rope_type"] != "default"),
     ),
-    "specforge": (*_SPECFORGE, _NORMS_OF_HEADS),
-    "compact": (*_SPECFORGE, ("an output matrix of its own", lambda spec: spec.own_output)),
+    "specforge": _SPECFORGE,
+    "compact": (
+        # Its only reader is ours, which finds these norms by their tensors.
+        *(limit for limit in _SPECFORGE if limit is not _NORMS_OF_HEADS),
+        ("an output matrix of its own", lambda spec: spec.own_output),
+    ),
     "speculators": (
         *_COMMON,
         ("EAGLE-1", lambda spec: spec.version == 1),
