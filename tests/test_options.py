@@ -13,7 +13,10 @@ from .support.heads import write_medusa_heads
 from .support.tiny_heads import write_eagle_head
 
 
-ENGINE = "the engine takes acceptance, posterior_threshold, posterior_alpha, policy, adaptive, compile, ahead, exact."
+ENGINE = (
+    "the engine takes acceptance, posterior_threshold, posterior_alpha, policy, adaptive, compile, ahead, exact, "
+    "constraints."
+)
 
 
 def refusal(make):

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..errors import CheckpointError
 from ..files import file_names
 from ..stats import Advice, HeadRecord, of_heads
-from ..tree import DraftTree
+from ..tree import DraftTree, TreeRow
 from .calibration import CalibrationTable
 from .choices import Choices
 from .requests import DraftRequest, DraftState
@@ -75,6 +75,19 @@ class DraftSession(ABC):
                 `Drafter.feature_layers`.
             lengths: int64 [B] on the CPU: number of real columns of each row (0 for finished rows).
         """
+
+    def complete(self, rows: Sequence[TreeRow], state: DraftState, max_nodes: int) -> Sequence[TreeRow]:
+        """Trees of all rows as this session would change them, of at most `max_nodes` draft nodes.
+
+        A combined drafter calls it with what its parts have drafted. A session that knows which nodes cannot be
+        accepted drops them; one that knows what must follow a node adds it. The default changes nothing.
+        """
+        return rows
+
+    def sources(self, row: int, tokens: Sequence[int]) -> Sequence[str]:
+        """Names of the drafters of a row's accepted draft tokens, for statistics, before `observe`. Those that had the
+        same token are joined by "+". The default, nothing, counts none."""
+        return ()
 
     def observe_choices(self, choices: Choices) -> None:
         """Learns the target's most probable tokens at the nodes of a round, before that round's `observe`.
@@ -154,6 +167,16 @@ class Drafter(ABC):
     @abstractmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         """Builds the drafter for a target from keyword options. Unknown options raise `TypeError`."""
+
+    @classmethod
+    def joins(cls, processors: LogitsProcessorList) -> bool:
+        """Whether requests with these processors are better drafted with this drafter beside any other one."""
+        return False
+
+    @property
+    def parts(self) -> Sequence[Drafter]:
+        """The drafters that draft together; this one alone by default."""
+        return (self,)
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:

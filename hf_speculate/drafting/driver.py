@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import Event
@@ -101,6 +101,12 @@ class Drafting:
         if any(round.tokens):
             paths = [path[: len(emitted)] for path, emitted in zip(round.paths, round.tokens, strict=True)]
             self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows))
+
+    def sources(self, round: Round) -> Iterator[str]:
+        """The names of those who had drafted each accepted token, if several drafters draft together."""
+        if len(self.drafter.parts) > 1 and round.num_nodes:
+            for row, (tokens, number) in enumerate(zip(round.tokens, round.num_accepted, strict=True)):
+                yield from self._session.sources(row, tokens[:number])
 
     def observe_choices(self, round: Round, logits: Tensor, sampler: Sampler) -> None:
         """Tells the drafter the target's most probable tokens, from logits [R, N, V], if it wants them.

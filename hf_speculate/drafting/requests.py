@@ -44,6 +44,7 @@ class DraftRequest:
             are already compiled; a drafter may compile its own (`Compiler.run`).
         adapters: names of the target's active PEFT adapters, "" for none (`active_adapters`). What a drafter learns
             about acceptance holds for these only.
+        processors: the request's logits processors, to be read, not called: their state belongs to the emitted text.
     """
 
     target: PreTrainedModel
@@ -58,6 +59,7 @@ class DraftRequest:
     adaptive: bool = True
     compiler: Compiler | None = None
     adapters: str = ""
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
 
     @property
     def text(self) -> list[int] | None:

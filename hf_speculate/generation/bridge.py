@@ -192,7 +192,7 @@ def _speculate(
         reason=reason,
         sizes=sizes,
     )
-    prepared = PreparedCall(prepare(note.speculator, call), note.speculator, config)
+    prepared = PreparedCall(prepare(note.speculator.serving(processors, model), call), note.speculator, config)
     if note.streamed:
         return prepared.start()
     others = (processors, criteria, streamer, note.speculator.drafter)

@@ -31,6 +31,7 @@ def listeners(
 
     def count(round: Round, _output: Any) -> None:
         stats.add(round)
+        stats.accepted_by_source.update(drafting.sources(round))
 
     def record(round: Round, output: Any) -> None:
         records.add_round(round, output, sequences.num_emitted, windows, scorer.whole_output)

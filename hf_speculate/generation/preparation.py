@@ -194,6 +194,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
         adaptive=speculator.policy.is_adaptive,
         compiler=compiler,
         adapters=active_adapters(call.model),
+        processors=call.processors,
     )
 
 

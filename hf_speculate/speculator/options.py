@@ -46,6 +46,9 @@ class EngineOptions:
             computed node by node, and products with row counts that were tested on this machine (once a model:
             seconds). A request that cannot be exact is refused with the reason; with an attached speculator it runs
             plain. In float32 the text equals plain text anyway.
+        constraints: whether a request with a constraint (a grammar of xgrammar or outlines, `prefix_allowed_tokens_fn`,
+            a processor with `forced_tokens`) is drafted for by the drafter `grammar` too, which asks the constraint
+            what must come next. A function of the request is then called more often than plain `generate` calls it.
 
     Raises:
         ValueError: an option has no meaning, or two exclude each other.
@@ -59,6 +62,7 @@ class EngineOptions:
     compile: bool | str = False
     ahead: bool = False
     exact: bool = False
+    constraints: bool = True
 
     def __post_init__(self) -> None:
         if self.policy is not None and self.adaptive is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..drafting import CalibrationTable, Drafter
 from ..errors import OptionError
@@ -32,6 +33,9 @@ from .options import EngineOptions
 
 
 logger = get_logger(__name__)
+
+# The drafter that asks a request's own constraints.
+CONSTRAINED = "grammar"
 
 
 class Speculator:
@@ -70,6 +74,20 @@ class Speculator:
         self.stats = self.new_stats()
         self.adapter_stats: dict[str, SpeculationStats] = {}
         self._has_warned = False
+        self._constrained: Speculator | None = None
+
+    def serving(self, processors: LogitsProcessorList, target: PreTrainedModel) -> Speculator:
+        """The speculator for a request with these processors: this one, or one that drafts along constraints too."""
+        names = {part.name for part in self.drafter.parts}
+        if not self.options.constraints or self.options.ahead or CONSTRAINED in names:
+            return self
+        if CONSTRAINED not in installed_drafters() or not load_drafter(CONSTRAINED).joins(processors):
+            return self
+        if self._constrained is None:
+            parts = [*self.drafter.parts, load_drafter(CONSTRAINED).for_target(target)]
+            drafter = load_drafter("combined").for_target(target, parts=parts)
+            self._constrained = Speculator(drafter, **vars(self.options))
+        return self._constrained
 
     @property
     def lossless(self) -> bool:

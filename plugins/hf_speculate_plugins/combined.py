@@ -108,6 +108,7 @@ class Part:
     """One drafter at work.
 
     Attributes:
+        name: name of the drafter.
         session: session of the drafter.
         feature_layers, is_free: attributes of the drafter.
         known: experience with its drafts.
@@ -115,6 +116,7 @@ class Part:
         tree, drafts: draft of this round, whole and by rows; None and empty if the part was left out.
     """
 
+    name: str
     session: DraftSession
     feature_layers: Sequence[int]
     is_free: bool
@@ -138,17 +140,27 @@ class Part:
     def forget(self) -> None:
         self.tree, self.drafts = None, []
 
-    def learn(self, row: int, tokens: Sequence[int]) -> None:
-        """Counts the nodes of a row's draft, if there is one, that were accepted; `tokens` came after the root."""
+    def path(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """The nodes of a row's draft that `tokens` after the root lead along, the root first; none without a draft."""
         if self.tree is None:
-            return
+            return []
         path = [0]
         for token in tokens:
             child = self.tree.child(row, path[-1], token)
             if child is None:
                 break
             path.append(child)
-        self.known.acceptance.count(self.drafts[row][0], path, tokens)
+        return path
+
+    @property
+    def completes(self) -> bool:
+        """Whether the session adds to what the others draft."""
+        return type(self.session).complete is not DraftSession.complete
+
+    def learn(self, row: int, tokens: Sequence[int]) -> None:
+        """Counts the nodes of a row's draft, if there is one, that were accepted; `tokens` came after the root."""
+        if path := self.path(row, tokens):
+            self.known.acceptance.count(self.drafts[row][0], path, tokens)
 
 
 def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepening:
@@ -192,7 +204,9 @@ class CombinedSession(DraftSession):
         try:
             for drafter, of_part in zip(drafters, known, strict=True):
                 session = drafter.start(request)
-                self._parts.append(Part(session, drafter.feature_layers, drafter.is_free, deepcopy(of_part)))
+                self._parts.append(
+                    Part(drafter.name, session, drafter.feature_layers, drafter.is_free, deepcopy(of_part))
+                )
         except BaseException:
             self._close_parts()
             raise
@@ -213,6 +227,12 @@ class CombinedSession(DraftSession):
         for part in self._parts:
             if count := part.session.num_choices:
                 part.session.observe_choices(choices.first(count))
+
+    def sources(self, row: int, tokens: Sequence[int]) -> list[str]:
+        depths = [(part.name, len(part.path(row, tokens)) - 1) for part in self._parts]
+        completing = "+".join(part.name for part in self._parts if part.completes)
+        names = ("+".join(name for name, depth in depths if depth > place) for place in range(len(tokens)))
+        return [name or completing for name in names]
 
     def draft(self, state: DraftState) -> DraftTree:
         for part in self._parts:
@@ -247,10 +267,12 @@ class CombinedSession(DraftSession):
 
     def _merged(self, parts: Sequence[Part], state: DraftState) -> list[TreeRow]:
         """One tree a row of the drafts of some parts."""
-        merged = []
+        merged: list[TreeRow] = []
         for row, root in enumerate(state.root_ids.tolist()):
             drafts = [part.drafts[row] for part in parts if part.drafts]
             merged.append(merge_row(root, drafts, self._options.max_nodes))
+        for part in self._parts:
+            merged = list(part.session.complete(merged, state, self._options.max_nodes))
         return merged
 
     def _suffices(self, part: Part, drafted: Sequence[TreeRow], state: DraftState) -> bool:
@@ -289,11 +311,15 @@ class CombinedDrafter(Drafter):
     def __init__(self, parts: Sequence[Drafter], options: CombinedOptions | None = None):
         if len(parts) < 2:
             raise ValueError(f"combined: needs at least two drafters, got {len(parts)}.")
-        self.parts = tuple(parts)
+        self._parts = tuple(parts)
         self.options = options or CombinedOptions()
         self.feature_layers = tuple(dict.fromkeys(layer for part in parts for layer in part.feature_layers))
         self.record = next((part.record for part in parts if part.feature_layers), self.record)
         self.histories: Histories = {}
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        return self._parts
 
     def __repr__(self) -> str:
         return f"CombinedDrafter({' + '.join(map(repr, self.parts))}, {self.options})"

@@ -21,6 +21,9 @@ VARIANTS = {
         "default": lambda tiny_model, target: {},
         "wide": lambda tiny_model, target: {"min_ngram": 1, "depth": 3},
     },
+    "grammar": {
+        "default": lambda tiny_model, target: {},
+    },
     "suffix": {
         "default": lambda tiny_model, target: {"store": True},
     },
