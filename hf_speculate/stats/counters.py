@@ -47,8 +47,8 @@ class Counters:
         drafts_ahead_taken: number of these that had guessed that round right.
         ahead_seconds_saved: seconds of drafting for the right ones, while nobody waited.
         ahead_seconds_wasted: seconds of drafting for the wrong ones.
-        accepted_by_source: drafter -> number of accepted tokens that it had drafted, if several draft together. "+" joins
-            drafters of the same token.
+        accepted_by_source: drafter -> number of accepted tokens that it had drafted, if several draft together. "+"
+            joins drafters of the same token.
         fallbacks: reason -> number of times that something ran otherwise than a user may expect.
     """
 
