@@ -42,7 +42,7 @@ from .methods import (
     stock_speculative_methods,
 )
 from .replay import record_budgets
-from .runs import batches, fixed_length, measure_in_turn, num_steps, plain_texts
+from .runs import batches, fixed_length, measure_in_turn, num_steps, plain_texts, without_refused
 from .summary import headline, summarize
 from .workload import Workload, WorkloadSettings, describe_target, load_workload, shape_workload
 
@@ -89,7 +89,7 @@ class GenerateSettings(WorkloadSettings):
         bool | None,
         typer.Option(
             "--compile-baseline/--no-compile-baseline",
-            help="Measure stock with static cache and torch.compile too (default: on accelerators).",
+            help="Measure stock with static cache and torch.compile, too, also drafting (default: on accelerators).",
         ),
     ] = None
     prompt_lookup_num_tokens: Annotated[
@@ -130,7 +130,7 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
     workload, ours = _subject(settings)
     longest = max(len(ids) for _, ids in workload.prompts) + settings.max_new_tokens
     with engine_methods({LLAMA_CPP: settings.llama_cpp}, target_path(workload.name), longest) as others:
-        rows = _rows(settings, workload, [*_methods(settings, ours, workload.model), *others])
+        rows = _rows(settings, workload, [*_methods(settings, ours, workload.model, longest), *others])
     first_size = settings.batch_sizes[0]
     headlines = {
         f"{t:g}": headline([r for r in rows if r["temperature"] == t and r["batch_size"] == first_size])
@@ -152,7 +152,11 @@ def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Meth
     model = workload.model
     requests = {size: batches(workload.prompts, size, model.device) for size in settings.batch_sizes}
     cells = [(size, temperature) for size in settings.batch_sizes for temperature in settings.temperatures]
-    active = {size: [method for method in methods if method.runs_at(size)] for size in settings.batch_sizes}
+    shared = fixed_length(settings.max_new_tokens)
+    active = {
+        size: without_refused(model, [method for method in methods if method.runs_at(size)], requests[size][0], shared)
+        for size in settings.batch_sizes
+    }
     total = sum(
         num_steps(len(active[size]), len(requests[size]), settings.repeats) + len(active[size]) for size, _ in cells
     )
@@ -188,15 +192,16 @@ def _subject(settings: GenerateSettings) -> tuple[Workload, list[Method]]:
     return workload, scripted_methods(texts, profile, workload.vocab_size)
 
 
-def _methods(settings: GenerateSettings, ours: Sequence[Method], model: GenerativeModel) -> list[Method]:
-    compiles = settings.compile_baseline
+def _methods(settings: GenerateSettings, ours: Sequence[Method], model: GenerativeModel, longest: int) -> list[Method]:
+    compiles = model.device.type != "cpu" if settings.compile_baseline is None else settings.compile_baseline
     for method in ours:
         record_budgets(method.arguments["speculator"])
-    baselines = [eager_method()]
-    if compiles if compiles is not None else model.device.type != "cpu":
-        baselines.append(compiled_method())
+    baselines = [eager_method(), *([compiled_method()] if compiles else [])]
     if settings.stock_speculative and settings.shape is None:
-        baselines += stock_speculative_methods(draft_model_of(ours), settings.prompt_lookup_num_tokens)
+        num_lookup = settings.prompt_lookup_num_tokens
+        baselines += stock_speculative_methods(
+            draft_model_of(ours), num_lookup, longest + num_lookup if compiles else None
+        )
     return [*baselines, *ours]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -66,18 +66,31 @@ def eager_method() -> Method:
 
 def compiled_method() -> Method:
     """Stock `generate` with a static cache, its decoding forward compiled, also on a CPU."""
+    return _compiled(eager_method(), COMPILED, "stock_compiled")
+
+
+def _compiled(method: Method, name: str, kind: Kind) -> Method:
     config = CompileConfig()
     config._compile_all_devices = True  # type: ignore[assignment]
-    arguments = {"cache_implementation": "static", "compile_config": config}
-    return Method(name=COMPILED, kind="stock_compiled", arguments=arguments, compiles=True)
+    arguments = {**method.arguments, "cache_implementation": "static", "compile_config": config}
+    return Method(name=name, kind=kind, arguments=arguments, compiles=True)
 
 
-def stock_speculative_methods(assistant: PreTrainedModel | None, num_lookup_tokens: int) -> list[Method]:
-    """Stock prompt lookup, and assisted generation where there is a draft model."""
+def stock_speculative_methods(
+    assistant: PreTrainedModel | None, num_lookup_tokens: int, num_cached: int | None = None
+) -> list[Method]:
+    """Stock prompt lookup, and assisted generation where there is a draft model.
+
+    Args:
+        num_cached: entries of the static cache with which each is compiled, too; None leaves that out. Stock's own size
+            has no room for the last drafts of prompt lookup (transformers 5.24).
+    """
     arguments: dict[str, dict[str, Any]] = {"stock prompt lookup": {"prompt_lookup_num_tokens": num_lookup_tokens}}
     if assistant is not None:
         arguments["stock assisted"] = {"assistant_model": assistant}
-    return [Method(name=name, kind="stock_speculative", arguments=given) for name, given in arguments.items()]
+    plain = [Method(name=name, kind="stock_speculative", arguments=given) for name, given in arguments.items()]
+    compiled = [_compiled(method, f"{method.name}, compiled", method.kind) for method in plain if num_cached]
+    return plain + [replace(each, arguments=each.arguments | {"max_cache_len": num_cached}) for each in compiled]
 
 
 def speculator_method(name: str, speculator: Speculator, **more: Any) -> Method:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from ..commands import spread, timed
 from ..compilation import Recorder
-from ..errors import SpeculateError
+from ..errors import SpeculateError, first_line
 from ..messages import get_logger
 from ..models import GenerativeModel
 from ..stats import SpeculationStats
@@ -132,6 +132,24 @@ def generate_once(
         stats=getattr(output, "speculation", None),
         budgets=recorded_budgets(arguments["speculator"]),
     )
+
+
+def without_refused(
+    model: GenerativeModel, methods: Sequence[Method], request: Request, arguments: dict[str, Any]
+) -> list[Method]:
+    """The methods without compiled ones of stock's speculation that raise for this target. A warning gives the reason.
+
+    Stock's largest static cache decides the shapes of all later ones: call this before anything warms up.
+    """
+    found = []
+    for method in methods:
+        try:
+            if method.compiles and method.kind == "stock_speculative":
+                generate_once(model, method, request, arguments)
+            found.append(method)
+        except Exception as error:  # torch.compile fails in many ways
+            logger.warning(f"{method.name} is not measured: {type(error).__name__}: {first_line(error)}")
+    return found
 
 
 def plain_texts(

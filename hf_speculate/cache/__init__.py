@@ -13,3 +13,4 @@ from .tree_cache import TreeCache as TreeCache
 from .tree_cache import as_cache as as_cache
 from .tree_cache import cache_of as cache_of
 from .tree_cache import is_indexable as is_indexable
+from .tree_cache import reserving as reserving

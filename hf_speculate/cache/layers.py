@@ -23,9 +23,13 @@ class PreallocatedLayer(DynamicLayer):
     `keys` and `values` are views `[B, heads, length, head_dim]` of the buffers. Assigning to them (beams, batch
     selection, reset) makes the assigned tensor the new buffer. A caller may set `allocate` to make the buffers itself.
     It gets the buffer's name, a tensor of its dtype and device, and the number of entries.
+
+    Attributes:
+        reserved: number of entries that new buffers have room for, at least.
     """
 
     first = 0  # index in the text of the oldest entry kept
+    reserved = 0
 
     def __init__(self, *args, **kwargs):
         self.allocate: Callable[[str, Tensor, int], Tensor] | None = None
@@ -110,7 +114,7 @@ class PreallocatedLayer(DynamicLayer):
             return
         for name, like in (("keys", key_like), ("values", value_like)):
             # An adopted buffer may have another batch layout; the new states show the number and size of the heads.
-            grown = (self.allocate or self._allocate)(name, like, capacity)
+            grown = (self.allocate or self._allocate)(name, like, max(capacity, self.reserved))
             if self.length:
                 grown[:, :, : self.length] = self._buffers[name][:, :, : self.length]
             self._buffers[name] = grown

@@ -12,12 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..errors import CacheStateError
 from ..transfers import to_device
-from .layers import PreallocatedLayer
+from .layers import MIN_CAPACITY, PreallocatedLayer
 from .rows import RowsAside
 from .sliding import SlidingLayer
 
@@ -42,6 +50,24 @@ def is_indexable(cache: Cache) -> bool:
     if replicated is not None and replicated not in (DynamicLayer, PreallocatedLayer):
         return False
     return not cache.offloading and all(type(layer) in INDEXABLE for layer in cache.layers)
+
+
+def reserving(static: StaticCache, config: PretrainedConfig) -> DynamicCache:
+    """An empty cache whose buffers have room for all that `static` can hold, and for a draft, from the first append.
+
+    Sliding windows hold little, and grow as they do without.
+
+    Args:
+        static: cache that holds nothing yet.
+        config: configuration of the text model.
+    """
+    num_entries = max(getattr(layer, "max_cache_len", 0) for layer in static.layers)
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = ours = PreallocatedLayer.from_layer(layer)
+            ours.reserved = num_entries + MIN_CAPACITY
+    return cache
 
 
 class TreeCache:

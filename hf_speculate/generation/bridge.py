@@ -35,6 +35,7 @@ from .requests import (
     check_request,
     check_stream,
     exact_sizes_of,
+    with_our_cache,
 )
 from .trial import checked_shape
 from .undisturbed import undisturbed
@@ -155,17 +156,17 @@ def _wrap_sample(original: Callable) -> Callable:
             with undisturbed(self, logits_processor, stopping_criteria, kwargs.get("streamer")):
                 return original(*arguments, **kwargs)
         _note.set(None)  # nested calls (guidance, drafters) are plain
-        shape = sizes = None
+        ours, shape, sizes = with_our_cache(self, generation_config, kwargs), None, None
         with _stepping_aside(note, UnsupportedRequestError):
-            check_inputs(self, input_ids, generation_config, kwargs)
+            check_inputs(self, input_ids, generation_config, ours)
             check_taps(self, note.speculator.drafter.feature_layers, note.speculator.drafter.name)
             check_acceptance(note.speculator, generation_config, logits_processor)
             check_stream(note.streamed, input_ids.shape[0])
-            sizes = exact_sizes_of(note.speculator, self, input_ids, generation_config, kwargs)
-            shape = checked_shape(self, kwargs[CACHE_NAME])
+            sizes = exact_sizes_of(note.speculator, self, input_ids, generation_config, ours)
+            shape = checked_shape(self, ours[CACHE_NAME])
         if shape is not None:
             with _stepping_aside(note, PromptError):
-                return _speculate(note, arguments, dict(kwargs), *shape, sizes)
+                return _speculate(note, arguments, dict(ours), *shape, sizes)
         return original(*arguments, **kwargs)
 
     _sample.__dict__["__hf_speculate__"] = True

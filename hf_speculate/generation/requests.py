@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..cache import CACHE_NAME
+from ..cache import CACHE_NAME, reserving
 from ..errors import UnsupportedRequestError
 from ..models import GenerativeModel
 from ..scoring import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
@@ -58,15 +58,26 @@ def check_request(mode: GenerationMode, config: GenerationConfig, mode_kwargs: d
         )
     if config.use_cache is False:
         raise UnsupportedRequestError("speculator= needs the KV cache, but use_cache=False.")
-    if config.cache_implementation not in (None, "dynamic"):
+    if config.cache_implementation not in (None, "dynamic", "static"):
         raise UnsupportedRequestError(
-            f"speculator= was given with cache_implementation={config.cache_implementation!r}; only the default "
-            "(dynamic) cache can keep the entries of an accepted path."
+            f"speculator= was given with cache_implementation={config.cache_implementation!r}; only 'dynamic' (the "
+            "default) and 'static' can keep the entries of an accepted path."
         )
     if mode_kwargs.get("synced_gpus"):
         raise UnsupportedRequestError(
             "speculator= does not work with synced_gpus (ZeRO-3, FSDP): ranks would run different numbers of rounds."
         )
+
+
+def with_our_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `_sample`, with a cache that can keep paths in place of a static one that `generate` has made.
+
+    A static cache of the caller's stays.
+    """
+    cache = kwargs.get(CACHE_NAME)
+    if config.cache_implementation != "static" or not isinstance(cache, StaticCache):
+        return kwargs
+    return {**kwargs, CACHE_NAME: reserving(cache, model.config.get_text_config(decoder=True))}
 
 
 def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
@@ -84,7 +95,8 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
     if unknown or cache.is_compileable:
         kind = "offloaded " if cache.offloading else ""
         raise UnsupportedRequestError(
-            f"speculator= was given with a {kind}{type(cache).__name__}; pass a DynamicCache, or none."
+            f"speculator= was given with a {kind}{type(cache).__name__}; pass a DynamicCache, or none. "
+            "cache_implementation='static' reserves the memory at once."
         )
     if own := _own_methods(cache):
         raise UnsupportedRequestError(

@@ -31,5 +31,6 @@ from .repositories import make_repository as make_repository
 from .repositories import upload_head as upload_head
 from .targets import check_origin as check_origin
 from .targets import check_stated_name as check_stated_name
+from .targets import check_vocabulary as check_vocabulary
 from .targets import describe_identity as describe_identity
 from .targets import head_record as head_record

@@ -24,6 +24,7 @@ from .provenance import PROVENANCE_FILE, read_provenance
 logger = get_logger(__name__)
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
+_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)  # vocabularies are padded to one of these
 # Cosines of weight samples. Matrices in 2 bits are above the first, those of unrelated models of the same sizes far
 # below. The same values through another kernel are above the second, matrices in 8 bits below.
 _UNRELATED, _SAME = 0.5, 0.99998
@@ -58,8 +59,8 @@ def check_origin(folder: str, target: GenerativeModel) -> HeadRecord:
     Returns:
         The figures that the folder records of the head, and whether this is its own target.
     Raises:
-        TargetMismatchError: the number of layers, the vocabulary or the hidden size differ, or the weights are those of
-            an unrelated model.
+        TargetMismatchError: the number of layers or the hidden size differ, the vocabulary lacks tokens, or the
+            weights are those of an unrelated model.
     """
     record, problems = _compare(folder, target)
     for problem in problems:
@@ -72,6 +73,27 @@ def check_origin(folder: str, target: GenerativeModel) -> HeadRecord:
 def head_record(folder: str, target: GenerativeModel) -> HeadRecord:
     """The result of `check_origin`, without warnings; raises the same errors."""
     return _compare(folder, target)[0]
+
+
+def check_vocabulary(head: str, num_tokens: int, target: str, vocab_size: int) -> None:
+    """Compares the vocabularies of a head's target and of the given one, of which only the sizes can be seen.
+
+    A vocabulary that was extended at its end is logged once, unless it was only padded.
+
+    Args:
+        head: the head, for messages.
+        num_tokens: size of the vocabulary that the head was made for.
+        target: the target, for messages.
+        vocab_size: size of its vocabulary.
+    Raises:
+        TargetMismatchError: it lacks tokens, or has more than twice as many. Added tokens are fewer.
+    """
+    if not num_tokens <= vocab_size <= 2 * num_tokens:
+        raise TargetMismatchError(
+            f"{head} was made for a target of vocabulary {num_tokens}, but {target} has {vocab_size}."
+        )
+    if vocab_size != num_tokens and vocab_size not in (-(-num_tokens // size) * size for size in _MULTIPLES):
+        _warn(f"{head} knows {num_tokens} tokens and never drafts the others of the {vocab_size} that {target} has.")
 
 
 def check_stated_name(folder: str, stated: str | None, architectures: Sequence[str], target: PreTrainedModel) -> None:
@@ -96,7 +118,8 @@ def check_stated_name(folder: str, stated: str | None, architectures: Sequence[s
 def _identity_problems(folder: str, identity: Mapping[str, Any], target: GenerativeModel) -> Iterator[str]:
     """Differences that cost acceptance; raises `TargetMismatchError` for unrelated weights."""
     theirs = _samples(identity)
-    likeness = compare_weights(theirs, sample_weights(target)) if theirs else None
+    # An extended vocabulary has its first rows in common.
+    likeness = compare_weights(theirs, sample_weights(target, identity.get("vocab_size"))) if theirs else None
     similarity = likeness.similarity if likeness else None
     architecture, name = identity.get("architecture"), type(target).__name__
     if theirs and likeness and not likeness.compared and architecture != name:
@@ -124,7 +147,8 @@ def _check_sizes(folder: str, identity: Mapping[str, Any], target: GenerativeMod
     config = target.config.get_text_config(decoder=True)
     for name in _SIZES:
         trained, now = identity.get(name), getattr(config, name)
-        if isinstance(trained, int) and trained != now:
+        may_grow = name == "vocab_size"  # by added tokens; the drafter's `check_target` names them
+        if isinstance(trained, int) and (trained > now if may_grow else trained != now):
             raise TargetMismatchError(
                 f"the head {folder} was trained for a target of {name} {trained} ({PROVENANCE_FILE}), but this "
                 f"{type(target).__name__} has {now}."

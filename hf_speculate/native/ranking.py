@@ -92,16 +92,25 @@ class NativeRanking:
         eps: epsilon of the norm.
         dtype: dtype of the states.
         feeds_back_normed: whether normed states are fed back.
+        num_columns: number of the matrix's first outputs to rank; None for all.
 
     Attributes:
-        num_columns: number of columns of the scores, the matrix's outputs.
+        num_columns: number of columns of the scores.
         feeds_back_normed: see above.
     """
 
-    def __init__(self, matrix: Any, norm: Any, eps: float, dtype: torch.dtype, feeds_back_normed: bool = False):
+    def __init__(
+        self,
+        matrix: Any,
+        norm: Any,
+        eps: float,
+        dtype: torch.dtype,
+        feeds_back_normed: bool = False,
+        num_columns: int | None = None,
+    ):
         self._weights = WeightsInPlace(_modules(matrix, norm))
         self._library = binding.library()
-        self.feeds_back_normed, self.num_columns = feeds_back_normed, matrix.out_features
+        self.feeds_back_normed, self.num_columns = feeds_back_normed, num_columns or matrix.out_features
         self._fixed = RankingStructure(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
         self._fixed.is_bf16, self._fixed.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
         fill_matrix(self._fixed.output, matrix)
@@ -115,12 +124,14 @@ class NativeRanking:
         dtype: torch.dtype,
         feeds_back_normed: bool = False,
         rounds: bool = False,
+        num_columns: int | None = None,
     ) -> NativeRanking | None:
         """The ranking; None if the kernel cannot compute it.
 
         Args:
             output: module with the output matrix.
             rounds: whether to multiply in 8 bits if possible.
+            num_columns: see the class.
         """
         matrix: Any = matrix_of(output)
         if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % binding.TILE_COLUMNS:
@@ -132,7 +143,7 @@ class NativeRanking:
         if not is_alike or not matrix.weight.is_cpu:
             return None
         in_8_bits = rounded(output) if rounds else None
-        return cls(in_8_bits or matrix, norm, eps, dtype, feeds_back_normed)
+        return cls(in_8_bits or matrix, norm, eps, dtype, feeds_back_normed, num_columns)
 
     def is_current(self) -> bool:
         """Whether the weights are unchanged (`WeightsInPlace.are_current`)."""

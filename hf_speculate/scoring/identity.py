@@ -117,12 +117,16 @@ class Likeness:
 
 
 @torch.no_grad()
-def sample_weights(model: GenerativeModel) -> dict[str, WeightSample]:
-    """Samples by name below the decoder, without offloaded and sharded tensors."""
+def sample_weights(model: GenerativeModel, num_tokens: int | None = None) -> dict[str, WeightSample]:
+    """Samples by name below the decoder, without offloaded and sharded tensors.
+
+    Args:
+        num_tokens: number of the embeddings' first rows to sample from; None for all.
+    """
     found: dict[str, WeightSample] = {}
     quantized = quantization_label(model).replace(" ", "") or "otherwise"
     for name, module in _chosen(model.get_decoder(), model.get_input_embeddings()):
-        sample = _sample(module, model.dtype, quantized)
+        sample = _sample(module, model.dtype, quantized, num_tokens)
         if sample is not None:
             found[f"{name}.weight"] = sample
     return found
@@ -180,27 +184,28 @@ def _within(module: Any) -> Any:
     return getattr(module, "base_layer", getattr(module, "original_module", None))
 
 
-def _sample(module: Any, dtype: torch.dtype, quantized: str) -> WeightSample | None:
+def _sample(module: Any, dtype: torch.dtype, quantized: str, num_tokens: int | None) -> WeightSample | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.device.type == "meta" or hasattr(weight, "placements"):
         return None
     if type(weight) in (Tensor, nn.Parameter) and weight.dtype in _DENSE:
         # Select the values first: a conversion would copy the whole tensor.
-        values = weight.detach()[_places(weight.shape[0], _SIDE if weight.ndim == 2 else _LENGTH)]
+        num_rows = num_tokens if num_tokens and isinstance(module, nn.Embedding) else weight.shape[0]
+        values = weight.detach()[_places(num_rows, _SIDE if weight.ndim == 2 else _LENGTH)]
         if weight.ndim == 2:
             values = values[:, _places(weight.shape[1], _SIDE)]
         return WeightSample(str(weight.dtype).removeprefix("torch."), values.float().cpu())
     try:
-        values = _asked(module, weight.device, dtype)
+        values = _asked(module, weight.device, dtype, num_tokens)
     except Exception:  # kernels of quantised weights refuse such inputs with errors of their own
         return None
     return WeightSample(quantized, values.float().cpu())
 
 
-def _asked(module: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _asked(module: Any, device: torch.device, dtype: torch.dtype, num_tokens: int | None) -> Tensor:
     """The same values of a module that is not plain: rows of an embedding, or results for unit vectors."""
     if isinstance(module, nn.Embedding):
-        rows = module(_places(module.num_embeddings, _SIDE).to(device))
+        rows = module(_places(num_tokens or module.num_embeddings, _SIDE).to(device))
         return rows[:, _places(module.embedding_dim, _SIDE)]
     units = torch.zeros(_SIDE + 1, module.in_features, dtype=dtype, device=device)
     units[range(_SIDE), _places(module.in_features, _SIDE)] = 1

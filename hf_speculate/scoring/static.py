@@ -107,7 +107,11 @@ class StaticForward(Forward):
             return super().run(scorer, nodes)
         num_nodes, num_prefix = tree.num_nodes, cache.append_index
         form = scorer.attention_dtype, scorer.attention.form, repr(options)
-        keys = [(tree.batch_size, width, capacity_for(num_prefix + width), *form) for width in _widths(num_nodes)]
+        reserved = max(layer.reserved for layer in _layers(scorer))
+        keys = [
+            (tree.batch_size, width, capacity_for(max(num_prefix + width, reserved)), *form)
+            for width in _widths(num_nodes)
+        ]
         key: Any = self._compiler.choose(scorer.model, scorer.device, _forward, keys)
         _, width, capacity = key[:3]
 

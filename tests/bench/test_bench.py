@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+from functools import partial
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, CompileConfig, GenerationMixin
 
 from hf_speculate import SpeculateError
-from hf_speculate.bench import GenerateSettings, bench_generate
+from hf_speculate.bench import GenerateSettings, bench_generate, methods
 from hf_speculate.bench.workload import WorkloadSettings, load_workload
+from hf_speculate.cache import CACHE_NAME
 from hf_speculate.commands import Prompt, read_prompts, tokenize
 from hf_speculate.registry import SpeculatorSpec
 
@@ -47,6 +50,32 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
     assert found["speedup"] == found["temperatures"]["0"]["speedup"]
     assert found["environment"]["threads"] == 1
     assert found["environment"]["versions"]["transformers"]
+
+
+def test_stocks_compiled_speculative_modes(bench_folders, monkeypatch, caplog):
+    """With dynamo's own backend: inductor takes minutes. One that stock refuses is left out with the reason."""
+    for name in ("transformers", "hf_speculate"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    monkeypatch.setattr(methods, "CompileConfig", partial(CompileConfig, backend="eager", mode=None))
+    assisted = GenerationMixin._assisted_decoding
+
+    def refusing(self, *arguments, **kwargs):
+        if kwargs[CACHE_NAME].is_compileable:
+            raise NotImplementedError("not compiled\nhere")
+        return assisted(self, *arguments, **kwargs)
+
+    speculators = ["prompt_lookup", f"draft_model:model={bench_folders / 'draft'},depth=2"]
+    settings = {"temperatures": [0.0], "max_new_tokens": 8, "repeats": 1, "limit": 1, "compile_baseline": True}
+    target = str(bench_folders / "target")
+    found = bench_generate(GenerateSettings(target=target, speculators=speculators, **settings))
+    stock = ["eager", "stock compiled", "stock prompt lookup", "stock assisted"]
+    compiled = ["stock prompt lookup, compiled", "stock assisted, compiled"]
+    assert [row["method"] for row in found["rows"]][:6] == stock + compiled
+    assert all(row["identical"]["share"] == 1.0 for row in found["rows"][1:])
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", refusing)
+    found = bench_generate(GenerateSettings(target=target, speculators=speculators[:1], **settings))
+    assert [row["method"] for row in found["rows"]] == [*stock[:3], "prompt_lookup"]
+    assert f"{compiled[0]} is not measured: NotImplementedError: not compiled" in caplog.text
 
 
 def test_batches_leave_out_what_stock_cannot_do(bench_folders):

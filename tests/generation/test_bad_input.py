@@ -34,7 +34,7 @@ from ..support.tiny_heads import write_eagle_head
 UNSUPPORTED = {
     "beams": ({"num_beams": 2}, "beam_search"),
     "assisted": ({"prompt_lookup_num_tokens": 3}, "assisted"),
-    "static cache": ({"cache_implementation": "static"}, "static"),
+    "static cache elsewhere": ({"cache_implementation": "offloaded_static"}, "only 'dynamic' .* and 'static'"),
     "offloaded cache": ({"cache_implementation": "offloaded"}, "offloaded"),
     "quantized cache": ({"cache_implementation": "quantized"}, "quantized"),
     "paged cache": ({"cache_implementation": "paged"}, "paged"),

@@ -100,6 +100,16 @@ class TestIdentity:
         with pytest.raises(TargetMismatchError, match=r"num_hidden_layers 2 .* has 3"):
             said(folder, build_tiny_model(num_layers=3))
 
+    def test_an_extended_vocabulary_is_named_and_compared_by_its_first_rows(self, head, said):
+        longer = copy.deepcopy(build_tiny_model())
+        longer.resize_token_embeddings(VOCAB_SIZE + 5, mean_resizing=False)
+        folder = head(describe_identity(build_tiny_model()))
+        (message,) = said(folder, longer)
+        assert f"knows {VOCAB_SIZE} tokens and never drafts the others of the 101" in message
+        assert head_record(folder, longer).is_own_target
+        with pytest.raises(TargetMismatchError, match=r"vocab_size 96 .* has 90"):
+            head_record(folder, build_tiny_model(vocab_size=90))
+
     def test_another_class_is_named(self, head, said):
         identity = describe_identity(build_tiny_model())
         identity["weights"] = {f"h.{name}": text for name, text in identity["weights"].items()}

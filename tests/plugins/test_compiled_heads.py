@@ -34,6 +34,7 @@ from ..support.heads import (
     SHAPES,
     VOCAB,
     batch_of,
+    extended_target,
     random_heads,
     target,
     write_head,
@@ -98,9 +99,9 @@ def medusa(outputs=None):
     return MedusaDrafter(random_heads(outputs=outputs), target(), tree=StaticTree.of(MEDUSA_CHOICES))
 
 
-def assert_same_drafts(drafter, drafts, batch, **request):
+def assert_same_drafts(drafter, drafts, batch, model=None, **request):
     """Compiled and not: the same drafts, and the text of the target alone. Returns the compiled speculator."""
-    model, texts, seen = target(), [], []
+    model, texts, seen = model or target(), [], []
     compiled = Speculator(drafter, compile="eager")
     for speculator in (None, Speculator(drafter), compiled):
         torch.manual_seed(2)
@@ -112,6 +113,19 @@ def assert_same_drafts(drafter, drafts, batch, **request):
     assert seen[1] == seen[2]
     assert not compiled.stats.fallbacks
     return compiled
+
+
+@pytest.mark.parametrize("method", ["eagle1", "speculators", "dflash", "dspark", "dflash2"])
+@pytest.mark.usefixtures("heads_only")
+def test_targets_with_added_tokens(tmp_path, prompt, drafts, method):
+    model = extended_target(factor=2.0)
+    if method.startswith("d"):
+        drafter = random_block(method, model)
+    else:
+        drafter = EagleDrafter.from_folder(write_head(tmp_path, method), model, **SHAPES["dynamic"])
+    batch = batch_of(prompt, 3)
+    batch["input_ids"][:, -3:] = VOCAB + 1
+    assert_same_drafts(drafter, drafts, batch, model, sequence_bias={(VOCAB + 2,): 9.0}, do_sample=True)
 
 
 # Whose drafts are one graph.

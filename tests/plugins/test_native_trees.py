@@ -119,6 +119,17 @@ def test_a_smaller_draft_vocabulary(calls):
     assert tree.token_ids.max() > 50
 
 
+@pytest.mark.parametrize("spec", ["EAGLE-3", "EAGLE-1"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_an_output_matrix_with_rows_for_added_tokens(spec, do_sample, calls):
+    head = make_head(**SPECS[spec])
+    plain = Bench(head).check(calls, do_sample=do_sample)
+    head.shared["lm_head"] = torch.nn.Linear(64, 101, bias=False).requires_grad_(False)
+    head.shared["lm_head"].weight[:96], head.shared["lm_head"].weight[96:] = head.lm_head.weight, 50.0
+    tree = Bench(head).check(calls, do_sample=do_sample)
+    assert torch.equal(tree.token_ids, plain.token_ids)
+
+
 def test_levels_that_do_not_pay_are_left_out(calls):
     asked = []
 
@@ -279,6 +290,17 @@ class TestOneCall:
         assert torch.equal(drawn[1], hidden)
         assert_same_bits(drawn[0], steps.tree(hidden, other.state(), SIZE))
         assert one.reading.cache.lengths == other.reading.cache.lengths
+
+    def test_tokens_that_the_head_does_not_know_are_read_on_their_own(self, calls):
+        bench = Bench(make_head())
+        steps, tokens = NativeSteps(bench.loaded, bench.reading, bench.forward), torch.tensor([[7, 96]])
+        pending, length = (tokens, [torch.ones(1, 2, 64)] * 3, [2]), bench.reading.cache.lengths
+        assert steps.tree_behind(pending, bench.state(), SIZE) is None
+        assert bench.reading.cache.lengths == length
+        native = steps.entries(tokens, bench.loaded.head.fuse(pending[1]))
+        bench.reading.drop()
+        modules = PlainSteps(bench.loaded, bench.reading).entries(tokens, bench.loaded.head.fuse(pending[1]))
+        torch.testing.assert_close(native, modules, rtol=1e-3, atol=1e-3)
 
     def test_entries_with_holes_are_read_on_their_own(self):
         bench = Bench(make_head(), 3, padded=True)

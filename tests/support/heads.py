@@ -49,6 +49,15 @@ def target(
     return model
 
 
+@cache
+def extended_target(num_tokens: int = VOCAB + 5, factor: float = 0.0):
+    """`target()` with tokens added at its end, or taken from it. Their logits are `factor` times those of the first."""
+    model = copy.deepcopy(target())
+    model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    model.lm_head.weight[VOCAB:] = factor * model.lm_head.weight[: max(num_tokens - VOCAB, 0)]
+    return model.requires_grad_(False)
+
+
 def layer_tensors(prefix: str, rand, hidden, kv=16, head_dim=8, inputs=None, qk_norm=False, qkv_bias=False) -> dict:
     inputs = inputs or hidden
     sizes = {"q": (4 * head_dim, inputs), "k": (kv, inputs), "v": (kv, inputs), "o": (hidden, 4 * head_dim)}

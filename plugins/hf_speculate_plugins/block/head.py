@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from hf_speculate.drafting import finite
 from hf_speculate.tree import additive
 
-from ..heads import MLP, Attend, Attention, SharingHead, call_beside, rotary_embedding
+from ..heads import MLP, Attend, Attention, SharingHead, known_rows, rotary_embedding
 from .spec import BlockSpec
 
 
@@ -50,7 +50,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
 
     def codes(self, previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
-        return self.markov_w1(previous)
+        return known_rows(self.markov_w1.weight, previous)
 
     def inputs(
         self, states: Float[Tensor, "*N H"], codes: Float[Tensor, "*N r"], carried: Float[Tensor, "*N r"] | None = None
@@ -97,7 +97,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(spec.hidden_size, spec.selector_rank, bias=False)
 
     def inputs(self, states: Float[Tensor, "*N H"], previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
-        return functional.embedding(previous, self.predecessor_codebook) * self.hidden_projection(states)
+        return known_rows(self.predecessor_codebook, previous) * self.hidden_projection(states)
 
     def bias(self, inputs: Float[Tensor, "*N P r"], columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N P M"]:
         """The bias at some columns, see `MarkovHead.bias`."""
@@ -314,8 +314,7 @@ class BlockHead(SharingHead[BlockSpec]):
     def logits(self, states: Float[Tensor, "B S H"]) -> Float[Tensor, "B S Vd"]:
         """Logits of the slots by themselves, without the part of a Markov head or a selector."""
         # Flat: torch 2.13 has no fast kernel on a CPU for a slice of bf16 states and a frozen weight.
-        logits = call_beside(self.draft_output, states.reshape(-1, states.shape[-1])).to(states.device)
-        logits = logits.unflatten(0, states.shape[:-1])
+        logits = self.draft_logits(states.reshape(-1, states.shape[-1])).unflatten(0, states.shape[:-1])
         if self.spec.output_multiplier != 1.0:
             logits = logits * self.spec.output_multiplier
         if self.spec.softcap is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -59,7 +60,7 @@ def shared_embeddings(
     name = "embed_tokens.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
     own, shape = _own(opened, name), _embedding_shape(theirs)
-    fits = shape == (spec.vocab_size, spec.hidden_size)
+    fits = _fits(shape, spec)
     was_trained = ConfigValues(checkpoint.folder, checkpoint.config).flag("embed_requires_grad", trained)
     if own is None and was_trained and choice != "target":
         raise CheckpointError(
@@ -74,7 +75,7 @@ def shared_embeddings(
             )
         keys.share(name, "asked for" if own is not None else "not in the file")
         return theirs
-    if not fits or tuple(own.shape) != shape or choice == "own":
+    if not fits or tuple(own.shape) != (spec.vocab_size, spec.hidden_size) or choice == "own":
         return None
     if is_copy(own, theirs.weight):
         keys.share(name, "equal to the target's")
@@ -96,8 +97,7 @@ def shared_output(opened: OpenedHead[Any], theirs: Any, rows: torch.dtype | None
     name = "lm_head.weight"
     spec, checkpoint, keys = opened.spec, opened.checkpoint, opened.keys
     own = _own(opened, name)
-    fits = tuple(theirs.weight.shape) == (spec.vocab_size, spec.hidden_size)
-    if own is not None and not (own.shape == theirs.weight.shape and is_copy(own, theirs.weight)):
+    if own is not None and not (spec.draft_vocab_size == spec.vocab_size and is_copy(own, theirs.weight)):
         return None
     if own is None and opened.target_ids is not None and rows is not None:
         keys.share(name, "the target's rows for the draft vocabulary")
@@ -106,7 +106,7 @@ def shared_output(opened: OpenedHead[Any], theirs: Any, rows: torch.dtype | None
         keys.take(name, (spec.draft_vocab_size, spec.hidden_size))  # noted as missing
         return None
     # The shape of a quantised matrix is that of its packing: the sizes of the models were compared before.
-    if not fits and theirs.weight.is_floating_point():
+    if not _fits(theirs.weight.shape, spec) and theirs.weight.is_floating_point():
         raise CheckpointError(
             f"{checkpoint.folder} has no output matrix of its own ({name}) of width {spec.hidden_size}, and the "
             f"target's is {tuple(theirs.weight.shape)}."
@@ -138,16 +138,23 @@ def _own(opened: OpenedHead[Any], name: str) -> Tensor | None:
 
 
 def is_copy(own: Tensor, theirs: Tensor) -> bool:
-    """Whether `own` equals `theirs`, but for two roundings of tiny numbers to 16 bits."""
+    """Whether `own` equals the first rows of `theirs`, but for two roundings of tiny numbers to 16 bits."""
     if not theirs.is_floating_point() or theirs.device.type == "meta":
+        return False
+    if len(own) > len(theirs) or own.shape[1:] != theirs.shape[1:]:
         return False
     step = 16384  # rows at a time: a comparison must not need a copy of the matrix in float32
     for start in range(0, own.shape[0], step):
-        rows = slice(start, start + step)
+        rows = slice(start, min(start + step, own.shape[0]))
         ours = own[rows].to(theirs.device, theirs.dtype)
         if not torch.allclose(ours.float(), theirs[rows].float(), rtol=0, atol=1e-6):
             return False
     return True
+
+
+def _fits(shape: Sequence[int], spec: HeadSpec) -> bool:
+    """Whether a matrix of the target has a row of the head's width for each token of the head's vocabulary."""
+    return len(shape) == 2 and shape[0] >= spec.vocab_size and shape[1] == spec.hidden_size
 
 
 def _embedding_shape(module: Any) -> tuple[int, ...]:

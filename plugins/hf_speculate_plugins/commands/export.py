@@ -32,7 +32,7 @@ from hf_speculate.commands import (
     say,
     say_json,
 )
-from hf_speculate.errors import SpeculateError
+from hf_speculate.errors import SpeculateError, TargetMismatchError
 from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
@@ -125,6 +125,7 @@ def export_head(
     path = check_destination(destination)
     options = {} if drafter.name == "medusa" else asdict(drafts)  # Medusa drafts static trees
     speculator = AutoSpeculator.from_pretrained(folder, target=target, adaptive=False, **options)
+    _refuse_added_tokens(engine, speculator.drafter, target.config.get_text_config(decoder=True).vocab_size)
     if isinstance(speculator.drafter, MedusaDrafter):
         speculator.drafter.tree = StaticTree.chain(min(drafts.depth, speculator.drafter.heads.num_heads))
     length = _measured_length(target, speculator, prompts, max_new_tokens)
@@ -228,6 +229,16 @@ def refuse_quantized(engine: EngineName, label: str) -> None:
             f"the target's weights are quantised ({label}), and {_TITLES[engine]} would serve other ones: the head "
             "reads the states of those. Possible: --target the checkpoint that is to be served (its acceptance is "
             "measured then), or serve this one here."
+        )
+
+
+def _refuse_added_tokens(engine: EngineName, drafter: Any, vocab_size: int) -> None:
+    """Raises `TargetMismatchError` for a target with tokens that the head does not know."""
+    heads = drafter.heads if isinstance(drafter, MedusaDrafter) else drafter.spec
+    if getattr(heads, "token_ids", None) is None and heads.vocab_size not in (None, vocab_size):
+        raise TargetMismatchError(
+            f"the head knows {heads.vocab_size} tokens and the target has {vocab_size}: {_TITLES[engine]} may read "
+            "rows that the head does not have. Use the head here, or train one for this target."
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_speculate.drafting import finite
 
-from ..heads import MLP, Attend, Attention, SharingHead, call_beside, rotary_embedding
+from ..heads import MLP, Attend, Attention, SharingHead, rotary_embedding
 from .spec import EagleSpec
 
 
@@ -144,4 +144,4 @@ class EagleHead(SharingHead[EagleSpec]):
     def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
         """Draft logits of `forward`'s states, and the states that the next draft step takes."""
         inputs, fed_back = self.finish(hidden)
-        return call_beside(self.draft_output, inputs).to(hidden.device), fed_back
+        return self.draft_logits(inputs), fed_back

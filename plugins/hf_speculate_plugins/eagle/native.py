@@ -141,7 +141,7 @@ class NativeForward:
             norm = head.norm if spec.norm_logits else None
             feeds_normed = spec.feed_back_normed
             is_known = spec.norm_logits or not feeds_normed
-            how = spec.rms_norm_eps, head.dtype, feeds_normed, head.is_quick
+            how = spec.rms_norm_eps, head.dtype, feeds_normed, head.is_quick, spec.draft_vocab_size
             self._ranking = NativeRanking.of(head.draft_output, norm, *how) if is_known else None
         return self._ranking
 

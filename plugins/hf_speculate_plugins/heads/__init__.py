@@ -6,7 +6,7 @@ The drafters and sessions of methods are built on these; nothing here knows a me
 from .compiled import CompiledForwards, form_of
 from .drafter import HeadDrafter, HeadSession
 from .files import HeadFiles, Limit, Written
-from .head import MLP, Attend, Attention, CachedAttention, LoadedHead, SharingHead, call_beside, rotary_embedding
+from .head import MLP, Attend, Attention, CachedAttention, LoadedHead, SharingHead, known_rows, rotary_embedding
 from .reading import Place, Reading
 
 
@@ -25,7 +25,7 @@ __all__ = [
     "Reading",
     "SharingHead",
     "Written",
-    "call_beside",
     "form_of",
+    "known_rows",
     "rotary_embedding",
 ]

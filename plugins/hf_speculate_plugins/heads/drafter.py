@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
+from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import local_folder
 from hf_speculate.speculator import read_options
 
@@ -129,8 +130,15 @@ class HeadDrafter(Drafter, Generic[Head]):
         return cls.head_files.convert(folder, path, layout, target)
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Compares hidden size, vocabulary and depth."""
+        """Compares hidden size, vocabulary and depth. A target with added tokens needs embeddings that have them."""
         self.head_files.check_fits(self.spec, target)
+        num_tokens = target.config.get_text_config(decoder=True).vocab_size
+        num_rows = getattr(self.head.shared["embed_tokens"], "num_embeddings", num_tokens)
+        if num_rows < num_tokens:
+            raise TargetMismatchError(
+                f"this {self.spec.kind} head was loaded for a target of {num_rows} tokens; this one has {num_tokens}. "
+                "Load it again with target= this model."
+            )
 
 
 class HeadSession(DraftSession, Generic[Head]):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.hub import check_vocabulary
 from hf_speculate.messages import get_logger
 from hf_speculate.scoring import embedding_rows, last_device, output_rows
 
@@ -227,14 +228,12 @@ class HeadFiles(Generic[Spec, Head]):
     def check_sizes(cls, spec: Spec, config: Any, name: str) -> None:
         """The same check for the config of a text model; `name` is the target in messages."""
         head = f"{spec.kind} head"
-        for size, ours, theirs in (
-            ("hidden size", spec.target_hidden_size, config.hidden_size),
-            ("vocabulary", spec.vocab_size, config.vocab_size),
-        ):
-            if ours != theirs:
-                raise TargetMismatchError(
-                    f"this {head} was made for a target of {size} {ours}, but {name} has {theirs}."
-                )
+        if spec.target_hidden_size != config.hidden_size:
+            raise TargetMismatchError(
+                f"this {head} was made for a target of hidden size {spec.target_hidden_size}, but {name} has "
+                f"{config.hidden_size}."
+            )
+        check_vocabulary(f"this {head}", spec.vocab_size, name, config.vocab_size)
         depth = config.num_hidden_layers
         layers = spec.resolved_layers(depth)
         if min(layers) < 0 or max(layers) > depth:
@@ -243,9 +242,9 @@ class HeadFiles(Generic[Spec, Head]):
                 f"hidden states 0 to {depth}."
             )
         token = spec.mask_token_id
-        if token is not None and not 0 <= token < config.vocab_size:
+        if token is not None and not 0 <= token < spec.vocab_size:
             raise TargetMismatchError(
-                f"the mask token of this {head} is {token}, but {name} has {config.vocab_size} tokens."
+                f"the mask token of this {head} is {token}, but it knows {spec.vocab_size} tokens."
             )
 
     # Writing.
@@ -299,9 +298,9 @@ class HeadFiles(Generic[Spec, Head]):
         for name, module in head.shared.items():
             if module is not None and keeps[name]:
                 if name == "embed_tokens":
-                    rows = embedding_rows(module, spec.vocab_size)
+                    rows = embedding_rows(module, spec.vocab_size)[: spec.vocab_size]
                 else:
-                    rows = output_rows(module, spec.hidden_size, head.dtype)
+                    rows = output_rows(module, spec.hidden_size, head.dtype)[: spec.draft_vocab_size]
                 tensors[f"{name}.weight"] = rows
         return tensors
 
@@ -353,7 +352,7 @@ class HeadFiles(Generic[Spec, Head]):
                 raise _target_needed(opened, layout, _EMBEDDINGS)
             return None
         theirs = target.input_embeddings()
-        if is_stored and own is not None and own.shape == theirs.weight.shape and is_copy(own, theirs.weight):
+        if is_stored and own is not None and is_copy(own, theirs.weight):
             return None  # the file's rows are written as they are, bit for bit
         return shared_embeddings(opened, theirs, trained=spec.trains_embeddings)
 
@@ -387,4 +386,4 @@ def _were_trained(opened: OpenedHead[Any], config: ConfigValues, target: TargetF
     if "embed_requires_grad" in config or target is None:
         return config.flag("embed_requires_grad", True)
     own, theirs = opened.checkpoint.tensors[_EMBEDDINGS], target.input_embeddings().weight
-    return own.shape != theirs.shape or not is_copy(own, theirs)
+    return not is_copy(own, theirs)

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -147,6 +148,8 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
         """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
+        if self.shared["embed_tokens"] is None:
+            return known_rows(self.embed_tokens.weight, token_ids)
         return call_beside(self.embeddings, token_ids).to(device=self.device, dtype=self.dtype)
 
     @property
@@ -163,6 +166,10 @@ class SharingHead(nn.Module, Generic[Spec]):
     def draft_output(self) -> Any:
         """The module that makes draft logits for drafting, see `quicken`."""
         return (self._quick or {}).get("lm_head") or self.output
+
+    def draft_logits(self, states: Float[Tensor, "*N Hd"]) -> Float[Tensor, "*N Vd"]:
+        """Logits of the draft vocabulary. An output matrix of a target with added tokens has more columns."""
+        return call_beside(self.draft_output, states).to(states.device)[..., : self.spec.draft_vocab_size]
 
     @property
     def is_quick(self) -> bool:
@@ -252,6 +259,13 @@ def _sample_angles(rotary: nn.Module, spec: HeadSpec) -> list[Tensor]:
     rotary, states = copy.deepcopy(rotary), torch.zeros(1, 1, spec.hidden_size)  # a copy: it remembers lengths
     positions = (min(length, _MAX_POSITION) for length in (1, 2 * original, 2 * spec.max_position_embeddings))
     return [part for position in positions for part in rotary(states, torch.tensor([[position]]))]
+
+
+def known_rows(table: Float[Tensor, "V r"], token_ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
+    """Rows of a head's own table; zeros for tokens behind its end, which the target has added."""
+    # A row of the target's would be in another space. Zeros say nothing: norms keep them, a bias made of them is none.
+    token_ids, last = to_device(token_ids, table.device), len(table) - 1
+    return functional.embedding(token_ids.clamp(max=last), table).masked_fill((token_ids > last)[..., None], 0)
 
 
 def call_beside(module: Any, inputs: Tensor) -> Tensor:

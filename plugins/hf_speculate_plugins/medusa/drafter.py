@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.hub import check_vocabulary
 from hf_speculate.scoring import device_beside
 from hf_speculate.speculator import read_options
 from hf_speculate.transfers import to_device
@@ -242,11 +243,8 @@ def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
                 f"the Medusa heads draft token {int(heads.token_ids.max())}, the target's vocabulary has "
                 f"{config.vocab_size}: they belong to another model."
             )
-    elif heads.vocab_size not in (None, config.vocab_size):
-        raise TargetMismatchError(
-            f"the Medusa heads have a vocabulary of {heads.vocab_size} tokens, the target of {config.vocab_size}: "
-            "they belong to another model."
-        )
+    elif heads.vocab_size is not None:
+        check_vocabulary("the Medusa heads", heads.vocab_size, "the target", config.vocab_size)
 
 
 def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:

@@ -103,7 +103,7 @@ def _as_vllm(heads: MedusaHeads, vocab_size: int | None) -> _Written:
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
             "hidden_size": heads.hidden_size,
-            "vocab_size": vocab_size,
+            "vocab_size": outputs.shape[1] if heads.token_ids is None else vocab_size,
             "truncated_vocab_size": outputs.shape[1],
             "num_heads": heads.num_heads,
             "num_hidden_layers": heads.num_layers,

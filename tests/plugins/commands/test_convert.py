@@ -286,8 +286,8 @@ class TestRefusals:
 
     def test_another_target(self, tmp_path):
         source = save_head(tmp_path / "source")
-        with pytest.raises(TargetMismatchError, match=r"vocabulary 96, but .*target has 128"):
-            convert_checkpoint(source, tmp_path / "head", "specforge", save_target(tmp_path / "target", vocab_size=128))
+        with pytest.raises(TargetMismatchError, match=r"vocabulary 96, but .*target has 64"):
+            convert_checkpoint(source, tmp_path / "head", "specforge", save_target(tmp_path / "target", vocab_size=64))
         with pytest.raises(DrafterNotFoundError, match="no such folder"):
             convert_checkpoint(source, tmp_path / "head", "specforge", tmp_path / "absent")
         with pytest.raises(DrafterNotFoundError, match="cannot read target"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -142,6 +143,10 @@ def test_another_target_and_a_folder_in_use(target, prompts, tmp_path):
     with pytest.raises(TargetMismatchError):
         exported("pycoder-eagle3", tmp_path / "out", "vllm", build_tiny_model(), prompts)
     assert not (tmp_path / "out").exists()
+    extended = copy.deepcopy(target)
+    extended.resize_token_embeddings(target.config.vocab_size + 3, mean_resizing=False)
+    with pytest.raises(TargetMismatchError, match=r"vLLM may read rows that the head does not have"):
+        exported("pycoder-eagle3", tmp_path / "out", "vllm", extended, prompts)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(CheckpointError, match="not an empty folder"):

@@ -229,9 +229,9 @@ class TestMasksOfParallelHeads:
         with pytest.raises(CheckpointError, match=r"mask_token_id .* a token id"):
             EagleDrafter.from_folder(folder, target())
 
-    def test_a_token_that_the_target_has_not(self, head):
+    def test_a_token_that_the_head_does_not_know(self, head):
         for token in (VOCAB, -1):
-            with pytest.raises(TargetMismatchError, match=f"is {token}, but LlamaForCausalLM has {VOCAB} tokens"):
+            with pytest.raises(TargetMismatchError, match=f"is {token}, but it knows {VOCAB} tokens"):
                 EagleDrafter.from_folder(head("speculators-parallel"), target(), mask_token_id=token)
 
     def test_heads_without_masks(self, head):
@@ -383,8 +383,8 @@ class TestBadInput:
     def test_other_target(self, head):
         wide = LlamaForCausalLM(replace_config(hidden_size=64, num_attention_heads=4)).eval()
         self.refused(head(), "hidden size 32, .* has 64", TargetMismatchError, wide)
-        other = LlamaForCausalLM(replace_config(vocab_size=128)).eval()
-        self.refused(head(), "vocabulary 96, .* has 128", TargetMismatchError, other)
+        other = LlamaForCausalLM(replace_config(vocab_size=64)).eval()
+        self.refused(head(), "vocabulary 96, .* has 64", TargetMismatchError, other)
         shallow = target(depth=3)
         self.refused(head("specforge"), r"\[1, 4, 7\].* 3 layers", TargetMismatchError, shallow)
         drafter = EagleDrafter.from_folder(head(), target())

@@ -153,8 +153,8 @@ def test_a_slightly_tuned_backbone_is_logged_and_a_cast_one_is_not(tmp_path, tin
 
 def test_another_target_is_refused_with_both_numbers(tmp_path, tiny_model):
     folder = write_medusa_heads(tmp_path)
-    with pytest.raises(TargetMismatchError, match=r"96.*128"):
-        MedusaDrafter.from_folder(str(folder), tiny_model(vocab_size=128))
+    with pytest.raises(TargetMismatchError, match=r"96.*64"):
+        MedusaDrafter.from_folder(str(folder), tiny_model(vocab_size=64))
     heads = random_heads(truncated=40)
     with pytest.raises(TargetMismatchError, match=r"vocabulary has 50"):
         MedusaDrafter(heads, tiny_model(), MedusaOptions()).check_target(tiny_model(vocab_size=50))

@@ -406,6 +406,13 @@ class TestEagle3Heads:
         with pytest.raises(RecipeError, match=r"method\.start_from: this is a P-EAGLE head"):
             warm_eagle(tmp_path / "head", small_target())
 
+    def test_targets_with_added_tokens_are_not_gone_on_with(self, tmp_path):
+        model = copy.deepcopy(small_target())
+        Eagle3Method(new_eagle3(model), model, None).save(tmp_path, model)
+        model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
+        with pytest.raises(RecipeError, match=r"knows 96 tokens, the target has 99"):
+            warm_eagle(tmp_path, model)
+
 
 class TestEagle1:
     def test_loss_against_loops(self):

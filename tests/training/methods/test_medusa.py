@@ -21,6 +21,7 @@ from hf_speculate_training.methods.medusa import (
     new_medusa,
     warm_medusa,
 )
+from hf_speculate_training.sections import RecipeError
 from hf_speculate_training.states import TargetReader, TargetStates
 from tests.support.models import VOCAB_SIZE, build_tiny_model
 from tests.support.training import (
@@ -167,6 +168,10 @@ class TestLearning:
         for name, parameter in made.heads.named_parameters():
             assert torch.equal(dict(again.named_parameters())[name], parameter)
             assert dict(again.named_parameters())[name].requires_grad
+        extended = copy.deepcopy(target)
+        extended.resize_token_embeddings(99, mean_resizing=False)
+        with pytest.raises(RecipeError, match=r"knows 96 tokens, the target has 99"):
+            warm_medusa(tmp_path, extended)
 
 
 def adapted(dtype: torch.dtype = torch.float32, sharp: float = 1.0) -> PeftModel:

@@ -94,6 +94,16 @@ def trainable(head: AnyModule) -> AnyModule:
     return head.requires_grad_(True)
 
 
+def check_vocabulary(num_tokens: int | None, target: PreTrainedModel) -> None:
+    """Raises `RecipeError` if the target has more tokens than a head whose training is to go on; None: it has any."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    if num_tokens not in (None, vocab_size):
+        raise RecipeError(
+            f"method.start_from: this head knows {num_tokens} tokens, the target has {vocab_size}, and training needs "
+            "the target's own. Train a new head for it."
+        )
+
+
 def initialise(head: nn.Module, std: float) -> None:
     """Draws normal weights, as the target's own were. Norms are ones already."""
     for module in head.modules():
