@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
-from transformers import PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.bench.acceptance import figures
 from hf_speculate.bench.methods import Method
 from hf_speculate.bench.runs import Request, fixed_length, generate_once
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.commands import (
     Device,
     Grid,
@@ -33,6 +35,7 @@ from hf_speculate.commands import (
     progress,
 )
 from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
 
 from .command import run
 
@@ -54,7 +57,7 @@ class ToolSettings:
 
     target: TargetOption = None
     nodes: Annotated[list[int], typer.Option(min=1, help="Draft nodes (repeatable).")] = field(
-        default_factory=lambda: [8, 16]
+        default_factory=lambda: [16]
     )
     num_dialogues: Annotated[int, typer.Option(min=1, help="Dialogues.")] = 30
     max_new_tokens: NewTokens = 96
@@ -69,23 +72,33 @@ def bench_tools(settings: ToolSettings) -> dict[str, Any]:
     if not tokenizer.chat_template:
         raise SpeculateError(f"{name} has no chat template, which tells a model about its tools.")
     dialogues = tool_dialogues(settings.num_dialogues, settings.seed)
+    prompts = {
+        name: [_prompt(dialogue, beginning, tokenizer).to(model.device) for dialogue in dialogues]
+        for name, beginning in BEGINNINGS.items()
+    }
+    shared = _shared_beginning(model, prompts["free"])
     arguments = fixed_length(settings.max_new_tokens) | {"eos_token_id": tokenizer.eos_token_id}
     rows = []
     with progress("tools", total=len(BEGINNINGS) * len(settings.nodes) * 2 * len(dialogues)) as advance:
         for beginning, nodes, with_schemas in product(BEGINNINGS, settings.nodes, (False, True)):
             options = {"schemas": TOOLS, "tokenizer": tokenizer} if with_schemas else {}
             speculator = AutoSpeculator.from_name("suffix", target=model, adaptive=False, max_nodes=nodes, **options)
-            method = Method(name="suffix", kind="speculator", arguments={"speculator": speculator})
+            method = Method(
+                name="suffix",
+                kind="speculator",
+                arguments={"speculator": speculator},
+                fresh=lambda: as_cache(deepcopy(shared)),
+            )
             runs = []
-            for number, dialogue in enumerate(dialogues):
-                ids = _prompt(dialogue, BEGINNINGS[beginning], tokenizer).to(model.device)
-                request = Request(number, beginning, ids, torch.ones_like(ids))
-                runs.append(generate_once(model, method, request, arguments))
+            for number, ids in enumerate(prompts[beginning]):
+                runs.append(
+                    generate_once(model, method, Request(number, beginning, ids, torch.ones_like(ids)), arguments)
+                )
                 advance(f"{beginning}, {nodes} nodes, schemas: {with_schemas}")
             row = {"beginning": beginning, "nodes": nodes, "schemas": with_schemas}
-            row["mean_tokens"] = sum(each.num_tokens for each in runs) / len(runs)
             row["texts"] = [tokenizer.decode(each.rows[0]) for each in runs]
-            rows.append(row | figures([each.stats for each in runs], [beginning] * len(runs)))
+            row["mean_tokens"] = sum(each.num_tokens for each in runs) / len(runs)
+            rows.append(row | figures([each.stats for each in runs if each.stats], [beginning] * len(runs)))
     return {
         "bench": "tools",
         "target": name,
@@ -123,6 +136,17 @@ def _prompt(dialogue: str, beginning: str, tokenizer: PreTrainedTokenizerBase) -
     messages = [{"role": "user", "content": dialogue}]
     text = tokenizer.apply_chat_template(messages, tools=[*TOOLS], add_generation_prompt=True, tokenize=False)
     return tokenizer(f"{text}{beginning}", return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+
+def _shared_beginning(model: GenerativeModel, prompts: Sequence[torch.Tensor]) -> Cache:
+    """The cache of what all prompts begin with, the tools: most of the time would be spent on it."""
+    rows = [ids[0] for ids in prompts]
+    width = min(map(len, rows))
+    is_same = torch.stack([row[:width] == rows[0][:width] for row in rows]).all(dim=0)
+    num_same = min(int(is_same.cumprod(dim=0).sum()), width - 1)
+    with torch.no_grad():
+        found = model(rows[0][None, :num_same], **as_cache(DynamicCache()), use_cache=True)
+    return cache_of(found)
 
 
 def tool_dialogues(count: int, seed: int) -> list[str]:

@@ -92,7 +92,8 @@ class SuffixDrafter(Drafter):
             recycled = self.store.recycled(request.adapters)
         # Weights of greedy text are not those of sampled text.
         kind = (request.adapters, request.do_sample)
-        mixture = self._mixtures.get(kind, Mixture(first_weights())).copy()
+        first = Mixture({} if self._guide is None else first_weights())
+        mixture = self._mixtures.get(kind, first).copy()
 
         def keep(learnt: Mixture) -> None:
             self._mixtures[kind] = learnt
@@ -108,4 +109,4 @@ class SuffixDrafter(Drafter):
 def _key_of_arguments(tokenizer: Any) -> str:
     """The key of a call's arguments: "arguments", or "parameters" (Llama 3) if the chat template names only that."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    return "parameters" if '"parameters"' in template and 'arguments"' not in template else "arguments"
+    return "parameters" if '"parameters"' in template and '"arguments"' not in template else "arguments"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -117,18 +119,27 @@ def test_characters_in_several_tokens_are_read(tokenizer, ids):
     assert [tokenizer.decode([token]).strip()[:1] for token in found.counts] == ["n"]
 
 
-def test_a_token_that_would_have_been_longer_is_not_followed(drafter, tokenizer, ids):
-    """`"` alone is not what a comma comes behind: both would have been one token."""
-    text = [*ids('{"name": "rate_film'), *ids('"')]
-    position = drafter._guide.start(text)
-    assert all(token != ids(",")[0] for _, found in position.guesses for token in found.counts)
+def test_a_token_that_would_have_been_longer_is_not_followed(drafter, ids):
+    """A comma does not come behind `"` alone: both would have been one token."""
+    assert not drafter._guide.start([*ids('{"name": "rate_film'), *ids('"')]).guesses
+    assert drafter._guide.start([*ids('{"name": "rate_film'), *ids('",')]).guesses
+
+
+def test_the_chat_template_names_the_key_of_the_arguments(tokenizer, ids):
+    llama = deepcopy(tokenizer)
+    llama.chat_template = 'Respond in the format {"name": function name, "parameters": dictionary}.'
+    owner = SuffixDrafter(len(tokenizer), SuffixOptions(schemas=[FILM], tokenizer=llama))
+    text = ids('{"name": "rate_film", "')
+    [found] = paths(start(owner, text), tokenizer, text)
+    assert 'parameters": {"title": "' in found
 
 
 def test_special_tokens_end_an_object(drafter, tokenizer, ids):
-    position = drafter._guide.start(ids('{"name": "'))
+    begun = ids('{"name": "rate_film", "arguments": {"title": "Alien')
+    position = drafter._guide.start(begun)
     assert position.guesses
     assert not position.after(tokenizer.eos_token_id).guesses
-    assert not drafter._guide.start([*ids('{"name": "'), tokenizer.eos_token_id]).guesses
+    assert not drafter._guide.start([*begun, tokenizer.eos_token_id]).guesses
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -81,6 +81,10 @@ class TestCalls:
         kind, ways = forecast(begun + '}, "hourly": ', WEATHER) or ("", [])
         assert (kind, ways) == ("choice", ["true}}<end>", "false}}<end>"])
         assert forecast(begun + '}, "hourly": fa', WEATHER) == ("choice", ["lse}}<end>"])
+        assert forecast('{"b": 1', objects({"a": CITY, "b": CITY, "c": CITY}, required=["c"])) == (
+            "number",
+            [', "c": "'],
+        )
 
     def test_the_tag_or_fence_around_a_call_is_closed(self):
         begun = '<tool_call>\n{"name": "get_time", "arguments": {'
