@@ -45,8 +45,9 @@ class SuffixOptions:
                 raise ValueError(f"suffix: {name} must be at least 1, got {getattr(self, name)}.")
         if not isinstance(self.store, bool | SuffixStore):
             raise ValueError(f"suffix: store is True, False or a SuffixStore, got {type(self.store).__name__}.")
-        if self.schemas and self.tokenizer is None:
-            raise OptionError("suffix: schemas need the target's tokenizer: give tokenizer=.")
+        if self.schemas and not isinstance(self.tokenizer, PreTrainedTokenizerBase):
+            found = type(self.tokenizer).__name__
+            raise OptionError(f"suffix: schemas need the target's tokenizer: give tokenizer=, got {found}.")
 
     def __repr__(self) -> str:
         """The options without what would fill the screen."""

@@ -154,6 +154,8 @@ def test_it_changes_no_text(tiny_model, tokenizer, ids, do_sample):
 def test_options_are_checked(tokenizer):
     with pytest.raises(OptionError, match="schemas need the target's tokenizer: give tokenizer="):
         SuffixOptions(schemas=[FILM])
+    with pytest.raises(OptionError, match="give tokenizer=, got str"):
+        SuffixOptions(schemas=[FILM], tokenizer="gpt2")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="schema 0 is a int"):
         SuffixDrafter(100, SuffixOptions(schemas=[3], tokenizer=tokenizer))
     drafter = SuffixDrafter(10, SuffixOptions(schemas=[FILM], tokenizer=tokenizer))
