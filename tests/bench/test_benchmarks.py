@@ -12,7 +12,7 @@ import torch
 from hf_speculate.commands import ModelShape, shapes
 from hf_speculate.errors import SpeculateError
 
-from ..benchmarks import ahead, costs, edits, gguf, heads, train
+from ..benchmarks import ahead, costs, edits, gguf, heads, tools, train
 from ..benchmarks.command import run
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
@@ -149,6 +149,30 @@ def test_edited_files_are_drafted_again(bench_folders):
     for row in found["rows"]:
         assert row["tokens_per_round"] > 3
         assert row["drafted_nodes"] <= 8
+
+
+def test_tool_calls_are_measured(bench_folders, monkeypatch):
+    target = str(bench_folders / "target")
+    settings = tools.ToolSettings(target=target, num_dialogues=2, max_new_tokens=6)
+    with pytest.raises(SpeculateError, match="has no chat template"):
+        tools.bench_tools(settings)
+    load = tools.load_target
+
+    def with_template(*arguments):
+        model, tokenizer = load(*arguments)
+        tokenizer.chat_template = "{{ tools | length }} {{ messages[0].content }}"
+        return model, tokenizer
+
+    monkeypatch.setattr(tools, "load_target", with_template)
+    result = tools.bench_tools(settings)
+    assert [(row["beginning"], row["schemas"]) for row in result["rows"]] == [
+        (beginning, schemas) for beginning in ("free", "begun") for schemas in (False, True)
+    ]
+    assert all(len(row["texts"]) == 2 for row in result["rows"])
+    for plain, helped in zip(result["rows"][::2], result["rows"][1::2], strict=True):
+        assert plain["texts"] == helped["texts"]
+    assert len(tools.tables(result)[0].rows) == 4
+    assert len({*tools.tool_dialogues(30, 0)}) == 30
 
 
 @pytest.mark.slow

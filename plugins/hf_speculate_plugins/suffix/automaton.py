@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_speculate.drafting import DraftState
 
 from .contexts import ContextCounts, Followers, RecycledRow, RecycledRows
+from .guide import Component, Guess, Position
 
 
 # Most children of a node, and the smallest probability of a path that is drafted.
@@ -23,10 +24,6 @@ _MAX_TRIALS = 600
 PRIOR_WEIGHT = 0.5
 # More observations of a context than these say no more about how far it can be trusted.
 MAX_TOTAL = 3
-
-
-# Whose weight one is: a source, the order of its contexts, and how often these were seen (3: or more).
-Component = tuple[str, int, int]
 
 
 @dataclass
@@ -112,16 +109,17 @@ class Automaton:
         self.mixture = mixture
         self._lookups = [(name, source.after) for name, source in sources.items()]
 
-    def probabilities(self, tail: Tail, floor: float = 0.0) -> dict[int, float]:
+    def probabilities(self, tail: Tail, floor: float = 0.0, guesses: Sequence[Guess] = ()) -> dict[int, float]:
         """Token -> probability, as far as it comes from contexts after which the token is frequent.
 
         Args:
             floor: what adds no more than this is left out: shorter contexts together, a token of a recycled row.
+            guesses: components that count above all contexts.
         """
         probabilities: dict[int, float] = {}
         weights = self.mixture.weights
         left = 1.0  # by the longer contexts
-        for component, found in reversed(self._components(tail)):
+        for component, found in reversed(self._components(tail, guesses)):
             weight = weights.get(component, PRIOR_WEIGHT)
             share = left * weight / found.total
             if probabilities:
@@ -134,17 +132,20 @@ class Automaton:
                 break
         return probabilities
 
-    def learn(self, tail: Tail, token: int) -> None:
+    def learn(self, tail: Tail, token: int, guesses: Sequence[Guess] = ()) -> None:
         """Moves the weights by the token that came after `tail`; the counts must not have it yet."""
         probability = _UNSEEN
-        for component, found in self._components(tail):
+        for component, found in self._components(tail, guesses):
             weight = self.mixture.weight(component)
             own = weight * found.counts.get(token, 0) / found.total
             probability = (1 - weight) * probability + own
             self.mixture.learn(component, own / probability)
 
-    def _components(self, tail: Tail) -> list[tuple[Component, Followers | RecycledRow]]:
-        """Contexts from the shortest to the longest. A source that misses a context has no longer one either."""
+    def _components(self, tail: Tail, guesses: Sequence[Guess]) -> list[tuple[Component, Followers | RecycledRow]]:
+        """Contexts from the shortest to the longest, then the guesses.
+
+        A source that misses a context has no longer one either.
+        """
         components: list[tuple[Component, Followers | RecycledRow]] = []
         sources = self._lookups
         for order in self.orders:
@@ -161,6 +162,7 @@ class Automaton:
             if not hits:
                 break
             sources = hits
+        components += guesses
         return components
 
 
@@ -187,6 +189,7 @@ def draft_tree(
     max_depth: int,
     chain: bool,
     race: Races | None = None,
+    position: Position | None = None,
 ) -> TextDraft:
     """The most probable paths after `tail`, best first.
 
@@ -198,17 +201,19 @@ def draft_tree(
         max_depth: greatest depth of a node.
         chain: whether to draft one path only, the most probable token after each.
         race: probabilities that a sampled request chooses each child, see `Race`; None for greedy requests.
+        position: position of the text's end in the schemas; None if there are none.
     """
     draft = TextDraft()
     longest, num_children = automaton.orders[-1], 1 if chain else _MAX_CHILDREN
-    heap: list[tuple[float, int, int, int, int, Tail]] = []
+    heap: list[tuple[float, int, int, int, int, Tail, Position | None]] = []
     num_pushed = 0
 
-    def push_children(tail: Tail, parent: int, prob: float, depth: int) -> None:
+    def push_children(tail: Tail, parent: int, prob: float, depth: int, position: Position | None) -> None:
         nonlocal num_pushed
         if depth >= max_depth:
             return
-        probabilities: Mapping[int, float] = automaton.probabilities(tail, FLOOR if race is None else 0.0)
+        guesses = () if position is None else position.guesses
+        probabilities: Mapping[int, float] = automaton.probabilities(tail, FLOOR if race is None else 0.0, guesses)
         if race is not None:
             probabilities = race(probabilities, depth)
         # `sorted` is faster than `nlargest` for so few.
@@ -217,14 +222,15 @@ def draft_tree(
             if path_prob < FLOOR:
                 break
             num_pushed += 1
-            heapq.heappush(heap, (-path_prob, num_pushed, parent, token, depth + 1, tail))
+            heapq.heappush(heap, (-path_prob, num_pushed, parent, token, depth + 1, tail, position))
 
-    push_children(tuple(tail), -1, 1.0, 0)
+    push_children(tuple(tail), -1, 1.0, 0, position)
     while heap and len(draft.tokens) < max_nodes:
-        negative, _, parent, token, depth, above = heapq.heappop(heap)
+        negative, _, parent, token, depth, above, before = heapq.heappop(heap)
         draft.tokens.append(token)
         draft.parents.append(parent)
         draft.probs.append(-negative)
         if len(draft.tokens) < max_nodes:  # children of the last node would not be drafted
-            push_children((*above, token)[-longest:], len(draft.tokens) - 1, -negative, depth)
+            after = None if before is None else before.after(token)
+            push_children((*above, token)[-longest:], len(draft.tokens) - 1, -negative, depth, after)
     return draft

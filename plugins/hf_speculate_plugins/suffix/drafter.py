@@ -14,7 +14,9 @@ from hf_speculate.stats import Advice
 
 from .automaton import Mixture
 from .contexts import ContextCounts, RecycledRows
+from .guide import Guide, first_weights
 from .options import SuffixOptions, read_corpus
+from .schemas import read_schemas
 from .session import SuffixSession
 from .store import SuffixStore
 
@@ -33,7 +35,7 @@ class SuffixDrafter(Drafter):
     Attributes:
         store: outputs of earlier requests; None if the option `store` is False.
     Raises:
-        OptionError: a corpus that cannot be read.
+        OptionError: a corpus or schemas that cannot be read.
         TargetMismatchError: a corpus with tokens that the target does not have.
         CheckpointError: a store of another vocabulary.
     """
@@ -49,6 +51,9 @@ class SuffixDrafter(Drafter):
         for tokens in read_corpus(options.corpus, options.tokenizer, vocab_size):
             self._corpus = self._corpus or ContextCounts()
             self._corpus.extend([], tokens)
+        self._guide: Guide | None = None
+        if shapes := read_schemas(options.schemas, _key_of_arguments(options.tokenizer)):
+            self._guide = Guide(shapes, options.tokenizer, vocab_size)
         self.store: SuffixStore | None = None
         if options.store is not False:
             self.store = SuffixStore() if options.store is True else options.store
@@ -72,11 +77,11 @@ class SuffixDrafter(Drafter):
 
     def check_target(self, target: PreTrainedModel) -> None:
         found = num_embeddings(target)
-        has_texts = self.store is not None or self._corpus is not None
+        has_texts = self.store is not None or self._corpus is not None or self._guide is not None
         if has_texts and found != self.vocab_size:
             raise TargetMismatchError(
-                f"this suffix drafter's store or corpus is of a vocabulary of {self.vocab_size}, the target's has "
-                f"{found}: make one for this target."
+                f"this suffix drafter's store, corpus or tokenizer is of a vocabulary of {self.vocab_size}, the "
+                f"target's has {found}: make one for this target."
             )
 
     def start(self, request: DraftRequest) -> SuffixSession:
@@ -87,14 +92,21 @@ class SuffixDrafter(Drafter):
             recycled = self.store.recycled(request.adapters)
         # Weights of greedy text are not those of sampled text.
         kind = (request.adapters, request.do_sample)
-        mixture = self._mixtures.get(kind, Mixture()).copy()
+        first = Mixture({} if self._guide is None else first_weights())
+        mixture = self._mixtures.get(kind, first).copy()
 
         def keep(learnt: Mixture) -> None:
             self._mixtures[kind] = learnt
 
-        return SuffixSession(self.options, request, sources, recycled, self.store, mixture, keep)
+        return SuffixSession(self.options, request, sources, recycled, self.store, mixture, keep, self._guide)
 
     def forget(self) -> None:
         """Empties the store."""
         if self.store is not None:
             self.store.clear()
+
+
+def _key_of_arguments(tokenizer: Any) -> str:
+    """The key of a call's arguments: "arguments", or "parameters" (Llama 3) if the chat template names only that."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return "parameters" if '"parameters"' in template and '"arguments"' not in template else "arguments"

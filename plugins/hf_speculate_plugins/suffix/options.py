@@ -24,15 +24,19 @@ class SuffixOptions:
             `SuffixStore`. Off by default: how fast a request runs then tells what others have written (never its text).
         corpus: texts, or lists of token ids, to draft from as well: documents that will be quoted, code that will be
             edited.
-        tokenizer: the target's tokenizer; only a corpus of texts needs it.
+        schemas: JSON schemas, tools as `apply_chat_template(tools=)` takes them, or functions with docstrings. Where
+            the answer is such an object or call, its keys, punctuation and choices are drafted.
+        tokenizer: the target's tokenizer; schemas and a corpus of texts need it.
     Raises:
         ValueError: an option without a meaning.
+        OptionError: schemas without a tokenizer.
     """
 
     depth: int = 24
     max_nodes: int = 16
     store: bool | SuffixStore = False
     corpus: Sequence[str | Sequence[int]] = ()
+    schemas: Sequence[Any] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self) -> None:
@@ -41,11 +45,15 @@ class SuffixOptions:
                 raise ValueError(f"suffix: {name} must be at least 1, got {getattr(self, name)}.")
         if not isinstance(self.store, bool | SuffixStore):
             raise ValueError(f"suffix: store is True, False or a SuffixStore, got {type(self.store).__name__}.")
+        if self.schemas and not isinstance(self.tokenizer, PreTrainedTokenizerBase):
+            found = type(self.tokenizer).__name__
+            raise OptionError(f"suffix: schemas need the target's tokenizer: give tokenizer=, got {found}.")
 
     def __repr__(self) -> str:
         """The options without what would fill the screen."""
         limits = f"depth={self.depth}, max_nodes={self.max_nodes}"
-        return f"SuffixOptions({limits}, store={self.store!r}, corpus=<{len(self.corpus)} texts>)"
+        given = f"corpus=<{len(self.corpus)} texts>, schemas=<{len(self.schemas)}>"
+        return f"SuffixOptions({limits}, store={self.store!r}, {given})"
 
 
 def read_corpus(corpus: Sequence[str | Sequence[int]], tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:

@@ -11,6 +11,7 @@ from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .automaton import Automaton, Mixture, Race, Source, TextDraft, draft_tree
 from .contexts import ORDERS, ContextCounts, RecycledRows
+from .guide import Guide
 from .options import SuffixOptions
 from .store import SuffixStore
 
@@ -25,19 +26,31 @@ class TextRow:
     Args:
         shared: counts of other texts, by the name of their source.
         mixture: weights that all rows learn.
+        prompt: the text so far.
+        guide: schemas of what will be written; None if there are none.
     """
 
-    def __init__(self, options: SuffixOptions, shared: Mapping[str, Source], mixture: Mixture, prompt: Sequence[int]):
+    def __init__(
+        self,
+        options: SuffixOptions,
+        shared: Mapping[str, Source],
+        mixture: Mixture,
+        prompt: Sequence[int],
+        guide: Guide | None = None,
+    ):
         self._options = options
         self._counts, self._tail = ContextCounts(), []
         self._automaton = Automaton({**shared, "local": self._counts}, ORDERS, mixture)
         self._counts.extend(self._tail, prompt)
+        self._position = None if guide is None else guide.start(prompt)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Adds tokens that the target has written."""
         for token in tokens:
-            self._automaton.learn(tuple(self._tail), token)
+            position = self._position
+            self._automaton.learn(tuple(self._tail), token, () if position is None else position.guesses)
             self._counts.extend(self._tail, [token])
+            self._position = None if position is None else position.after(token)
 
     def draft(self, state: DraftState, number: int) -> TextDraft:
         """The draft of the request's row of this number."""
@@ -48,6 +61,7 @@ class TextRow:
             max_depth=min(state.max_depth, self._options.depth),
             chain=state.chains_only,
             race=Race(state, number) if state.samples else None,
+            position=self._position,
         )
 
 
@@ -62,6 +76,7 @@ class SuffixSession(DraftSession):
         store: store that gets the outputs; its lock is held while sources are read. None: there is none.
         mixture: weights to begin with; changed.
         keep: function that takes these weights at the end.
+        guide: schemas of what will be written; None if there are none.
     """
 
     def __init__(
@@ -73,6 +88,7 @@ class SuffixSession(DraftSession):
         store: SuffixStore | None,
         mixture: Mixture,
         keep: Callable[[Mixture], None],
+        guide: Guide | None = None,
     ):
         self.options = options
         # The end of the output is not drafted after, but belongs into the store.
@@ -81,7 +97,7 @@ class SuffixSession(DraftSession):
         self.num_choices = _NUM_RECYCLED
         self._lock = nullcontext() if store is None else store.lock
         shared = {"recycled": recycled, **sources}
-        self._rows = [TextRow(options, shared, mixture, prompt) for prompt in request.row_texts]
+        self._rows = [TextRow(options, shared, mixture, prompt, guide) for prompt in request.row_texts]
         self._outputs: list[list[int]] = [[] for _ in self._rows]
         self._numbers = [] if store is None else [store.begin(request.adapters) for _ in self._rows]
         self._has_seen_prompt = False

@@ -1,0 +1,288 @@
+"""The text that is likely next where an object of a schema is being written.
+
+A forecast goes on over brackets, keys and constants to where something free begins: a text, a number, a choice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from .json_text import JsonText, Level, Place
+from .schemas import Shape
+
+
+# Alternatives that are looked at and that are kept.
+_MAX_LOOKED_AT, _MAX_WAYS = 128, 24
+# Most levels that one forecast opens, and values that it adds to a level: schemas may be recursive.
+_MAX_OPENED, _MAX_ADDED = 3, 6
+_OPTIONAL = 0.7  # share of a key that may be left out
+_UNIT = "  "
+_OPENING = re.compile(r"(?:<(?P<tag>[\w|]+)>|(?P<fence>```)\w*)(?P<gap>\s*)$")
+
+
+class Way(NamedTuple):
+    """One continuation.
+
+    Attributes:
+        text: text that follows.
+        probe: one character that may follow the text; empty if the forecast is complete.
+        share: probability among all ways.
+    """
+
+    text: str
+    probe: str
+    share: float = 1.0
+
+    def behind(self, text: str, share: float = 1.0) -> Way:
+        return Way(text + self.text, self.probe, share * self.share)
+
+
+class Forecast(NamedTuple):
+    """What is likely next.
+
+    Attributes:
+        kind: the question that the ways answer: "open", "key", "choice", "text", "number", "more" or "end".
+        ways: continuations, likely ones first.
+    """
+
+    kind: str
+    ways: list[Way]
+
+
+class Forecaster:
+    """Continuations of JSON text.
+
+    Args:
+        roots: shapes of the objects that may be written.
+        stop: text of the token that ends an answer; "" if there is none.
+    """
+
+    def __init__(self, roots: Sequence[Shape], stop: str):
+        self._roots, self._stop = roots, stop
+
+    def __call__(self, text: JsonText) -> Forecast | None:
+        """The likely continuations of `text`; None outside, or if it fits no schema."""
+        if text.level is None:
+            return None if text.after is None else _rest("end", self.ends(text), text.after)
+        if not self.fitting(text.level):
+            return None
+        return _Writer(self, text).forecast(text.level)
+
+    def ends(self, text: JsonText) -> list[Way]:
+        """The text behind an outermost object: what closes its tag or fence, then the end or another call."""
+        stop = Way(self._stop, "") if self._stop else Way("", "\n")
+        opening = _OPENING.search(text.lead)
+        if opening is None:
+            return [stop]
+        if opening["fence"]:
+            return [stop.behind(opening["gap"] + "```")]
+        closing = f"{opening['gap']}</{opening['tag']}>"
+        again = Way("\n" + opening.group(), "{")
+        return [stop.behind(closing, 0.5), again.behind(closing, 0.25), stop._replace(share=0.25)]
+
+    def fitting(self, level: Level) -> list[Shape]:
+        """The shapes that an open level may have."""
+        above = level.above
+        shapes = self._roots if above is None else [each for shape in self.fitting(above) for each in shape.at(above)]
+        kind = "object" if level.is_object else "array"
+        values = level.values if level.is_object else ()
+        return [shape for shape in shapes if shape.kind == kind and shape.allows(values)]
+
+
+class _Writer:
+    """Continuations in the style of one text."""
+
+    def __init__(self, owner: Forecaster, text: JsonText):
+        self._owner, self._text = owner, text
+        self._lengths = [len(level.values) for level in _levels(text.level)]
+
+    def forecast(self, level: Level) -> Forecast | None:
+        text, word = self._text, self._text.word
+        place = text.place
+        if place in (Place.KEY, Place.BEFORE_KEY):
+            kind = "open" if level.above is None and not level.values else "key"
+            return _rest(kind, self._keys(level, "" if place == Place.KEY else self._gap(level)), word or text.gap)
+        if place == Place.AFTER_KEY:
+            return _rest("key", (w.behind(":" + text.colon) for w in self._values(level)), text.gap)
+        if place == Place.AFTER_VALUE:
+            return _rest("more", self._after_value(level), text.gap)
+        if place == Place.BEFORE_VALUE:
+            gap = text.colon if level.is_object else self._gap(level)
+            return _rest("choice", (w.behind(gap) for w in self._choices(level)), text.gap)
+        if found := _rest("choice", self._choices(level), word):
+            return found
+        if word == '"':  # an empty text is rare
+            return None
+        # Where a free value ends is not known; if it ends here, what follows is.
+        ending = "" if place == Place.WORD else '"'
+        return _rest("text" if ending else "number", self._written(level, ending), "")
+
+    def _keys(self, level: Level, gap: str) -> Iterator[Way]:
+        """The next key and what follows it; only an object without keys may end here."""
+        for name, share in self._next_keys(level):
+            if name is not None:
+                before = f"{gap}{_quoted(name)}:{self._text.colon}"
+                yield from (w.behind(before, share) for w in self._named(level, name))
+            elif not level.values:
+                yield from (w.behind("}", share) for w in self._closed(level))
+
+    def _named(self, level: Level, name: str) -> Iterator[Way]:
+        """The value of the key `name`."""
+        return self._values(level._replace(key=name, gap=self._first_gap(level)))
+
+    def _next_keys(self, level: Level) -> list[tuple[str | None, float]]:
+        """Names that may come next with their shares; None stands for the closing bracket."""
+        found: dict[str | None, float] = {}
+        for shape in self._owner.fitting(level):
+            written = {name for name, _ in level.values}
+            names = list(shape.properties)
+            last = names.index(level.values[-1][0]) + 1 if level.values else 0
+            left = 1.0
+            for name in (name for name in names[last:] if name not in written):
+                share = left if name in shape.required else left * _OPTIONAL
+                found[name] = found.get(name, 0.0) + share
+                left -= share
+                if left < 0.1:
+                    break
+            else:
+                found[None] = found.get(None, 0.0) + left
+        return list(found.items())
+
+    def _values(self, level: Level) -> Iterator[Way]:
+        """The beginning of the value at `level.key`, or of an item; a constant and what follows it."""
+        shapes = self._allowed(level)
+        for shape in shapes:
+            if len(shape.texts) == 1:
+                yield from self._written(level, shape.texts[0])
+            elif shape.texts:
+                is_text = all(text.startswith('"') for text in shape.texts)
+                yield Way('"', shape.texts[0][1:2]) if is_text else Way("", shape.texts[0][:1])
+            elif shape.kind in ("object", "array"):
+                yield from self._opened(level, shape)
+            else:
+                yield Way('"', "A") if shape.kind == "string" else Way("", "1" if shape.kind else '"')
+        if not shapes:
+            yield Way("", '"')
+
+    def _choices(self, level: Level) -> Iterator[Way]:
+        """The whole values where there are few, else their beginning."""
+        for shape in self._allowed(level):
+            if len(shape.texts) > 1:
+                for text in shape.texts:
+                    yield from self._written(level, text)
+        yield from self._values(level)
+
+    def _allowed(self, level: Level) -> list[Shape]:
+        """The shapes that the value at `level.key`, or an item, may have."""
+        return [each for shape in self._owner.fitting(level) for each in shape.at(level)]
+
+    def _written(self, level: Level, value: str) -> Iterator[Way]:
+        """A whole value, and what follows it."""
+        return (way.behind(value) for way in self._after_value(_with_value(level, value)))
+
+    def _opened(self, level: Level, shape: Shape) -> Iterator[Way]:
+        """A nested object or array, to its first free value."""
+        inner = Level(level, shape.kind == "object")
+        gap = self._first_gap(inner)
+        if not inner.is_object:
+            yield from (w.behind("[" + gap) for w in self._values(inner._replace(gap=gap)))
+        elif shape.is_open or len(_levels(level)) - len(self._lengths) >= _MAX_OPENED:
+            yield Way("{", '"')
+        else:
+            yield from (w.behind("{") for w in self._keys(inner, gap))
+
+    def _after_value(self, level: Level | None) -> Iterator[Way]:
+        """The comma or the bracket behind a finished value, and so on."""
+        if level is None:
+            yield from self._owner.ends(self._text)
+            return
+        if self._num_added(level) > _MAX_ADDED:
+            yield Way("", ",")
+            return
+        comma = "," + self._next_gap(level)
+        if not level.is_object:
+            yield from (w.behind(comma, 0.5) for w in islice(self._values(level), 1))
+            yield from (w.behind(self._closing_gap(level) + "]", 0.5) for w in self._closed(level))
+            return
+        for name, share in self._next_keys(level):
+            if name is None:
+                yield from (w.behind(self._closing_gap(level) + "}", share) for w in self._closed(level))
+            else:
+                before = f"{comma}{_quoted(name)}:{self._text.colon}"
+                yield from (w.behind(before, share) for w in islice(self._named(level, name), 4))
+
+    def _closed(self, level: Level) -> Iterator[Way]:
+        """What follows behind the bracket that closes a level."""
+        return self._after_value(None if level.above is None else _with_value(level.above, ""))
+
+    def _num_added(self, level: Level) -> int:
+        """Values that the forecast has added to a level."""
+        depth = len(_levels(level))
+        return len(level.values) - (self._lengths[depth - 1] if depth <= len(self._lengths) else 0)
+
+    def _gap(self, level: Level) -> str:
+        return self._first_gap(level) if level.gap is None else self._next_gap(level)
+
+    def _next_gap(self, level: Level) -> str:
+        """The whitespace behind a comma."""
+        return level.gap if level.gap and "\n" in level.gap else self._text.comma
+
+    def _first_gap(self, level: Level) -> str:
+        """The whitespace behind the opening bracket."""
+        if level.gap is not None:
+            return level.gap
+        outer, now = level.above, self._text.gap
+        if outer is not None and outer.gap and "\n" in outer.gap:
+            return outer.gap + self._unit(outer)
+        if level is self._text.level and "\n" in now:  # the first line break of an object
+            return now if now.endswith(" ") else now + _UNIT
+        return ""
+
+    def _closing_gap(self, level: Level) -> str:
+        if not level.gap or "\n" not in level.gap:
+            return level.gap or ""
+        return level.gap.removesuffix(self._unit(level))
+
+    @staticmethod
+    def _unit(level: Level) -> str:
+        """One step of the indentation, by the outermost object that has one."""
+        while level.above is not None and level.above.gap and "\n" in level.above.gap:
+            level = level.above
+        return (level.gap or "").rpartition("\n")[2] or _UNIT
+
+
+def _levels(level: Level | None) -> list[Level]:
+    """The open levels, the outermost first."""
+    return [] if level is None else [*_levels(level.above), level]
+
+
+def _with_value(level: Level, value: str) -> Level:
+    return level._replace(values=(*level.values, (level.key or "", value)))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _shared(ways: Iterable[Way]) -> list[Way]:
+    """Ways with shares that sum to one; equal ones become one."""
+    found: dict[tuple[str, str], float] = {}
+    for text, probe, share in islice(ways, _MAX_WAYS):
+        found[text, probe] = found.get((text, probe), 0.0) + share
+    total = sum(found.values())
+    return [Way(*key, share / total) for key, share in found.items()]
+
+
+def _rest(kind: str, ways: Iterable[Way], written: str) -> Forecast | None:
+    """The ways that begin with what is written already, without that."""
+    size = len(written)
+    left = [
+        way._replace(text=way.text[size:])
+        for way in islice(ways, _MAX_LOOKED_AT)
+        if len(way.text) > size and way.text.startswith(written)
+    ]
+    return Forecast(kind, _shared(left)) if left else None
