@@ -1,7 +1,8 @@
-"""The `combined` drafter: every part drafts its own tree, and all become one (`mixing`).
+"""Several drafters in one tree: `speculator="examples/pycoder-eagle3+prompt_lookup"`.
 
-A head is right more often; a lookup costs nothing and goes deeper where the text repeats itself. Free parts draft
-first. A head drafts too, unless their draft is worth as much as the head's drafts usually are.
+A head is right more often, a lookup costs nothing and goes deeper where the text repeats itself. Every part drafts its
+own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted. Every part drafts as
+deep as pays beside the drafts of the cheaper ones, or not at all; now and then all draft all they can.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from hf_speculate.drafting import (
 )
 from hf_speculate.policy import Acceptance, Average, PathProbabilities
 from hf_speculate.speculator import make_speculator, read_options
-from hf_speculate.tree import DraftTree, HostTree, TreeRow
-
-from .mixing import DraftedRow, Mixing
+from hf_speculate.tree import ROOT_PARENT, DraftTree, HostTree, TreeRow
 
 
 if TYPE_CHECKING:
@@ -40,6 +39,40 @@ if TYPE_CHECKING:
 
 
 _SMALLEST = 1e-9  # a value is a logarithm
+
+RowDraft = tuple[TreeRow, Sequence[float]]
+"""Nodes of a row, and the probability of each to be right."""
+
+
+def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
+    """One tree of all drafts of a row: equal paths become one node, as probable as the surer drafter says; the
+    `max_nodes` most probable ones stay."""
+    places: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+    tokens, parents, found = [root], [ROOT_PARENT], [1.0]
+    for row, probabilities in drafts:
+        place = [0] * len(row.parents)
+        for node, (token, parent) in enumerate(zip(row.token_ids, row.parents, strict=True)):
+            if parent < 0:  # the root, padding
+                continue
+            above = place[parent]
+            place[node] = merged = places.setdefault((above, token), len(tokens))
+            if merged == len(tokens):
+                tokens.append(token)
+                parents.append(above)
+                found.append(0.0)
+            found[merged] = max(found[merged], probabilities[node])
+    return TreeRow(tokens, parents, [value_of(probability) for probability in found]).best(max_nodes)
+
+
+def value_of(probability: float) -> float:
+    """Value of a node (`DraftTree.values`) of this probability."""
+    return math.log(max(probability, _SMALLEST))
+
+
+def expected_length(row: TreeRow) -> float:
+    """Number of a tree's nodes that will be accepted, by its values."""
+    assert row.values is not None
+    return sum(map(math.exp, row.values[1:]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +123,7 @@ class Part:
     known: Knowledge
     waiting: list[Observation] = field(default_factory=list)
     tree: HostTree | None = None
-    drafts: list[DraftedRow] = field(default_factory=list)
+    drafts: list[RowDraft] = field(default_factory=list)
 
     def read(self) -> None:
         if self.waiting:
@@ -102,7 +135,7 @@ class Part:
         calibration = self.known.acceptance.calibration
         deepening = None if state.deepening is None else _in_probabilities(state.deepening, calibration)
         self.tree = self.session.draft(replace(state, deepening=deepening)).host
-        self.drafts = [DraftedRow(row, self.known.acceptance.probabilities(row)) for row in self.tree.rows()]
+        self.drafts = [(row, self.known.acceptance.probabilities(row)) for row in self.tree.rows()]
 
     def forget(self) -> None:
         self.tree, self.drafts = None, []
@@ -127,7 +160,7 @@ class Part:
     def learn(self, row: int, tokens: Sequence[int]) -> None:
         """Counts the nodes of a row's draft, if there is one, that were accepted; `tokens` came after the root."""
         if path := self.path(row, tokens):
-            self.known.acceptance.count(self.drafts[row].row, path, tokens)
+            self.known.acceptance.count(self.drafts[row][0], path, tokens)
 
 
 def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepening:
@@ -136,26 +169,13 @@ def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepeni
 
     def goes_on(values: Tensor, previous: Tensor | None = None) -> bool:
         found = probabilities(values, previous)
-        return deepening(torch.tensor([[math.log(max(each, _SMALLEST)) for each in row] for row in found]), previous)
+        return deepening(torch.tensor([[value_of(each) for each in row] for row in found]), previous)
 
     return goes_on
 
 
-@dataclass
-class History:
-    """Experience of finished requests.
-
-    Attributes:
-        parts: experience with each part.
-        mixing: experience with their drafts together.
-    """
-
-    parts: list[Knowledge]
-    mixing: Mixing = field(default_factory=Mixing)
-
-
-Histories = dict[Any, History]
-"""Experience by adapters in effect and whether tokens were sampled."""
+Histories = dict[Any, list[Knowledge]]
+"""Experience of finished requests with the parts, by adapters in effect and whether tokens were sampled."""
 
 
 class CombinedSession(DraftSession):
@@ -176,14 +196,13 @@ class CombinedSession(DraftSession):
     ):
         self._options, self._histories = options, histories
         self._kind = request.adapters, request.do_sample
-        known = histories.get(self._kind) or History(
-            [Knowledge(Acceptance(drafter.calibration.start(request.do_sample))) for drafter in drafters]
-        )
-        self._mixing = deepcopy(known.mixing)
+        known = histories.get(self._kind) or [
+            Knowledge(Acceptance(drafter.calibration.start(request.do_sample))) for drafter in drafters
+        ]
         self._is_selective = request.adaptive
         self._parts: list[Part] = []
         try:
-            for drafter, of_part in zip(drafters, known.parts, strict=True):
+            for drafter, of_part in zip(drafters, known, strict=True):
                 session = drafter.start(request)
                 self._parts.append(
                     Part(drafter.name, session, drafter.feature_layers, drafter.is_free, deepcopy(of_part))
@@ -218,19 +237,19 @@ class CombinedSession(DraftSession):
     def draft(self, state: DraftState) -> DraftTree:
         for part in self._parts:
             part.forget()
-        merged = self._merged(state)
+        merged = self._merged([], state)
         for part in sorted(self._parts, key=lambda part: not part.is_free):
             if part.is_free or not self._suffices(part, merged, state):
                 part.draft(state)
-                merged = self._merged(state)
+                merged = self._merged(self._parts, state)
                 if not part.is_free:
                     part.known.lengths.fade()
-                    part.known.lengths.add(_mean([draft.expected_length for draft in part.drafts], state))
+                    part.known.lengths.add(_worth(self._merged([part], state), state))
         return DraftTree.from_rows(merged)
 
     def close(self) -> None:
         """Closes the parts; those that go on in the next turn are told everything first."""
-        self._histories[self._kind] = History([part.known for part in self._parts], self._mixing)
+        self._histories[self._kind] = [part.known for part in self._parts]
         try:
             for part in self._parts:
                 if part.session.carries_over:
@@ -246,34 +265,24 @@ class CombinedSession(DraftSession):
                 self._close_parts()
                 raise
 
-    def _merged(self, state: DraftState) -> list[TreeRow]:
-        """One tree a row of everything that was drafted."""
-        merged = [
-            self._mixing.merged(root, self._drafts(row), self._options.max_nodes)
-            for row, root in enumerate(state.root_ids.tolist())
-        ]
+    def _merged(self, parts: Sequence[Part], state: DraftState) -> list[TreeRow]:
+        """One tree a row of the drafts of some parts."""
+        merged: list[TreeRow] = []
+        for row, root in enumerate(state.root_ids.tolist()):
+            drafts = [part.drafts[row] for part in parts if part.drafts]
+            merged.append(merge_row(root, drafts, self._options.max_nodes))
         for part in self._parts:
             merged = list(part.session.complete(merged, state, self._options.max_nodes))
         return merged
 
-    def _drafts(self, row: int) -> list[DraftedRow | None]:
-        """The drafts of a row, None for parts that were left out."""
-        return [part.drafts[row] if part.drafts else None for part in self._parts]
-
     def _suffices(self, part: Part, drafted: Sequence[TreeRow], state: DraftState) -> bool:
-        """Whether the drafts so far are worth as much as those of `part` as a rule. Only as many nodes count as the
-        target usually scores: a long draft of the text is no better for that."""
+        """Whether the drafts so far are worth as much as those of `part` as a rule."""
         lengths = part.known.lengths
         if not self._is_selective or not lengths.weight:
             return False
-        count = self._options.max_nodes if state.num_nodes is None else math.ceil(state.num_nodes)
-        worth = _mean([expected_length(row.best(count)) for row in drafted], state)
-        return worth >= lengths.total / lengths.weight
+        return _worth(drafted, state) >= lengths.total / lengths.weight
 
     def _learn(self, tokens: list[list[int]], lengths: list[int]) -> None:
-        for row, length in enumerate(lengths):
-            if length:
-                self._mixing.learn(self._drafts(row), tokens[row][:length])
         for part in self._parts:
             part.known.acceptance.fade()
             for row, length in enumerate(lengths):
@@ -282,16 +291,10 @@ class CombinedSession(DraftSession):
             part.forget()  # learnt from
 
 
-def expected_length(row: TreeRow) -> float:
-    """Number of a tree's nodes that will be accepted, by its values."""
-    assert row.values is not None
-    return sum(map(math.exp, row.values[1:]))
-
-
-def _mean(lengths: Sequence[float], state: DraftState) -> float:
-    """The mean over rows that are not finished."""
-    found = [length for length, is_active in zip(lengths, state.active, strict=True) if is_active]
-    return sum(found) / max(len(found), 1)
+def _worth(drafted: Sequence[TreeRow], state: DraftState) -> float:
+    """Draft tokens a row that are expected to be accepted, of rows that are not finished."""
+    rows = [row for row, is_active in zip(drafted, state.active, strict=True) if is_active]
+    return sum(map(expected_length, rows)) / max(len(rows), 1)
 
 
 class CombinedDrafter(Drafter):
