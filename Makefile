@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-heads bench-tools bench-train
+BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-heads bench-schemas bench-tools bench-train
 
 .PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests lint fix docs bench bench-quick \
 	$(BENCHMARKS) build clean

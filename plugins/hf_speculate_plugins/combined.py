@@ -1,8 +1,8 @@
 """Several drafters in one tree: `speculator="examples/pycoder-eagle3+prompt_lookup"`.
 
 A head is right more often, a lookup costs nothing and goes deeper where the text repeats itself. Every part drafts its
-own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted. Every part drafts as
-deep as pays beside the drafts of the cheaper ones, or not at all; now and then all draft all they can.
+own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted. Free parts draft in
+every round. A head drafts too, unless their draft is worth as much as the head's drafts usually are.
 """
 
 from __future__ import annotations
