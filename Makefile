@@ -75,7 +75,7 @@ $(ECOSYSTEM)/.installed: pyproject.toml
 	$(ECOSYSTEM)/bin/python -m pip install -q "$(TORCH)"
 	$(ECOSYSTEM)/bin/python -m pip install -q --no-deps xgrammar==0.2.8
 	$(ECOSYSTEM)/bin/python -m pip install -q -e ".[dev]" "transformers[serving]" apache-tvm-ffi \
-	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3 nbclient ipykernel
+	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3 llguidance==1.9.1 nbclient ipykernel
 	touch $@
 
 # Several processes, Ray's actors, a server of transformers', what the speculators package reads and writes.

@@ -42,6 +42,9 @@ LOSS_CARRIED = 3.0
 _DEBT = 0.1
 _STRAY = 0.1  # largest relative difference between the charged and the expected time of a round
 _DEEPEST = 16  # levels; a draft that may go this deep has no limit
+# Rounds without a draft after which a drafting time from one or two observations is not believed any more. The first
+# drafts may be slow for reasons of their own, and nothing else would ever correct such a time.
+_MANY_IDLE = 64
 _FEW_IDLE = 4  # rounds; after more rounds without a draft, a head needs extra time to read what it has missed
 
 
@@ -54,6 +57,7 @@ class Known:
         balance: losses that drafts may still make, in one-token forwards.
         tokens, seconds: tokens and time of recent rounds, averaged over rows; the time is in one-token forwards.
         nodes: number of draft nodes of recent rounds with a draft.
+        num_idle: number of rounds since the last draft.
         is_asked: whether the drafter asks before every level (`DraftState.goes_on`).
     """
 
@@ -61,6 +65,7 @@ class Known:
     tokens: Average = field(default_factory=Average)
     seconds: Average = field(default_factory=Average)
     nodes: Average = field(default_factory=Average)
+    num_idle: int = 0
     is_asked: bool = False
     balance: float = LOSS_START
 
@@ -160,6 +165,7 @@ class AdaptiveSession(PolicySession):
         self.known.seconds.add(seconds / self._plain)
         charged /= self._plain
         self._num_idle = 0 if self._deepening is not None else self._num_idle + 1
+        self.known.num_idle = 0 if self._deepening is not None else self.known.num_idle + 1
         won = LOSS_SHARE * charged + (tokens - charged if self._deepening is not None else 0.0)
         self.known.balance = min(max(self.known.balance + won, -_DEBT), _BANK)
         if drafted:
@@ -176,7 +182,7 @@ class AdaptiveSession(PolicySession):
             return costs.asking.at(1, context), costs.asking.is_established(1, context)
         if round.is_ahead:
             return seconds, True
-        if self._num_idle > _FEW_IDLE and costs.drafting:
+        if self._num_idle > _FEW_IDLE and costs.drafting.is_established(levels, context):
             return costs.drafting_to(levels, context), False
         # only levels that were asked for cost time; text copied from the prompt may be deeper for free
         if self.known.is_asked:
@@ -253,7 +259,9 @@ class AdaptiveSession(PolicySession):
 
     def _can_pay(self, depth: int, num_nodes: int) -> bool:
         """Whether the balance covers the loss if the whole draft is wrong."""
-        return self._costs.loss_at_most(depth, num_nodes, self._situation.context) <= self.known.balance
+        is_doubtful = self.known.num_idle > _MANY_IDLE
+        context = self._situation.context
+        return self._costs.loss_at_most(depth, num_nodes, context, is_doubtful) <= self.known.balance
 
     def _depth_to_pay(self, max_depth: int) -> int | None:
         """The number of levels, up to `max_depth`, that the balance can pay for with one node each; None means no

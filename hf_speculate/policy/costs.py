@@ -262,12 +262,18 @@ class RoundCosts:
         """Seconds of a round with `num_nodes` draft nodes, without drafting."""
         return self.rounds.at(num_nodes + 1, context)
 
-    def loss_at_most(self, depth: int, num_nodes: int, context: int = 0) -> float:
-        """The largest loss of a round whose draft is entirely wrong, in one-token forwards."""
+    def loss_at_most(self, depth: int, num_nodes: int, context: int = 0, is_doubtful: bool = False) -> float:
+        """The largest loss of a round whose draft is entirely wrong, in one-token forwards.
+
+        Args:
+            is_doubtful: whether to ignore drafting times with too few observations to be reliable.
+        """
         plain = self.plain(context)
         dear = _DEAR * plain
-        drafting = self.drafting.at_most(depth, dear, context) if self.drafting else dear * depth
-        if self.asking:
+        drafting = dear * depth
+        if self.drafting and (self.drafting.is_established(depth, context) or not is_doubtful):
+            drafting = self.drafting.at_most(depth, dear, context)
+        if self.asking and (self.asking.is_established(1, context) or not is_doubtful):
             drafting = max(drafting, self.asking.at(1, context))
         return (drafting + self.rounds.at_most(num_nodes + 1, dear, context)) / plain - 1
 

@@ -12,7 +12,7 @@ from hf_speculate.policy import NOTHING, Situation
 from hf_speculate.policy.adaptive import LOSS_SHARE, LOSS_START
 from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
-from hf_speculate.tree import DraftTree, TreeRow
+from hf_speculate.tree import DraftTree, RoundSeconds, TreeRow
 
 from ..support.clocks import ForwardClock
 from ..support.decoding import ROOT, Simulation, best_fixed, new_session, round_of, situation
@@ -191,3 +191,35 @@ def test_rounds_over_a_part_of_the_batch_teach_nothing_about_the_whole():
     assert policy._costs.plain() == pytest.approx(0.25)
     assert policy._costs.verifying(8) == pytest.approx(0.25 * before[1] / before[0])  # stretched by what was seen
     assert (costs.plain(), costs.verifying(8)) == before
+
+
+class Stumbling(Simulation):
+    """The first drafts take `slow` rounds' time, as where a library is loaded; all others take what they say."""
+
+    def __init__(self, slow, num_slow, **options):
+        super().__init__(0.02, lambda _tokens, _random: 0.9, **options)
+        self.slow, self.num_slow = slow, num_slow
+
+    def take(self, round):
+        if round.depth and self.num_slow:
+            self.num_slow -= 1
+            seconds = RoundSeconds(drafting=self.slow, total=round.seconds.total + self.slow)
+            round = replace(round, seconds=seconds)
+        super().take(round)
+
+
+def drafted(simulation):
+    return [number for number, round in enumerate(simulation.rounds) if round.depth]
+
+
+def test_a_slow_first_draft_is_not_the_last_one():
+    simulation = Stumbling(slow=30.0, num_slow=1).run(600)
+    first, second, *others = drafted(simulation)
+    assert 40 < second - first < 90, "it waits until it can pay for another one"
+    assert len(others) > 0.8 * len(simulation.rounds[second:])
+
+
+def test_a_drafter_that_stays_slow_is_tried_as_seldom_as_its_cost_allows():
+    simulation = Stumbling(slow=5.0, num_slow=10**6).run(2000)
+    assert 2 <= len(drafted(simulation)) <= 8, drafted(simulation)
+    assert simulation.seconds < 1.02 * simulation.tokens

@@ -42,7 +42,7 @@ class Way(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What is likely next.
+    """A likely continuation.
 
     Attributes:
         kind: the question that the ways answer: "open", "key", "choice", "text", "number", "more" or "end".
@@ -216,7 +216,7 @@ class _Writer:
                 yield from (w.behind(before, share) for w in islice(self._named(level, name), 4))
 
     def _closed(self, level: Level) -> Iterator[Way]:
-        """What follows behind the bracket that closes a level."""
+        """The text behind the bracket that closes a level."""
         return self._after_value(None if level.above is None else _with_value(level.above, ""))
 
     def _num_added(self, level: Level) -> int:

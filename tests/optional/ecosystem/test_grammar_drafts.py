@@ -1,6 +1,6 @@
 """Grammars of xgrammar and outlines, with all its backends: their state is that of the emitted text.
 
-Without the packages: `pip install xgrammar outlines llguidance`.
+`make ecosystem` installs the packages.
 """
 
 from __future__ import annotations
