@@ -85,7 +85,9 @@ class Speculator:
             return self
         if self._constrained is None:
             parts = [*self.drafter.parts, load_drafter(CONSTRAINED).for_target(target)]
-            drafter = load_drafter("combined").for_target(target, parts=parts)
+            combined = load_drafter("combined")
+            own = asdict(self.drafter.options) if isinstance(self.drafter, combined) else {}  # type: ignore[attr-defined]
+            drafter = combined.for_target(target, parts=parts, **own)
             self._constrained = Speculator(drafter, **vars(self.options))
         return self._constrained
 

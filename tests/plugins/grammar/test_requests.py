@@ -131,3 +131,12 @@ def test_policies_stay_apart(model):
     assert constrained is speculator.serving(LogitsProcessorList([Forcing()]), model)
     run(model, speculator, **request, logits_processor=LogitsProcessorList([Forcing()]))
     assert (speculator.stats.calls, constrained.stats.calls) == (1, 0)
+
+
+def test_options_of_a_combined_drafter_are_kept(model):
+    parts = ["prompt_lookup", "suffix"]
+    speculator = AutoSpeculator.from_name("combined", target=model, parts=parts, max_nodes=3)
+    served = speculator.serving(LogitsProcessorList([Forcing()]), model).drafter
+    assert [part.name for part in served.parts] == [*parts, "grammar"]
+    assert served.options.max_nodes == 3
+    assert speculator.serving(LogitsProcessorList(), model) is speculator
