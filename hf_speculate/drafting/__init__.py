@@ -28,6 +28,7 @@ from .features import check_taps as check_taps
 from .features import finite as finite
 from .observations import Observation as Observation
 from .observations import joined as joined
+from .observations import new_tokens as new_tokens
 from .ranking import Warpers as Warpers
 from .ranking import rank_children as rank_children
 from .ranking import warped as warped

@@ -29,6 +29,17 @@ class Observation(NamedTuple):
         return cls(tokens, features, torch.tensor([len(row) for row in rows]))
 
 
+def new_tokens(tokens: Int[Tensor, "B J"], lengths: Int[Tensor, " B"], is_prompt: bool) -> list[list[int]]:
+    """The tokens of every row that a session which has read the prompt's text does not know yet.
+
+    Args:
+        tokens, lengths: see `DraftSession.observe`.
+        is_prompt: whether this is the observation after the prefill. Then only the token after the prompt is new.
+    """
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return [row[length - 1 if is_prompt else 0 : length] for row, length in rows]
+
+
 class Observations:
     """Rounds that wait for the drafter.
 

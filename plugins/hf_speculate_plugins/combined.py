@@ -237,14 +237,15 @@ class CombinedSession(DraftSession):
     def draft(self, state: DraftState) -> DraftTree:
         for part in self._parts:
             part.forget()
-        merged = self._merged([], state)
-        for part in sorted(self._parts, key=lambda part: not part.is_free):
-            if part.is_free or not self._suffices(part, merged, state):
+            if part.is_free:
+                part.draft(state)
+        merged = self._merged(self._parts, state)
+        for part in self._parts:
+            if not (part.is_free or self._suffices(part, merged, state)):
                 part.draft(state)
                 merged = self._merged(self._parts, state)
-                if not part.is_free:
-                    part.known.lengths.fade()
-                    part.known.lengths.add(_worth(self._merged([part], state), state))
+                part.known.lengths.fade()
+                part.known.lengths.add(_worth(self._merged([part], state), state))
         return DraftTree.from_rows(merged)
 
     def close(self) -> None:

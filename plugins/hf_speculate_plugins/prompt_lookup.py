@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, new_tokens
 from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
@@ -113,9 +113,8 @@ class PromptLookupSession(DraftSession):
         self._has_seen_prompt = False
 
     def observe(self, tokens, features, lengths) -> None:
-        for index, row, length in zip(self._indices, tokens.tolist(), lengths.tolist(), strict=True):
-            # The prompt is in the index already; what is new is the token after its last position.
-            index.extend(row[:length] if self._has_seen_prompt else row[length - 1 : length])
+        for index, new in zip(self._indices, new_tokens(tokens, lengths, not self._has_seen_prompt), strict=True):
+            index.extend(new)
         self._has_seen_prompt = True
 
     def draft(self, state: DraftState) -> DraftTree:

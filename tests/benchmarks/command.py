@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_speculate.commands import SHAPES, Grid, add_command
+from hf_speculate.commands import SHAPES, Grid, add_command, by_depth
 from hf_speculate.errors import SpeculateError
 
 from ..support.random_gguf import FileShape, find_recipe, write_random_file
@@ -24,6 +24,13 @@ Context = Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds to time, about.")]
 Shape = Annotated[str, typer.Option(help=f"Shape of the random weights: {', '.join(SHAPES)}.")]
+
+# Columns for rows with the figures of `bench acceptance`.
+ACCEPTANCE_COLUMNS: dict[str, Any] = {
+    "tokens\na round": "{tokens_per_round:.2f}",
+    "±": "{standard_error:.2f}",
+    "by depth": lambda row: by_depth(row["acceptance_rate_by_depth"]),
+}
 
 
 def run(

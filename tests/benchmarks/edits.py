@@ -29,7 +29,6 @@ from hf_speculate.commands import (
     Grid,
     Specs,
     TargetOption,
-    by_depth,
     default_target,
     environment,
     find_device,
@@ -40,7 +39,7 @@ from hf_speculate.commands import (
 from hf_speculate.errors import SpeculateError
 from hf_speculate.registry import SpeculatorSpec
 
-from .command import run
+from .command import ACCEPTANCE_COLUMNS, run
 
 
 _DEFAULT_SPECS = ("prompt_lookup", "suffix")
@@ -111,9 +110,7 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
             {
                 "speculator": "{speculator}",
                 "nodes": "{nodes:d}",
-                "tokens\na round": "{tokens_per_round:.2f}",
-                "±": "{standard_error:.2f}",
-                "by depth": lambda row: by_depth(row["acceptance_rate_by_depth"]),
+                **ACCEPTANCE_COLUMNS,
             },
             groups=("speculator",),
         )

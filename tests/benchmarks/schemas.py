@@ -23,6 +23,7 @@ from hf_speculate.commands import (
     Grid,
     NewTokens,
     TargetOption,
+    chat_ids,
     default_target,
     environment,
     find_device,
@@ -146,9 +147,8 @@ def _compiler(tokenizer: Any, width: int, any_whitespace: bool) -> Callable[[str
 def _ids(prompt: str, tokenizer: Any) -> torch.Tensor:
     """int64 [1, S]; a chat where the tokenizer has a template."""
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        return chat_ids([{"role": "user", "content": prompt}], tokenizer)[None]
+    return tokenizer(prompt, return_tensors="pt").input_ids
 
 
 class JsonTask(NamedTuple):

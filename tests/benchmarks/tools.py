@@ -27,7 +27,6 @@ from hf_speculate.commands import (
     Grid,
     NewTokens,
     TargetOption,
-    by_depth,
     default_target,
     environment,
     find_device,
@@ -37,7 +36,7 @@ from hf_speculate.commands import (
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 
-from .command import run
+from .command import ACCEPTANCE_COLUMNS, run
 
 
 # What stands behind the prompt: nothing, or the beginning of a call as Qwen's chat template asks for it.
@@ -122,9 +121,7 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
                 "nodes": "{nodes:d}",
                 "schemas": lambda row: "yes" if row["schemas"] else "no",
                 "tokens\na text": "{mean_tokens:.1f}",
-                "tokens\na round": "{tokens_per_round:.2f}",
-                "±": "{standard_error:.2f}",
-                "by depth": lambda row: by_depth(row["acceptance_rate_by_depth"]),
+                **ACCEPTANCE_COLUMNS,
             },
             groups=("beginning", "nodes"),
         )

@@ -17,11 +17,9 @@ from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.gguf import load_model
 from hf_speculate_plugins import block, eagle
-from hf_speculate_plugins.block.drafter import BlockSession
-from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
+from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads_head
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
-from hf_speculate_plugins.medusa.drafter import MedusaSession
 from hf_speculate_plugins.medusa.head import CompiledForward
 from hf_speculate_plugins.trees import dynamic
 
@@ -74,21 +72,6 @@ def _without_checks(fresh_dynamo, monkeypatch):
 def heads_only(monkeypatch):
     """The target is not compiled: that takes most of the time, and has its own tests."""
     monkeypatch.setattr("hf_speculate.generation.preparation.compiled", lambda scorer, *_args, **_options: scorer)
-
-
-@pytest.fixture
-def drafts(monkeypatch):
-    """The trees of all sessions of this test, as tokens and parents."""
-    found = []
-    for session in (EagleSession, MedusaSession, BlockSession):
-
-        def draft(self, state, original=session.draft):
-            tree = original(self, state)
-            found.append((tree.token_ids.tolist(), tree.host.parents))
-            return tree
-
-        monkeypatch.setattr(session, "draft", draft)
-    return found
 
 
 def eagle(folder, layout="safeailab", shape="dynamic"):

@@ -12,13 +12,11 @@ from transformers import LogitsProcessor
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions
-from hf_speculate_plugins.block.drafter import BlockSession
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.combined import CombinedDrafter
-from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
+from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import LoadedHead
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
-from hf_speculate_plugins.medusa.drafter import MedusaSession
 
 from ..support.block_heads import KINDS, random_block, spec_of
 from ..support.heads import (
@@ -85,21 +83,6 @@ class Insists(LogitsProcessor):
             scores = scores.clone()
             scores[:, VOCAB] = 1e3
         return scores
-
-
-@pytest.fixture
-def drafts(monkeypatch):
-    """The trees of all sessions of this test, as tokens and parents."""
-    found = []
-    for session in (EagleSession, MedusaSession, BlockSession):
-
-        def draft(self, state, original=session.draft):
-            tree = original(self, state)
-            found.append((tree.token_ids.tolist(), tree.host.parents))
-            return tree
-
-        monkeypatch.setattr(session, "draft", draft)
-    return found
 
 
 @pytest.mark.parametrize("name", quick_quarter(DRAFTERS))

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, new_tokens
 from hf_speculate.messages import get_logger
 from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .growth import Growth
-from .guides import Guide, Vocabulary, are_constrained, guides_of
-from .style import Style
+from .guides import Guide, are_constrained, guides_of
+from .style import Style, longer
+from .words import Vocabulary
 
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-
-_KEPT_TOKENS = 2  # number of last tokens that `Style` looks at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,7 @@ class GrammarOptions:
                 raise ValueError(f"grammar: {name} must be at least 1, got {getattr(self, name)}.")
 
 
-def warn(error: Exception) -> None:
+def _warn(error: Exception) -> None:
     """Logs once why a constraint is not used for drafts."""
     logger.warning_once(
         f"grammar: {type(error).__name__}: {error}. The request goes on without drafts from its constraint."
@@ -68,7 +67,7 @@ class GuidedRow:
         """Moves on by a token of the text. Returns False if the guide cannot follow."""
         if self.guide.tells_places:
             style.learn(self.guide.possible(), self._last, token, self.is_text)
-        self._last = [*self._last, token][-_KEPT_TOKENS:]
+        self._last = longer(self._last, token)
         return self.guide.accept(token)
 
     def grown(self, row: TreeRow, style: Style, max_depth: int, most: int) -> TreeRow:
@@ -91,8 +90,7 @@ class GrammarSession(DraftSession):
         self._has_seen_prompt = False
 
     def observe(self, tokens, features, lengths) -> None:
-        for number, (text, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
-            new = text[:length] if self._has_seen_prompt else text[length - 1 : length]
+        for number, new in enumerate(new_tokens(tokens, lengths, not self._has_seen_prompt)):
             if number < len(self._rows) and not self._follow(number, new):
                 self._rows[number] = None
         self._has_seen_prompt = True
@@ -103,7 +101,7 @@ class GrammarSession(DraftSession):
         try:
             return row is not None and all(row.append(token, self._style) for token in tokens)
         except Exception as error:  # of a user's function or another library; the text does not depend on it
-            warn(error)
+            _warn(error)
             return False
 
     def draft(self, state: DraftState) -> DraftTree:
@@ -121,7 +119,7 @@ class GrammarSession(DraftSession):
             grown = row.grown(tree, self._style, min(state.max_depth, self._options.depth), max_nodes)
         except Exception as error:
             self._rows[number] = None
-            warn(error)
+            _warn(error)
             return tree
         return grown.best(max_nodes)
 
@@ -177,5 +175,5 @@ class GrammarDrafter(Drafter):
             guides = guides_of(request.processors, request.input_ids.tolist(), self._vocabulary)
         except Exception as error:  # a library of another version
             guides = None
-            warn(error)
+            _warn(error)
         return GrammarSession(self.options, guides, self.style.copy(), self)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hf_speculate.tree import ROOT_PARENT, TreeRow
 
 from .guides import Guide
-from .style import IsText, Style
+from .style import IsText, Style, longer
 
 
 # Smallest probability of an added path, and largest number of children that a node gets.
@@ -75,5 +75,5 @@ class Growth:
             self._tokens.append(token)
             self._parents.append(place)
             self._values.append(found)
-            self._visit(len(self._tokens) - 1, drafts.get(token), [*last[1:], token], depth + 1)
+            self._visit(len(self._tokens) - 1, drafts.get(token), longer(last, token), depth + 1)
             self._guide.back()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from .guides import Possible
+from .words import Possible
 
 
 # Probability of the longest token among those that begin a forced text, before anything was observed.
@@ -24,6 +24,11 @@ Place = tuple[Hashable, tuple[int, ...]]
 
 IsText = Callable[[int], bool]
 """A test whether a token has letters or digits and so belongs to the content."""
+
+
+def longer(last: Sequence[int], token: int) -> list[int]:
+    """The last tokens of a text, as many as places depend on, after one more token."""
+    return [*last, token][-_LAST:]
 
 
 @dataclass

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
-from hf_speculate.drafting import Choices, DraftRequest, DraftSession, DraftState
+from hf_speculate.drafting import Choices, DraftRequest, DraftSession, DraftState, new_tokens
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .automaton import Automaton, Mixture, Race, Source, TextDraft, draft_tree
@@ -104,9 +104,7 @@ class SuffixSession(DraftSession):
 
     def observe(self, tokens, features, lengths) -> None:
         with self._lock:
-            for row, (texts, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
-                # The prompt is counted already; what is new is the token after its last position.
-                new = texts[:length] if self._has_seen_prompt else texts[length - 1 : length]
+            for row, new in enumerate(new_tokens(tokens, lengths, not self._has_seen_prompt)):
                 self._rows[row].append(new)
                 self._outputs[row] += new
         self._has_seen_prompt = True

@@ -12,7 +12,8 @@ from transformers import LogitsProcessorList
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import EmptyDrafter
-from hf_speculate_plugins.grammar.guides import Vocabulary, are_constrained, guides_of
+from hf_speculate_plugins.grammar.guides import are_constrained, guides_of
+from hf_speculate_plugins.grammar.words import Vocabulary
 
 from ...support.inputs import character_tokenizer, random_prompt
 from ...support.models import VOCAB_SIZE, build_tiny_model

@@ -8,8 +8,9 @@ import pytest
 
 from hf_speculate.tree import ROOT_PARENT, TreeRow
 from hf_speculate_plugins.grammar.growth import Growth
-from hf_speculate_plugins.grammar.guides import Guide, Possible, Words
+from hf_speculate_plugins.grammar.guides import Guide
 from hf_speculate_plugins.grammar.style import Style
+from hf_speculate_plugins.grammar.words import Possible, Words
 
 
 # Letters are content, other characters are not.

@@ -94,7 +94,7 @@ def trainable(head: AnyModule) -> AnyModule:
     return head.requires_grad_(True)
 
 
-def check_vocabulary(num_tokens: int | None, target: PreTrainedModel) -> None:
+def refuse_added_tokens(num_tokens: int | None, target: PreTrainedModel) -> None:
     """Raises `RecipeError` if the target has more tokens than a head whose training is to go on; None: it has any."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     if num_tokens not in (None, vocab_size):

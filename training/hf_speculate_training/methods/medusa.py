@@ -36,7 +36,7 @@ from ..sections import RecipeError, field_names, refuse_unknown
 from ..states import TargetReader, TargetStates
 from .contract import CountTokens, StepOutput, TrainingMethod
 from .entries import Entries, emitting_positions, shared_size
-from .heads import check_vocabulary, choose_vocabulary, copy_rows, detached_copy, target_rows, trainable
+from .heads import choose_vocabulary, copy_rows, detached_copy, refuse_added_tokens, target_rows, trainable
 from .losses import EntryLosses, HardTargets, SoftTargets, Targets, Teacher, cross_entropy
 
 
@@ -129,7 +129,7 @@ def new_medusa(
 def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHeads:
     """Published Medusa heads (folder or Hub id) whose training goes on."""
     heads = MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads
-    check_vocabulary(heads.vocab_size if heads.token_ids is None else None, target)
+    refuse_added_tokens(heads.vocab_size if heads.token_ids is None else None, target)
     return trainable(heads)
 
 

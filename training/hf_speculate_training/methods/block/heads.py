@@ -16,7 +16,7 @@ from hf_speculate.scoring import embedding_rows, last_device
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError
-from ..heads import check_vocabulary, copy_rows, initialise, layer_sizes, target_rows, trainable
+from ..heads import copy_rows, initialise, layer_sizes, refuse_added_tokens, target_rows, trainable
 
 
 _NUM_FEATURES = 3
@@ -140,7 +140,7 @@ def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Bloc
     loaded = load_head(local_folder(os.fspath(folder)), target)
     if loaded.head.spec.method == "dflash2":
         raise RecipeError("method.start_from: this is a DFlash2 head, and its selector is not trained here.")
-    check_vocabulary(loaded.head.spec.vocab_size, target)
+    refuse_added_tokens(loaded.head.spec.vocab_size, target)
     head = trainable(loaded.head)
     for name in ("embed_tokens", "lm_head"):
         if hasattr(head, name) and (name == "embed_tokens" or loaded.target_ids is None):

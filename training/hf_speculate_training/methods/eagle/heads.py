@@ -17,7 +17,7 @@ from hf_speculate_plugins.checkpoints import vocabulary_output
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 
 from ...sections import RecipeError
-from ..heads import check_vocabulary, copy_rows, initialise, layer_sizes, target_rows, trainable
+from ..heads import copy_rows, initialise, layer_sizes, refuse_added_tokens, target_rows, trainable
 
 
 _MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
@@ -133,7 +133,7 @@ def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Eagl
     loaded = load_head(local_folder(os.fspath(folder)), target)
     if loaded.head.spec.parallel:
         raise RecipeError("method.start_from: this is a P-EAGLE head, and its masks are not trained here.")
-    check_vocabulary(loaded.head.spec.vocab_size, target)
+    refuse_added_tokens(loaded.head.spec.vocab_size, target)
     return trainable(loaded.head), loaded.target_ids
 
 
