@@ -125,8 +125,11 @@ class GrammarSession(DraftSession):
 
     def close(self) -> None:
         row = next((row for row in self._rows if row is not None), None)
-        if row is not None:
-            self._drafter.style = self._style.without_text(row.is_text)
+        try:
+            if row is not None:
+                self._drafter.style = self._style.without_text(row.is_text)
+        except Exception as error:
+            _warn(error)
 
 
 class GrammarDrafter(Drafter):

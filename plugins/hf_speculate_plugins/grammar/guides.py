@@ -148,7 +148,7 @@ class XGrammarGuide(Guide):
         return Possible(b"")
 
     def text_of(self, token: int) -> bytes | None:
-        return self._words.texts[token]
+        return self._words.text(token)
 
 
 class LLGuidanceGuide(Guide):

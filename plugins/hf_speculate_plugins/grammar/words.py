@@ -32,10 +32,14 @@ class Words:
     """
 
     def __init__(self, texts: Sequence[bytes], names: Sequence[int]):
-        self.texts, left_out = texts, set(names)
+        self._texts, left_out = texts, set(names)
         self._ids = {text: token for token, text in enumerate(texts) if text and token not in left_out}
         self._sorted = sorted(self._ids)
         self._longest = max(map(len, self._ids), default=0)
+
+    def text(self, token: int) -> bytes | None:
+        """The bytes of a token; None for one that the grammar's tokenizer does not have."""
+        return self._texts[token] if token < len(self._texts) else None
 
     def spelling(self, forced: bytes) -> Possible:
         """The possible continuations where the next bytes are `forced`."""

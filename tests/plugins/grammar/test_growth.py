@@ -129,6 +129,11 @@ def test_what_is_kept_for_other_requests_has_no_content():
     assert dict(kept.counts) == {(b'"', ()): {QUOTE_COLON: 1}}
 
 
+def test_tokens_of_another_tokenizer_have_no_text():
+    words = Words(TEXTS, names=[])
+    assert (words.text(NAME), words.text(len(TEXTS))) == (b"name", None)
+
+
 def test_spelling_knows_tokens_that_go_beyond():
     words = Words(TEXTS, names=[ord("}")])
     assert words.spelling(b'"') == Possible(b'"', [QUOTE], is_certain=False)  # '":' goes beyond

@@ -8,6 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.testing import EmptyDrafter, RandomDrafter
+from hf_speculate_plugins.grammar.style import Style
 
 from ...support.inputs import random_prompt
 from ...support.models import VOCAB_SIZE, build_tiny_model
@@ -107,6 +108,17 @@ def test_a_constraint_that_raises_is_left_alone(model, caplog):
     speculator = Speculator(EmptyDrafter())
     assert_same(run(model, speculator, **request, logits_processor=LogitsProcessorList([Refusing()])), plain)
     assert speculator.stats.drafted_tokens == 0
+
+
+def test_a_guide_that_fails_at_the_end_does_not_fail_the_request(model, monkeypatch):
+    def failing(self, is_text):
+        raise KeyError("no such token")
+
+    monkeypatch.setattr(Style, "without_text", failing)
+    request = {"input_ids": random_prompt(9), "prefix_allowed_tokens_fn": mostly_forced}
+    speculator = Speculator(EmptyDrafter())
+    assert_same(run(model, speculator, **request), run(model, **request))
+    assert speculator.stats.accepted_tokens > 0
 
 
 def test_a_declaration_that_is_wrong_costs_speed_only(model):
