@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import flash_attention_mask
+from transformers.utils.logging import warning_once
 
 from hf_speculate.hub import repositories
 from hf_speculate.native import binding as native
@@ -53,6 +54,12 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _warned_of_nothing():
+    """What another test was warned of once is said again."""
+    warning_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -29,8 +29,8 @@ from .repositories import drafter_class_for as drafter_class_for
 from .repositories import local_folder as local_folder
 from .repositories import make_repository as make_repository
 from .repositories import upload_head as upload_head
+from .targets import check_head_vocabulary as check_head_vocabulary
 from .targets import check_origin as check_origin
 from .targets import check_stated_name as check_stated_name
-from .targets import check_vocabulary as check_vocabulary
 from .targets import describe_identity as describe_identity
 from .targets import head_record as head_record

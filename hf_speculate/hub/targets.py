@@ -75,7 +75,7 @@ def head_record(folder: str, target: GenerativeModel) -> HeadRecord:
     return _compare(folder, target)[0]
 
 
-def check_vocabulary(head: str, num_tokens: int, target: str, vocab_size: int) -> None:
+def check_head_vocabulary(head: str, num_tokens: int, target: str, vocab_size: int) -> None:
     """Compares the vocabularies of a head's target and of the given one, of which only the sizes can be seen.
 
     A vocabulary that was extended at its end is logged once, unless it was only padded.

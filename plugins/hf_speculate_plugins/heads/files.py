@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.hub import check_vocabulary
+from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.messages import get_logger
 from hf_speculate.scoring import embedding_rows, last_device, output_rows
 
@@ -233,7 +233,7 @@ class HeadFiles(Generic[Spec, Head]):
                 f"this {head} was made for a target of hidden size {spec.target_hidden_size}, but {name} has "
                 f"{config.hidden_size}."
             )
-        check_vocabulary(f"this {head}", spec.vocab_size, name, config.vocab_size)
+        check_head_vocabulary(f"this {head}", spec.vocab_size, name, config.vocab_size)
         depth = config.num_hidden_layers
         layers = spec.resolved_layers(depth)
         if min(layers) < 0 or max(layers) > depth:

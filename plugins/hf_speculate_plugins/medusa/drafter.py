@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.hub import check_vocabulary
+from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.scoring import device_beside
 from hf_speculate.speculator import read_options
 from hf_speculate.transfers import to_device
@@ -244,7 +244,7 @@ def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
                 f"{config.vocab_size}: they belong to another model."
             )
     elif heads.vocab_size is not None:
-        check_vocabulary("the Medusa heads", heads.vocab_size, "the target", config.vocab_size)
+        check_head_vocabulary("the Medusa heads", heads.vocab_size, "the target", config.vocab_size)
 
 
 def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
