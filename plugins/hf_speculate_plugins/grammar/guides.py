@@ -127,7 +127,7 @@ class XGrammarGuide(Guide):
     """
 
     def __init__(self, compiled: Any, vocabulary: Vocabulary):
-        from xgrammar import GrammarMatcher
+        from xgrammar import GrammarMatcher  # pyright: ignore[reportMissingImports]
 
         self._matcher = GrammarMatcher(compiled)
         self._words = vocabulary.of_xgrammar(compiled.tokenizer_info)
@@ -155,7 +155,7 @@ class LLGuidanceGuide(Guide):
     """A grammar of llguidance in a processor of outlines."""
 
     def __init__(self, processor: Any):
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
 
         self._tokenizer = processor.llg_tokenizer
         self._matcher = LLMatcher(self._tokenizer, processor.grammar)
@@ -179,7 +179,7 @@ class OutlinesGuide(Guide):
     """An `outlines_core` index. It knows the allowed tokens, but not their bytes."""
 
     def __init__(self, processor: Any):
-        from outlines_core import Guide as Automaton
+        from outlines_core import Guide as Automaton  # pyright: ignore[reportMissingImports]
 
         self._automaton = Automaton(processor.index, max_rollback=_MAX_ROLLBACK)
 
