@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -167,15 +167,15 @@ class Scorer:
 
     def arranged_mask(self, nodes: Nodes) -> Mask | TreeMask:
         """The mask in the form for the model, or the tree alone if the model can take it."""
-        tree, num_cached = nodes.tree, nodes.num_cached
-        is_whole = self.shape == "tree" and not num_cached and tree.num_nodes > 1
-
-        def build() -> Mask:
-            return self.attention.arrange(self.mask(tree, num_cached), tree.num_nodes, self._sees_prefix)
-
+        tree = nodes.tree
+        is_whole = self.shape == "tree" and not nodes.num_cached and tree.num_nodes > 1
         if not is_whole or not self._sees_prefix or not tree.is_small or not takes_tree_masks(self.model):
-            return build()
-        return TreeMask(tree.host.parents, self.cache.append_index, build)
+            return self._mask_arranged(nodes)
+        return TreeMask(tree.host.parents, self.cache.append_index, partial(self._mask_arranged, nodes))
+
+    def _mask_arranged(self, nodes: Nodes) -> Mask:
+        mask = self.mask(nodes.tree, nodes.num_cached)
+        return self.attention.arrange(mask, nodes.tree.num_nodes, self._sees_prefix)
 
     def _positions(self, nodes: Nodes) -> Tensor:
         """Position ids of the nodes, int64 [R, N - num_cached]."""
