@@ -170,9 +170,9 @@ class TestPlacement:
             assert torch.equal(spread.generate(ids, max_new_tokens=NEW_TOKENS, speculator=each), plain)
             assert each.stats.rounds > 0
 
-    @pytest.mark.parametrize("how", quick(["model", "forward"]))
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_compiled(self, tiny_model, prompt, backend, how):
+    @pytest.mark.parametrize("way", quick([("eager", "model"), ("aot_eager", "model"), ("eager", "forward")]))
+    def test_compiled(self, tiny_model, prompt, way):
+        backend, how = way
         model, ids = copy.deepcopy(tiny_model(num_layers=1)), prompt(9)
         plain = model.generate(ids, max_new_tokens=12)
         if how == "model":

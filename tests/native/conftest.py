@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
 import torch
+from filelock import FileLock
 
 from hf_speculate.gguf import load_model
+from hf_speculate.native import binding as native
 
 from ..support.packed import write_model
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
@@ -22,6 +25,23 @@ RECIPES = {
     # Some files keep a few matrices finer than the rest.
     "some dense": lambda name, columns: DENSE.get(name.split(".")[-2], "Q8_0"),
 }
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory, worker_id) -> Callable[[str], native.Library]:
+    """The kernel, compiled with further flags: up to a minute of work, done once for all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder if worker_id == "master" else folder.parent
+
+    @cache
+    def compile_once(flags: str) -> native.Library:
+        file = folder / f"kernel{flags.replace(' ', '')}.so"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_bytes(native.compile_source([*native.find_compiler(), *flags.split()]))
+        return native.Library(file.read_bytes())
+
+    return compile_once
 
 
 @pytest.fixture(scope="session")

@@ -156,8 +156,8 @@ def test_rows_that_the_kernel_looks_up_are_those_of_dequantize(tmp_path, kind, d
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.parametrize("flags", OTHER_CPUS)
-def test_rows_are_looked_up_alike_on_other_cpus(tmp_path, monkeypatch, flags):
-    library = native.Library(native.compile_source([*native.find_compiler(), *flags.split()]))
+def test_rows_are_looked_up_alike_on_other_cpus(compiled, tmp_path, monkeypatch, flags):
+    library = compiled(flags)
     monkeypatch.setattr(native, "library", lambda: library)
     for kind in FORMATS:
         blocks, ids = blocks_of(tmp_path, kind), torch.arange(ROWS)

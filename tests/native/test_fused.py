@@ -186,13 +186,11 @@ def test_threads_do_not_change_bits(load, set_threads):
 
 
 @pytest.mark.parametrize("flags", OTHER_CPUS[:2])
-def test_other_cpus_compute_the_same(flags, load, monkeypatch, tmp_path):
+def test_other_cpus_compute_the_same(flags, load, compiled, monkeypatch):
     """Also in bfloat16 where it cannot be multiplied: no further from float32 than the modules are."""
     model = load(recipe="mixed", dtype=torch.float32)
     expected, _ = states_of(modules_only(model), ids(1, 20))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *flags.split()))
-    monkeypatch.setattr(native.library(), "run_layers", native.build().run_layers)
+    monkeypatch.setattr(native.library(), "run_layers", compiled(flags).run_layers)
     found, _ = states_of(model, ids(1, 20))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
     narrow = load(recipe="mixed")

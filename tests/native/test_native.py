@@ -41,9 +41,9 @@ LARGEST = {"Q8_0": 0x80, "IQ4_NL": 0}
 
 
 @pytest.mark.parametrize("flags", ["", *OTHER_CPUS])
-def test_other_cpus_compute_the_same(flags, tmp_path):
+def test_other_cpus_compute_the_same(flags, compiled, tmp_path):
     """What is compiled on other CPUs computes the same, to the rounding of sums; also where 16-bit sums are full."""
-    library = native.Library(native.compile_source([*native.find_compiler(), *flags.split()]))
+    library = compiled(flags) if flags else native.library()
     for kind in FORMATS:
         inputs = torch.randn(19, 512).bfloat16()
         check_products(library, inputs, make_matrix(tmp_path, kind, 40), {torch.float32: 0, torch.bfloat16: 2**-8})
