@@ -113,13 +113,18 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def folder_state(folder: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Name, inode, size and time of change of every file in a folder, links followed; empty without a folder.
+    """Name, inode, size and time of change of every file in a folder, or of the file that it is, links followed.
+
+    Empty if there is nothing of that name.
 
     Two states differ if a file was written, replaced, added or removed between them.
     """
     try:
-        with os.scandir(folder) as entries:
-            found = [(entry.name, entry.stat()) for entry in entries]
+        if os.path.isdir(folder):
+            with os.scandir(folder) as entries:
+                found = [(entry.name, entry.stat()) for entry in entries]
+        else:
+            found = [("", os.stat(folder))]
     except (OSError, ValueError):  # ValueError: a zero byte in the name
         return ()
     return tuple(sorted((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found))

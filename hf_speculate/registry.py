@@ -144,9 +144,9 @@ class SpeculatorSpec:
         return SpeculatorSpec(f"{self.source}:{','.join(pairs)}", self.source, options)
 
     def check_source(self) -> None:
-        """Raises `DrafterNotFoundError` for a source that is neither installed, nor a folder, nor a Hub id."""
+        """Raises `DrafterNotFoundError` for a source that is neither installed, nor on the disk, nor a Hub id."""
         for source in joined_sources(self.source):
-            if source not in installed_drafters() and not os.path.isdir(source) and "/" not in source:
+            if source not in installed_drafters() and not os.path.exists(source) and "/" not in source:
                 raise DrafterNotFoundError(unknown_drafter_message(source))
 
     @property

@@ -7,6 +7,8 @@ model      the model in the file: configuration, names, shapes
 shards     files on the disk or the Hub, and models in several files
 matrices   rows of tensors for packing
 loading    building the model, and a report on its packed weights
+vocabulary a tokenizer of transformers as metadata
+writing    files of metadata and tensors
 """
 
 from ..native import fuse as fuse
@@ -15,6 +17,23 @@ from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
 from .loading import packing_report as packing_report
 from .loading import read_tokenizer as read_tokenizer
+from .matrices import Matrix as Matrix
+from .matrices import TensorRows as TensorRows
+from .matrices import half_split_order as half_split_order
+from .matrices import interleaved as interleaved
+from .matrices import read_values as read_values
+from .metadata import Metadata as Metadata
+from .metadata import check_vocabulary as check_vocabulary
+from .model import ROPE_FACTORS as ROPE_FACTORS
+from .model import WRITTEN_ROPE as WRITTEN_ROPE
+from .model import describe_rope as describe_rope
 from .model import plan_model as plan_model
+from .model import read_rope as read_rope
+from .reading import GgufFile as GgufFile
+from .reading import read_header as read_header
 from .shards import find_file as find_file
 from .shards import read_model_file as read_model_file
+from .vocabulary import describe_vocabulary as describe_vocabulary
+from .vocabulary import vocabulary_of as vocabulary_of
+from .writing import OUT_TYPES as OUT_TYPES
+from .writing import write_gguf as write_gguf

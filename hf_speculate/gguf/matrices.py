@@ -9,7 +9,12 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
+from ..errors import CheckpointError
+from ..native import DENSE_TYPES, FORMATS, dense_values
 from .reading import GgufFile, TensorEntry
+
+
+_CHUNK = 1 << 22  # weights that are dequantised at a time
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,30 @@ class Matrix:
 def half_split_order(num_rows: int, num_heads: int) -> Int64[Tensor, " N"]:
     """Rows of llama.cpp's q and k (pairs that rotate together are neighbours) in transformers' order (halves)."""
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def read_values(rows: TensorRows) -> Tensor:
+    """All values of a tensor: plain ones in their own type, blocks in float32, I64 as integers.
+
+    Raises:
+        CheckpointError: a type that is not read here, or the file has changed.
+    """
+    entry, matrix = rows.entry, Matrix((rows,))
+    if entry.type == "I64":
+        return matrix.read(0, matrix.num_rows).contiguous().view(torch.int64).view(entry.shape)
+    if entry.type in DENSE_TYPES:
+        return dense_values(matrix.read(0, matrix.num_rows), entry.type).view(entry.shape)
+    if entry.type not in FORMATS:
+        possible = ", ".join([*DENSE_TYPES, *FORMATS])
+        raise CheckpointError(
+            f"{rows.file.path!r}: tensor {entry.name!r} is of type {entry.type}; supported here: {possible}."
+        )
+    values = torch.empty(matrix.num_rows, matrix.num_columns)
+    for start, blocks in matrix.chunks(_CHUNK):
+        values[start : start + len(blocks)] = FORMATS[entry.type].dequantize(blocks)
+    return values.view(entry.shape)
+
+
+def interleaved(matrix: Tensor, num_heads: int) -> Tensor:
+    """Rows of transformers' q and k in llama.cpp's order; `half_split_order` undoes it."""
+    return matrix[half_split_order(len(matrix), num_heads).argsort()]

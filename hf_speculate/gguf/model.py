@@ -5,7 +5,7 @@ Names of keys and tensors: `gguf-py/gguf/constants.py` of llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,10 @@ class ModelPlan:
     @property
     def is_tied(self) -> bool:
         return OUTPUT not in self.file.tensors
+
+
+# Types of RoPE that `describe_rope` writes.
+WRITTEN_ROPE = ("default", "linear", "llama3")
 
 
 def plan_model(file: GgufFile) -> ModelPlan:
@@ -225,6 +229,49 @@ def _config(reader: Metadata, architecture: str, sizes: dict[str, int], factors:
     if factors is not None:
         _name_factors(config, factors)
     return config
+
+
+def read_rope(file: GgufFile, architecture: str, head_dim: int, context_length: int) -> dict[str, Any]:
+    """`rope_parameters` of transformers for a file of any architecture, its factors among them.
+
+    Raises:
+        CheckpointError: a scaling that is not supported, or factors that are not Llama 3's.
+    """
+    sizes = {"head_dim": head_dim, "max_position_embeddings": context_length}
+    parameters, factors = _rope_parameters(Metadata(file), architecture, sizes), _rope_factors(file, head_dim)
+    if factors is None or torch.equal(factors, torch.ones_like(factors)):
+        return parameters
+    config: Any = LlamaConfig(head_dim=head_dim, max_position_embeddings=context_length, rope_parameters=parameters)
+    _name_factors(config, factors)
+    if config.rope_parameters["rope_type"] == parameters["rope_type"]:
+        raise CheckpointError(
+            f"{file.path!r}: the factors in {ROPE_FACTORS!r} are not those of Llama 3's scaling with its usual "
+            "parameters (low_freq_factor 1, high_freq_factor 4, 8192 tokens), the only one that is read here."
+        )
+    return config.rope_parameters
+
+
+def describe_rope(architecture: str, rope: Mapping[str, Any], head_dim: int) -> tuple[dict[str, Any], Tensor | None]:
+    """The metadata of RoPE for an architecture, and the divisors of its frequencies; the opposite of `read_rope`.
+
+    Raises:
+        CheckpointError: a scaling that is not written, see `WRITTEN_ROPE`.
+    """
+    kind, found = rope["rope_type"], {f"{architecture}.rope.freq_base": float(rope["rope_theta"])}
+    if kind not in WRITTEN_ROPE:
+        raise CheckpointError(
+            f"RoPE scaling {kind!r} is not written to GGUF files; possible: {', '.join(WRITTEN_ROPE)}."
+        )
+    if kind == "linear":
+        scaling = {
+            f"{architecture}.rope.scaling.type": kind,
+            f"{architecture}.rope.scaling.factor": float(rope["factor"]),
+        }
+        return found | scaling, None
+    if kind == "default":
+        return found, None
+    config = LlamaConfig(head_dim=head_dim, rope_parameters=dict(rope))
+    return found, plain_frequencies(config) / ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
 
 
 def _check_angles(reader: Metadata, config: Any) -> None:

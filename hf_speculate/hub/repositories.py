@@ -25,6 +25,7 @@ from .card import CARD_FILE, is_generated
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja"]
+_GGUF = ".gguf"
 _LATER = "Possible: train without it and run `hf-speculate push FOLDER` later."
 
 
@@ -39,13 +40,19 @@ def local_folder(
 ) -> str:
     """The folder of a checkpoint: `name_or_path` itself if it is one, else a (cached) download of that repository.
 
+    A GGUF file is a checkpoint by itself; its path is returned.
+
     Raises:
-        DrafterNotFoundError: it is neither a folder nor a repository that can be downloaded.
+        DrafterNotFoundError: it is neither a folder, nor a GGUF file, nor a repository that can be downloaded.
     """
     path = os.fspath(name_or_path)
+    if path.endswith(_GGUF) and os.path.isfile(path):
+        return path
     if not os.path.isdir(path):
         if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise DrafterNotFoundError(f"{path!r} is not a folder. A head is a folder or a Hub id 'owner/name'.")
+            raise DrafterNotFoundError(
+                f"{path!r} is not a folder. A head is a folder, a GGUF file or a Hub id 'owner/name'."
+            )
         if path in installed_drafters():
             raise DrafterNotFoundError(
                 f"{path!r} is the name of a drafter, not a head: AutoSpeculator.from_name({path!r}, target=...)."
@@ -93,6 +100,11 @@ def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
 
 def _not_recognised(folder: str, names: Sequence[str]) -> str:
     """The message for a folder that no drafter takes: what is missing in it, or what its config names."""
+    if folder.endswith(_GGUF):
+        return (
+            f"no installed drafter ({', '.join(names)}) drafts with the GGUF file {folder}: it is no head "
+            "(architecture 'eagle3' or 'dflash'). A whole model is a draft model: draft_model:model=FILE."
+        )
     files = file_names(folder)
     message = f"no installed drafter ({', '.join(names)}) recognises the checkpoint in {folder}"
     if not any(name.endswith(_WEIGHTS) for name in files):

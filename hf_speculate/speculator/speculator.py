@@ -232,14 +232,15 @@ class AutoSpeculator:
         """A speculator from the folder or Hub repository of a head or draft model. The layout is recognised.
 
         Args:
-            name_or_path: folder or Hub id. Several of these, or names of drafters, joined with "+", draft together.
+            name_or_path: folder, Hub id, or GGUF file of a draft head. Several of these, or names of drafters, joined
+                with "+", draft together.
             target: model to draft for.
             revision, token, cache_dir, local_files_only, subfolder: options of the download, with `huggingface_hub`'s
                 meaning.
             options: options of the engine and of the drafter, see `from_name`.
 
         Raises:
-            DrafterNotFoundError: there is no such folder or repository.
+            DrafterNotFoundError: there is no such folder, file or repository.
             CheckpointError: no installed drafter recognises the checkpoint, or it is broken.
             TargetMismatchError: the head belongs to another target. (If only weights, quantisation or adapters differ,
                 it drafts with a warning.)

@@ -1,8 +1,8 @@
 """Checkpoints of one-pass heads in every published layout, read: tensors first, config second.
 
-Sources: the files written by z-lab/dflash, hao-ai-lab/JetSpec, deepseek-ai/DeepSpec, sgl-project/SpecForge and
-vllm-project/speculators. They share the tensors' names and differ in the config: where it lies, how layers of the
-target are counted, which slots propose, what sees what. All of that ends here, in one `BlockSpec`.
+Sources: the files written by z-lab/dflash, hao-ai-lab/JetSpec, deepseek-ai/DeepSpec, sgl-project/SpecForge,
+vllm-project/speculators and llama.cpp. They share the tensors' names and differ in the config: where it lies, how
+layers of the target are counted, which slots propose, what sees what. All of that ends here, in one `BlockSpec`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import ConfigValues, Shapes, Stated, mask_token_of, windows_of
+from ..checkpoints import GGUF_ARCHITECTURE, ConfigValues, Shapes, Stated, mask_token_of, windows_of
 from ..heads import HeadFiles
 from .head import BlockHead
 from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
@@ -20,7 +20,8 @@ from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
 
 _MAX_FEATURES, _MAX_BLOCK = 256, 512
 _SIGNS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")
-_SIZED = ("t2d", "embed_tokens.weight", "markov_head.markov_w1.weight")
+_MARKOV = "markov_head.markov_w1.weight"
+_SIZED = ("t2d", "embed_tokens.weight", _MARKOV)
 # Tensors of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
 _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
@@ -40,8 +41,8 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
 
     @classmethod
     def spec_of(cls, stated: Stated, conventions: BlockConventions) -> BlockSpec:
-        shapes, nested = stated.shapes, stated.nested
-        dialect, fields = _dialect(stated), stated.layer_fields()
+        shapes, dialect, fields = stated.shapes, _dialect(stated), stated.layer_fields()
+        nested = _special(stated, dialect)
         fields["qk_norm"] |= stated.layers.text("model_type") == "qwen3"
         spec = BlockSpec(
             dialect=dialect,
@@ -74,6 +75,8 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
 
 def _dialect(stated: Stated) -> Dialect:
     config, nested = stated.config, stated.nested
+    if GGUF_ARCHITECTURE in config:
+        return "llama.cpp"
     if "speculators_model_type" in config:
         return "speculators"
     projector = nested.text("projector_type")
@@ -86,9 +89,14 @@ def _dialect(stated: Stated) -> Dialect:
     return "deepspec" if is_deepspec and not nested.values else "zlab"
 
 
+def _special(stated: Stated, dialect: Dialect) -> ConfigValues:
+    """The object with what is special about one-pass heads; metadata of GGUF files are flat."""
+    return stated.config if dialect == "llama.cpp" else stated.nested
+
+
 def _features(stated: Stated, dialect: Dialect, hidden_size: int) -> dict[str, Any]:
     """Indices and width of the target's states. Ids in files are outputs of layers (-1: the embeddings); those of
-    speculators are indices into `hidden_states`."""
+    speculators and llama.cpp are indices into `hidden_states`."""
     config, adapter = stated.config, stated.shapes.get("hidden_dim_adapter.proj.weight")
     fc_size, layers = stated.shapes["fc.weight"][1], _stated_layers(stated, dialect)
     if not layers:
@@ -107,7 +115,7 @@ def _features(stated: Stated, dialect: Dialect, hidden_size: int) -> dict[str, A
 
 
 def _stated_layers(stated: Stated, dialect: Dialect) -> tuple[int, ...]:
-    if dialect == "speculators":
+    if dialect in ("speculators", "llama.cpp"):
         return tuple(stated.config.indices("aux_hidden_state_layer_ids"))
     ids = stated.nested.indices("target_layer_ids") or stated.config.indices("target_layer_ids")
     return tuple(layer + 1 for layer in ids)
@@ -128,14 +136,17 @@ def _block(stated: Stated, dialect: Dialect, mask_token_id: int | None) -> dict[
     from_anchor = dialect in ("deepspec", "specforge")
     if dialect == "speculators":
         from_anchor = config.flag("sample_from_anchor", method == "dspark")
+    elif dialect == "llama.cpp":  # its DFlash always drafts from the slot behind the anchor
+        from_anchor = method == "dspark" and config.flag("sample_from_anchor", True)
     first_slot = 0 if from_anchor else 1
-    block_size = place.size("block_size", most=_MAX_BLOCK)
+    default = 16 if dialect == "llama.cpp" and method == "dflash" else None  # as llama.cpp has it
+    block_size = place.size("block_size", default, most=_MAX_BLOCK)
     if block_size <= first_slot:
         raise place.wrong("block_size", "at least one slot that proposes")
     token = mask_token_of(nested, config) if mask_token_id is None else mask_token_id
     if token is None:
         raise CheckpointError(
-            f"{config.where}: config.json lacks mask_token_id, what the slots behind the anchor hold: give "
+            f"{config.where}: {config.file} lacks mask_token_id, what the slots behind the anchor hold: give "
             "mask_token_id=..., what its training had."
         )
     return {"method": method, "block_size": block_size, "mask_token_id": token, "first_slot": first_slot}
@@ -143,6 +154,8 @@ def _block(stated: Stated, dialect: Dialect, mask_token_id: int | None) -> dict[
 
 def _method(stated: Stated, dialect: Dialect) -> Method:
     config, nested = stated.config, stated.nested
+    if dialect == "llama.cpp":
+        return "dspark" if _MARKOV in stated.shapes else "dflash"
     if dialect == "speculators":
         kind = config.text("speculators_model_type")
         if kind not in ("dflash", "dspark", "dflash2"):
@@ -156,7 +169,7 @@ def _method(stated: Stated, dialect: Dialect) -> Method:
 def _visibility(stated: Stated, dialect: Dialect, num_layers: int) -> dict[str, Any]:
     """Reach of the slots: backwards, and among each other. A layer with a window is causal unless the file says
     otherwise; one without is not, unless the whole head is (JetSpec)."""
-    nested, windows = stated.nested, windows_of(stated.layers, num_layers)
+    nested, windows = _special(stated, dialect), windows_of(stated.layers, num_layers)
     whole = nested.flag("causal_head", False) or nested.flag("causal", False)
     if dialect == "speculators":
         sliding = not stated.config.flag("sliding_window_non_causal", False)
@@ -174,6 +187,12 @@ def _scoring_parts(stated: Stated, dialect: Dialect) -> dict[str, Any]:
     shapes, config, nested = stated.shapes, stated.config, stated.nested
     place = nested if dialect == "specforge" else config
     found: dict[str, Any] = {}
+    if dialect == "llama.cpp":  # tensors tell; its Markov heads are vanilla, and the confidence head sees their codes
+        if _MARKOV in shapes:
+            found |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
+        if "confidence_head.proj.weight" in shapes:
+            found |= {"confidence": True, "confidence_with_markov": True}
+        return found
     if place.values.get("markov_rank"):
         kind = place.text("markov_head_type") or "vanilla"
         if kind not in _MARKOV_KINDS:

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..checkpoints import speculators_section, stated_sizes, vocabulary_tensors
+from hf_speculate.errors import CheckpointError
+
+from ..checkpoints import GGUF_ARCHITECTURE, GGUF_FILE, speculators_section, stated_sizes, vocabulary_tensors
 from ..heads import Limit, Written
 from .head import BlockHead
 from .loading import BlockReading
@@ -27,6 +29,10 @@ _FULL_VOCABULARY: Limit = ("a draft vocabulary of its own", lambda spec: spec.dr
 _LOGITS: Limit = (
     "changed logits or embeddings",
     lambda spec: (spec.embedding_scale, spec.output_multiplier, spec.softcap) != (1, 1, None),
+)
+_OTHER_WIDTH: Limit = (
+    "features of another width than its own",
+    lambda spec: spec.adapts_features or spec.target_hidden_size != spec.hidden_size,
 )
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -47,10 +53,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         ("slots that propose the token at their own place", lambda spec: spec.first_slot == 1),
         ("windows", lambda spec: any(spec.windows)),
         ("causal layers", lambda spec: any(spec.causal)),
-        (
-            "features of another width than its own",
-            lambda s: s.adapts_features or s.target_hidden_size != s.hidden_size,
-        ),
+        _OTHER_WIDTH,
     ),
     "speculators": (
         *_COMMON,
@@ -61,6 +64,23 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
             lambda s: any(c and not w for c, w in zip(s.causal, s.windows, strict=True)),
         ),
         ("an adapter of its features", lambda spec: spec.adapts_features),
+    ),
+    "llama.cpp": (
+        *_COMMON,
+        _OTHER_WIDTH,
+        ("windows", lambda spec: any(spec.windows)),
+        ("layers of which some are causal", lambda spec: len(set(spec.causal)) > 1),
+        ("convolutions and a selector", lambda spec: spec.selector_rank > 0),
+        ("a Markov head that is not vanilla", lambda spec: spec.markov not in (None, "vanilla")),
+        ("a confidence head that sees no Markov codes", lambda s: s.confidence and not s.confidence_with_markov),
+        ("an anchor's slot that proposes, without a Markov head", lambda s: s.first_slot == 0 and s.markov is None),
+        # llama.cpp's DFlash ranks logits, whose order neither changes; a Markov head adds to them.
+        (
+            "a Markov head on changed logits",
+            lambda s: s.markov is not None and (s.output_multiplier, s.softcap) != (1, None),
+        ),
+        ("an activation other than SiLU", lambda spec: spec.hidden_act != "silu"),
+        ("RoPE scaling", lambda spec: spec.rope["rope_type"] not in ("default", "linear", "llama3")),
     ),
 }
 
@@ -79,13 +99,22 @@ class BlockFiles(BlockReading):
 
     @classmethod
     def stores(cls, layout: str, spec: BlockSpec) -> dict[str, bool]:
-        return dict.fromkeys(("embed_tokens", "lm_head"), layout == "deepspec")
+        # llama.cpp takes what is not in the file from the target, but with a draft vocabulary no matrix.
+        has_rows = layout == "llama.cpp" and spec.draft_vocab_size != spec.vocab_size
+        return {"embed_tokens": layout == "deepspec", "lm_head": layout == "deepspec" or has_rows}
 
     @classmethod
     def written(cls, head: BlockHead, target_ids: Tensor | None, layout: str, of_target: Mapping[str, Any]) -> Written:
         spec, tensors = head.spec, cls.stored(head, layout)
         if target_ids is not None:
             tensors |= vocabulary_tensors(spec, target_ids)
+        if layout == "llama.cpp":
+            if "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors:
+                raise CheckpointError(
+                    "the llama.cpp layout cannot express this head: it has embeddings of its own and the target's "
+                    "output matrix, and llama.cpp would take the embeddings for both."
+                )
+            return GGUF_FILE, tensors, _llamacpp_config(spec, of_target)
         if layout == "speculators":
             config = _speculators_config(spec, of_target)
         else:
@@ -151,6 +180,28 @@ def _deepspec_config(spec: BlockSpec) -> dict[str, Any]:
     if spec.markov is not None:
         config |= {"markov_head_type": spec.markov, "confidence_head_with_markov": spec.confidence_with_markov}
     return config
+
+
+def _llamacpp_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that `read_checkpoint` makes of llama.cpp's files: features as `hidden_states` indices."""
+    logits = {
+        "input_embedding_scale": (spec.embedding_scale, 1.0),
+        "output_multiplier": (spec.output_multiplier, 1.0),
+        "final_logit_softcapping": (spec.softcap, None),
+    }
+    markov = {"sample_from_anchor": spec.first_slot == 0, "enable_confidence_head": spec.confidence}
+    return {
+        GGUF_ARCHITECTURE: "dflash",
+        **stated_sizes(spec),
+        "rope_parameters": dict(spec.rope),
+        "aux_hidden_state_layer_ids": list(spec.feature_layers),
+        "block_size": spec.block_size,
+        "mask_token_id": spec.mask_token_id,
+        "causal": all(spec.causal),
+        **({} if spec.markov is None else markov),
+        **{key: value for key, (value, default) in logits.items() if value != default},
+        "base_model_name_or_path": of_target.get("target_name"),
+    }
 
 
 def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[str, Any]:

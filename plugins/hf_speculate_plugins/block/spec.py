@@ -13,7 +13,7 @@ from typing import Literal
 from ..checkpoints import HeadSpec
 
 
-Dialect = Literal["zlab", "deepspec", "specforge", "speculators"]
+Dialect = Literal["zlab", "deepspec", "specforge", "speculators", "llama.cpp"]
 Method = Literal["dflash", "dspark", "dflash2"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 

@@ -5,7 +5,7 @@ dropped or left at its initial value in silence. Nothing here knows a method.
 """
 
 from .accounting import KeyAccount, LoadReport, num_indexed
-from .config import ConfigValues, mask_token_of
+from .config import GGUF_ARCHITECTURE, GGUF_FILE, ConfigValues, mask_token_of
 from .decoder_config import (
     HeadSpec,
     Shapes,
@@ -34,13 +34,17 @@ from .sharing import (
     is_copy,
     shared_embeddings,
     shared_output,
+    target_needed,
     vocabulary_output,
     vocabulary_tensors,
+    were_trained,
 )
 from .target_files import LoadedTarget, TargetFiles
 
 
 __all__ = [
+    "GGUF_ARCHITECTURE",
+    "GGUF_FILE",
     "Checkpoint",
     "ConfigValues",
     "HeadSpec",
@@ -68,9 +72,11 @@ __all__ = [
     "speculators_section",
     "stated_name",
     "stated_sizes",
+    "target_needed",
     "tensor_shapes",
     "vocabulary_output",
     "vocabulary_tensors",
+    "were_trained",
     "windows_of",
     "write_checkpoint",
 ]

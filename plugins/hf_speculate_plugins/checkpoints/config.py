@@ -18,6 +18,9 @@ MAX_SIZE = 1 << 26
 # speculators' name of the mask token, and those of vLLM.
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_token_id")
 
+# Key of a flat config that stands for the metadata of a GGUF file, and the name of such a file.
+GGUF_ARCHITECTURE, GGUF_FILE = "gguf_architecture", "draft.gguf"
+
 
 class ConfigValues:
     """The values of one object of a config. Null is as good as absent.
@@ -33,6 +36,11 @@ class ConfigValues:
         self.values = values
         self._prefix = prefix
 
+    @property
+    def file(self) -> str:
+        """The place of the values, for messages."""
+        return "the metadata" if self.where.endswith(".gguf") else "config.json"
+
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
@@ -40,14 +48,14 @@ class ConfigValues:
         """The error for a value that is not what it should be."""
         shown = repr(self.values.get(key))
         shown = shown if len(shown) <= 80 else f"{shown[:60]} ..."
-        return CheckpointError(f"{self.where}: {self._prefix}{key} in config.json is {shown}, expected {wanted}.")
+        return CheckpointError(f"{self.where}: {self._prefix}{key} in {self.file} is {shown}, expected {wanted}.")
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """A positive integer; without a default it must be there."""
         value = self.values.get(key)
         if value is None:
             if default is None:
-                raise CheckpointError(f"{self.where}: config.json lacks {self._prefix}{key}.")
+                raise CheckpointError(f"{self.where}: {self.file} lacks {self._prefix}{key}.")
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)

@@ -297,7 +297,7 @@ def check_stated_size(config: ConfigValues, key: str, found: int) -> None:
     """Raises `CheckpointError` if the config states another size than `found`, that of the weights."""
     if key in config and (stated := config.size(key)) != found:
         raise CheckpointError(
-            f"{config.where}: {key} in config.json is {stated}, that of the weights {found}: they do not belong "
+            f"{config.where}: {key} in {config.file} is {stated}, that of the weights {found}: they do not belong "
             "together, or one of them was changed."
         )
 

@@ -13,7 +13,7 @@ import pickletools
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import torch
@@ -37,6 +37,8 @@ WEIGHT_FILES = (
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
+_GGUF = ".gguf"
+
 # Times that the bytes of one storage may be shown: heads share an output matrix, and there are not many heads.
 _MAX_SHARING = 16
 
@@ -52,8 +54,16 @@ def known_weight_file(folder: str) -> str | None:
     for name in WEIGHT_FILES:
         if name in names:
             return name
-    others = [name for name in names if name.endswith((".safetensors", ".bin", ".pt"))]
+    others = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", _GGUF))]
     return others[0] if len(others) == 1 else None
+
+
+def _gguf_file(folder: str) -> str | None:
+    """The path of the GGUF file that holds the weights: `folder` itself, or the only weights in it; else None."""
+    if folder.endswith(_GGUF) and not os.path.isdir(folder):
+        return folder
+    name = known_weight_file(folder)
+    return os.path.join(folder, name) if name and name.endswith(_GGUF) else None
 
 
 def weight_files(folder: str) -> list[str]:
@@ -73,6 +83,8 @@ def weight_files(folder: str) -> list[str]:
 
 def checkpoint_files(folder: str) -> list[str]:
     """Names of the files of a checkpoint: its config, its weights, and their index where they have one."""
+    if os.path.isfile(folder):
+        raise CheckpointError(f"{folder} is a file: put it into a folder of its own, which card and figures belong to.")
     name = known_weight_file(folder)
     return list(dict.fromkeys(["config.json", *([name] if name else []), *weight_files(folder)]))
 
@@ -136,17 +148,27 @@ def refuse_other_weights(folder: str | os.PathLike, file: str) -> None:
 
 
 def write_checkpoint(
-    folder: str | os.PathLike, file: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+    folder: str | os.PathLike,
+    file: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    **of_gguf: Any,
 ) -> None:
     """Writes weights and config.json, whole or not at all (see `replace_files`).
 
     Args:
-        file: name of the weights; a pickle where it ends with ".bin" or ".pt".
+        file: name of the weights; a pickle where it ends with ".bin" or ".pt", a GGUF file, which holds the config,
+            where it ends with ".gguf".
         tensors: weights by name, on any device.
+        of_gguf: `vocabulary`, metadata of the target's tokenizer, and `out_type`, type of the matrices.
     Raises:
         CheckpointError: they cannot be written, or there are other weights (see `refuse_other_weights`).
     """
     refuse_other_weights(folder, file)
+    if file.endswith(_GGUF):
+        from .llamacpp import write_head  # the room of GGUF files is slow to import
+
+        return write_head(folder, file, tensors, config, **of_gguf)
     # Copies with storages of their own: a view would be saved with everything that it is a view of.
     copies = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
 
@@ -278,17 +300,21 @@ class Checkpoint:
     """A checkpoint folder as it was read.
 
     Attributes:
-        folder: folder of the files.
-        config: `config.json`, raw (no defaults filled in); empty when there is none.
+        folder: folder of the files, or the GGUF file.
+        config: `config.json`, raw (no defaults filled in); empty when there is none. Of a GGUF file, its metadata under
+            the keys that configs have.
         tensors: tensors by name, wrapper prefixes stripped, on the CPU, in the dtype of the file. They may be mapped
             from it: copy a tensor that is to outlive the file.
         files: names of the weight files that were read, relative to `folder`.
+        packed: matrices that a GGUF file has in blocks (`hf_speculate.gguf.Matrix`), by name; their values are in
+            `tensors`, too.
     """
 
     folder: str
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     files: list[str]
+    packed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_checkpoint(
@@ -297,7 +323,7 @@ def read_checkpoint(
     """Reads config and weights of a folder.
 
     Args:
-        folder: a local folder.
+        folder: a local folder, or a GGUF file.
         strip: prefixes that are taken off names, repeatedly and in any order. (A full causal LM like Medusa-2 needs its
             `model.`: pass `("module.", "_orig_mod.")`.)
         only: filter of the tensors to read, by stripped name; None reads all.
@@ -305,8 +331,14 @@ def read_checkpoint(
         CheckpointError: no weights, truncated or unreadable files, a pickle with anything but tensors in it, names
             that collide after stripping, NaN or infinite weights.
     """
+    if path := _gguf_file(folder):
+        from .llamacpp import read_head  # the room of GGUF files is slow to import
+
+        config, tensors, packed = read_head(path)
+        check_finite(path, tensors)
+        return Checkpoint(folder, config, tensors, [os.path.basename(path)], packed)
     files = weight_files(folder)
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for file in files:
         for name, load in named_loaders(os.path.join(folder, file)):
             stripped = strip_prefixes(name, strip)
@@ -325,6 +357,10 @@ def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, 
     Raises:
         CheckpointError: files that are there but cannot be read (see `read_checkpoint`).
     """
+    if path := _gguf_file(folder):
+        from .llamacpp import head_shapes  # the room of GGUF files is slow to import
+
+        return head_shapes(path)
     if not known_weight_file(folder):
         return {}
     shapes: dict[str, tuple[int, ...]] = {}

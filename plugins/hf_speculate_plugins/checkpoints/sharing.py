@@ -17,6 +17,7 @@ from .accounting import KeyAccount
 from .config import ConfigValues
 from .decoder_config import HeadSpec
 from .files import WEIGHT_TYPES, Checkpoint
+from .target_files import TargetFiles
 
 
 # Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
@@ -222,3 +223,19 @@ def vocabulary_tensors(spec: HeadSpec, target_ids: Tensor | None) -> dict[str, T
     members = torch.zeros(spec.vocab_size, dtype=torch.bool)
     members[ids] = True
     return {"d2t": ids - own, "t2d": members}
+
+
+def target_needed(opened: OpenedHead[Any], layout: str, name: str) -> CheckpointError:
+    """The error for a part of the target that a layout stores, and that no target was given for."""
+    return CheckpointError(
+        f"{opened.checkpoint.folder} has no {name} (it is the target's), which the {layout} layout stores: give the "
+        "target (--target)."
+    )
+
+
+def were_trained(opened: OpenedHead[Any], config: ConfigValues, target: TargetFiles | None) -> bool:
+    """Whether embeddings in a file are the head's own. Unless something says otherwise they are."""
+    if "embed_requires_grad" in config or target is None:
+        return config.flag("embed_requires_grad", True)
+    own, theirs = opened.checkpoint.tensors["embed_tokens.weight"], target.input_embeddings().weight
+    return not is_copy(own, theirs)

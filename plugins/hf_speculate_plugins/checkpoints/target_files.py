@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
@@ -65,6 +65,25 @@ class TargetFiles:
         module.weight = nn.Parameter(weight, requires_grad=False)
         return module
 
+    def vocabulary(self, vocab_size: int) -> dict[str, Any]:
+        """The tokenizer as metadata of a GGUF file, with an entry for each of `vocab_size` tokens.
+
+        Raises:
+            CheckpointError: there is no tokenizer, it has another number of tokens, or is of a kind that is not
+                written.
+        """
+        from hf_speculate.gguf import describe_vocabulary  # a slow import that other conversions do without
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name, **self._hub)
+        except Exception as error:  # transformers has several kinds of errors for it
+            raise CheckpointError(f"cannot read the tokenizer of {self.name!r}: {first_line(error)}") from error
+        return describe_vocabulary(tokenizer, vocab_size)
+
+    @property
+    def _tokenizer_name(self) -> str:
+        return self.name
+
     @cached_property
     def _names(self) -> tuple[str, str]:
         """Names of the embeddings and of the output matrix, taken from a model without weights."""
@@ -112,7 +131,7 @@ class LoadedTarget(TargetFiles):
 
     def __init__(self, model: Any, name: str):
         self.name, self.config = name, model.config
-        self._model = model
+        self._model, self._hub = model, {}
 
     @property
     def architectures(self) -> list[str]:
@@ -123,3 +142,19 @@ class LoadedTarget(TargetFiles):
 
     def output_embeddings(self) -> nn.Linear:
         return self._model.get_output_embeddings()
+
+    def vocabulary(self, vocab_size: int) -> dict[str, Any]:
+        path = self._tokenizer_name
+        if not path.endswith(".gguf"):
+            return super().vocabulary(vocab_size)
+        from hf_speculate.gguf import read_header, vocabulary_of
+
+        found = vocabulary_of(read_header(path))
+        count = len(found.get("tokenizer.ggml.tokens", ()))
+        if count != vocab_size:
+            raise CheckpointError(f"the tokenizer in {path} has {count} tokens, and the head knows {vocab_size}.")
+        return found
+
+    @property
+    def _tokenizer_name(self) -> str:
+        return self._model.name_or_path or self.name

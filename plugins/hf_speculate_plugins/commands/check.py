@@ -62,7 +62,7 @@ def check_checkpoint(
     """Measures the acceptance of a head on texts that the target writes, as stated and under other conventions.
 
     Args:
-        head: folder or Hub id.
+        head: folder, Hub id or GGUF file.
         target: the model that the head was trained for.
         prompts: token ids, int64 [S] each.
         depth: tokens of the chain that is drafted at every position.
@@ -82,7 +82,7 @@ def check_checkpoint(
 
 
 def check(
-    head: Annotated[str, typer.Argument(help="Folder or Hub id of an EAGLE, Medusa or one-pass head.")],
+    head: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of an EAGLE, Medusa or one-pass head.")],
     target: Annotated[
         str,
         typer.Option(

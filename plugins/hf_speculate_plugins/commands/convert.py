@@ -32,16 +32,20 @@ def convert_checkpoint(
     destination: str | os.PathLike,
     layout: str,
     target: str | os.PathLike | TargetFiles | None = None,
+    *,
+    out_type: str | None = None,
 ) -> tuple[SavedHead, LoadReport]:
     """Writes a head in another layout, with its card's figures, provenance, recipe and curves.
 
     Args:
-        source: folder or Hub id of a head in any layout that loads.
+        source: folder, Hub id or GGUF file of a head in any layout that loads.
         destination: an absent or empty folder; all of it is written, or nothing.
         layout: name of the layout. EAGLE: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"),
-            "compact"; Medusa: "fasterdecoding", "vllm"; one-pass heads: "zlab", "deepspec", "speculators".
+            "compact", "llama.cpp"; Medusa: "fasterdecoding", "vllm"; one-pass heads: "zlab", "deepspec",
+            "speculators", "llama.cpp".
         target: folder or Hub id, of which only the config and single tensors are read; or a GGUF file or a name of
-            `NAMED_TARGETS`, which is loaded. Many conversions need none.
+            `NAMED_TARGETS`, which is loaded. Many conversions need none; "llama.cpp" needs its tokenizer.
+        out_type: type of the matrices in a llama.cpp file, a name of `hf_speculate.gguf.OUT_TYPES`; None: "f16".
     Returns:
         The head that was written, and a report on every key of `source`.
     Raises:
@@ -50,6 +54,7 @@ def convert_checkpoint(
         DrafterNotFoundError: there is no such source or target.
         TargetMismatchError: the head belongs to another target.
     """
+    check_out_type(out_type, layout)
     path = check_destination(destination)
     folder = local_folder(source)
     drafter = drafter_class_for(folder)
@@ -60,7 +65,8 @@ def convert_checkpoint(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch, path.name or "head")
-        saved, report = convert_folder(folder, written, layout, files)
+        types = {} if out_type is None else {"out_type": out_type}
+        saved, report = convert_folder(folder, written, layout, files, **types)
         copy_origins(folder, written, converted={"to": saved.layout, "from": drafter.describe(folder).layout})
         if not rename_card(written, **asdict(saved), source=folder):
             write_card(written, **card_facts(written, saved))
@@ -68,6 +74,18 @@ def convert_checkpoint(
             path.rmdir()
         written.rename(path)
     return saved, report
+
+
+def check_out_type(out_type: str | None, layout: str) -> None:
+    """Raises `CheckpointError` for a type of matrices that does not exist, or that a layout has no choice of."""
+    if out_type is None:
+        return
+    if layout != "llama.cpp":
+        raise CheckpointError(f"the type of the matrices can be chosen for llama.cpp; {layout!r} keeps the head's.")
+    from hf_speculate.gguf import OUT_TYPES  # a slow import that other layouts do without
+
+    if out_type not in OUT_TYPES:
+        raise CheckpointError(f"unknown type {out_type!r} of matrices; possible: {', '.join(OUT_TYPES)}.")
 
 
 def check_destination(destination: str | os.PathLike) -> Path:
@@ -90,13 +108,13 @@ def _files_of(target: str | os.PathLike | TargetFiles) -> TargetFiles:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder or Hub id of a head, in any layout that loads.")],
+    source: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of a head, in any layout that loads.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write; absent or empty.")],
     layout: Annotated[
         str,
         typer.Option(
-            help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM), compact. Medusa: fasterdecoding, vllm. "
-            "One-pass heads: zlab, deepspec, speculators."
+            help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM), compact, llama.cpp. Medusa: "
+            "fasterdecoding, vllm. One-pass heads: zlab, deepspec, speculators, llama.cpp."
         ),
     ],
     target: Annotated[
@@ -105,10 +123,13 @@ def convert(
             help=f"Target: folder, Hub id, GGUF file, {', '.join(NAMED_TARGETS)}; only where the error asks for it."
         ),
     ] = None,
+    outtype: Annotated[
+        str | None, typer.Option(help="Type of the matrices for llama.cpp: f32, f16 (default), bf16, q8_0, q4_0.")
+    ] = None,
     json_only: JsonOnly = False,
 ) -> None:
     """Write a head in another project's layout; every key is accounted for."""
-    saved, report = convert_checkpoint(source, destination, layout, target)
+    saved, report = convert_checkpoint(source, destination, layout, target, out_type=outtype)
     if json_only:
         say_json({**asdict(saved), "destination": str(destination), "keys": asdict(report)})
     else:

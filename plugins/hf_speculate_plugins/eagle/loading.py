@@ -1,7 +1,7 @@
 """EAGLE checkpoints of every published layout, read: tensors first, config second.
 
 Sources: the files written by SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec,
-NVIDIA/Model-Optimizer and NVIDIA-NeMo/Automodel. Dialects name the same tensors differently (`midlayer.` /
+NVIDIA/Model-Optimizer, NVIDIA-NeMo/Automodel and llama.cpp. Dialects name the same tensors differently (`midlayer.` /
 `layers.0.`), count layers differently (outputs of layers / indices into `hidden_states`), and mean different things by
 the same flag; all of that ends here, in one `EagleSpec`.
 """
@@ -17,7 +17,16 @@ from transformers import PreTrainedModel
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
-from ..checkpoints import ConfigValues, OpenedHead, Shapes, Stated, mask_token_of, rope_of, windows_of
+from ..checkpoints import (
+    GGUF_ARCHITECTURE,
+    ConfigValues,
+    OpenedHead,
+    Shapes,
+    Stated,
+    mask_token_of,
+    rope_of,
+    windows_of,
+)
 from ..heads import HeadFiles
 from .head import EagleHead
 from .spec import Dialect, EagleConventions, EagleSpec
@@ -170,6 +179,8 @@ def _dialect(stated: Stated, version: int) -> Dialect:
     config = stated.config
     if version == 1:
         return "eagle1"
+    if GGUF_ARCHITECTURE in config:
+        return "llama.cpp"
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         if config.text("speculators_model_type", "eagle3") not in ("eagle3", "peagle"):
             raise config.wrong("speculators_model_type", "eagle3 or peagle")

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import OpenedHead, TargetFiles, speculators_section, stated_sizes, vocabulary_tensors
+from ..checkpoints import (
+    GGUF_ARCHITECTURE,
+    GGUF_FILE,
+    OpenedHead,
+    TargetFiles,
+    speculators_section,
+    stated_sizes,
+    vocabulary_tensors,
+)
 from ..heads import Limit, Written
 from .head import EagleHead
 from .loading import EagleReading
@@ -18,18 +26,25 @@ from .spec import EagleSpec
 
 
 # "compact" is SpecForge's without what the target has anyway: nobody else reads it; `convert` makes the others of it.
+# "llama.cpp" is a GGUF file, which also holds the target's tokenizer.
 _AS_SPECFORGE = ("specforge", "compact")
 
+_GGUF_ROPE = ("default", "linear", "llama3")  # types of RoPE that GGUF files are written with
+
 _NORMS_OF_HEADS: Limit = ("norms of queries and keys", lambda spec: spec.qk_norm)
-_NEEDS_SPECULATORS: tuple[Limit, ...] = (
+# One layer of Llama behind three features.
+_ONE_LAYER: tuple[Limit, ...] = (
     ("more than one layer", lambda spec: spec.num_layers > 1),
     _NORMS_OF_HEADS,
-    ("norm_before_fc", lambda spec: spec.norm_before_fc),
-    ("norm_before_residual", lambda spec: spec.norm_before_residual),
     ("a normed state fed back", lambda spec: spec.feed_back_normed),
     ("sliding windows", lambda spec: any(spec.windows)),
     ("other than three features", lambda spec: spec.version == 3 and spec.num_features != 3),
     ("the mask of P-EAGLE", lambda spec: spec.parallel),
+)
+_NEEDS_SPECULATORS: tuple[Limit, ...] = (
+    *_ONE_LAYER,
+    ("norm_before_fc", lambda spec: spec.norm_before_fc),
+    ("norm_before_residual", lambda spec: spec.norm_before_residual),
 )
 _COMMON: tuple[Limit, ...] = (
     ("a first layer without a norm on the embedding", lambda spec: not spec.norm_embedding),
@@ -61,6 +76,15 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         ("windows of different lengths", lambda spec: len({w for w in spec.windows if w}) > 1),
         ("a mask token that nobody has named", lambda spec: spec.parallel and spec.mask_token_id is None),
     ),
+    "llama.cpp": (
+        *_COMMON,
+        *_ONE_LAYER,
+        ("EAGLE-1", lambda spec: spec.version == 1),
+        ("a norm of every feature (fc_norm)", lambda spec: spec.fc_norm),
+        ("logits without a norm", lambda spec: spec.version == 3 and not spec.norm_logits),
+        ("an activation other than SiLU", lambda spec: spec.hidden_act != "silu"),
+        (f"RoPE other than {', '.join(_GGUF_ROPE)}", lambda spec: spec.rope["rope_type"] not in _GGUF_ROPE),
+    ),
 }
 
 
@@ -83,13 +107,18 @@ class EagleFiles(EagleReading):
 
     @classmethod
     def layout_of(cls, spec: EagleSpec) -> str:
-        return "safeailab" if spec.version == 1 else spec.dialect if spec.own_output else "compact"
+        if spec.version == 1:
+            return "safeailab"
+        return spec.dialect if spec.own_output or spec.dialect == "llama.cpp" else "compact"
 
     @classmethod
     def stores(cls, layout: str, spec: EagleSpec) -> dict[str, bool]:
         return {
             "embed_tokens": layout == "speculators" or spec.version == 1,
-            "lm_head": spec.version == 3 and layout != "compact",
+            # llama.cpp takes the target's whole matrix where the file has none.
+            "lm_head": spec.version == 3
+            and layout != "compact"
+            and (layout != "llama.cpp" or spec.own_output or spec.draft_vocab_size != spec.vocab_size),
         }
 
     @classmethod
@@ -99,6 +128,8 @@ class EagleFiles(EagleReading):
         tensors, dtype = cls._tensors(head, target_ids, layout), str(head.dtype).removeprefix("torch.")
         if layout == "safeailab":
             return "pytorch_model.bin", tensors, {**_safeailab_config(spec), "torch_dtype": dtype}
+        if layout == "llama.cpp":
+            return GGUF_FILE, tensors, _llamacpp_config(spec, layers, of_target)
         if layout in _AS_SPECFORGE:
             config = _specforge_config(spec, layers)
             if layout == "compact":
@@ -118,7 +149,7 @@ class EagleFiles(EagleReading):
             tensors |= vocabulary_tensors(spec, target_ids)
         if layout in _AS_SPECFORGE and "norm.weight" not in tensors:
             tensors["norm.weight"] = torch.ones(spec.hidden_size, dtype=head.dtype)  # its module always has one
-        if spec.version == 3 and layout != "speculators":
+        if spec.version == 3 and layout not in ("speculators", "llama.cpp"):
             tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
         return tensors
 
@@ -186,6 +217,20 @@ def _specforge_config(spec: EagleSpec, layers: list[int] | None) -> dict[str, An
     if rope["rope_type"] != "default":
         config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return config
+
+
+def _llamacpp_config(spec: EagleSpec, layers: list[int] | None, of_target: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that `read_checkpoint` makes of llama.cpp's files: features as `hidden_states` indices."""
+    return {
+        GGUF_ARCHITECTURE: "eagle3",
+        **stated_sizes(spec),
+        "rope_parameters": dict(spec.rope),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "target_hidden_size": spec.target_hidden_size,
+        "norm_before_residual": spec.norm_before_residual,
+        "norm_before_fc": spec.norm_before_fc,
+        "base_model_name_or_path": of_target.get("target_name"),
+    }
 
 
 def _speculators_config(spec: EagleSpec, layers: list[int] | None, of_target: Mapping[str, Any]) -> dict[str, Any]:

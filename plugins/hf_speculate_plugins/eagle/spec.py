@@ -16,7 +16,7 @@ from hf_speculate.drafting import RAW_LAST
 from ..checkpoints import HeadSpec
 
 
-Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm"]
+Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm", "llama.cpp"]
 
 # The steps' noise lifts tokens that the head finds less probable: sampled requests gain by more children (SmolLM2, 48
 # held-out questions, 8 / 16 / 32 nodes: 1 %, 1.5 %, 4 % more tokens a round), greedy ones do not.

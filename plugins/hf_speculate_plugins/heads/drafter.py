@@ -124,10 +124,15 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     @classmethod
     def convert(
-        cls, folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
+        cls,
+        folder: str,
+        path: str | os.PathLike,
+        layout: str,
+        target: TargetFiles | None = None,
+        out_type: str = "f16",
     ) -> tuple[SavedHead, LoadReport]:
         """Writes the head in `folder` to `path` in another layout, see `HeadFiles.convert`."""
-        return cls.head_files.convert(folder, path, layout, target)
+        return cls.head_files.convert(folder, path, layout, target, out_type)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Compares hidden size, vocabulary and depth. A target with added tokens needs embeddings that have them."""

@@ -41,9 +41,12 @@ from ..checkpoints import (
     shared_embeddings,
     shared_output,
     stated_name,
+    target_needed,
+    were_trained,
     write_checkpoint,
 )
 from .head import Head, LoadedHead, built_head
+from .packed import dense_state, keep_packed
 
 
 logger = get_logger(__name__)
@@ -131,9 +134,13 @@ class HeadFiles(Generic[Spec, Head]):
     # Reading.
 
     @classmethod
-    def load(cls, folder: str, target: PreTrainedModel, conventions: Any = None) -> LoadedHead[Head]:
+    def load(
+        cls, folder: str, target: PreTrainedModel, conventions: Any = None, *, packed: bool = True
+    ) -> LoadedHead[Head]:
         """Loads the head in `folder` for `target`.
 
+        Args:
+            packed: whether matrices that a GGUF file has in blocks may stay so (`keep_packed`): to draft, not to train.
         Raises:
             CheckpointError: unreadable, or not what its layout has.
             TargetMismatchError: made for a target of another width, vocabulary or depth.
@@ -143,7 +150,10 @@ class HeadFiles(Generic[Spec, Head]):
         embed_tokens = shared_embeddings(opened, target.get_input_embeddings(), choice, trained=spec.trains_embeddings)
         rows = None if spec.own_output else target.dtype
         lm_head = shared_output(opened, target.get_output_embeddings(), rows)
-        return cls.assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
+        loaded = cls.assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
+        if packed and opened.checkpoint.packed:
+            keep_packed(loaded.head, opened.checkpoint.packed)
+        return loaded
 
     @classmethod
     def open(cls, folder: str, conventions: Any = None, target: PreTrainedModel | None = None) -> OpenedHead[Spec]:
@@ -284,17 +294,20 @@ class HeadFiles(Generic[Spec, Head]):
             layout: see `check_layout`.
             of_target: `num_target_layers`, depth of the target (None: unknown); `target_name` and
                 `target_architectures` for layouts whose config names the target; `embeddings_were_trained`, whether
-                the head's own embeddings are better than the target's.
+                the head's own embeddings are better than the target's; `vocabulary` and `out_type` for GGUF files
+                (`write_checkpoint`).
         Raises:
             CheckpointError: the layout cannot express this head; the message says why.
         """
-        file, tensors, config = cls.written(head, target_ids, cls.check_layout(layout, head.spec), of_target)
-        write_checkpoint(path, file, tensors, config)
+        layout = cls.check_layout(layout, head.spec)
+        file, tensors, config = cls.written(head, target_ids, layout, of_target)
+        of_gguf = {name: of_target[name] for name in ("vocabulary", "out_type") if name in of_target}
+        write_checkpoint(path, file, tensors, config, **of_gguf)
 
     @classmethod
     def stored(cls, head: Head, layout: str) -> dict[str, Tensor]:
         """The head's tensors, with those of the target that the layout stores."""
-        spec, tensors, keeps = head.spec, dict(head.state_dict()), cls.stores(layout, head.spec)
+        spec, tensors, keeps = head.spec, dense_state(head, head.dtype), cls.stores(layout, head.spec)
         for name, module in head.shared.items():
             if module is not None and keeps[name]:
                 if name == "embed_tokens":
@@ -308,14 +321,20 @@ class HeadFiles(Generic[Spec, Head]):
 
     @classmethod
     def convert(
-        cls, folder: str, path: str | os.PathLike, layout: str, target: TargetFiles | None = None
+        cls,
+        folder: str,
+        path: str | os.PathLike,
+        layout: str,
+        target: TargetFiles | None = None,
+        out_type: str = "f16",
     ) -> tuple[SavedHead, LoadReport]:
-        """Writes the head in `folder` to the folder `path` in another layout, exactly.
+        """Writes the head in `folder` to the folder `path` in another layout, exactly but for `out_type`.
 
         Args:
             target: files of the target. They are needed where the layout stores parts that the head shares with the
                 target, and where the target's depth decides which layers the head reads. They also tell which of the
                 file's tensors are mere copies.
+            out_type: type of the matrices in a GGUF file (`OUT_TYPES`); other layouts keep that of the tensors.
         Raises:
             CheckpointError: unreadable; the layout cannot express the head; the target is needed and was not given.
             TargetMismatchError: the target is another one.
@@ -328,7 +347,11 @@ class HeadFiles(Generic[Spec, Head]):
         loaded = cls.assemble(opened, embed_tokens, cls._output(opened, layout, target))
         config = ConfigValues(folder, opened.checkpoint.config)
         facts = facts_of_target(config, target)
-        trained = embed_tokens is None and _were_trained(opened, config, target)
+        if layout == "llama.cpp":
+            if target is None:
+                raise target_needed(opened, layout, "tokenizer")
+            facts |= {"vocabulary": target.vocabulary(opened.spec.vocab_size), "out_type": out_type}
+        trained = embed_tokens is None and were_trained(opened, config, target)
         cls.write(path, loaded.head, loaded.target_ids, layout, **facts, embeddings_were_trained=trained)
         return SavedHead(opened.spec.algorithm, layout, facts["target_name"]), loaded.report
 
@@ -349,7 +372,7 @@ class HeadFiles(Generic[Spec, Head]):
             return nn.Embedding(spec.vocab_size, spec.hidden_size, device="meta")  # stands for the target's
         if target is None:
             if own is None:
-                raise _target_needed(opened, layout, _EMBEDDINGS)
+                raise target_needed(opened, layout, _EMBEDDINGS)
             return None
         theirs = target.input_embeddings()
         if is_stored and own is not None and is_copy(own, theirs.weight):
@@ -369,21 +392,6 @@ class HeadFiles(Generic[Spec, Head]):
             opened.keys.share(_OUTPUT, "not in the file")
             return nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False, device="meta")
         if target is None:
-            raise _target_needed(opened, layout, _OUTPUT)
+            raise target_needed(opened, layout, _OUTPUT)
         theirs = target.output_embeddings()
         return shared_output(opened, theirs, None if spec.own_output else theirs.weight.dtype)
-
-
-def _target_needed(opened: OpenedHead[Any], layout: str, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{opened.checkpoint.folder} has no {name} (it is the target's), which the {layout} layout stores: give the "
-        "target (--target)."
-    )
-
-
-def _were_trained(opened: OpenedHead[Any], config: ConfigValues, target: TargetFiles | None) -> bool:
-    """Whether embeddings in a file are the head's own. Unless something says otherwise they are."""
-    if "embed_requires_grad" in config or target is None:
-        return config.flag("embed_requires_grad", True)
-    own, theirs = opened.checkpoint.tensors[_EMBEDDINGS], target.input_embeddings().weight
-    return not is_copy(own, theirs)

@@ -122,6 +122,7 @@ class SharingHead(nn.Module, Generic[Spec]):
     """
 
     fc: nn.Linear
+    layers: nn.ModuleList
     rotary: nn.Module
 
     def __init__(self, spec: Spec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
@@ -140,7 +141,8 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        first: Any = self.layers[0]  # its matrices may be packed, its norms never are
+        return first.post_attention_layernorm.weight.dtype
 
     @property
     def windows(self) -> Sequence[int | None]:

@@ -14,18 +14,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_speculate import AutoSpeculator, SpeculateError, cli
+from hf_speculate import AutoSpeculator, SpeculateError, cli, load_gguf
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate_plugins.commands.export import (
-    SCRIPT,
-    EngineDrafts,
-    engine_warnings,
-    export_head,
-    refuse_quantized,
-)
+from hf_speculate.gguf import read_header
+from hf_speculate_plugins.commands.engines import EngineDrafts, engine_warnings, refuse_quantized
+from hf_speculate_plugins.commands.export import SCRIPT, export_head
 from hf_speculate_plugins.medusa import StaticTree
 from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3Shape, new_eagle3
 
+from ...support.llamacpp import write_target
 from ...support.models import build_tiny_model
 from ...support.paths import REPOSITORY
 
@@ -128,15 +125,60 @@ def test_the_script_hands_the_engine_the_head_beside_it(target, prompts, tmp_pat
     ("head", "engine", "options", "said"),
     [
         ("pycoder-medusa", "sglang", {}, "SGLang serves heads of eagle3, eagle, not of medusa; vLLM does"),
-        ("pycoder-dspark", "vllm", {}, "not of dspark; nobody known here does"),
+        ("pycoder-dspark", "vllm", {}, "not of dspark; llama.cpp does"),
         ("pycoder-eagle3", "vllm", {"top_k": 4}, "vLLM drafts chains"),
         ("pycoder-eagle3", "sglang", {"depth": 9}, r"cannot be 9 deep: at least 10"),
+        ("pycoder-eagle3", "llama.cpp", {"top_k": 4}, "llama.cpp drafts chains"),
+        ("pycoder-eagle3", "llama.cpp", {}, r"hands no states of 'qwen2' models to heads.*llama, mistral, qwen3"),
+        ("pycoder-medusa", "llama.cpp", {}, "llama.cpp serves heads of eagle3, dflash, dspark, not of medusa"),
+        ("pycoder-eagle3", "vllm", {"out_type": "q8_0"}, "'speculators' keeps the head's"),
     ],
 )
 def test_refusals(target, prompts, tmp_path, head, engine, options, said):
     with pytest.raises(SpeculateError, match=said):
         exported(head, tmp_path / "out", engine, target, prompts, **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def as_llama(target, tmp_path_factory):
+    """pycoder as llama.cpp's architecture "llama": the file, and the model that we load from it."""
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    write_target(path, target, AutoTokenizer.from_pretrained(TARGET), "q8_0")
+    return str(path), load_gguf(path, dtype=torch.float32)[0]
+
+
+def test_a_folder_for_llamacpp(as_llama, prompts, tmp_path):
+    """Its head is the one that was measured, and the script hands both files to the server."""
+    path, model = as_llama
+    folder = tmp_path / "it's a folder"
+    found = exported("pycoder-eagle3", folder, "llama.cpp", model, prompts, target_name=path)
+    assert (found["layout"], found["drafting"]) == ("llama.cpp", asdict(EngineDrafts(5)))
+    (tmp_path / "llama-server").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "llama-server").chmod(0o755)
+    given = {"capture_output": True, "text": True, "check": True, "cwd": "/"}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told = subprocess.run([folder / SCRIPT, "-ngl", "0"], env=environment, **given).stdout.splitlines()
+    flags = dict(zip(told[::2], told[1::2], strict=True))
+    assert flags["-m"] == path
+    assert flags["-md"] == str(folder / "draft.gguf")
+    assert (flags["--spec-type"], flags["--spec-draft-n-max"], flags["-ngl"]) == ("draft-eagle3", "5", "0")
+    again = AutoSpeculator.from_pretrained(folder, target=model, adaptive=False, **found["drafting"])
+    for prompt in prompts:
+        model.generate(prompt[None], max_new_tokens=24, do_sample=False, speculator=again)
+    assert again.stats.mean_acceptance_length == pytest.approx(found["mean_acceptance_length"], rel=0.1)
+
+
+def test_a_file_for_llamacpp(as_llama, prompts, tmp_path):
+    path, model = as_llama
+    head = tmp_path / "new" / "head.gguf"
+    given = {"target_name": path, "out_type": "q8_0", "depth": 2}
+    found = exported("pycoder-dspark", head, "llama.cpp", model, prompts, **given)
+    assert f"-md {head} --spec-type draft-dspark --spec-draft-n-max 2" in found["script"].replace('"', "")
+    assert [each.name for each in head.parent.iterdir()] == ["head.gguf"]
+    assert read_header(head).tensors["fc.weight"].type == "Q8_0"
+    with pytest.raises(CheckpointError, match=r"head\.gguf exists"):
+        exported("pycoder-dspark", head, "llama.cpp", model, prompts, **given)
 
 
 def test_another_target_and_a_folder_in_use(target, prompts, tmp_path):
@@ -156,6 +198,9 @@ def test_another_target_and_a_folder_in_use(target, prompts, tmp_path):
 
 def test_quantised_targets_and_what_may_go_otherwise():
     refuse_quantized("vllm", "")
+    refuse_quantized("llama.cpp", "GGUF (Q4_0)")
+    with pytest.raises(SpeculateError, match=r"llama\.cpp would serve other ones"):
+        refuse_quantized("llama.cpp", "bitsandbytes (nf4)")
     with pytest.raises(SpeculateError, match=r"quantised \(GGUF \(Q4_0\)\), and vLLM would serve other ones"):
         refuse_quantized("vllm", "GGUF (Q4_0)")
     known, unknown = build_tiny_model().config, build_tiny_model("mistral").config

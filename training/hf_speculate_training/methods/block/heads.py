@@ -137,7 +137,7 @@ def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Bloc
     Raises:
         RecipeError: a DFlash2 head, whose selector these methods do not train; a target with more tokens.
     """
-    loaded = load_head(local_folder(os.fspath(folder)), target)
+    loaded = load_head(local_folder(os.fspath(folder)), target, packed=False)
     if loaded.head.spec.method == "dflash2":
         raise RecipeError("method.start_from: this is a DFlash2 head, and its selector is not trained here.")
     refuse_added_tokens(loaded.head.spec.vocab_size, target)

@@ -130,7 +130,7 @@ def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Eagl
     Raises:
         RecipeError: a P-EAGLE head, whose masks these methods do not train; a target with more tokens.
     """
-    loaded = load_head(local_folder(os.fspath(folder)), target)
+    loaded = load_head(local_folder(os.fspath(folder)), target, packed=False)
     if loaded.head.spec.parallel:
         raise RecipeError("method.start_from: this is a P-EAGLE head, and its masks are not trained here.")
     refuse_added_tokens(loaded.head.spec.vocab_size, target)
