@@ -123,10 +123,11 @@ def export_head(
         f"{method} head for {target_name} in {TITLES[engine]}, by hf-speculate export. Measured with transformers, "
         f"{drafts.words}: {length:.2f} tokens a round ({len(prompts)} prompts, greedy)."
     )
-    script = _script(facts, command(engine, engine_method, _served_target(engine, target_name), drafts))
+    line = command(engine, engine_method, _served_target(engine, target_name), drafts)
     if is_file:
-        script = script.replace(f"$head/{GGUF_FILE}", os.path.abspath(path))
+        script = line.replace(f'"$head/{GGUF_FILE}"', shlex.quote(os.path.abspath(path))) + "\n"
     else:
+        script = _script(facts, line)
         (path / SCRIPT).write_text(script, encoding="utf-8")
         (path / SCRIPT).chmod(0o755)
     return {

@@ -260,6 +260,8 @@ def test_matrices_stay_packed(out_type, tmp_path):
     ours, theirs = (each.head.layers[0].self_attn.k_proj(inputs) for each in (packed, dense))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)  # rows are in order, too
     drafter = EagleDrafter(packed, pycoder())
+    assert drafter._native is not None
+    assert drafter._native.current_ranking() is not None
     drafter.save_pretrained(tmp_path / "saved", "speculators")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     for name, weight in dense.head.state_dict().items():

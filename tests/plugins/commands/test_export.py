@@ -174,7 +174,9 @@ def test_a_file_for_llamacpp(as_llama, prompts, tmp_path):
     head = tmp_path / "new" / "head.gguf"
     given = {"target_name": path, "out_type": "q8_0", "depth": 2}
     found = exported("pycoder-dspark", head, "llama.cpp", model, prompts, **given)
-    assert f"-md {head} --spec-type draft-dspark --spec-draft-n-max 2" in found["script"].replace('"', "")
+    assert found["script"].startswith(
+        f"llama-server -m {path} -md {head} --spec-type draft-dspark --spec-draft-n-max 2"
+    )
     assert [each.name for each in head.parent.iterdir()] == ["head.gguf"]
     assert read_header(head).tensors["fc.weight"].type == "Q8_0"
     with pytest.raises(CheckpointError, match=r"head\.gguf exists"):
