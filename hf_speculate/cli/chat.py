@@ -18,6 +18,7 @@ from .session import (
     OneSpec,
     Seed,
     Session,
+    ShowDrafts,
     Stats,
     System,
     TopK,
@@ -64,7 +65,7 @@ class Conversation:
         ids = chat_ids([*self.messages, question], session.tokenizer)
         self.messages.append(question)
         self._keep_common(ids)
-        typist = Typist(session.tokenizer, write)
+        typist = session.typist(write)
         try:
             session.run(ids[None], typist, session.speculator, **as_cache(self._cache))
         except KeyboardInterrupt:
@@ -103,6 +104,7 @@ def chat(
     top_k: TopK = None,
     seed: Seed = None,
     system: System = None,
+    show_drafts: ShowDrafts = False,
     stats: Stats = False,
     dtype: TargetDtype = "auto",
     device: Device = None,
@@ -121,6 +123,7 @@ def chat(
         gguf_backend=gguf_backend,
         threads=threads,
         exact=exact,
+        shows_drafts=show_drafts,
     )
     if not session.tokenizer.chat_template:
         raise SpeculateError(

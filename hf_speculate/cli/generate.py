@@ -36,6 +36,7 @@ from .session import (
     OneSpec,
     Seed,
     Session,
+    ShowDrafts,
     Stats,
     System,
     Temperature,
@@ -57,6 +58,8 @@ Examples:
   hf-speculate generate --compare -t model.gguf -s prompt_lookup:max_ngram=4 < question.txt
 
   hf-speculate generate "def fibonacci(" --raw --draw -t examples/pycoder -s examples/pycoder-eagle3
+
+  hf-speculate generate "Write a haiku." --compare --show-drafts
 """
 
 _WARM_UP_TOKENS = 8
@@ -79,6 +82,7 @@ def generate(
     draw: Annotated[
         bool, typer.Option("--draw", help="Draw the draft tree of every round instead of the text.")
     ] = False,
+    show_drafts: ShowDrafts = False,
     stats: Stats = False,
     dtype: TargetDtype = "auto",
     device: Device = None,
@@ -103,6 +107,7 @@ def generate(
         gguf_backend=gguf_backend,
         threads=threads,
         exact=exact,
+        shows_drafts=show_drafts,
     )
     ids = _ids(text, system, raw, session.tokenizer)
     restart = _seeding(seed)
@@ -148,7 +153,8 @@ def _seeding(seed: int | None) -> Callable[[], Any]:
 
 
 def _single(session: Session, ids: Tensor, quiet: bool) -> dict[str, Any]:
-    typist = session.generate(ids, _silent if quiet else print_piece)
+    typist = session.typist(_silent if quiet else print_piece)
+    session.run(ids, typist, session.speculator)
     if not quiet:
         print_piece("\n")
         say(session.speed_line(typist), err=True)
@@ -159,7 +165,7 @@ def _compared(session: Session, ids: Tensor, restart: Callable[[], Any], quiet: 
     """Figures of plain generation and of the speculator, from the same seed, both warmed up."""
     choices = {"plain": None, "speculative": session.speculator}
     for choice in choices.values():
-        session.run(ids, Typist(session.tokenizer, _silent), choice, max_new_tokens=_WARM_UP_TOKENS)
+        session.run(ids, session.typist(_silent), choice, max_new_tokens=_WARM_UP_TOKENS)
     if session.speculator is not None:
         session.speculator.stats.reset()
 
@@ -170,7 +176,8 @@ def _compared(session: Session, ids: Tensor, restart: Callable[[], Any], quiet: 
 
         return run
 
-    runs = [(title, "green" if choice else "white", started(choice)) for title, choice in choices.items()]
+    style = "white" if session.shows_drafts else "green"
+    runs = [(title, style if choice else "white", started(choice)) for title, choice in choices.items()]
     shown = console()
     shown.quiet = quiet
     plain, ours = side_by_side(shown, session.tokenizer, runs)
@@ -202,5 +209,5 @@ def _speculation(session: Session) -> dict[str, Any]:
     return {"speculation": None if session.speculator is None else session.speculator.stats.to_dict()}
 
 
-def _silent(_text: str) -> None:
+def _silent(*_piece: Any) -> None:
     pass

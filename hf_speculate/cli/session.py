@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..commands import (
+    DRAFTED,
+    DraftTypist,
     Typist,
     check_temperatures,
+    console,
     default_specs,
     find_device,
     load_target,
@@ -27,6 +32,7 @@ from ..errors import SpeculateError
 from ..messages import printable
 from ..models import NAMED_TARGETS, SMOLLM2, GenerativeModel
 from ..speculator import Speculator
+from ..streaming import rounds
 
 
 PLAIN = "none"
@@ -63,6 +69,9 @@ TopK = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of the sampling (default: another text every time).")]
 System = Annotated[str | None, typer.Option(help="System message at the start of the chat (default: none).")]
+ShowDrafts = Annotated[
+    bool, typer.Option("--show-drafts", help="Colour the tokens that were accepted drafts, on a terminal.")
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Print statistics of the speculation to stderr.")]
 
 
@@ -75,6 +84,7 @@ class Session:
         model, tokenizer: model and tokenizer of the target.
         speculator: the speculator; None for plain generation.
         request: arguments of `generate` without the prompt.
+        shows_drafts: whether texts come with the knowledge of which tokens were accepted drafts.
     """
 
     title: str
@@ -82,6 +92,7 @@ class Session:
     tokenizer: PreTrainedTokenizerBase
     speculator: Speculator | None
     request: dict[str, Any]
+    shows_drafts: bool = False
 
     @classmethod
     def load(
@@ -95,8 +106,11 @@ class Session:
         gguf_backend: str,
         threads: int | None,
         exact: bool = False,
+        shows_drafts: bool = False,
     ) -> Session:
         """Loads target and speculator; raises `SpeculateError`. Names are checked before weights are read."""
+        if shows_drafts and speculator == PLAIN:
+            raise SpeculateError(f"--show-drafts shows what a speculator does: --speculator {PLAIN} has none.")
         prepare(threads)
         name = target or default_target()
         spec = default_specs(name)[-1] if speculator is None else None
@@ -106,24 +120,24 @@ class Session:
             spec = spec.with_option("exact", True)
         model, tokenizer = load_target(name, dtype, find_device(device), gguf_backend, neutral=False)
         title = f"{Path(name).name}, {'no speculator' if spec is None else f'drafts by {spec.label}'}"
-        return cls(title, model, tokenizer, None if spec is None else make_spec(spec, model), request)
+        return cls(title, model, tokenizer, None if spec is None else make_spec(spec, model), request, shows_drafts)
 
-    def generate(self, ids: Tensor, write: Callable[[str], Any], **kwargs: Any) -> Typist:
-        """Generates behind a prompt of token ids, int64 [1, S]; `write` gets the text piece by piece."""
-        typist = Typist(self.tokenizer, write)
-        self.run(ids, typist, self.speculator, **kwargs)
-        return typist
+    def typist(self, write: Callable[..., Any]) -> Typist:
+        """A typist for `run`. `write` gets pieces of text, and with `shows_drafts` whether each was drafted."""
+        return (DraftTypist if self.shows_drafts else Typist)(self.tokenizer, write)
 
-    def run(self, ids: Tensor, streamer: Any, speculator: Speculator | None, **kwargs: Any) -> Tensor:
-        """The result of one call of `generate`, int64 [1, S + new]."""
-        return self.model.generate(
-            ids.to(self.model.device),
-            attention_mask=torch.ones_like(ids).to(self.model.device),
-            tokenizer=self.tokenizer,
-            streamer=streamer,
-            speculator=speculator,
-            **(self.request | kwargs),
-        )
+    def run(self, ids: Tensor, streamer: Any, speculator: Speculator | None, **kwargs: Any) -> None:
+        """Generates behind a prompt of token ids, int64 [1, S]. With `shows_drafts` the streamer is told of rounds."""
+        ids = ids.to(self.model.device)
+        prompt = {"inputs": ids, "attention_mask": torch.ones_like(ids), "tokenizer": self.tokenizer}
+        request = {**prompt, **self.request, **kwargs}
+        if speculator is None or not self.shows_drafts:
+            self.model.generate(**request, streamer=streamer, speculator=speculator)
+            return
+        with closing(rounds(self.model, **request, speculator=speculator)) as found:
+            for round in found:
+                streamer.add(round)
+        streamer.end()
 
     def speed_line(self, typist: Typist) -> str:
         """A line such as `128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
@@ -131,8 +145,16 @@ class Session:
         return typist.speed + ("" if length is None else f", {length:.2f} tokens a round")
 
 
-def print_piece(text: str) -> None:
-    """Prints a piece of text at once. A terminal shows control characters as text; other outputs get them unchanged."""
+def print_piece(text: str, is_drafted: bool = False) -> None:
+    """Prints a piece of text at once. A terminal shows control characters as text; other outputs get them unchanged.
+
+    Args:
+        text: the piece.
+        is_drafted: whether it was an accepted draft, which a terminal shows in colour.
+    """
+    if is_drafted and sys.stdout.isatty():
+        console().print(Text(text, style=DRAFTED), end="", soft_wrap=True)
+        return
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

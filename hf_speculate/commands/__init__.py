@@ -66,5 +66,7 @@ from .targets import neutralize as neutralize
 from .targets import parse_spec as parse_spec
 from .targets import parse_specs as parse_specs
 from .targets import target_path as target_path
+from .typing import DRAFTED as DRAFTED
+from .typing import DraftTypist as DraftTypist
 from .typing import Typist as Typist
 from .typing import side_by_side as side_by_side

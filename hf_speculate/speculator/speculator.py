@@ -190,6 +190,9 @@ class Speculator:
         rule = "" if self.lossless else f", {self.typical}, lossy"
         return f"Speculator({self.drafter!r}{rule})"
 
+    def _repr_html_(self) -> str:
+        return self.stats._repr_html_()
+
 
 class AutoSpeculator:
     """Makes a `Speculator` from the name of an installed drafter or from a checkpoint."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 from .draft_tree import DraftTree
@@ -76,6 +77,9 @@ class Round:
             tokenizer: decodes tokens to text; None shows token ids.
         """
         return "\n\n".join(self._drawn(row, tokenizer) for row, tokens in enumerate(self.tokens) if tokens)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.draw())}</pre>"
 
     def _drawn(self, row: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
         slot, emitted = self.tree.slot(row), self.tokens[row]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from typer.testing import CliRunner
 
 from hf_speculate import cli
 from hf_speculate.cli.chat import Conversation
-from hf_speculate.cli.session import Session, sampling
-from hf_speculate.commands import chat_ids
+from hf_speculate.cli.session import Session, print_piece, sampling
+from hf_speculate.commands import DraftTypist, chat_ids
 from hf_speculate.errors import SpeculateError
 
+from ..docs.pages import REPOSITORY
 from ..support.inputs import character_tokenizer
 from ..support.models import SIZES
 
@@ -93,9 +96,20 @@ class TestGenerate:
         assert "drafted tokens accepted" in result.stdout
         assert "0 of 0 drafted" not in result.stdout
 
+    def test_drafts_are_counted_and_the_text_stays(self, folder, monkeypatch):
+        monkeypatch.setenv("HF_SPECULATE_ADAPTIVE", "0")
+        options = ("-t", folder, "-n", 60, "--temperature", 0, "-s", "prompt_lookup:min_ngram=1")
+        plain, marked = (run("generate", "hello hello", *options, *more) for more in ((), ("--show-drafts",)))
+        assert (marked.exit_code, marked.stdout) == (0, plain.stdout)
+        assert int(re.search(r"(\d+) of them drafted", marked.stderr)[1]) > 5
+        compared = run("generate", "hello hello", *options, "--compare", "--show-drafts")
+        assert "the same text" in compared.stderr
+        assert "of them drafted" in compared.stdout
+
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
+            (("-s", "none", "--show-drafts"), "--speculator none has none"),
             (("-s", "promt_lookup"), "Did you mean 'prompt_lookup'?"),
             (("-s", "none", "--compare"), "--speculator none has none"),
             (("--temperature", "0", "--top-p", "0.5"), "greedy"),
@@ -157,6 +171,26 @@ class TestChat:
             expected.append(plain_text(folder, messages, 30))
             messages.append({"role": "assistant", "content": expected[-1]})
         assert result.stdout == "".join(f"{text}\n" for text in expected)
+
+    def test_shown_drafts_change_no_turn_and_colour_a_terminal(self, folder, monkeypatch):
+        monkeypatch.setenv("HF_SPECULATE_ADAPTIVE", "0")
+        options = ("-t", folder, "-s", "prompt_lookup:min_ngram=1", "-n", 30, "--temperature", 0)
+        plain, marked = (run("chat", *options, *more, stdin="hello\nand now") for more in ((), ("--show-drafts",)))
+        assert marked.stdout == plain.stdout
+        session, pieces = self.session(folder, shows_drafts=True), []
+        conversation = Conversation(session, system=None)
+        for text in ("hello", "and now"):
+            conversation.answer(text, lambda text, is_drafted: pieces.append((text, is_drafted)))
+            pieces.append(("\n", False))
+        assert "".join(text for text, _ in pieces) == plain.stdout
+        assert sum(is_drafted for _, is_drafted in pieces) > 2
+        shown = io.StringIO()
+        shown.isatty = lambda: True
+        monkeypatch.setattr("sys.stdout", shown)
+        monkeypatch.setenv("TERM", "xterm")
+        for text, is_drafted in (("a", False), ("b\x1b", True)):
+            print_piece(text, is_drafted)
+        assert shown.getvalue() == "a\x1b[30;42mb\\x1b\x1b[0m"
 
     def test_commands(self, folder):
         stdin = "hello\n/stats\n/reset\nhello\n/what\n/exit\nnever\n"
@@ -230,9 +264,26 @@ class TestChat:
         assert conversation.answer("hello", lambda _: None).text == expected
 
     @staticmethod
-    def session(folder):
-        options = {"dtype": "auto", "device": "cpu", "gguf_backend": "auto", "threads": None}
+    def session(folder, **options):
+        options |= {"dtype": "auto", "device": "cpu", "gguf_backend": "auto", "threads": None}
         return Session.load(folder, "prompt_lookup", {"max_new_tokens": 30, **sampling(0, None, None)}, **options)
+
+
+@pytest.mark.parametrize("text", ["a naïve café,\nzwei Wörter", "日本 🙂!", "bad end 🙂"])
+def test_pieces_of_marked_texts_are_whole_characters(text):
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "examples" / "pycoder")
+    tokens = tokenizer(text).input_ids
+    tokens = tokens[:-1] if text.startswith("bad") else tokens
+    pieces = []
+    typist = DraftTypist(tokenizer, lambda *piece: pieces.append(piece))
+    for start in range(0, len(tokens), 3):
+        emitted = tokens[start : start + 3]
+        typist.add(SimpleNamespace(tokens=[emitted], num_accepted=[len(emitted) - 1]))
+    typist.end()
+    assert "".join(piece for piece, _ in pieces) == typist.text == tokenizer.decode(tokens)
+    assert not [piece for piece, _ in pieces[:-1] if "\ufffd" in piece]
+    assert typist.num_drafted == len(tokens) - -(-len(tokens) // 3)
+    assert typist.shown("white").plain == typist.text
 
 
 def test_sampling_leaves_to_the_model_what_is_not_given():

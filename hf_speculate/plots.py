@@ -1,0 +1,128 @@
+"""Pictures of what `hf_speculate.rounds` yields, drawn with matplotlib: a round's draft tree, and tokens by round.
+
+`Round.draw` draws the same tree as text, without matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .errors import SpeculateError
+from .tree import Round
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from transformers import PreTrainedTokenizerBase
+
+
+_ACCEPTED, _REJECTED, _OWN = "#2e7d32", "#b0bec5", "#ef6c00"
+
+
+def plot_tree(
+    round: Round, tokenizer: PreTrainedTokenizerBase | None = None, *, row: int = 0, axes: Axes | None = None
+) -> Axes:
+    """Draws a round's draft tree from left to right: the accepted path in green, the target's own token as a star.
+
+    Args:
+        round: a round of `hf_speculate.rounds`.
+        tokenizer: decodes tokens to text; None shows token ids.
+        row: row of the batch.
+        axes: place of the picture; None makes a figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        SpeculateError: matplotlib is not installed, or the row emitted nothing in this round.
+    """
+    if not 0 <= row < len(round.tokens) or not round.tokens[row]:
+        raise SpeculateError(f"row {row} emitted nothing in this round of {len(round.tokens)} rows: nothing to draw.")
+    slot, emitted = round.tree.slot(row), round.tokens[row]
+    tokens, parents = list(round.tree.host.token_ids[slot]), list(round.tree.host.parents[slot])
+    path = list(round.paths[row][: len(emitted)])
+    if round.num_accepted[row] < len(emitted):
+        tokens.append(emitted[-1])
+        parents.append(path[-1])
+    own = len(round.tree.host.parents[slot])  # index of the target's own token
+    places = _places(parents)
+    depth, num_leaves = max(x for x, _ in places.values()), 1 - min(y for _, y in places.values())
+    axes = axes or _new_axes((2.0 + 1.2 * depth, 1.2 + 0.35 * num_leaves))
+    for node, (x, y) in places.items():
+        is_accepted = node in path
+        colour = _OWN if node == own else _ACCEPTED if is_accepted else _REJECTED
+        if node:
+            start = places[parents[node]]
+            axes.plot([start[0], x], [start[1], y], color=colour, lw=2.0 if is_accepted else 1.0, zorder=1)
+        axes.scatter([x], [y], s=90 if node == own else 40, marker="*" if node == own else "o", color=colour, zorder=2)
+        text = str(tokens[node]) if tokenizer is None else repr(tokenizer.decode([tokens[node]]))
+        axes.annotate(text, (x, y), (5, 4), textcoords="offset points", fontsize=8, parse_math=False)
+    axes.set_title(f"{round.num_accepted[row]} drafted tokens accepted, {len(emitted)} emitted", fontsize=10)
+    axes.set_xlabel("depth")
+    axes.set_xticks(range(depth + 1))
+    axes.margins(x=0.15, y=0.1)
+    axes.set_yticks([])
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    return axes
+
+
+def plot_rounds(rounds: Iterable[Round], *, row: int = 0, axes: Axes | None = None) -> Axes:
+    """Draws the tokens of every round as bars: accepted drafts below, the target's own token above, the size of the
+    draft as a line.
+
+    Args:
+        rounds: rounds of `hf_speculate.rounds`. The prompt's round is left out.
+        row: row of the batch.
+        axes: place of the picture; None makes a figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        SpeculateError: matplotlib is not installed, or the row emitted nothing in these rounds.
+    """
+    shown = [round for round in rounds if not round.is_prefill and row < len(round.tokens) and round.tokens[row]]
+    if not shown:
+        raise SpeculateError(f"row {row} emitted nothing in these rounds: nothing to draw.")
+    accepted = [round.num_accepted[row] for round in shown]
+    own = [len(round.tokens[row]) - count for round, count in zip(shown, accepted, strict=True)]
+    axes = axes or _new_axes((7.0, 3.0))
+    places = range(1, len(shown) + 1)
+    axes.bar(places, accepted, color=_ACCEPTED, label="accepted drafts")
+    axes.bar(places, own, bottom=accepted, color=_OWN, label="the target's own token")
+    axes.plot(places, [round.num_nodes for round in shown], color="#546e7a", lw=1, label="draft nodes")
+    axes.set(xlabel="round", ylabel="tokens")
+    axes.set_title(f"{(sum(accepted) + sum(own)) / len(shown):.2f} tokens a round", fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    return axes
+
+
+def _new_axes(size: tuple[float, float]) -> Axes:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise SpeculateError("pictures need matplotlib: pip install 'hf-speculate[plots]'.") from error
+    return pyplot.subplots(figsize=size, layout="constrained")[1]
+
+
+def _places(parents: Sequence[int]) -> dict[int, tuple[int, float]]:
+    """Depth and height of every node: leaves take one line each from the top, other nodes stand amid their children."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children.setdefault(parent, []).append(node)
+    places: dict[int, tuple[int, float]] = {}
+    num_leaves = 0
+
+    def place(node: int, depth: int) -> float:
+        nonlocal num_leaves
+        if heights := [place(child, depth + 1) for child in children.get(node, [])]:
+            height = sum(heights) / len(heights)
+        else:
+            height, num_leaves = -float(num_leaves), num_leaves + 1
+        places[node] = (depth, height)
+        return height
+
+    place(0, 0)
+    return places
