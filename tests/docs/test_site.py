@@ -35,6 +35,7 @@ def test_the_site_is_whole_and_stands_alone(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries that the theme uses
         build.build(load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    assert "- [Does it help me?](does-it-help.md)" in (tmp_path / "llms.txt").read_text()
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > 20
     foreign = {page.name: found for page in pages if (found := loaded_from_elsewhere(page.read_text()))}
