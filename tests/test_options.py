@@ -47,6 +47,19 @@ def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
     assert message.endswith(ENGINE)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prompt_lookup:max_ngram=zero", "the option max_ngram is 'zero'; possible: int."),
+        ("suffix:depth=x", "the option depth is 'x'; possible: int."),
+        ("suffix:exact=yes", "the option exact is 'yes'; possible: bool."),
+        ("suffix:adaptive=no", "the option adaptive is 'no'; possible: bool or None."),
+    ],
+)
+def test_words_in_the_place_of_numbers(tiny_model, prompt, text, said):
+    assert refusal(lambda: tiny_model().generate(prompt(5), max_new_tokens=4, speculator=text)) == said
+
+
 def test_of_heads(tiny_model, tmp_path):
     eagle = write_eagle_head(tmp_path / "eagle", 32, 96)
     message = refusal(lambda: AutoSpeculator.from_pretrained(eagle, tiny_model(), featur_layers=(0, 1, 2)))

@@ -14,6 +14,7 @@ from rich.table import Table
 from .. import __version__
 from ..bench import app as bench_app
 from ..commands import JsonOnly, console, drafter_list, environment, say, say_json
+from ..errors import first_line
 from ..registry import load_drafter
 from ..speculator import EngineOptions
 from .chat import CHAT_EXAMPLES, chat
@@ -100,7 +101,9 @@ def drafters(
     if json_only:
         say_json(found)
         return
-    console().print(_table("", ("name", "object", "distribution", "version"), found))
+    about = ({"name": each["name"], "drafts": _about(each["name"]), "from": each["distribution"]} for each in found)
+    console().print(_table("", ("name", "what it does", "package"), about))
+    say("hf-speculate drafters NAME lists the options of one.")
 
 
 @app.command(epilog=_ENV_EXAMPLES)
@@ -112,6 +115,14 @@ def env(json_only: JsonOnly = False) -> None:
         return
     for name, value in (found.pop("versions") | found).items():
         say(f"- {name}: {', '.join(value) if isinstance(value, list) else value}")
+
+
+def _about(name: str) -> str:
+    """First sentence about a drafter; the error of one that cannot be imported."""
+    try:
+        return (inspect.getdoc(load_drafter(name)) or "").partition("\n\n")[0].partition(";")[0].rstrip(".")
+    except Exception as error:
+        return f"(broken) {first_line(error)}"
 
 
 def _drafter_page(name: str, json_only: bool) -> None:

@@ -53,8 +53,8 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
 def check_request(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     if mode not in _MODES:
         raise UnsupportedRequestError(
-            f"speculator= was given with generation mode {mode.value!r}; greedy decoding and sampling (num_beams=1, no "
-            "assistant_model, no prompt_lookup_num_tokens, no penalty_alpha) are what it supports."
+            f"a speculator drafts for greedy decoding and sampling alone. This request asks for {mode.value!r}: leave "
+            "out num_beams=, assistant_model=, prompt_lookup_num_tokens= and penalty_alpha=."
         )
     if config.use_cache is False:
         raise UnsupportedRequestError("speculator= needs the KV cache, but use_cache=False.")

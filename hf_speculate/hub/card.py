@@ -169,7 +169,7 @@ def _model_index(name: str, metrics: Mapping[str, Metric], measured_on: str | No
             dataset_type="other",
             dataset_name=measured_on,
             metric_type=metric,
-            metric_value=value,
+            metric_value=float(f"{value:.4g}") if isinstance(value, float) else value,
         )
         for metric, value in _scalars(metrics)
     ]

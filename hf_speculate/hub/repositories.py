@@ -86,7 +86,10 @@ def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
     """The message for a name that is no folder and could not be downloaded from the Hub."""
     if "/" not in name:
         return f"{unknown_drafter_message(name)} Nor is it a folder; a head is a folder or a Hub id 'owner/name'."
-    message = f"{name!r} is no folder here, and its repository on the Hub"
+    parent, last = os.path.split(name)
+    near = difflib.get_close_matches(last, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
+    hint = f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""
+    message = f"{name!r} is no folder here{hint}, and its repository on the Hub"
     if isinstance(error, RepositoryNotFoundError):
         return f"{message} does not exist, or is private: `hf auth login`, or pass token=."
     if isinstance(error, LocalEntryNotFoundError) and (local_files_only or is_offline_mode()):

@@ -84,6 +84,7 @@ class EngineOptions:
         """The engine's options among a drafter's, and the remaining ones."""
         names = {each.name for each in fields(cls)}
         own = {name: value for name, value in options.items() if name in names}
+        _check_numbers(cls, own)
         return cls(**own), {name: value for name, value in options.items() if name not in names}
 
     @classmethod
@@ -132,13 +133,23 @@ def read_options(
         also: names of further options that the drafter takes, already removed from `given`.
 
     Raises:
-        OptionError: neither the drafter nor the engine has an option. The message has the nearest name and all names.
+        OptionError: neither the drafter nor the engine has an option, and the message has the nearest name and all
+            names; or a number is expected and a text was given.
     """
     own = [each.name for each in fields(options_class)]  # type: ignore[arg-type]
     for name in given:
         if name not in own:
             raise OptionError(_unknown_option(name, f"the drafter {drafter!r}", [*also, *own]))
+    _check_numbers(options_class, given)
     return options_class(**given)
+
+
+def _check_numbers(options_class: type[Any], given: Mapping[str, Any]) -> None:
+    """Raises `OptionError` for text in the place of a number or a boolean: texts with options may hold any."""
+    for each in fields(options_class):
+        value, kinds = given.get(each.name), str(each.type).split(" | ")
+        if isinstance(value, str) and {"bool", "int", "float", "None"}.issuperset(kinds):
+            raise OptionError(f"the option {each.name} is {value!r}; possible: {' or '.join(kinds)}.")
 
 
 def _unknown_option(name: str, owner: str, own: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -30,7 +31,7 @@ def test_drafters_lists_the_built_in_ones():
     assert {"prompt_lookup", "draft_model"} <= set(by_name)
     assert by_name["prompt_lookup"]["object"] == "hf_speculate_plugins.prompt_lookup:PromptLookupDrafter"
     assert by_name["prompt_lookup"]["distribution"] == "hf-speculate"
-    assert "prompt_lookup" in run("drafters").stdout
+    assert re.search(r"prompt_lookup +│ Drafts from the text itself +│ hf-speculate", run("drafters").stdout)
 
 
 def test_env_names_versions():

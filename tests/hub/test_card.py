@@ -62,7 +62,7 @@ class TestCard:
         assert "## Training\nYes." in card.text
         results = {result.metric_type: result.metric_value for result in card.data.eval_results}
         assert results["acceptance_rate_by_depth_2"] == 0.5
-        assert results["mean_acceptance_length"] == 3.12345
+        assert results["mean_acceptance_length"] == 3.123
 
     def test_a_path_of_this_machine_stays_out_of_metadata_and_text(self, tmp_path):
         (tmp_path / "secret" / "my-model").mkdir(parents=True)

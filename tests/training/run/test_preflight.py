@@ -66,6 +66,9 @@ class TestHub:
 
 
 class TestEvaluation:
+    def test_data_that_are_not_there(self, refused):
+        refused("'absent.jsonl': no such file", target={"path": "./never-loaded"}, data={"train": "absent.jsonl"})
+
     def test_prompts_without_evaluation_data(self, refused, write_lines):
         prompts = write_lines([{"prompt": "a b c"}], "prompts.jsonl")
         refused("evaluation.prompts are given, but no", data={"eval": None}, evaluation={"prompts": str(prompts)})

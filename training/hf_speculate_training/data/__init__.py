@@ -7,6 +7,7 @@ document of every token, its position there, and whether it counts.
 
 from .encoding import Encoder as Encoder
 from .loading import Source as Source
+from .loading import check_source as check_source
 from .loading import load_records as load_records
 from .packing import NO_DOCUMENT as NO_DOCUMENT
 from .packing import Batch as Batch

@@ -86,6 +86,11 @@ def load_records(
     return records if limit is None else records.take(limit)
 
 
+def check_source(source: str, split: str = "train") -> None:
+    """Raises `SpeculateError` if a source is on this machine by its name, and is not there. Reads nothing."""
+    _local_files(source, split)
+
+
 def describe_source(source: Source) -> str:
     """The name of a source in messages and provenance."""
     if isinstance(source, Dataset):

@@ -22,7 +22,7 @@ from hf_speculate.scoring import adapter_fingerprints
 from hf_speculate.speculator import AutoSpeculator
 from hf_speculate_plugins.check import measure_calibration
 
-from ..data import Collator, RowDataset, content_fingerprint
+from ..data import Collator, RowDataset, check_source, content_fingerprint
 from ..states import ForeignFeatures, is_foreign, write_features
 from ..target import is_sharded
 from .arguments import quiet_replicas, rows_a_step, training_arguments
@@ -76,6 +76,8 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Trai
         checkpoint = last_checkpoint(recipe.output.folder)
     check_services(recipe, args)
     data = recipe.data
+    for source in filter(None, (data.train, data.eval)):
+        check_source(source, data.split)  # before the target is loaded
     parts = build(args, recipe.target, recipe.method, data.train, data.eval, options=data, evaluation=recipe.evaluation)
     run = TrainingRun(**vars(parts), recipe=recipe, args=args, resume=checkpoint)
     check_run(run)
