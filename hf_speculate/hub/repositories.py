@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi, is_offline_mode, snapshot_download
+from huggingface_hub import CommitInfo, HfApi, hf_hub_download, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -26,6 +27,8 @@ from .card import CARD_FILE, is_generated
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja"]
 _GGUF = ".gguf"
+_GGUF_ON_HUB = re.compile(r"([\w-][\w.-]*/[\w.-]+)/(.+\.gguf)")
+_DOWNLOAD_ERRORS = (RepositoryNotFoundError, HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError)
 _LATER = "Possible: train without it and run `hf-speculate push FOLDER` later."
 
 
@@ -40,7 +43,7 @@ def local_folder(
 ) -> str:
     """The folder of a checkpoint: `name_or_path` itself if it is one, else a (cached) download of that repository.
 
-    A GGUF file is a checkpoint by itself; its path is returned.
+    A GGUF file is a checkpoint by itself, here or in a repository ("owner/name/file.gguf"); its path is returned.
 
     Raises:
         DrafterNotFoundError: it is neither a folder, nor a GGUF file, nor a repository that can be downloaded.
@@ -48,6 +51,13 @@ def local_folder(
     path = os.fspath(name_or_path)
     if path.endswith(_GGUF) and os.path.isfile(path):
         return path
+    if (match := _GGUF_ON_HUB.fullmatch(path)) and not os.path.exists(path.partition("/")[0]):
+        where: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": local_files_only}
+        where |= {"cache_dir": None if cache_dir is None else os.fspath(cache_dir), "subfolder": subfolder}
+        try:
+            return hf_hub_download(match[1], match[2], **where)
+        except _DOWNLOAD_ERRORS as error:
+            raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
     if not os.path.isdir(path):
         if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise DrafterNotFoundError(
@@ -66,7 +76,7 @@ def local_folder(
                 local_files_only=local_files_only,
                 allow_patterns=_FILES,
             )
-        except (RepositoryNotFoundError, HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        except _DOWNLOAD_ERRORS as error:
             raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
     return os.path.join(path, subfolder) if subfolder else path
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, SpeculateError
 from hf_speculate.gguf import TensorRows, read_header, read_values, write_gguf
+from hf_speculate.hub import local_folder, repositories
 from hf_speculate.native import PackedLinear, has_kernel
 from hf_speculate_plugins.block import BlockFiles
 from hf_speculate_plugins.checkpoints import TargetFiles, read_checkpoint, tensor_shapes
@@ -337,6 +339,28 @@ def test_files_that_are_no_heads(tmp_path):
         AutoSpeculator.from_pretrained(path, target=target())
     with pytest.raises(DrafterNotFoundError, match="a GGUF file"):
         AutoSpeculator.from_pretrained(tmp_path / "absent.gguf", target=target())
+
+
+def test_a_file_on_the_hub(tmp_path, monkeypatch):
+    """Downloaded alone: other quantisations may lie beside it. A folder here is no owner there."""
+    asked = []
+
+    def download(*names, **where):
+        asked.append((names, where["revision"]))
+        if names[1] == "absent.gguf":
+            raise LocalEntryNotFoundError("no such entry")
+        return str(tmp_path / "blob.gguf")
+
+    monkeypatch.setattr(repositories, "hf_hub_download", download)
+    found = local_folder("owner/name/q4/draft.gguf", revision="main")
+    assert (found, asked) == (str(tmp_path / "blob.gguf"), [(("owner/name", "q4/draft.gguf"), "main")])
+    with pytest.raises(DrafterNotFoundError, match=r"absent\.gguf"):
+        local_folder("owner/name/absent.gguf")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(DrafterNotFoundError, match="is not a folder"):
+        local_folder("runs/one/draft.gguf")
+    assert len(asked) == 2
 
 
 def test_a_file_needs_the_targets_tokenizer(tmp_path):
