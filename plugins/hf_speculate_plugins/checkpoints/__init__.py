@@ -1,7 +1,7 @@
 """Files of heads and of their targets: found, read safely, and written whole.
 
 A folder becomes a config and named tensors. A method that takes tensors keeps an account of every key, so that none is
-dropped or left at its initial value in silence. Nothing here knows a method.
+dropped or left at its initial value in silence. Nothing here knows a method; `llamacpp` knows the names in GGUF files.
 """
 
 from .accounting import KeyAccount, LoadReport, num_indexed

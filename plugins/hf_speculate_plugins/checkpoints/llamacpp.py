@@ -245,6 +245,7 @@ def _config(file: GgufFile, name: str) -> dict[str, Any]:
     heads = config["num_attention_heads"] = reader.size(f"{name}.attention.head_count")
     config["num_key_value_heads"] = reader.size(f"{name}.attention.head_count_kv", heads)
     config["head_dim"] = reader.size(f"{name}.attention.key_length", reader.size(f"{name}.embedding_length") // heads)
+    config["rms_norm_eps"] = reader.number(f"{name}.attention.layer_norm_rms_epsilon")
     context = reader.size(f"{name}.context_length")
     tokens = reader.items("tokenizer.ggml.tokens", str)
     url = reader.get("general.base_model.0.repo_url", str, "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -311,6 +313,7 @@ def changed(path: str, destination: Path, metadata=(), tensors=()) -> str:
         ({}, {"output_norm.weight": None}, "missing: norm.weight"),
         ({"eagle3.attention.scale": 0.5}, {}, "attention.scale"),
         ({"eagle3.attention.head_count": None}, {}, "head_count"),
+        ({"eagle3.attention.layer_norm_rms_epsilon": None}, {}, "rms_epsilon"),
         ({"eagle3.attention.head_count_kv": 3}, {}, "3"),
         ({"eagle3.target_layers": [1, 4]}, {}, "target_hidden_size in the metadata is 32"),
         ({}, {"d2t": torch.zeros(48, dtype=torch.long)}, "48 draft ids to 1"),
@@ -324,6 +327,22 @@ def test_files_that_are_not_read(metadata, tensors, message, tmp_path):
     path = changed(path, tmp_path / "changed.gguf", metadata, tensors)
     with pytest.raises(SpeculateError, match=message):
         AutoSpeculator.from_pretrained(path, target=target())
+
+
+def test_no_damaged_file_is_a_raw_error(tmp_path):
+    folder = write_head(tmp_path / "head", "specforge", plain_eagle3)
+    path = Path(written(EagleFiles, folder, tmp_path / "out", "q4_0", target()))
+    whole, choose = path.read_bytes(), random.Random(0)
+    loaded = 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(choose.randint(1, 4)):
+            damaged[choose.randrange(4096)] = choose.randrange(256)  # metadata and the table of tensors
+        path.write_bytes(damaged[: choose.choice([len(damaged), len(damaged), choose.randrange(len(damaged))])])
+        with suppress(SpeculateError):
+            AutoSpeculator.from_pretrained(path, target=target())
+            loaded += 1
+    assert 0 < loaded < 150
 
 
 def test_files_that_are_no_heads(tmp_path):
