@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from logging import WARNING
 from typing import Any
 
 import pytest
 
 from hf_speculate import AutoSpeculator, SpeculationStats
+from hf_speculate.speculator import without_verdicts
+from hf_speculate.speculator.speculator import logger
 from hf_speculate.stats import Advice, HeadRecord, of_heads
 from tests.support.inputs import random_prompt
 from tests.support.models import build_tiny_model
@@ -142,6 +145,13 @@ def test_a_draft_model_that_costs_more_than_it_brings_is_named_once(monkeypatch)
     assert speculator.stats.mean_acceptance_length < 1.05, "random weights agree on nothing"
     assert len(warned) == 1
     assert "The draft model org/other-small is too slow beside this target" in warned[0]
+
+
+def test_verdicts_can_be_left_out():
+    before = logger.level  # a command in the same process may have set it
+    with without_verdicts():
+        assert not logger.isEnabledFor(WARNING)
+    assert logger.level == before
 
 
 def test_rounds_of_a_request_are_timed_with_and_without_a_draft():

@@ -53,13 +53,13 @@ _COLUMNS = {
     "method": "{method}",
     "tokens/s": "{tokens_per_second[median]:.1f}",
     "(range)": "{tokens_per_second[min]:.0f}-{tokens_per_second[max]:.0f}",
-    "x eager": "{speedup[eager]:.2f}x",
+    "x\neager": "{speedup[eager]:.2f}x",
     "x stock\ncompiled": "{speedup[stock compiled]:.2f}x",
-    "x best stock\nspeculative": "{speedup[best_stock_speculative]:.2f}x",
+    "x best\nstock": "{speedup[best_stock_speculative]:.2f}x",
     "x llama.cpp": "{speedup[llama.cpp]:.2f}x",
-    "mean acceptance\nlength": "{speculation[mean_acceptance_length]:.2f}",
+    "mean\nacceptance\nlength": "{speculation[mean_acceptance_length]:.2f}",
     "engine\nefficiency": "{speculation[engine_efficiency]:.3f}",
-    "identical\nto eager": "{identical[share]:.0%}",
+    "same\ntext": "{identical[share]:.0%}",
 }
 
 

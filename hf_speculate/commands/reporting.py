@@ -18,6 +18,7 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
@@ -76,7 +77,14 @@ def show(parts: Sequence[Grid | str], markdown: bool) -> None:
         if markdown:
             say((part.markdown() if isinstance(part, Grid) else part) + "\n")
         else:
-            console().print(part.rich() if isinstance(part, Grid) else Text(part))
+            shown = console()
+            shown.print(_fitted(part, shown) if isinstance(part, Grid) else Text(part))
+
+
+def _fitted(grid: Grid, shown: Console) -> Table:
+    """The table in the form that fits the console's width."""
+    table, unbounded = grid.rich(), shown.options.update(max_width=10_000)
+    return grid.rich(is_narrow=True) if shown.measure(table, options=unbounded).maximum > shown.width else table
 
 
 def report(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 
@@ -62,12 +63,16 @@ class Grid:
             breaks=[index for index in range(1, len(keys)) if keys[index] != keys[index - 1]],
         )
 
-    def rich(self) -> Table:
-        """Table for a terminal."""
+    def rich(self, *, is_narrow: bool = False) -> Table:
+        """Table for a terminal; a narrow one gets fewer lines and spaces. Cells are broken in columns of words only."""
         table = Table(title=self.title, title_justify="left", caption=self.caption or None, caption_justify="left")
-        for column in self.columns:
+        if is_narrow:
+            table.box, table.show_edge, table.padding = box.SIMPLE_HEAD, False, 0
+        for index, column in enumerate(self.columns):
             is_words = column in self.words
-            table.add_column(column, justify="left" if is_words else "right", overflow="fold")
+            longest = max((len(row[index]) for row in self.rows), default=0)
+            width = None if is_words else max(longest, *map(len, column.splitlines()))
+            table.add_column(column, justify="left" if is_words else "right", overflow="fold", min_width=width)
         for index, row in enumerate(self.rows):
             if index in self.breaks:
                 table.add_section()

@@ -12,3 +12,4 @@ from .options import read_options as read_options
 from .speculator import AutoSpeculator as AutoSpeculator
 from .speculator import Speculator as Speculator
 from .speculator import make_speculator as make_speculator
+from .speculator import without_verdicts as without_verdicts

@@ -15,7 +15,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from hf_speculate import cli
-from hf_speculate.commands import Grid, LiteralConsole, progress, say, say_json
+from hf_speculate.commands import Grid, LiteralConsole, progress, say, say_json, show
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.messages import get_logger, message, printable
 
@@ -184,3 +184,15 @@ def test_loggers_are_the_ones_of_the_package(caplog):
     assert logger is get_logger("hf_speculate.tests") is logging.getLogger("hf_speculate.tests")
     logger.warning("%s of %d", "\x1b", 2)
     assert caplog.records[-1].getMessage() == "\\x1b of 2"
+
+
+@pytest.mark.parametrize(("width", "is_narrow"), [(120, False), (64, True)])
+def test_tables_of_narrow_terminals_break_words_and_no_figures(monkeypatch, capsys, width, is_narrow):
+    monkeypatch.setattr("hf_speculate.commands.reporting.console", lambda: LiteralConsole(width=width))
+    rows = [{"name": "draft_model:model=some-model", **{f"speed {each}": 1234.5 for each in range(6)}}]
+    columns = {"name": "{name}", **{f"speed\n{each}": f"{{speed {each}:.1f}}" for each in range(6)}}
+    show([Grid.of("", rows, columns)], markdown=False)
+    printed = capsys.readouterr().out
+    assert printed.count("1234.5") == 6
+    assert ("┃" in printed) is not is_narrow
+    assert max(map(len, printed.splitlines())) <= width

@@ -45,9 +45,11 @@ def test_the_readme_is_short():
     assert len(README.read_bytes()) <= MAX_README
 
 
-def test_the_first_snippet_of_the_readme_ends_in_generate():
+def test_the_first_snippet_of_the_readme_ends_in_generate_and_shows_the_text():
     first = next(block for block in blocks(README) if block.language == "python")
-    assert "model.generate(" in first.text.strip().splitlines()[-1]
+    *_, generates, shows = first.text.strip().splitlines()
+    assert "model.generate(" in generates
+    assert shows.startswith("print(")
 
 
 def test_the_navigation_has_every_page():

@@ -122,6 +122,9 @@ def trained(installed, make_recipe_values, tmp_path_factory):
     values["evaluation"] |= {"num_prompts": 6, "max_new_tokens": 24}
     result = CliRunner().invoke(app, ["train", "--config", str(recipe_file(values, folder))])
     assert result.exit_code == 0, result.output
+    assert "On held-out prompts it yields " in result.output
+    assert "\nnext: hf-speculate doctor -t " in result.output
+    assert "pay here" not in result.output, "a head in training is not judged"
     return values, folder / "out"
 
 

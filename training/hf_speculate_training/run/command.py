@@ -10,10 +10,12 @@ import typer
 
 from hf_speculate.commands import console, say
 from hf_speculate.errors import SpeculateError
+from hf_speculate.hub import read_provenance
 
 from .arguments import process_index
 from .defaults import Choice, commented_recipe, default_choices, recipe_values
 from .dry_run import describe_run
+from .evaluation import ACCEPTANCE
 from .guards import InterruptedTrainingError
 from .recipe import find_recipe, read_recipe, recipe_from, recipe_names
 from .run import prepare, train_head
@@ -89,6 +91,10 @@ def train(
         raise typer.Exit(_INTERRUPTED) from error
     if leads:
         say(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
+        length = ((read_provenance(folder) or {}).get("metrics") or {}).get(f"eval_{ACCEPTANCE}")
+        if length is not None:
+            say(f"On held-out prompts it yields {length:.2f} tokens a round.")
+        say(f"next: hf-speculate doctor -t {recipe.target.path} -s {folder}    (does it pay on this machine?)")
 
 
 def _choices(target: str | None, data: str | None, method: str | None, output: Path | None) -> list[Choice]:

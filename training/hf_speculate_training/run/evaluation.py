@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.speculator import Speculator
+from hf_speculate.speculator import Speculator, without_verdicts
 from hf_speculate.stats import SpeculationStats
 
 from ..methods import TrainingMethod
@@ -126,7 +126,8 @@ class AcceptanceEvaluation:
                     for rows in (batch, [torch.ones_like(prompt) for prompt in batch])
                 )
                 length = self.options.max_new_tokens
-                target.generate(ids, attention_mask=mask, max_new_tokens=length, speculator=speculator)
+                with without_verdicts():
+                    target.generate(ids, attention_mask=mask, max_new_tokens=length, speculator=speculator)
         return speculator.stats
 
 

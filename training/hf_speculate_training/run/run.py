@@ -19,7 +19,7 @@ from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, read_provenan
 from hf_speculate.messages import get_logger, masked_arguments
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import adapter_fingerprints
-from hf_speculate.speculator import AutoSpeculator
+from hf_speculate.speculator import AutoSpeculator, without_verdicts
 from hf_speculate_plugins.check import measure_calibration
 
 from ..data import Collator, RowDataset, check_source, content_fingerprint
@@ -159,7 +159,8 @@ def _train(run: TrainingRun, known: dict[str, Any], sessions: list[dict[str, Any
     calibration = None
     if run.prompts and (leads or is_sharded(run.target)):
         model = unwrap(run.target)
-        calibration = measure_calibration(model, run.method.drafter(model), run.prompts)
+        with without_verdicts():
+            calibration = measure_calibration(model, run.method.drafter(model), run.prompts)
     if saved is not None:
         _draw_curves(history, run)
         if calibration is not None:
