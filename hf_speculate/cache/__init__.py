@@ -6,6 +6,7 @@ integer a row. Finished rows can be set aside, and come back at the end.
 """
 
 from .layers import PreallocatedLayer as PreallocatedLayer
+from .sliding import SlidingLayer as SlidingLayer
 from .tree_cache import CACHE_NAME as CACHE_NAME
 from .tree_cache import INDEXABLE as INDEXABLE
 from .tree_cache import OLD_CACHE_NAME as OLD_CACHE_NAME

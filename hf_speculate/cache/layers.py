@@ -148,13 +148,13 @@ class PreallocatedLayer(DynamicLayer):
     def make_room(self, num_entries: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """The buffers `[B, heads, capacity, head_dim]` of keys and values, with room for `num_entries` more entries.
 
-        The caller writes the entries and updates `length`.
+        The caller writes the entries and updates `length`. Entry i of the text is at `i - origin`.
 
         Args:
             shape: B, heads and head_dim, for a layer that is still empty. Its `dtype` and `device` must be set.
         """
         capacity = self.length + num_entries
-        if not self._is_owned or self._buffers["keys"].shape[-2] < capacity or not self._is_writable():
+        if not self._is_owned or self._buffers["keys"].shape[-2] < capacity - self.origin or not self._is_writable():
             batch_size, heads, head_dim = shape
             like = torch.empty(batch_size, heads, 0, head_dim, dtype=self.dtype, device=self.device)
             self.reserve(capacity, like, like)

@@ -1,14 +1,16 @@
 """GGUF files as targets whose weights stay packed (`native`): `hf_speculate.load_gguf(path)`.
 
-reading    the header of a file, with every length checked against the file's size
-metadata   metadata values by type, and the vocabulary that they describe
-tokenizer  the tokenizer in the file
-model      the model in the file: configuration, names, shapes
-shards     files on the disk or the Hub, and models in several files
-matrices   rows of tensors for packing
-loading    building the model, and a report on its packed weights
-vocabulary a tokenizer of transformers as metadata
-writing    files of metadata and tensors
+reading        the header of a file, with every length checked against the file's size
+metadata       metadata values by type, and the vocabulary that they describe
+tokenizer      the tokenizer in the file
+architectures  the architectures that are loaded, and how they differ
+model          the model in the file: configuration, names, shapes
+shards         files on the disk or the Hub, and models in several files
+matrices       rows of tensors for packing
+values         values of tensors of any type
+loading        building the model, and a report on its packed weights
+vocabulary     a tokenizer of transformers as metadata
+writing        files of metadata and tensors
 """
 
 from ..native import fuse as fuse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -32,8 +33,8 @@ from ..native import (
     PackedLinear,
     PackedMatrix,
     Projection,
+    ScaledEmbedding,
     choose_backend,
-    dense_values,
     fuse,
     together,
 )
@@ -44,7 +45,6 @@ from .model import (
     FINAL_NORM,
     HEAD_NORMS,
     MLP,
-    NORMS,
     OUTPUT,
     ModelPlan,
     plain_frequencies,
@@ -53,6 +53,7 @@ from .model import (
 )
 from .shards import find_file, read_model_file
 from .tokenizer import read_tokenizer
+from .values import values_of
 
 
 logger = get_logger(__name__)
@@ -71,11 +72,13 @@ def load_gguf(
     attn_implementation: str | None = None,
     **hub_kwargs: Any,
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
-    """A causal LM of architecture llama, qwen2 or qwen3 from a GGUF file, its quantised weights kept packed in memory.
+    """A causal LM from a GGUF file, its quantised weights kept packed in memory.
 
-    Types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, F16, BF16, F32, and mixes. The model is one of
-    transformers' own for inference; it cannot be trained nor saved. PEFT's LoRA works on it
-    (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging need `backend="dense"`.
+    Architectures llama, qwen2, qwen3, gemma2, gemma3, smollm3 and granite; types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
+    Q6_K, IQ4_NL, IQ4_XS, F16, BF16, F32, and mixes. Matrices of other types that the `gguf` package reads are
+    dequantised, with a warning. The model is one of transformers' own for inference; it cannot be trained nor saved.
+    PEFT's LoRA works on it (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging
+    need `backend="dense"`.
 
     Args:
         path_or_repo: a file (the first one of a model in parts); or a folder or Hub repository that holds `gguf_file`;
@@ -139,6 +142,8 @@ def build_model(
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, **options)
+    if backend is not None:
+        _warn_of_dequantising(plan, dtype)
     builder = _Builder(plan, dtype, device, backend)
     with together():
         builder.fill(model)
@@ -162,6 +167,18 @@ def build_model(
     return model
 
 
+def _warn_of_dequantising(plan: ModelPlan, dtype: torch.dtype) -> None:
+    """Says which matrices do not stay packed although they are quantised."""
+    found = [entry for entry in plan.file.tensors.values() if entry.type not in (*FORMATS, *DENSE_TYPES)]
+    if found:
+        kinds, num_weights = sorted({entry.type for entry in found}), sum(math.prod(entry.shape) for entry in found)
+        logger.warning(
+            f"{plan.file.path}: {len(found)} matrices are of types that cannot stay packed ({', '.join(kinds)}): they "
+            f"are dequantised and take {num_weights * dtype.itemsize / 1e6:.0f} MB, not "
+            f"{sum(entry.num_bytes for entry in found) / 1e6:.0f}."
+        )
+
+
 class _Builder:
     """Builds the modules of one model."""
 
@@ -174,22 +191,23 @@ class _Builder:
 
     def fill(self, model: Any) -> None:
         decoder = model.model
-        decoder.embed_tokens = self._embeddings()
+        # Gemma's own module has its factor as a buffer, which is not on any device yet.
+        decoder.embed_tokens = self._embeddings(getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0))
         if self.plan.is_tied:
             model.lm_head = self._tied_output(decoder.embed_tokens)
         else:
             model.lm_head = self._linear(self._matrix([OUTPUT]), None)
         for index, layer in enumerate(logging.tqdm(decoder.layers, desc="Packing layers")):
             self._fill_layer(layer, f"blk.{index}.")
-        decoder.norm.weight = self._vector(FINAL_NORM)
+        decoder.norm.weight = self._norm(FINAL_NORM)
         self._place_rotary(decoder)
 
     def _fill_layer(self, layer: Any, prefix: str) -> None:
-        for name, module in NORMS.items():
-            getattr(layer, module).weight = self._vector(f"{prefix}{name}.weight")
+        for name, module in self.plan.architecture.norms.items():
+            getattr(layer, module).weight = self._norm(f"{prefix}{name}.weight")
         for name, module in HEAD_NORMS.items():
             if hasattr(layer.self_attn, module):
-                getattr(layer.self_attn, module).weight = self._vector(f"{prefix}{name}.weight")
+                getattr(layer.self_attn, module).weight = self._norm(f"{prefix}{name}.weight")
         for parent, names, fused in (
             (layer.self_attn, ATTENTION, ("attn_q", "attn_k", "attn_v")),
             (layer.mlp, MLP, ("ffn_gate", "ffn_up")),
@@ -225,7 +243,7 @@ class _Builder:
 
     def _order(self, name: str) -> Tensor | None:
         """The rows of a tensor in transformers' order; None if they are in order."""
-        if not self.plan.permutes:
+        if not self.plan.architecture.permutes:
             return None
         config, rows = self.plan.config, self.file.tensors[name].shape[0]
         if ".attn_q." in name:
@@ -234,7 +252,7 @@ class _Builder:
 
     def _linear(self, matrix: Matrix, bias: Tensor | None) -> nn.Module:
         """A packed layer if its blocks stay packed, else an ordinary one."""
-        if self.backend is None or matrix.type in DENSE_TYPES:
+        if self.backend is None or matrix.type not in FORMATS:
             return self._dense_linear(self._dense(matrix), bias)
         return self._packed(PackedLinear, matrix, bias)
 
@@ -254,21 +272,25 @@ class _Builder:
     def _dense(self, matrix: Matrix) -> Tensor:
         weights = torch.empty(matrix.num_rows, matrix.num_columns, dtype=self.dtype, device=self.device)
         for start, rows in matrix.chunks(_DENSE_CHUNK):
-            is_dense = matrix.type in DENSE_TYPES
-            values = dense_values(rows, matrix.type) if is_dense else FORMATS[matrix.type].dequantize(rows)
-            weights[start : start + len(rows)] = values
+            weights[start : start + len(rows)] = values_of(rows, matrix.type)
         if not weights.isfinite().all():
             raise CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some weights are not finite.")
         return weights
 
-    def _embeddings(self) -> nn.Embedding:
-        """The embeddings. Packed ones keep the file's bytes: no kernel's layout gives single rows."""
+    def _embeddings(self, scale: float) -> nn.Embedding:
+        """The embeddings. Packed ones keep the file's bytes: no kernel's layout gives single rows.
+
+        Args:
+            scale: factor of all embeddings.
+        """
         matrix = self._matrix([EMBEDDINGS])
-        if self.backend is None or matrix.type in DENSE_TYPES:
+        if self.backend is None or matrix.type not in FORMATS:
             weight = self._dense(matrix)
+            if scale != 1:
+                return ScaledEmbedding(weight, scale)
             return nn.Embedding(matrix.num_rows, matrix.num_columns, _weight=weight, _freeze=True)
         weight = matrix.read(0, matrix.num_rows).to(self.device)
-        return PackedEmbedding(weight, matrix.type, self.dtype, isinstance(self.backend, NativeBackend))
+        return PackedEmbedding(weight, matrix.type, self.dtype, isinstance(self.backend, NativeBackend), scale)
 
     def _tied_output(self, embeddings: nn.Embedding) -> nn.Module:
         """The output layer of tied embeddings; it shares their memory unless a kernel has a layout of its own."""
@@ -279,8 +301,13 @@ class _Builder:
             embeddings.packed = output.packed
         return output
 
-    def _vector(self, name: str) -> nn.Parameter:
-        values = read_vector(self.file, self.file.tensors[name]).to(self.device, self.dtype)
+    def _norm(self, name: str) -> nn.Parameter:
+        return self._vector(name, self.plan.architecture.norm_shift)
+
+    def _vector(self, name: str, shift: float = 0.0) -> nn.Parameter:
+        """A vector of the file, less `shift`."""
+        values = read_vector(self.file, self.file.tensors[name])
+        values = (values.float() - shift if shift else values).to(self.device, self.dtype)
         if not values.isfinite().all():
             raise CheckpointError(f"{self.file.path!r}: {name!r} holds values that are not finite.")
         return nn.Parameter(values, requires_grad=False)

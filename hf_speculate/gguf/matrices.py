@@ -10,8 +10,9 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..native import DENSE_TYPES, FORMATS, dense_values
+from ..native import DENSE_TYPES
 from .reading import GgufFile, TensorEntry
+from .values import known_types, values_of
 
 
 _CHUNK = 1 << 22  # weights that are dequantised at a time
@@ -104,16 +105,16 @@ def read_values(rows: TensorRows) -> Tensor:
     entry, matrix = rows.entry, Matrix((rows,))
     if entry.type == "I64":
         return matrix.read(0, matrix.num_rows).contiguous().view(torch.int64).view(entry.shape)
-    if entry.type in DENSE_TYPES:
-        return dense_values(matrix.read(0, matrix.num_rows), entry.type).view(entry.shape)
-    if entry.type not in FORMATS:
-        possible = ", ".join([*DENSE_TYPES, *FORMATS])
+    if entry.type not in known_types():
         raise CheckpointError(
-            f"{rows.file.path!r}: tensor {entry.name!r} is of type {entry.type}; supported here: {possible}."
+            f"{rows.file.path!r}: tensor {entry.name!r} is of type {entry.type}; supported here: "
+            f"{', '.join(known_types())}."
         )
+    if entry.type in DENSE_TYPES:
+        return values_of(matrix.read(0, matrix.num_rows), entry.type).view(entry.shape)
     values = torch.empty(matrix.num_rows, matrix.num_columns)
     for start, blocks in matrix.chunks(_CHUNK):
-        values[start : start + len(blocks)] = FORMATS[entry.type].dequantize(blocks)
+        values[start : start + len(blocks)] = values_of(blocks, entry.type)
     return values.view(entry.shape)
 
 

@@ -12,7 +12,7 @@ from .reading import GgufFile
 _BY_TOKEN = {"tokens": str, "scores": float, "token_type": int}
 
 # Tokens that end a turn even if the metadata name only one of them, as in llama.cpp.
-_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
 _CONTROL_TOKEN = 3
 
 # Special tokens by the tokenizer's model; files need not name them.

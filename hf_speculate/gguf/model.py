@@ -11,23 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import CheckpointError
-from ..native import DENSE_TYPES, FORMATS, dense_values
+from ..native import DENSE_TYPES, dense_values
+from .architectures import Architecture, find_architecture
 from .metadata import Metadata, check_vocabulary, end_tokens, token_id
 from .reading import GgufFile, TensorEntry
+from .values import known_types
 
-
-_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # Projections of a layer: name in the file -> name in transformers.
 ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-HEAD_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}  # of Qwen3
+HEAD_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
 
 EMBEDDINGS, OUTPUT, FINAL_NORM, ROPE_FACTORS = (
     "token_embd.weight",
@@ -54,7 +52,7 @@ class ModelPlan:
         rope_factors: float32 [head_dim / 2], divisor of each RoPE frequency; None: there are none.
         eos_token_ids: all tokens that end a text.
         bos_token_id, pad_token_id: special tokens; None if the file names none.
-        permutes: whether the rows of q and k are in llama.cpp's order.
+        architecture: architecture of the model.
     """
 
     file: GgufFile
@@ -63,7 +61,7 @@ class ModelPlan:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
-    permutes: bool
+    architecture: Architecture
 
     @property
     def is_tied(self) -> bool:
@@ -82,13 +80,8 @@ def plan_model(file: GgufFile) -> ModelPlan:
             an unsupported type.
     """
     reader = Metadata(file)
-    architecture = reader.get("general.architecture", str)
-    if architecture not in _CONFIGS:
-        raise CheckpointError(
-            f"{file.path!r} holds a model of architecture {architecture!r}; supported: {', '.join(_CONFIGS)}. "
-            "(transformers' from_pretrained(gguf_file=) loads more, dequantised.)"
-        )
-    sizes = _sizes(reader, architecture)
+    architecture = find_architecture(reader)
+    sizes = _sizes(reader, architecture.name)
     _check_tensors(file, architecture, sizes)
     check_vocabulary(reader)
     factors = _rope_factors(file, sizes["head_dim"])
@@ -100,7 +93,7 @@ def plan_model(file: GgufFile) -> ModelPlan:
         eos_token_ids=end_tokens(reader, config.vocab_size),
         bos_token_id=token_id(reader, "bos", config.vocab_size),
         pad_token_id=token_id(reader, "padding", config.vocab_size),
-        permutes=architecture == "llama",
+        architecture=architecture,
     )
 
 
@@ -141,7 +134,7 @@ def _sizes(reader: Metadata, architecture: str) -> dict[str, int]:
     }
 
 
-def _expected(architecture: str, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def _expected(architecture: Architecture, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """Name, shape and necessity of every tensor of the architecture."""
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     q_size = sizes["num_attention_heads"] * sizes["head_dim"]
@@ -149,7 +142,8 @@ def _expected(architecture: str, sizes: dict[str, int]) -> Iterator[tuple[str, t
     yield EMBEDDINGS, (sizes["vocab_size"], hidden), True
     yield OUTPUT, (sizes["vocab_size"], hidden), False
     yield FINAL_NORM, (hidden,), True
-    yield ROPE_FACTORS, (sizes["head_dim"] // 2,), False
+    if architecture.window_base is None:
+        yield ROPE_FACTORS, (sizes["head_dim"] // 2,), False
     matrices = {
         "attn_q": (q_size, hidden),
         "attn_k": (kv_size, hidden),
@@ -159,18 +153,17 @@ def _expected(architecture: str, sizes: dict[str, int]) -> Iterator[tuple[str, t
         "ffn_up": (inner, hidden),
         "ffn_down": (hidden, inner),
     }
-    with_bias = ("attn_q", "attn_k", "attn_v") if architecture == "qwen2" else ()
     for layer in range(sizes["num_hidden_layers"]):
-        for name in NORMS:
+        for name in architecture.norms:
             yield f"blk.{layer}.{name}.weight", (hidden,), True
-        for name in HEAD_NORMS if architecture == "qwen3" else ():
+        for name in HEAD_NORMS if architecture.has_head_norms else ():
             yield f"blk.{layer}.{name}.weight", (sizes["head_dim"],), True
         for name, shape in matrices.items():
             yield f"blk.{layer}.{name}.weight", shape, True
-            yield f"blk.{layer}.{name}.bias", shape[:1], name in with_bias
+            yield f"blk.{layer}.{name}.bias", shape[:1], name in architecture.biased
 
 
-def _check_tensors(file: GgufFile, architecture: str, sizes: dict[str, int]) -> None:
+def _check_tensors(file: GgufFile, architecture: Architecture, sizes: dict[str, int]) -> None:
     """Raises `CheckpointError` for a tensor that is missing, unknown, misshapen, or of an unsupported type."""
     expected = {name: (shape, needed) for name, shape, needed in _expected(architecture, sizes)}
     missing = [name for name, (_, needed) in expected.items() if needed and name not in file.tensors]
@@ -178,14 +171,14 @@ def _check_tensors(file: GgufFile, architecture: str, sizes: dict[str, int]) -> 
     for problem, names in (("are missing", missing), ("are not known", unknown)):
         if names:
             raise CheckpointError(
-                f"{file.path!r}: {len(names)} tensors of a {architecture} model {problem}: {', '.join(names[:8])}."
+                f"{file.path!r}: {len(names)} tensors of a {architecture.name} model {problem}: {', '.join(names[:8])}."
             )
     for name, entry in file.tensors.items():
         if entry.shape != expected[name][0]:
             raise CheckpointError(
                 f"{file.path!r}: tensor {name!r} is {list(entry.shape)}; the metadata say {list(expected[name][0])}."
             )
-        allowed = [*DENSE_TYPES, *(FORMATS if len(entry.shape) == 2 else ())]
+        allowed = known_types() if len(entry.shape) == 2 else DENSE_TYPES
         if entry.type not in allowed:
             raise CheckpointError(
                 f"{file.path!r}: tensor {name!r} is of type {entry.type}; supported here: {', '.join(allowed)}. "
@@ -208,23 +201,27 @@ def _rope_factors(file: GgufFile, head_dim: int) -> Tensor | None:
     return factors
 
 
-def _config(reader: Metadata, architecture: str, sizes: dict[str, int], factors: Tensor | None) -> PreTrainedConfig:
-    tensors = reader.file.tensors
+def _config(
+    reader: Metadata, architecture: Architecture, sizes: dict[str, int], factors: Tensor | None
+) -> PreTrainedConfig:
+    tensors, name = reader.file.tensors, architecture.name
     options: dict[str, Any] = {
         **sizes,
-        "rms_norm_eps": reader.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": reader.number(f"{name}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": OUTPUT not in tensors,
-        "rope_parameters": _rope_parameters(reader, architecture, sizes),
+        "rope_parameters": _all_rope_parameters(reader, architecture, sizes),
+        "pad_token_id": token_id(reader, "padding", sizes["vocab_size"]),  # some defaults are beyond the vocabulary
+        **architecture.options(reader, sizes),
     }
-    if architecture != "qwen2":
+    if name != "qwen2":
         options["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    if architecture == "llama":
+    if name == "llama":
         options["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     try:
-        config = _CONFIGS[architecture](**options)
+        config = architecture.config(**options)
     except Exception as error:  # transformers validates in several ways
-        raise CheckpointError(f"{reader.file.path!r}: its metadata make no {architecture} model: {error}") from error
-    config.architectures = [_CLASSES[architecture]]
+        raise CheckpointError(f"{reader.file.path!r}: its metadata make no {name} model: {error}") from error
+    config.architectures = [architecture.model_class]
     _check_angles(reader, config)
     if factors is not None:
         _name_factors(config, factors)
@@ -276,13 +273,30 @@ def describe_rope(architecture: str, rope: Mapping[str, Any], head_dim: int) -> 
 
 def _check_angles(reader: Metadata, config: Any) -> None:
     """Raises `CheckpointError` if RoPE's parameters, each valid, give no frequencies together."""
-    kind = config.rope_parameters["rope_type"]
-    try:
-        frequencies = plain_frequencies(config) if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0]
-    except (ArithmeticError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{reader.file.path!r}: RoPE cannot be computed: {error}") from error
-    if not (frequencies.isfinite().all() and frequencies.shape == (config.head_dim // 2,)):
-        raise CheckpointError(f"{reader.file.path!r}: RoPE with {config.rope_parameters} gives no angles.")
+    parameters = config.rope_parameters
+    of_types = {None: parameters} if "rope_type" in parameters else parameters
+    for layer_type, found in of_types.items():
+        kind, named = found["rope_type"], {} if layer_type is None else {"layer_type": layer_type}
+        try:
+            plain = kind == "default"
+            frequencies = (
+                _frequencies(found["rope_theta"], config.head_dim)
+                if plain
+                else ROPE_INIT_FUNCTIONS[kind](config, "cpu", **named)[0]
+            )
+        except (ArithmeticError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{reader.file.path!r}: RoPE cannot be computed: {error}") from error
+        if not (frequencies.isfinite().all() and frequencies.shape == (config.head_dim // 2,)):
+            raise CheckpointError(f"{reader.file.path!r}: RoPE with {found} gives no angles.")
+
+
+def _all_rope_parameters(reader: Metadata, architecture: Architecture, sizes: dict[str, int]) -> dict[str, Any]:
+    """RoPE's parameters by transformers' names, by layer type if those with a window have their own."""
+    parameters = _rope_parameters(reader, architecture.name, sizes)
+    if architecture.window_base is None:
+        return parameters
+    base = reader.number(f"{architecture.name}.rope.freq_base_swa", architecture.window_base)
+    return {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
 
 
 def _rope_parameters(reader: Metadata, architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
@@ -344,5 +358,8 @@ def _name_factors(config: Any, factors: Tensor) -> None:
 
 def plain_frequencies(config: Any) -> Tensor:
     """float32 [head_dim / 2]: RoPE's frequencies without any scaling."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    return 1.0 / config.rope_parameters["rope_theta"] ** exponents
+    return _frequencies(config.rope_parameters["rope_theta"], config.head_dim)
+
+
+def _frequencies(base: float, head_dim: int) -> Tensor:
+    return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)

@@ -34,6 +34,7 @@ from .modules import PackedEmbedding as PackedEmbedding
 from .modules import PackedLinear as PackedLinear
 from .modules import PackedMatrix as PackedMatrix
 from .modules import Projection as Projection
+from .modules import ScaledEmbedding as ScaledEmbedding
 from .ranking import NativeRanking as NativeRanking
 from .ranking import Sampling as Sampling
 from .rounded_layers import RoundedLinear as RoundedLinear

@@ -85,7 +85,7 @@ class Library:
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
             ("hfs_look_up", flag, (integer, pointer, size, size, pointer, size, pointer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
-            ("hfs_runs", size, (pointer, integer, *[size] * 6, pointer, pointer, size)),
+            ("hfs_runs", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
             ("hfs_exponential", None, (pointer, pointer, size)),
             ("hfs_argmax", size, (pointer, size, flag)),
             ("hfs_most_probable", None, (pointer, size, size, size, flag, size, pointer, pointer, integer)),

@@ -5,53 +5,67 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache import PreallocatedLayer
+from ..cache import PreallocatedLayer, SlidingLayer
 from . import binding
-from .layers import CallStructure, NativeLayers
+from .layers import CallStructure, Entries, NativeLayers
 
 
-def appendable_layers(cache: Cache, first: int, count: int) -> list[PreallocatedLayer]:
+def appendable_layers(cache: Cache, first: int, windows: Sequence[int | None]) -> list[PreallocatedLayer]:
     """Cache layers whose entries can be written in place. Stock layers among them are replaced by such layers.
 
     The list is empty if a layer is of another kind, or lengths differ.
+
+    Args:
+        first: index of the first layer in the cache.
+        windows: window of each layer (`LayerParts`). A cache layer may keep just its window, or all entries.
     """
+    count = len(windows)
     if type(cache).update is not Cache.update or cache.offloading:
         return []
     layers = cache.layers
     while len(layers) < first + count and cache.layer_class_to_replicate in (DynamicLayer, PreallocatedLayer):
         layers.append(PreallocatedLayer())
-    kinds = [type(layer) for layer in layers[first : first + count]]
-    if len(kinds) < count or not set(kinds) <= {PreallocatedLayer, DynamicLayer}:
+    present = layers[first : first + count]
+    if len(present) < count or not all(map(_keeps, present, windows)):
         return []
     found: list[PreallocatedLayer] = []
     for index in range(first, first + count):
         layer: Any = layers[index]
-        if type(layer) is DynamicLayer:
-            layer = layers[index] = PreallocatedLayer.from_layer(layer)
+        if ours := _OURS.get(type(layer)):
+            layer = layers[index] = ours.from_layer(layer)
         found.append(layer)
     length = found[0].get_seq_length()
     return found if all(layer.get_seq_length() == length for layer in found) else []
 
 
-def make_room(
-    layers: Sequence[PreallocatedLayer], inputs: Tensor, shape: tuple[int, int, int]
-) -> list[tuple[Tensor, Tensor]] | None:
-    """The buffers of keys and values of each layer, with room for the rows of `inputs`.
+_OURS: dict[type, type[PreallocatedLayer]] = {
+    DynamicLayer: PreallocatedLayer,
+    DynamicSlidingWindowLayer: SlidingLayer,
+}
+
+
+def _keeps(layer: Any, window: int | None) -> bool:
+    """Whether a cache layer keeps the entries of a layer with this window."""
+    if type(layer) in (DynamicLayer, PreallocatedLayer):
+        return True
+    return type(layer) in (DynamicSlidingWindowLayer, SlidingLayer) and layer.sliding_window == window
+
+
+def make_room(layers: Sequence[PreallocatedLayer], inputs: Tensor, shape: tuple[int, int, int]) -> list[Entries] | None:
+    """The entries of each layer, with room for the rows of `inputs`.
 
     The result is None if the kernel cannot read the layout of the entries. No entry is changed.
 
     Args:
         inputs: states of the new rows, [B, N, H].
         shape: B, heads and head_dim of the layers.
-
-    Returns:
-        Keys and values of each layer; or None.
     """
     for layer in layers:
         if not layer.is_initialized or not layer.buffers:
@@ -64,7 +78,7 @@ def make_room(
         strides = keys.stride()
         if strides != values.stride() or strides[2:] != (shape[2], 1):
             return None
-    return found
+    return [Entries(*states, layer.origin) for states, layer in zip(found, layers, strict=True)]
 
 
 def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
@@ -79,19 +93,19 @@ class Room:
     Attributes:
         native: native layers whose entries these are.
         layers: layers of the cache.
-        buffers: keys and values of each layer, with room.
+        buffers: entries of each layer, with room.
         call: call structure of `native` with these buffers.
     """
 
     native: NativeLayers
     layers: Sequence[PreallocatedLayer]
-    buffers: Sequence[tuple[Tensor, Tensor]]
+    buffers: Sequence[Entries]
     call: CallStructure
 
     @classmethod
     def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> Room | None:
         """Room for `count` more entries of each text; None if the kernel cannot write this cache."""
-        layers = appendable_layers(cache, 0, len(native))
+        layers = appendable_layers(cache, 0, native.windows)
         like = torch.empty(batch_size, count, 0, dtype=native.dtype)
         buffers = make_room(layers, like, (batch_size, *native.heads)) if layers else None
         return None if buffers is None else cls(native, layers, buffers, native.call(buffers))
@@ -100,12 +114,13 @@ class Room:
         """Whether this is still the room of `cache`, for `count` more entries.
 
         Args:
-            are_alike: whether all layers have changed in the same way since, so that it suffices to check two.
+            are_alike: whether all layers of a type have changed in the same way since, so that it suffices to check
+                two of them.
         """
         if self.native is not native or cache.layers != self.layers or cache.offloading:
             return False
-        kept = (0, -1) if are_alike else range(len(self.layers))
-        for layer, (keys, values) in ((self.layers[i], self.buffers[i]) for i in kept):
+        kept = self._examples if are_alike else range(len(self.layers))
+        for layer, (keys, values, _) in ((self.layers[i], self.buffers[i]) for i in kept):
             if not layer.buffers or layer.length != self.length or keys.shape[0] != batch_size:
                 return False
             found = layer.make_room(count, (batch_size, *native.heads))
@@ -113,9 +128,16 @@ class Room:
                 return False
         return True
 
+    @cached_property
+    def _examples(self) -> list[int]:
+        """The first and the last layer of each type."""
+        windows = self.native.windows
+        last = {window: index for index, window in enumerate(windows)}
+        return sorted({*last.values(), *map(windows.index, last)})
+
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Moves entries in all layers (`cache.Mover`)."""
-        count, batch_size = len(sources), len(self.buffers[0][0])
+        count, batch_size = len(sources), len(self.buffers[0].keys)
         places = ctypes.c_int64 * count
         binding.library().move(ctypes.addressof(self.call), batch_size, places(*sources), places(*destinations), count)
 

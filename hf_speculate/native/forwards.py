@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import output_capturing
 
@@ -32,10 +32,13 @@ from .angles import FIXED_ROPE, AngleTable
 from .caches import Room
 from .fused import FusedForward, Snapshot, fuse_layers, is_captor, is_stock_attention, only_stock_is_asked
 from .layer_parts import parts_of
-from .layers import MOST_ROWS
-from .rows import is_intercepted, sight_of
-from .step import NativeStep, Scored, TextRows
+from .layers import MOST_ROWS, Sight
+from .rows import is_intercepted, num_hidden, sight_of
+from .step import Angles, NativeStep, Scored, TextRows, num_positions
 
+
+# Layers without a window, and with one, by the names of transformers; the functions that make their masks.
+_TYPES = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 # Modules whose hooks only read a layer's output: transformers' for hidden states, and the taps of drafters.
 _READERS = (output_capturing.__name__, "hf_speculate")
@@ -153,7 +156,7 @@ class _Whole:
         self._others.append(decoder._forward_hooks)
         self._stock = type(model).forward, type(decoder).forward
         self._step: NativeStep | None = None
-        self._angles = AngleTable()
+        self._angles = [AngleTable() for _ in _TYPES]
         self._rooms: WeakKeyDictionary[Cache, Room] = WeakKeyDictionary()
         self._looks: dict[int, _Look] = {}  # by thread, within `undisturbed`
 
@@ -218,7 +221,8 @@ class _Whole:
             and is_stock_attention(config)
             and not config.output_attentions
             and config.num_hidden_layers == len(self._layers)
-            and self._decoder.rotary_emb.rope_type in FIXED_ROPE
+            and getattr(config, "final_logit_softcapping", None) is None
+            and set(_types_of_rope(self._decoder.rotary_emb)) <= set(FIXED_ROPE)
             and self._before.holds()
         )
 
@@ -247,12 +251,21 @@ class _Whole:
         return True
 
     def _scored(self, step: NativeStep, rows: TextRows, keeps_states: bool) -> Scored | None:
-        rotary, dtype = self._decoder.rotary_emb, step.layers.dtype
-        angles = self._angles.upto(rotary, 1, dtype)
+        angles = self._angles_upto(1, step)
         scored = step.run(rows, angles, keeps_states)
-        if scored is not None or (needed := int(rows.positions.max()) + 1) <= len(angles[0]):
+        if scored is not None or (needed := int(rows.positions.max()) + 1) <= num_positions(angles):
             return scored
-        return step.run(rows, self._angles.upto(rotary, needed, dtype), keeps_states)
+        return step.run(rows, self._angles_upto(needed, step), keeps_states)
+
+    def _angles_upto(self, needed: int, step: NativeStep) -> list[Angles]:
+        rotary, dtype = self._decoder.rotary_emb, step.layers.dtype
+        if isinstance(rotary.rope_type, str):
+            table = self._angles[0].upto(rotary, needed, dtype)
+            return [table, table if any(step.layers.windows) else None]
+        return [
+            table.upto(rotary, needed, dtype, layer_type) if layer_type in rotary.rope_type else None
+            for table, layer_type in zip(self._angles, _TYPES, strict=True)
+        ]
 
     def _show(self, scored: Scored) -> None:
         """Calls the hooks that read layer outputs."""
@@ -286,7 +299,7 @@ class _Inputs:
 
     ids: Tensor
     cache: Cache | None
-    mask: Tensor | TreeMask | None
+    mask: Tensor | TreeMask | dict[str, Any] | None
     positions: Tensor | None
     hidden_states: Any
 
@@ -315,36 +328,58 @@ class _Inputs:
             return None
         if positions.shape[0] not in (1, batch_size) or positions.shape[1] != count or not positions.is_cpu:
             return None
-        sees_before, sight = self._sight(config, cache, positions, past)
-        if not sees_before and sight is None:
+        sights = self._sights(config, cache, room, positions, past)
+        if sights is None:
             return None
         positions = positions.expand(batch_size, -1).contiguous()
         num_scored = count if num_scored is None else min(num_scored, count)
-        return TextRows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sight, num_scored)
+        return TextRows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sights, num_scored)
 
-    def _sight(
-        self, config: Any, cache: Cache, positions: Tensor, past: int
-    ) -> tuple[bool, tuple[Tensor, Tensor] | None]:
-        """The entries that queries see, in the form of `sight_of`."""
-        size, given = self.ids.shape, self.mask
+    def _sights(self, config: Any, cache: Cache, room: Room, positions: Tensor, past: int) -> list[Sight] | None:
+        """The entries that queries see, for each type of layer; None if the kernel does not take the masks."""
+        size, given, windows = self.ids.shape, self.mask, room.native.windows
         if isinstance(given, TreeMask):
             fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
-            return False, given.runs() if fits else None
-        mask = self._mask(config, cache, positions, past + size[1])
-        # Without a mask every query sees what comes before it.
-        return (True, None) if mask is None else sight_of(mask, size, past + size[1])
+            return [given.runs()] * len(_TYPES) if fits and not any(windows) else None
+        sights: list[Sight] = []
+        for is_windowed, layer_type in enumerate(_TYPES):
+            examples = [index for index, window in enumerate(windows) if (window is not None) == bool(is_windowed)]
+            if not examples:
+                sights.append(None)
+                continue
+            mask = self._mask(layer_type, config, cache, positions, past + size[1], is_alone=not any(windows))
+            hidden = num_hidden(room.layers[examples[0]])
+            # Without a mask every query sees what comes before it.
+            sees_before, sight = (True, None) if mask is None else sight_of(mask, size, past + size[1], hidden)
+            if not sees_before and sight is None:
+                return None
+            sights.append(sight)
+        return sights
 
-    def _mask(self, config: Any, cache: Cache, positions: Tensor, num_keys: int) -> Any:
-        """The mask in the form for layers."""
+    def _mask(
+        self, layer_type: str, config: Any, cache: Cache, positions: Tensor, num_keys: int, is_alone: bool
+    ) -> Any:
+        """The mask in the form for layers of a type; of a kind that no layer takes if it cannot be told.
+
+        Args:
+            is_alone: whether all layers are of that type, and without a window.
+        """
         mask = self.mask
+        if isinstance(mask, dict):
+            return mask.get(layer_type, mask)
         if type(mask) is not Tensor or mask.dim() != 2:
-            return mask
+            return mask if mask is None or is_alone else {}
         if mask.shape[1] == num_keys and bool(mask.all()):
             return None
         like = torch.empty(*self.ids.shape, 0, dtype=config.dtype)
-        return create_causal_mask(
+        return _TYPES[layer_type](
             config=config, inputs_embeds=like, attention_mask=mask, position_ids=positions, **as_cache(cache)
         )
+
+
+def _types_of_rope(rotary: Any) -> Iterable[str]:
+    """The types of RoPE of a module that has one, or one for each type of layer."""
+    return [rotary.rope_type] if isinstance(rotary.rope_type, str) else rotary.rope_type.values()
 
 
 def _served(ids: Any) -> bool:

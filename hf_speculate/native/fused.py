@@ -30,7 +30,7 @@ from .rows import new_rows, served
 
 
 def fuse_layers(decoder: Any) -> list[FusedForward]:
-    """Lets the kernel compute the layers of a packed Llama or Qwen2 that it can; returns their new forwards."""
+    """Lets the kernel compute the layers of a packed decoder that it can; returns their new forwards."""
     forwards = [FusedForward(layer) for layer in decoder.layers if parts_of(layer) is not None]
     for forward in forwards:
         forward.layer.forward = forward

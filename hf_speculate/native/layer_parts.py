@@ -19,6 +19,24 @@ from .weights import parameters_of, unpacked
 # Limits of the kernel: columns of a head, and heads that share keys (its MOST_HEAD_DIM and MOST_GROUPS).
 _MOST_HEAD_DIM, _MOST_GROUPS = 512, 128
 
+# RMSNorms by names of the kernel's structure, of layers of which everything that they compute is known. Others have
+# modules of the same names, and compute more.
+_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_AROUND = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_LAYERS = {
+    "LlamaDecoderLayer": _BEFORE,
+    "Qwen2DecoderLayer": _BEFORE,
+    "Qwen3DecoderLayer": _BEFORE,
+    "Gemma3DecoderLayer": _AROUND,
+}
+
+_IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
@@ -29,6 +47,9 @@ class LayerParts:
         norms: RMSNorm modules by the names of the kernel's structure; missing ones are left out.
         projections: modules q, k, v, o, gate, up and down, each packed by the native backend or an `nn.Linear`.
         joins, norms_residual: options of EAGLE-3's first layer: whether it joins embeddings, and norms its residual.
+        norm_shift: number that is added to the weights of norms, as in Gemma.
+        gelu: whether the activation is GELU's approximation by tanh, instead of SiLU.
+        window: number of entries that a token sees, itself included; None for all.
     """
 
     sizes: dict[str, int]
@@ -38,6 +59,9 @@ class LayerParts:
     projections: dict[str, nn.Module]
     joins: bool = False
     norms_residual: bool = False
+    norm_shift: float = 0.0
+    gelu: bool = False
+    window: int | None = None
 
     @classmethod
     def of(cls, attention: Any, mlp: Any, norms: dict[str, Any], **others: Any) -> LayerParts:
@@ -124,13 +148,17 @@ def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
 
 def parts_of(layer: Any) -> LayerParts | None:
     """The parts of a layer that the kernel needs; None if it cannot compute the layer."""
+    norms = _LAYERS.get(type(layer).__name__)
+    if norms is None:
+        return None
     attention, config = layer.self_attn, layer.self_attn.config
-    if config.hidden_act != "silu" or getattr(attention, "sliding_window", None) is not None:
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if activation not in _IS_GELU:
         return None
     parts = LayerParts.of(
         attention,
         layer.mlp,
-        {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
+        {name: getattr(layer, module) for name, module in norms.items()},
         sizes={
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
@@ -138,9 +166,22 @@ def parts_of(layer: Any) -> LayerParts | None:
             "head_dim": attention.head_dim,
             "inner": config.intermediate_size,
         },
-        eps=layer.input_layernorm.variance_epsilon,
+        eps=epsilon_of(layer.input_layernorm),
         scale=attention.scaling,
+        norm_shift=shift_of(layer.input_layernorm),
+        gelu=_IS_GELU[activation],
+        window=getattr(attention, "sliding_window", None),
     )
     is_packed = any(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
-    has_one_eps = all(norm.variance_epsilon == parts.eps for norm in parts.norms.values())
+    has_one_eps = all(epsilon_of(norm) == parts.eps for norm in parts.norms.values())
     return parts if is_packed and has_one_eps and parts.fit() else None
+
+
+def epsilon_of(norm: Any) -> float:
+    """The epsilon of an RMSNorm of Llama's kind or of Gemma's."""
+    return norm.eps if shift_of(norm) else norm.variance_epsilon
+
+
+def shift_of(norm: Any) -> float:
+    """The number that an RMSNorm adds to its weights: 1 in Gemma's kind."""
+    return 1.0 if type(norm).__name__.startswith("Gemma") else 0.0

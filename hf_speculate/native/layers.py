@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,10 @@ MOST_ROWS = 128
 _MOST_RUNS = 32
 
 # RMSNorms of a layer, in the order of the structure.
-_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "beside_norm")
+_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "beside_norm", "attention_post_norm", "mlp_post_norm")
+
+# Types of layers in one call: those that see everything, and those with a window.
+NUM_TYPES = 2
 
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -37,7 +40,8 @@ class _LayerStructure(ctypes.Structure):
         *fields(ctypes.c_int64, "q_at", "k_at", "v_at", "gate_at", "up_at"),
         *fields(ctypes.c_double, "eps", "scale"),
         *fields(ctypes.c_void_p, *_NORMS),
-        *fields(ctypes.c_int64, "joins", "norms_residual"),
+        ("norm_shift", ctypes.c_double),
+        *fields(ctypes.c_int64, "gelu", "type", "joins", "norms_residual"),
         *((name, MatrixStructure * most) for name, most in (("qkv", 3), ("output", 1), ("gate_up", 2), ("down", 1))),
     ]
 
@@ -55,11 +59,36 @@ class CallStructure(ctypes.Structure):
         *fields(ctypes.c_int64, "num_layers"),
         *fields(ctypes.c_void_p, "layers"),
         *fields(ctypes.c_int64, "batch_size", "num_queries", "num_keys"),
-        *fields(ctypes.c_void_p, "cos", "sin"),
+        *fields(ctypes.c_void_p * NUM_TYPES, "cos", "sin"),
         *fields(ctypes.c_int64, "rotary_stride"),
-        *fields(ctypes.c_void_p, "keys", "values", "batch_strides", "head_strides", "offsets", "runs"),
+        *fields(ctypes.c_void_p, "keys", "values", "batch_strides", "head_strides"),
+        *fields(ctypes.c_void_p * NUM_TYPES, "offsets", "runs"),
+        *fields(ctypes.c_int64 * NUM_TYPES, "windows"),
         *fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
     ]
+
+    def see(self, sights: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Sets the entries that queries see, for each type of layer (`NativeLayers.run`)."""
+        for number, sight in enumerate(sights):
+            if sight is not None:
+                self.offsets[number], self.runs[number] = sight[0].data_ptr(), sight[1].data_ptr()
+
+
+Sight = tuple[Tensor, Tensor] | None
+"""The entries that each query sees, as runs (`find_sight`). None: all entries up to its own, or those of its window."""
+
+
+class Entries(NamedTuple):
+    """The entries of one layer in a cache.
+
+    Attributes:
+        keys, values: [B, KV, capacity, D], entries contiguous.
+        origin: index in the text of their first entry.
+    """
+
+    keys: Tensor
+    values: Tensor
+    origin: int = 0
 
 
 class NativeLayer:
@@ -75,6 +104,9 @@ class NativeLayer:
             eps=parts.eps,
             scale=parts.scale,
             **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
+            norm_shift=parts.norm_shift,
+            gelu=parts.gelu,
+            type=parts.window is not None,
             joins=parts.joins,
             norms_residual=parts.norms_residual,
         )
@@ -115,6 +147,7 @@ class NativeLayers:
         dtype: dtype of states and caches.
         rounds: whether inputs of packed matrices are rounded to bytes.
         heads: number of KV heads, and their size.
+        windows: window of each layer (`LayerParts`).
     """
 
     def __init__(self, layers: Sequence[LayerParts]):
@@ -125,13 +158,16 @@ class NativeLayers:
         self.rounds = layers[0].rounds() or False
         self.dtype = self._weights.dtype
         self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
+        self.windows = [layer.window for layer in layers]
+        self._window = max((window for window in self.windows if window is not None), default=0)
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts | None]) -> NativeLayers | None:
         """The layers; None if the kernel cannot compute all of them in one call."""
         known = [parts for parts in layers if parts is not None and parts.fit()]
         is_alike = len({(parts.dtype(), parts.rounds()) for parts in known}) == 1
-        return cls(known) if is_alike and len(known) == len(layers) else None
+        has_one_window = len({parts.window for parts in known} - {None}) <= 1
+        return cls(known) if is_alike and has_one_window and len(known) == len(layers) else None
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -144,25 +180,29 @@ class NativeLayers:
         """Whether a weight requires a gradient."""
         return self._weights.have_gradients()
 
-    def call(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> CallStructure:
+    def call(self, buffers: Sequence[Entries]) -> CallStructure:
         """A call structure of these layers with a cache, but no rows. It keeps alive what it points to.
 
         Args:
             buffers: keys and values of each layer (`run`).
         """
-        count, strides = len(self._layers), [keys.stride() for keys, _ in buffers]
+        count, strides = len(self._layers), [entries.keys.stride() for entries in buffers]
+        first = [
+            entries.origin * stride[2] * self.dtype.itemsize for entries, stride in zip(buffers, strides, strict=True)
+        ]
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
         call = CallStructure(num_layers=count, layers=ctypes.addressof(self._addresses))
         call.kept = (
             self,
             (
-                pointers(*(keys.data_ptr() for keys, _ in buffers)),
-                pointers(*(values.data_ptr() for _, values in buffers)),
+                pointers(*(entries.keys.data_ptr() - skip for entries, skip in zip(buffers, first, strict=True))),
+                pointers(*(entries.values.data_ptr() - skip for entries, skip in zip(buffers, first, strict=True))),
                 sizes(*(stride[0] for stride in strides)),
                 sizes(*(stride[1] for stride in strides)),
             ),
         )
         call.keys, call.values, call.batch_strides, call.head_strides = map(ctypes.addressof, call.kept[1])
+        call.windows[1] = self._window
         call.is_bf16, call.rounds = self.dtype is torch.bfloat16, self.rounds
         call.threads = torch.get_num_threads()
         return call
@@ -171,19 +211,19 @@ class NativeLayers:
         self,
         inputs: Float[Tensor, "B N H"],
         rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
-        buffers: Sequence[tuple[Tensor, Tensor]],
+        buffers: Sequence[Entries],
         num_keys: int,
-        sight: tuple[Tensor, Tensor] | None,
+        sight: Sight,
         beside: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
-        """The outputs of every layer. The entries of the queries are written to the cache.
+        """The outputs of every layer, all of one type. The entries of the queries are written to the cache.
 
         Args:
             inputs: states of the queries, contiguous, of `dtype`.
             rotary: cosines and sines, contiguous; R is B or 1.
-            buffers: keys and values of each layer, [B, KV, capacity, D], all of one layout, entries contiguous.
+            buffers: entries of each layer.
             num_keys: number of entries including those of the queries, which are the last ones.
-            sight: entries that each query sees, as runs (`find_sight`); None if it sees all entries up to its own.
+            sight: entries that each query sees.
             beside: second input of layers that join it, contiguous; None if no layer does.
 
         Raises:
@@ -195,13 +235,10 @@ class NativeLayers:
         call.x, call.y = inputs.data_ptr(), outputs.data_ptr()
         call.beside = None if beside is None else beside.data_ptr()
         call.batch_size, call.num_queries, call.num_keys = batch_size, num_queries, num_keys
-        call.cos, call.sin, call.rotary_stride = (
-            cos.data_ptr(),
-            sin.data_ptr(),
-            0 if cos.shape[0] == 1 else cos.stride(0),
-        )
-        if sight is not None:
-            call.offsets, call.runs = sight[0].data_ptr(), sight[1].data_ptr()
+        call.rotary_stride = 0 if cos.shape[0] == 1 else cos.stride(0)
+        for number in range(NUM_TYPES):
+            call.cos[number], call.sin[number] = cos.data_ptr(), sin.data_ptr()
+        call.see([sight] * NUM_TYPES)
         if not self._library.run_layers(ctypes.addressof(call)):
             raise MemoryError(f"no memory for {batch_size * num_queries} rows behind {num_keys} entries")
         return outputs
@@ -214,20 +251,24 @@ def batch_parts(batch_size: int, num_queries: int) -> list[slice]:
 
 
 def part_of(
-    rows: slice, num_queries: int, buffers: Sequence[tuple[Tensor, Tensor]], sight: tuple[Tensor, Tensor] | None
-) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None]:
-    """Buffers and sight of some texts, in the form of `NativeLayers.run`."""
-    if sight is not None:  # offsets count from the first run of the whole batch
-        sight = sight[0][rows.start * num_queries : rows.stop * num_queries + 1], sight[1]
-    return [(keys[rows], values[rows]) for keys, values in buffers], sight
+    rows: slice, num_queries: int, buffers: Sequence[Entries], sights: Sequence[Sight]
+) -> tuple[list[Entries], list[Sight]]:
+    """Buffers and sights of some texts, in the form of `NativeLayers.run`."""
+    part = slice(rows.start * num_queries, rows.stop * num_queries + 1)
+    # Offsets count from the first run of the whole batch.
+    found = [None if sight is None else (sight[0][part], sight[1]) for sight in sights]
+    return [Entries(keys[rows], values[rows], origin) for keys, values, origin in buffers], found
 
 
-def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
+def find_sight(
+    mask: Tensor, batch_size: int, num_queries: int, num_keys: int, hides_first: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """The entries that each query sees by a mask, as runs.
 
     Args:
         mask: [B or 1, 1, at least N, S]; 0 or True where an entry is seen, the lowest value or False elsewhere. Masks
             from `scoring.fold` work too.
+        hides_first: whether a mask with fewer columns than entries hides the first of them, instead of showing them.
 
     Returns:
         int32 [B * N + 1], the offset of each query's runs, and int32 [runs, 2], the first entry and the end of each
@@ -247,6 +288,7 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int) -
         num_queries,
         mask.shape[3],
         num_keys,
+        hides_first,
         offsets.data_ptr(),
         runs.data_ptr(),
         most,

@@ -222,18 +222,27 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         block_type: type of the blocks.
         dtype: dtype of the result.
         is_native: whether the kernel looks rows up, in half the time and with the same bits.
+        scale: factor of all results, rounded to their dtype before, as in Gemma.
     """
 
     # Attributes that PEFT reads from an embedding, at their defaults.
     padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = None, None, 2.0, False, False
 
-    def __init__(self, weight: UInt8[Tensor, "V bytes"], block_type: str, dtype: torch.dtype, is_native: bool = False):
+    def __init__(
+        self,
+        weight: UInt8[Tensor, "V bytes"],
+        block_type: str,
+        dtype: torch.dtype,
+        is_native: bool = False,
+        scale: float = 1.0,
+    ):
         nn.Module.__init__(self)
         block_format = FORMATS[block_type]
         self.num_embeddings = weight.shape[0]
         self.embedding_dim = weight.shape[1] // block_format.block_bytes * block_format.block_size
         self.block_type = block_type
         self.is_native = is_native
+        self.scale = scale
         self.packed = nn.Parameter(weight, requires_grad=False)
         # This follows `model.to(dtype)`; the bytes do not.
         self.register_buffer("_of_dtype", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
@@ -245,7 +254,8 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         rows = self._native_rows(ids)
         if rows is None:
             rows = FORMATS[self.block_type].dequantize(self.packed[ids])
-        return rows.to(self._of_dtype.dtype).view(*token_ids.shape, self.embedding_dim)
+        dtype = self._of_dtype.dtype
+        return scaled(rows.to(dtype), self.scale).view(*token_ids.shape, self.embedding_dim)
 
     def _native_rows(self, ids: Int[Tensor, " N"]) -> Float[Tensor, "N H"] | None:
         """The rows from the kernel; None if torch must read them: in tracing, on other devices, for invalid ids."""
@@ -255,6 +265,32 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.block_type}"
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Dense embeddings with a factor.
+
+    Args:
+        weight: [V, H].
+        scale: factor of all results, rounded to their dtype before, as in Gemma.
+    """
+
+    def __init__(self, weight: Float[Tensor, "V H"], scale: float):
+        super().__init__(*weight.shape, _weight=weight, _freeze=True)
+        self.scale = scale
+
+    def forward(self, input: Int[Tensor, "*M"]) -> Float[Tensor, "*M H"]:
+        return scaled(super().forward(input), self.scale)
+
+
+def scaled(states: Tensor, factor: float) -> Tensor:
+    """States times a factor that has their dtype."""
+    return states if factor == 1 else states * rounded_factor(factor, states.dtype)
+
+
+def rounded_factor(factor: float, dtype: torch.dtype) -> float:
+    """A factor as a number of this dtype."""
+    return torch.tensor(factor).to(dtype).item()
 
 
 def look_up(

@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..cache import PreallocatedLayer
+from ..cache import PreallocatedLayer, SlidingLayer
 from .caches import appendable_layers, make_room
 from .growth import MOST_WIDTH, NativeGrowth
-from .layers import MOST_ROWS, NativeLayers, batch_parts, find_sight, part_of
+from .layers import MOST_ROWS, Entries, NativeLayers, Sight, batch_parts, find_sight, part_of
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class NativeRows:
     Attributes:
         layers: native layers to run.
         cache_layers: cache layers for their entries.
-        buffers: keys and values of these cache layers, with room.
-        sight: entries that each row sees, as runs (`NativeLayers.run`).
+        buffers: entries of these cache layers, with room.
+        sight: entries that each row sees.
     """
 
     layers: NativeLayers
     cache_layers: Sequence[PreallocatedLayer]
-    buffers: Sequence[tuple[Tensor, Tensor]]
+    buffers: Sequence[Entries]
     num_keys: int
-    sight: tuple[Tensor, Tensor] | None
+    sight: Sight
 
     def run(
         self,
@@ -58,7 +58,7 @@ class NativeRows:
     ) -> Float[Tensor, "L R N H"]:
         """The outputs of some rows of the batch."""
         cos, sin = (states if len(states) == 1 else states[rows] for states in rotary)
-        buffers, sight = part_of(rows, inputs.shape[1], self.buffers, self.sight)
+        buffers, (sight,) = part_of(rows, inputs.shape[1], self.buffers, [self.sight])
         part = None if beside is None else beside[rows]
         return self.layers.run(inputs[rows], (cos, sin), buffers, self.num_keys, sight, part)
 
@@ -71,15 +71,16 @@ def new_rows(
     Args:
         inputs: states of the rows, of a kind that is `served`.
         first: index of the first layer in the cache.
-        mask: [B or 1, 1, at least N, S] (`find_sight`); None if every row sees all entries up to its own.
+        mask: [B or 1, 1, at least N, S] (`find_sight`), S without the entries that are out of sight of all rows; None
+            if every row sees all entries up to its own, or those of its window.
     """
     if inputs.dtype is not layers.dtype:
         return None
-    cache_layers = appendable_layers(cache, first, len(layers))
+    cache_layers = appendable_layers(cache, first, layers.windows)
     if not cache_layers:
         return None
     num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
-    sees_before, sight = sight_of(mask, inputs.shape[:2], num_keys)
+    sees_before, sight = sight_of(mask, inputs.shape[:2], num_keys, num_hidden(cache_layers[0]))
     if not sees_before and sight is None:
         return None
     buffers = make_room(cache_layers, inputs, (inputs.shape[0], *layers.heads))
@@ -98,7 +99,7 @@ class TreeRows:
     """
 
     layers: NativeLayers
-    buffers: Sequence[tuple[Tensor, Tensor]]
+    buffers: Sequence[Entries]
     num_before: int
     sight_before: tuple[Tensor, Tensor]
 
@@ -136,7 +137,7 @@ def tree_rows(
     is_large = batch_size * max(width, num_pending) > MOST_ROWS or max(size) > MOST_WIDTH
     if root.dtype is not layers.dtype or not served(root[:, None]) or is_large:
         return None
-    cache_layers = appendable_layers(cache, 0, len(layers))
+    cache_layers = appendable_layers(cache, 0, layers.windows)
     if not cache_layers:
         return None
     num_before = cache_layers[0].get_seq_length() + num_pending
@@ -168,12 +169,19 @@ def is_intercepted() -> bool:
     return torch.is_autocast_enabled("cpu") or bool(torch._C._len_torch_dispatch_stack())
 
 
-def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int) -> tuple[bool, tuple[Tensor, Tensor] | None]:
-    """Whether every query sees all entries up to its own; else the entries that it sees, None if unknown.
+def num_hidden(layer: PreallocatedLayer) -> int:
+    """The number of a cache layer's first entries that no new row sees; masks leave them out."""
+    return layer.visible_from if isinstance(layer, SlidingLayer) else 0
+
+
+def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int, hidden: int = 0) -> tuple[bool, Sight]:
+    """Whether every query sees all entries up to its own, or those of its window; else the entries that it sees, None
+    if unknown.
 
     Args:
         mask: mask in the form for layers (`new_rows`).
         size: number of texts, and of queries in each.
+        hidden: number of the first entries that the mask leaves out because no query sees them.
     """
     batch_size, num_queries = size
     if mask is None:
@@ -182,7 +190,7 @@ def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int) -> tuple[b
         return False, None
     batch_rows, heads, rows, columns = mask.shape
     is_folded = rows > num_queries and rows % num_queries == 0
-    is_long = columns == num_keys or (is_folded and columns == 0)
+    is_long = columns == num_keys - hidden or (is_folded and columns == 0 and not hidden)
     if batch_rows not in (1, batch_size) or heads != 1 or not is_long or not (rows == num_queries or is_folded):
         return False, None
-    return False, find_sight(mask, batch_size, num_queries, num_keys)
+    return False, find_sight(mask, batch_size, num_queries, num_keys, hides_first=hidden > 0)

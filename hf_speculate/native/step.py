@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import binding
-from .layer_parts import LayerParts, matrix_of, rounds_inputs
-from .layers import CallStructure, NativeLayers, batch_parts, part_of
-from .modules import PackedMatrix
+from .layer_parts import LayerParts, epsilon_of, matrix_of, rounds_inputs, shift_of
+from .layers import NUM_TYPES, CallStructure, Entries, NativeLayers, Sight, batch_parts, part_of
+from .modules import PackedMatrix, rounded_factor
 from .weights import (
     MatrixStructure,
     WeightsInPlace,
@@ -25,17 +25,28 @@ from .weights import (
     fill_embeddings,
     fill_matrix,
     parameters_of,
+    scale_of,
     unpacked,
 )
 
 
+Angles = tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]] | None
+"""Cosines and sines of every position, contiguous."""
+
+
+def num_positions(angles: Sequence[Angles]) -> int:
+    """The number of positions that have angles for all types of layers."""
+    return min(len(cos) for cos, _ in filter(None, angles))
+
+
 class _StepStructure(ctypes.Structure):
     _fields_ = [
-        *(("layers", CallStructure), ("embeddings", MatrixStructure)),
-        *fields(ctypes.c_void_p, "tokens", "positions", "cos", "sin"),
+        *(("layers", CallStructure), ("embeddings", MatrixStructure), ("embedding_scale", ctypes.c_double)),
+        *fields(ctypes.c_void_p, "tokens", "positions"),
+        *fields(ctypes.c_void_p * NUM_TYPES, "cos", "sin"),
         *fields(ctypes.c_int64, "num_positions"),
         *fields(ctypes.c_void_p, "norm"),
-        *fields(ctypes.c_double, "eps"),
+        *fields(ctypes.c_double, "eps", "norm_shift"),
         *fields(ctypes.c_void_p, "normed"),
         ("output", MatrixStructure),
         *fields(ctypes.c_int64, "num_scored"),
@@ -49,18 +60,19 @@ class TextRows:
 
     Attributes:
         tokens, positions: token ids and position ids of the queries.
-        buffers: keys and values of each layer (`NativeLayers.run`).
+        buffers: entries of each layer.
         call: call structure with these buffers (`NativeLayers.call`).
-        num_keys, sight: number of entries, and those that each query sees (`NativeLayers.run`).
+        num_keys: number of entries (`NativeLayers.run`).
+        sights: entries that each query sees in layers without a window, and in those with one.
         num_scored: number of each text's last queries whose logits are wanted.
     """
 
     tokens: Int[Tensor, "B N"]
     positions: Int[Tensor, "B N"]
-    buffers: Sequence[tuple[Tensor, Tensor]]
+    buffers: Sequence[Entries]
     call: CallStructure
     num_keys: int
-    sight: tuple[Tensor, Tensor] | None
+    sights: Sequence[Sight]
     num_scored: int
 
     def parts(self, layers: NativeLayers) -> list[TextRows]:
@@ -69,9 +81,9 @@ class TextRows:
         return [self] if len(parts) == 1 else [self._part(rows, layers) for rows in parts]
 
     def _part(self, rows: slice, layers: NativeLayers) -> TextRows:
-        buffers, sight = part_of(rows, self.tokens.shape[1], self.buffers, self.sight)
+        buffers, sights = part_of(rows, self.tokens.shape[1], self.buffers, self.sights)
         tokens, positions = self.tokens[rows], self.positions[rows]
-        return TextRows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sight, self.num_scored)
+        return TextRows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sights, self.num_scored)
 
 
 @dataclass(frozen=True)
@@ -112,8 +124,9 @@ class NativeStep:
         self.layers = layers
         self._hidden, self._num_columns = embeddings.embedding_dim, output.out_features
         self._weights = WeightsInPlace([embeddings, norm, output])
-        self._fixed = _StepStructure(norm=norm.weight.data_ptr(), eps=norm.variance_epsilon)
-        fill_embeddings(self._fixed.embeddings, embeddings, layers.dtype)
+        self._fixed = _StepStructure(norm=norm.weight.data_ptr(), eps=epsilon_of(norm), norm_shift=shift_of(norm))
+        self._fixed.embedding_scale = rounded_factor(scale_of(embeddings), layers.dtype)
+        fill_embeddings(self._fixed.embeddings, embeddings, layers.dtype, are_scaled=True)
         fill_matrix(self._fixed.output, output)
 
     @classmethod
@@ -124,7 +137,7 @@ class NativeStep:
             return None
         dense = {weight.dtype for weight in unpacked(parameters_of([norm, matrix]))}
         has_type = found.dtype in binding.DENSE_KINDS and dense == {found.dtype}
-        is_known = has_type and fill_embeddings(MatrixStructure(), embeddings, found.dtype)
+        is_known = has_type and fill_embeddings(MatrixStructure(), embeddings, found.dtype, are_scaled=True)
         is_alike = not isinstance(matrix, PackedMatrix) or rounds_inputs(matrix) == found.rounds
         return cls(found, embeddings, norm, matrix) if is_known and is_alike else None
 
@@ -136,13 +149,11 @@ class NativeStep:
         """Whether a weight requires a gradient."""
         return self.layers.has_gradients() or self._weights.have_gradients()
 
-    def run(
-        self, rows: TextRows, angles: tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]], keeps_states: bool = True
-    ) -> Scored | None:
+    def run(self, rows: TextRows, angles: Sequence[Angles], keeps_states: bool = True) -> Scored | None:
         """The outputs for these rows. Their entries are then in the cache.
 
         Args:
-            angles: cosines and sines of every position, contiguous.
+            angles: angles of layers without a window, and of those with one; None if there are no such layers.
             keeps_states: whether the states of all layers are wanted; otherwise they may be empty.
 
         Returns:
@@ -161,7 +172,7 @@ class NativeStep:
             found.append(scored)
         return Scored.joined(found)
 
-    def _run(self, rows: TextRows, angles: tuple[Tensor, Tensor]) -> Scored | None:
+    def _run(self, rows: TextRows, angles: Sequence[Angles]) -> Scored | None:
         size, dtype = rows.tokens.shape, self.layers.dtype
         states = torch.empty(len(self.layers) + 1, *size, self._hidden, dtype=dtype)
         normed = torch.empty(*size, self._hidden, dtype=dtype)
@@ -171,10 +182,12 @@ class NativeStep:
         step.layers.x, step.layers.y = states.data_ptr(), states.data_ptr() + normed.nbytes
         step.layers.batch_size, step.layers.num_queries = size
         step.layers.num_keys = rows.num_keys
-        if rows.sight is not None:
-            step.layers.offsets, step.layers.runs = rows.sight[0].data_ptr(), rows.sight[1].data_ptr()
+        step.layers.see(rows.sights)
         step.tokens, step.positions = rows.tokens.data_ptr(), rows.positions.data_ptr()
-        step.cos, step.sin, step.num_positions = angles[0].data_ptr(), angles[1].data_ptr(), len(angles[0])
+        for number, of_type in enumerate(angles):
+            if of_type is not None:
+                step.cos[number], step.sin[number] = of_type[0].data_ptr(), of_type[1].data_ptr()
+        step.num_positions = num_positions(angles)
         step.normed, step.logits, step.num_scored = normed.data_ptr(), logits.data_ptr(), rows.num_scored
         done = binding.library().step(ctypes.addressof(step))
         if done < 0:

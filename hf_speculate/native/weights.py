@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import binding
-from .modules import PackedEmbedding, PackedMatrix
+from .modules import PackedEmbedding, PackedMatrix, ScaledEmbedding
 from .rounded import RoundedMatrix
 
 
@@ -40,18 +40,28 @@ def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> Non
         place.bias = matrix.bias.data_ptr()
 
 
-def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Fills the structure for an embedding with results of this dtype; returns whether the kernel can do that."""
+def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype, are_scaled: bool = False) -> bool:
+    """Fills the structure for an embedding with results of this dtype; returns whether the kernel can do that.
+
+    Args:
+        are_scaled: whether the caller multiplies results by the module's factor; else it must have none.
+    """
     is_packed = type(module) is PackedEmbedding
-    if not (is_packed or type(module) is nn.Embedding) or "forward" in vars(module) or module.max_norm is not None:
-        return False
     of: Any = module
+    is_known = is_packed or type(module) in (nn.Embedding, ScaledEmbedding)
+    if not is_known or "forward" in vars(module) or of.max_norm is not None or (scale_of(of) != 1 and not are_scaled):
+        return False
     weight, found = (of.packed, of._of_dtype.dtype) if is_packed else (of.weight, of.weight.dtype)
     if not weight.is_cpu or not weight.is_contiguous() or found is not dtype or (is_packed and not of.is_native):
         return False
     place.kind = binding.library().kinds[of.block_type if is_packed else binding.DENSE_KINDS[dtype]]
     place.in_features, place.out_features, place.tiles = of.embedding_dim, of.num_embeddings, weight.data_ptr()
     return True
+
+
+def scale_of(embeddings: Any) -> float:
+    """The factor of all embeddings of a module."""
+    return getattr(embeddings, "scale", 1.0)
 
 
 Place = tuple[dict[str, Any], str]

@@ -87,12 +87,12 @@ def test_files_that_others_found_broken(shared_root):
 
 
 def test_unknown_types_are_named(write, no_weights, tmp_path):
-    path = write()
+    path = write(recipe="F32")
     data = path.read_bytes()
     name = b"blk.0.attn_k.weight"
     at = data.index(name) + len(name) + 4 + 16  # behind the number of dimensions and two of them
-    assert struct.unpack_from("<I", data, at) == (2,)
-    for number, message in ((999, "ggml type 999"), (39, r"is of type MXFP4; supported here: F32.* llama-quantize")):
+    assert struct.unpack_from("<I", data, at) == (0,)
+    for number, message in ((999, "ggml type 999"), (9, r"is of type Q8_1; supported here: F32.* llama-quantize")):
         path.write_bytes(data[:at] + struct.pack("<I", number) + data[at + 4 :])
         with pytest.raises(CheckpointError, match=message):
             load_model(path)
@@ -136,7 +136,7 @@ def test_metadata_that_do_not_fit_are_refused(write, no_weights, metadata, messa
 
 
 def test_other_architectures_are_refused(write, no_weights):
-    with pytest.raises(CheckpointError, match="architecture 'mamba'; supported: llama, qwen2"):
+    with pytest.raises(CheckpointError, match="architecture 'mamba'; supported: llama, qwen2, qwen3, gemma3"):
         load_model(write(FileShape("mamba", 40, 32, 64, 2, 4, 2)))
 
 

@@ -120,9 +120,15 @@ def find_recipe(name: str, shape: FileShape) -> Recipe:
 
 
 def random_blocks(kind: str, rows: int, columns: int, std: float, generator: np.random.Generator) -> np.ndarray:
-    """uint8 [rows, bytes], or float32 [rows, columns] for types without blocks: weights of about that deviation."""
+    """uint8 [rows, bytes], or float32 [rows, columns] for types without blocks: weights of about that deviation, or
+    small ones of types that cannot stay packed."""
     if kind in DENSE_TYPES:
         return generator.normal(0.0, std, (rows, columns)).astype(np.float32)
+    if kind not in FORMATS:  # those whose blocks begin with their scale
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        blocks = np.frombuffer(generator.bytes(rows * columns // block_size * block_bytes), np.uint8).copy()
+        blocks.reshape(-1, block_bytes)[:, :2] = np.frombuffer(np.float16(std / 64).tobytes(), np.uint8)
+        return blocks.reshape(rows, -1)
     block_format = FORMATS[kind]
     shape = (rows * columns // block_format.block_size, block_format.block_bytes)
     blocks = np.frombuffer(generator.bytes(shape[0] * shape[1]), np.uint8).reshape(shape).copy()
@@ -191,8 +197,11 @@ def _tensor_shapes(shape: FileShape) -> list[tuple[str, tuple[int, ...]]]:
             shapes.append((f"blk.{layer}.{name}.weight", size))
             if shape.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
                 shapes.append((f"blk.{layer}.{name}.bias", size[:1]))
-        shapes += [(f"blk.{layer}.{name}.weight", (shape.hidden_size,)) for name in ("attn_norm", "ffn_norm")]
-        if shape.architecture == "qwen3":
+        norms = ("attn_norm", "ffn_norm")
+        if shape.architecture in ("gemma2", "gemma3"):
+            norms += ("post_attention_norm", "post_ffw_norm")
+        shapes += [(f"blk.{layer}.{name}.weight", (shape.hidden_size,)) for name in norms]
+        if shape.architecture in ("qwen3", "gemma3"):
             shapes += [(f"blk.{layer}.{name}.weight", (shape.head_size,)) for name in ("attn_q_norm", "attn_k_norm")]
     shapes.append(("output_norm.weight", (shape.hidden_size,)))
     if not shape.is_tied:

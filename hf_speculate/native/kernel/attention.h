@@ -17,15 +17,18 @@ template <class T> struct Attention {
   const T *keys, *values;  // the cache, [batch row, KV head, entry, column]
   int64_t batch_stride, head_stride, batch_size, num_queries, num_keys, heads, kv_heads, head_dim;
   float scale;
-  // Offset of each query's runs [first entry, end); null: a query sees all entries up to its own.
+  // Offset of each query's runs [first entry, end); null: a query sees the last `window` entries up to its own, or all
+  // of them if `window` is 0.
   const int32_t *offsets, *runs;
+  int64_t window;
   Inputs<T> out;
 
   int64_t groups() const { return heads / kv_heads; }
   int64_t block() const { return groups() < ATTENTION_ROWS ? ATTENTION_ROWS / groups() : 1; }
   int64_t blocks() const { return (num_queries + block() - 1) / block(); }
   int64_t items() const { return batch_size * kv_heads * blocks(); }
-  int64_t stride() const { return (num_keys + LANES - 1) / LANES * LANES; }
+  // A row of scores begins at any entry, and is written by sixteen.
+  int64_t stride() const { return (num_keys + 2 * LANES - 1) / LANES * LANES; }
   // Floats for transposed keys, for queries widened to float32, and for scores.
   int64_t scratch_floats() const { return head_dim * LANES + block() * groups() * (head_dim + stride()) + stride(); }
 };
@@ -41,7 +44,10 @@ template <class T> struct Sight {
 
   int64_t count() const { return a->offsets ? a->offsets[row + 1] - a->offsets[row] : 1; }
   Run run(int64_t i) const {
-    if (!a->offsets) return {0, a->num_keys - a->num_queries + query + 1};
+    if (!a->offsets) {
+      const int64_t end = a->num_keys - a->num_queries + query + 1;
+      return {a->window && end > a->window ? end - a->window : 0, end};
+    }
     const int32_t* at = a->runs + 2 * (a->offsets[row] + i);
     return {at[0], at[1]};
   }
@@ -226,7 +232,7 @@ template <class T> void attend(const Attention<T>& a, int64_t item, float* scrat
       begin = run.first < begin ? run.first : begin, end = run.end > end ? run.end : end;
     }
   }
-  for (int64_t key = begin / LANES * LANES; key < end; key += LANES) {
+  for (int64_t key = begin; key < end; key += LANES) {  // entries before a window may not exist any more
     turn_keys(a.keys + at + key * a.head_dim, end - key < LANES ? end - key : LANES, a.head_dim, scratch);
     const int64_t steps = a.head_dim / STEP<T>;
     int64_t r = 0;

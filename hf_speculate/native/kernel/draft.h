@@ -106,8 +106,8 @@ template <class T> class DraftRun {
     Call& call = d.layers;
     call.x = x, call.beside = beside, call.y = y;
     call.batch_size = batch_size, call.num_queries = num_rows, call.num_keys = num_keys;
-    call.cos = cos, call.sin = sin, call.rotary_stride = num_rows * head_dim;
-    call.offsets = offsets, call.runs = runs;
+    call.cos[0] = cos, call.sin[0] = sin, call.rotary_stride = num_rows * head_dim;
+    call.offsets[0] = offsets, call.runs[0] = runs;
     num_outputs = batch_size * num_rows * hidden;
     return run_layers<T>(call);
   }

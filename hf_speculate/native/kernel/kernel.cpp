@@ -89,16 +89,18 @@ bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t
   return multiply(w, (const float*)x, count, (float*)y, rounds, threads);
 }
 
-// Writes the runs of entries that each query sees by a mask. A mask with fewer columns hides none of the first entries.
+// Writes the runs of entries that each query sees by a mask. A mask with fewer columns shows the first entries, or with
+// `hides_first` hides them.
 // Kinds: 0 bool, 1 float32, 2 bfloat16, 3 float16; in floats 0 shows an entry, and the lowest value or less hides it.
 // Strides are in values. Returns the number of runs; -1 for other values, -2 for more than `most` runs.
 int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_stride, int64_t batch_size,
-                 int64_t num_queries, int64_t columns, int64_t num_keys, int32_t* offsets, int32_t* runs, int64_t most) {
+                 int64_t num_queries, int64_t columns, int64_t num_keys, bool hides_first, int32_t* offsets, int32_t* runs,
+                 int64_t most) {
   int64_t count = 0;
   for (int64_t row = 0; row < batch_size * num_queries; row++) {
     const int64_t at = row / num_queries * batch_stride + row % num_queries * row_stride;
     const int64_t shift = num_keys - columns;
-    bool sees = shift > 0;
+    bool sees = shift > 0 && !hides_first;
     offsets[row] = count;
     int32_t first = 0;
     for (int64_t i = 0; i <= columns; i++) {

@@ -1,4 +1,4 @@
-// Decoder layers of Llama, Qwen2 and Qwen3, one or several in one call.
+// Decoder layers of Llama, Qwen2, Qwen3 and Gemma 3, one or several in one call.
 #pragma once
 
 #include <initializer_list>
@@ -15,9 +15,12 @@ struct Layer {
   int64_t hidden, heads, kv_heads, head_dim, inner;
   int64_t q_at, k_at, v_at, gate_at, up_at;  // first columns of the outputs
   double eps, scale;
-  // all but `mlp_norm` may be null; `q_norm` and `k_norm` apply to each head
+  // all but `mlp_norm` may be null; `q_norm` and `k_norm` apply to each head, the last two to what a part adds
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;
-  const void* beside_norm;
+  const void *beside_norm, *attention_post_norm, *mlp_post_norm;
+  double norm_shift;  // added to the weights of norms
+  int64_t gelu;       // the activation is GELU's approximation by tanh, else SiLU
+  int64_t type;       // 0 or 1: which angles and sights of the call hold for the layer
   // Options of EAGLE-3's layers. joins: a second input comes before the states, normed or not. norms_residual: the
   // residual is normed.
   int64_t joins, norms_residual;
@@ -31,11 +34,14 @@ struct Call {
   int64_t num_layers;
   const Layer* const* layers;  // all of the same sizes
   int64_t batch_size, num_queries, num_keys;  // the queries' own keys are the last entries
-  const void *cos, *sin;  // [batch row or 1, query, head_dim]
+  const void *cos[2], *sin[2];  // [batch row or 1, query, head_dim], for each type of layer
   int64_t rotary_stride;  // distance between batch rows
-  void *const *keys, *const *values;  // each layer's cache, [batch row, KV head, entry, head_dim]
+  // Each layer's cache, [batch row, KV head, entry, head_dim]. Entries count from the beginning of the text, so these
+  // addresses may lie before memory whose first entries were dropped.
+  void *const *keys, *const *values;
   const int64_t *batch_strides, *head_strides;
-  const int32_t *offsets, *runs;
+  const int32_t *offsets[2], *runs[2];  // for each type of layer
+  int64_t windows[2];  // see `Attention`
   int64_t is_bf16, rounds;  // rounds: whether inputs of packed products are rounded to bytes
   int64_t threads;
 };
@@ -62,7 +68,8 @@ template <class T> class LayerRun {
 
   Attention<T> attention() const {
     return {queries, keys, values, batch_stride, head_stride, call.batch_size, call.num_queries, call.num_keys,
-            layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets, call.runs, in.places()};
+            layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets[layer.type],
+            call.runs[layer.type], call.windows[layer.type], in.places()};
   }
 
   void work(Team& team, float* own) {
@@ -78,6 +85,8 @@ template <class T> class LayerRun {
       in.multiply(layer.output[0], i, end, sink<&LayerRun::add_attention>());
     });
     team.each(rows, [&](int64_t m) {
+      if (layer.attention_post_norm && m < count)
+        add_normed(layer.attention_post_norm, m, x + m * layer.hidden, residual + m * layer.hidden);
       norm(residual + m * layer.hidden, layer.mlp_norm, 0, m);
       finish(layer.hidden, layer.gate_up, 2, m);
     });
@@ -89,6 +98,10 @@ template <class T> class LayerRun {
     team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
       activated.multiply(layer.down[0], i, end, sink<&LayerRun::add_mlp>());
     });
+    if (layer.mlp_post_norm)
+      team.each(count, [&](int64_t m) {
+        add_normed(layer.mlp_post_norm, m, residual + m * layer.hidden, y + m * layer.hidden);
+      });
   }
 
  private:
@@ -110,7 +123,15 @@ template <class T> class LayerRun {
   }
 
   template <class From> void norm(const From* from, const void* weights, int64_t column, int64_t m, float* also_to = nullptr) {
-    if (m < count) normalize(from, weights, layer.hidden, layer.eps, in, column, m, also_to);
+    if (m < count) normalize(from, weights, layer.norm_shift, layer.hidden, layer.eps, in, column, m, also_to);
+  }
+
+  // Adds what a part of the layer found for a row, normed. It is in `products`.
+  template <class From, class To> void add_normed(const void* weights, int64_t m, const From* before, To* to) {
+    const float* found = products + m * layer.hidden;
+    const float factor = rms_factor(found, layer.hidden, layer.eps), shift = layer.norm_shift;
+    for (int64_t i = 0; i < layer.hidden; i += LANES)
+      narrow(to + i, widen(before + i) + load<Floats>(found + i) * factor * (widen((const T*)weights + i) + shift));
   }
 
   // Makes the input of queries, keys and values.
@@ -122,12 +143,13 @@ template <class T> class LayerRun {
     finish(own + layer.hidden, layer.qkv, 3, m);
   }
 
-  // Writes silu(gate) * up of some cells, arranged for products.
+  // Writes act(gate) * up of some cells, arranged for products. GELU's tanh of z is a sigmoid of 2 z.
   void activate(int64_t m, int64_t cell, int64_t end) {
     const float *gate = products + m * 2 * layer.inner + layer.gate_at, *up = gate - layer.gate_at + layer.up_at;
     for (int64_t i = cell * COLUMNS; m < count && i < end * COLUMNS; i += LANES) {
       const Floats g = load<Floats>(gate + i);
-      narrow(activated.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-g) + 1.0f) * load<Floats>(up + i));
+      const Floats z = layer.gelu ? (g * g * g * 0.044715f + g) * 1.5957691216f : g;
+      narrow(activated.at(i / COLUMNS, m) + i % COLUMNS, g / (exponential(-z) + 1.0f) * load<Floats>(up + i));
     }
     activated.finish(cell, end, m, m >= count, layer.down, 1);
   }
@@ -154,13 +176,13 @@ template <class T> class LayerRun {
     T* to = is_query(slot) ? queries + m * q_size + head * size : (is_key(slot) ? keys : values) + in_cache;
     alignas(64) float normed[MOST_HEAD_DIM], turned[MOST_HEAD_DIM];
     if (const T* weights = (const T*)(is_query(slot) ? layer.q_norm : is_key(slot) ? layer.k_norm : nullptr)) {
-      const float factor = rms_factor(x, size, layer.eps);
-      for (int64_t d = 0; d < size; d += LANES) store(normed + d, load<Floats>(x + d) * factor * widen(weights + d));
+      const float factor = rms_factor(x, size, layer.eps), shift = layer.norm_shift;
+      for (int64_t d = 0; d < size; d += LANES) store(normed + d, load<Floats>(x + d) * factor * (widen(weights + d) + shift));
       x = normed;
     }
     if (is_query(slot) || is_key(slot)) {
-      const T* cos = (const T*)call.cos + b * call.rotary_stride + query * size;
-      const T* sin = (const T*)call.sin + b * call.rotary_stride + query * size;
+      const T* cos = (const T*)call.cos[layer.type] + b * call.rotary_stride + query * size;
+      const T* sin = (const T*)call.sin[layer.type] + b * call.rotary_stride + query * size;
       for (int64_t d = 0; d < half; d++) {
         turned[d] = x[d] * to_float(cos[d]) - x[d + half] * to_float(sin[d]);
         turned[d + half] = x[d + half] * to_float(cos[d + half]) + x[d] * to_float(sin[d + half]);
@@ -178,6 +200,7 @@ template <class T> class LayerRun {
   }
 
   void add_attention(int64_t column, const float* found) {
+    if (layer.attention_post_norm) return put(column, found, layer.hidden);
     for (int64_t m = 0; m < count; m++) {
       const Floats before = layer.norms_residual ? load<Floats>(residual + m * layer.hidden + column)
                                                  : widen(x + m * layer.hidden + column);
@@ -186,6 +209,7 @@ template <class T> class LayerRun {
   }
 
   void add_mlp(int64_t column, const float* found) {
+    if (layer.mlp_post_norm) return put(column, found, layer.hidden);
     for (int64_t m = 0; m < count; m++) {
       const Floats before = load<Floats>(residual + m * layer.hidden + column);
       narrow(y + m * layer.hidden + column, before + load<Floats>(found + m * LANES));
@@ -211,7 +235,7 @@ template <class T> class Layers {
   explicit Layers(const Call& call)
       : call(call), layer(*call.layers[0]), rows(filled_rows(call.batch_size * call.num_queries, call.is_bf16 && !call.rounds)),
         q_size(layer.heads * layer.head_dim), widest(larger(layer.hidden * (1 + layer.joins), q_size)),
-        num_products(rows * larger(q_size + 2 * layer.kv_heads * layer.head_dim, 2 * layer.inner)),
+        num_products(rows * larger(larger(q_size + 2 * layer.kv_heads * layer.head_dim, 2 * layer.inner), layer.hidden)),
         per_thread(Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats())) {}
 
   int64_t bytes() const {

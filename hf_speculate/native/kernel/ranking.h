@@ -140,7 +140,7 @@ template <class T> int rank(const Ranking& call) {
   Team::run(call.threads, [&](Team& team, int thread) {
     team.each(rows, [&](int64_t m) {
       if (m < count) {
-        normalize((const T*)call.x + m * w.in_features, call.norm, w.in_features, call.eps, in, 0, m);
+        normalize((const T*)call.x + m * w.in_features, call.norm, 0, w.in_features, call.eps, in, 0, m);
         for (int64_t i = 0; call.normed && i < w.in_features; i += COLUMNS)
           memcpy((T*)call.normed + m * w.in_features + i, in.at(i / COLUMNS, m), COLUMNS * sizeof(T));
       }

@@ -11,11 +11,12 @@ namespace {
 struct Step {
   Call layers;  // x: room for embeddings; cosines and sines are computed here
   Matrix embeddings;  // blocks as in the file, or dense
+  double embedding_scale;  // factor of all embeddings, a number of their type
   const int64_t *tokens, *positions;  // [batch row, query]
-  const void *cos, *sin;  // [position, head_dim]
+  const void *cos[2], *sin[2];  // [position, head_dim], for each type of layer; null if no layer is of that type
   int64_t num_positions;
   const void* norm;
-  double eps;
+  double eps, norm_shift;
   void* normed;  // [batch row, query, hidden]
   Matrix output;
   int64_t num_scored;  // number of each batch row's last queries whose logits are wanted
@@ -31,12 +32,17 @@ template <class T> class StepRun {
   // Returns 1: done; 0: a token or a position is out of range, and nothing was written; -1: out of memory.
   int work() {
     const int64_t num_angles = count * layer.head_dim;
-    if (!scratch.reserve(layers.bytes() + 2 * Scratch::rounded(num_angles * sizeof(T)) + Scratch::rounded(hidden * sizeof(float))))
+    if (!scratch.reserve(layers.bytes() + 4 * Scratch::rounded(num_angles * sizeof(T)) + Scratch::rounded(hidden * sizeof(float))))
       return -1;
     layers.take();
-    T *cos = scratch.take<T>(num_angles), *sin = scratch.take<T>(num_angles);
-    if (!turn_to(cos, sin) || !look_up(s.embeddings, s.tokens, count, scratch.take<float>(hidden), (T*)s.layers.x)) return 0;
-    s.layers.cos = cos, s.layers.sin = sin, s.layers.rotary_stride = s.layers.num_queries * layer.head_dim;
+    for (int type = 0; type < 2; type++) {
+      T *cos = scratch.take<T>(num_angles), *sin = scratch.take<T>(num_angles);
+      if (s.cos[type] && !turn_to(type, cos, sin)) return 0;
+      s.layers.cos[type] = cos, s.layers.sin[type] = sin;
+    }
+    if (!look_up(s.embeddings, s.tokens, count, scratch.take<float>(hidden), (T*)s.layers.x)) return 0;
+    if (s.embedding_scale != 1) scale_embeddings();
+    s.layers.rotary_stride = s.layers.num_queries * layer.head_dim;
     Team::run(s.layers.threads, [&](Team& team, int thread) {
       layers.work(team, thread);
       team.each(count, [&](int64_t m) { norm_row(m); });
@@ -46,13 +52,19 @@ template <class T> class StepRun {
   }
 
  private:
-  bool turn_to(T* cos, T* sin) const {
+  void scale_embeddings() const {
+    T* x = (T*)s.layers.x;
+    const float factor = s.embedding_scale;
+    for (int64_t i = 0; i < count * hidden; i += LANES) narrow(x + i, widen(x + i) * factor);
+  }
+
+  bool turn_to(int type, T* cos, T* sin) const {
     const int64_t size = layer.head_dim;
     for (int64_t m = 0; m < count; m++) {
       const int64_t position = s.positions[m];
       if (position < 0 || position >= s.num_positions) return false;
-      memcpy(cos + m * size, (const T*)s.cos + position * size, size * sizeof(T));
-      memcpy(sin + m * size, (const T*)s.sin + position * size, size * sizeof(T));
+      memcpy(cos + m * size, (const T*)s.cos[type] + position * size, size * sizeof(T));
+      memcpy(sin + m * size, (const T*)s.sin[type] + position * size, size * sizeof(T));
     }
     return true;
   }
@@ -60,8 +72,8 @@ template <class T> class StepRun {
   void norm_row(int64_t m) const {
     const T *from = (const T*)s.layers.y + ((s.layers.num_layers - 1) * count + m) * hidden, *weights = (const T*)s.norm;
     T* to = normed(m);
-    const float factor = rms_factor(from, hidden, s.eps);
-    for (int64_t i = 0; i < hidden; i += LANES) narrow(to + i, widen(from + i) * factor * widen(weights + i));
+    const float factor = rms_factor(from, hidden, s.eps), shift = s.norm_shift;
+    for (int64_t i = 0; i < hidden; i += LANES) narrow(to + i, widen(from + i) * factor * (widen(weights + i) + shift));
   }
 
   void score(Team& team) const {
