@@ -111,7 +111,7 @@ def _windows(reader: Metadata, architecture: str, sizes: Sizes, window: int | No
 
     Args:
         window: number of entries that they see; None if no layer has a window.
-        every: of so many layers the last one sees the whole text, if the file does not say otherwise.
+        every: number of layers of which the last one sees the whole text, if the file does not say otherwise.
     """
     key, num_layers = f"{architecture}.attention.sliding_window_pattern", sizes["num_hidden_layers"]
     if isinstance(reader.file.metadata.get(key), list):

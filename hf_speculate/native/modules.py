@@ -276,7 +276,7 @@ class ScaledEmbedding(nn.Embedding):
     """
 
     def __init__(self, weight: Float[Tensor, "V H"], scale: float):
-        super().__init__(*weight.shape, _weight=weight, _freeze=True)
+        super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
         self.scale = scale
 
     def forward(self, input: Int[Tensor, "*M"]) -> Float[Tensor, "*M H"]:
