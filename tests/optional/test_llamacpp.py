@@ -52,13 +52,18 @@ def check(target: Path, head: Path, kind: str, depth: int, prompts, max_new_toke
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "depth"), [("pycoder-eagle3", "draft-eagle3", 5), ("pycoder-dspark", "draft-dspark", 7)]
+    ("name", "kind", "depth", "out_type"),
+    [
+        ("pycoder-eagle3", "draft-eagle3", 5, "f32"),
+        ("pycoder-eagle3", "draft-eagle3", 5, "q4_0"),
+        ("pycoder-dspark", "draft-dspark", 7, "f32"),
+    ],
 )
-def test_heads_of_pycoder(name, kind, depth, tmp_path):
+def test_heads_of_pycoder(name, kind, depth, out_type, tmp_path):
     folder = EXAMPLES / "pycoder"
     tokenizer, target = AutoTokenizer.from_pretrained(folder), tmp_path / "target.gguf"
     write_target(target, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer)
-    convert_checkpoint(EXAMPLES / name, tmp_path / "head", "llama.cpp", folder, out_type="f32")
+    convert_checkpoint(EXAMPLES / name, tmp_path / "head", "llama.cpp", folder, out_type=out_type)
     prompts = [tokenizer(prompt.content).input_ids for prompt in builtin_prompts()]
     check(target, tmp_path / "head" / "draft.gguf", kind, depth, prompts, 128, tmp_path / "server.log")
 
