@@ -340,7 +340,8 @@ class _Inputs:
         size, given, windows = self.ids.shape, self.mask, room.native.windows
         if isinstance(given, TreeMask):
             fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
-            return [given.runs()] * len(_TYPES) if fits and not any(windows) else None
+            runs: Sight = given.runs()
+            return [runs] * len(_TYPES) if fits and not any(windows) else None
         sights: list[Sight] = []
         for is_windowed, layer_type in enumerate(_TYPES):
             examples = [index for index, window in enumerate(windows) if (window is not None) == bool(is_windowed)]
