@@ -121,6 +121,18 @@ def test_a_window_moves_on_with_the_text(backend, dtype, gemma3, steps):
 
 
 @pytest.mark.usefixtures("needs_kernel")
+def test_caches_of_layers_with_a_window_grow_at_other_times_than_the_others(write, steps):
+    """The model is checked once a request, the room of a layer of each type at every step; the last has a window."""
+    path = write(shape_of("gemma3", layers=7), "Q8_0", metadata=OF_GEMMA3)
+    model = load_model(path, dtype=torch.float32, backend="native")
+    request = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(ids(1, 120), **request, return_dict_in_generate=True, output_logits=True)
+    expected = expected_of_gemma(path)(found.sequences[:, :-1]).logits[:, 119:]
+    assert relative_error(torch.stack(found.logits, dim=1), expected) < 5e-6
+    assert steps == [1] * 90
+
+
+@pytest.mark.usefixtures("needs_kernel")
 def test_rows_of_a_padded_batch_see_their_windows(gemma3, steps):
     model, lengths = load_model(gemma3, dtype=torch.float32, backend="native"), (11, 24, 3)
     batch = padded(lengths)
