@@ -185,7 +185,8 @@ def _compared(session: Session, ids: Tensor, restart: Callable[[], Any], quiet: 
     is_equal = plain.tokens == ours.tokens
     if not quiet:
         equal = "the same text" if is_equal else "another text (16 bit: near ties may fall otherwise; float32 is exact)"
-        say(f"{speedup:.2f}x, {equal}; {session.speed_line(ours)}", err=True)
+        hint = "" if speedup >= 1.0 else ". `hf-speculate doctor` measures whether drafts pay for this model here"
+        say(f"{speedup:.2f}x, {equal}; {session.speed_line(ours)}{hint}", err=True)
     compared = {"plain": _figures(plain), "speedup": speedup, "same_text": is_equal}
     return _figures(ours) | _speculation(session) | compared
 

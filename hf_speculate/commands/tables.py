@@ -88,8 +88,9 @@ class Grid:
 
 
 def by_depth(rates: Mapping[int, float]) -> str:
-    """Acceptance rates as `1:0.70 2:0.45`."""
-    return " ".join(f"{depth}:{rate:.2f}" for depth, rate in rates.items()) or "no drafts"
+    """Acceptance rates as `1:0.70 2:0.45`, down to the first depth at which nothing was accepted."""
+    last = next((depth for depth, rate in rates.items() if not rate), max(rates, default=0))
+    return " ".join(f"{depth}:{rate:.2f}" for depth, rate in rates.items() if depth <= last) or "no drafts"
 
 
 def _cell(form: str | Callable[[Any], str], row: Mapping[str, Any]) -> str:

@@ -168,6 +168,7 @@ def read_tokenizer(file: GgufFile, vocab_size: int | None = None) -> PreTrainedT
             f"transformers makes a tokenizer of {len(tokenizer)} tokens from the {num_tokens} in {file.path!r}: pass "
             "`tokenizer=`."
         )
+    tokenizer.padding_side = "left"  # as `generate` wants the prompts of a batch
     return tokenizer
 
 

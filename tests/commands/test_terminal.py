@@ -15,7 +15,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from hf_speculate import cli
-from hf_speculate.commands import Grid, LiteralConsole, progress, say, say_json, show
+from hf_speculate.commands import Grid, LiteralConsole, by_depth, progress, say, say_json, show
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.messages import get_logger, message, printable
 
@@ -196,3 +196,11 @@ def test_tables_of_narrow_terminals_break_words_and_no_figures(monkeypatch, caps
     assert printed.count("1234.5") == 6
     assert ("┃" in printed) is not is_narrow
     assert max(map(len, printed.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("rates", "shown"),
+    [({}, "no drafts"), ({1: 0.7, 2: 0.45}, "1:0.70 2:0.45"), ({1: 0.7, 2: 0.0, 3: 0.0}, "1:0.70 2:0.00")],
+)
+def test_acceptance_by_depth_ends_where_nothing_was_accepted(rates, shown):
+    assert by_depth(rates) == shown

@@ -278,6 +278,7 @@ def test_a_tokenizer_that_was_saved_gives_the_same_ids(metadata, tmp_path):
     tokenizer = tokenizer_of(tmp_path, metadata)
     tokenizer.save_pretrained(tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert tokenizer.padding_side == "left"
     for text in odd_strings(100):
         ids = tokenizer(text).input_ids
         assert again(text).input_ids == ids
