@@ -108,7 +108,7 @@ class DraftTypist(Typist):
 
     @property
     def speed(self) -> str:
-        return f"{super().speed}, {self.num_drafted} of them drafted" if self.num_drafted else super().speed
+        return f"{super().speed}, {self.num_drafted} drafted" if self.num_drafted else super().speed
 
 
 class _Panel(BaseStreamer):

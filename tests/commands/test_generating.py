@@ -101,10 +101,10 @@ class TestGenerate:
         options = ("-t", folder, "-n", 60, "--temperature", 0, "-s", "prompt_lookup:min_ngram=1")
         plain, marked = (run("generate", "hello hello", *options, *more) for more in ((), ("--show-drafts",)))
         assert (marked.exit_code, marked.stdout) == (0, plain.stdout)
-        assert int(re.search(r"(\d+) of them drafted", marked.stderr)[1]) > 5
+        assert int(re.search(r"(\d+) drafted", marked.stderr)[1]) > 5
         compared = run("generate", "hello hello", *options, "--compare", "--show-drafts")
         assert "the same text" in compared.stderr
-        assert "of them drafted" in compared.stdout
+        assert " drafted" in compared.stdout
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
