@@ -4,20 +4,20 @@ reading        the header of a file, with every length checked against the file'
 metadata       metadata values by type, and the vocabulary that they describe
 tokenizer      the tokenizer in the file
 architectures  the architectures that are loaded, and how they differ
+rope           its RoPE: scaling, factors of frequencies
 model          the model in the file: configuration, names, shapes
 shards         files on the disk or the Hub, and models in several files
 matrices       rows of tensors for packing
 values         values of tensors of any type
-loading        building the model, and a report on its packed weights
+loading        building the model
+report         how its weights lie in memory
 vocabulary     a tokenizer of transformers as metadata
 writing        files of metadata and tensors
 """
 
 from ..native import fuse as fuse
-from .loading import PackingReport as PackingReport
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
-from .loading import packing_report as packing_report
 from .loading import read_tokenizer as read_tokenizer
 from .matrices import Matrix as Matrix
 from .matrices import TensorRows as TensorRows
@@ -26,13 +26,15 @@ from .matrices import interleaved as interleaved
 from .matrices import read_values as read_values
 from .metadata import Metadata as Metadata
 from .metadata import check_vocabulary as check_vocabulary
-from .model import ROPE_FACTORS as ROPE_FACTORS
-from .model import WRITTEN_ROPE as WRITTEN_ROPE
-from .model import describe_rope as describe_rope
 from .model import plan_model as plan_model
-from .model import read_rope as read_rope
 from .reading import GgufFile as GgufFile
 from .reading import read_header as read_header
+from .report import PackingReport as PackingReport
+from .report import packing_report as packing_report
+from .rope import ROPE_FACTORS as ROPE_FACTORS
+from .rope import WRITTEN_ROPE as WRITTEN_ROPE
+from .rope import describe_rope as describe_rope
+from .rope import read_rope as read_rope
 from .shards import find_file as find_file
 from .shards import read_model_file as read_model_file
 from .vocabulary import describe_vocabulary as describe_vocabulary

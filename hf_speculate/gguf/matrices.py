@@ -10,7 +10,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..native import DENSE_TYPES
+from ..native import DENSE_TYPES, dense_values
 from .reading import GgufFile, TensorEntry
 from .values import known_types, values_of
 
@@ -94,6 +94,11 @@ class Matrix:
 def half_split_order(num_rows: int, num_heads: int) -> Int64[Tensor, " N"]:
     """Rows of llama.cpp's q and k (pairs that rotate together are neighbours) in transformers' order (halves)."""
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def read_vector(file: GgufFile, entry: TensorEntry) -> Tensor:
+    """Reads a tensor of plain values (a norm, a bias) in the type of the file."""
+    return dense_values(file.read(entry), entry.type).view(entry.shape)
 
 
 def read_values(rows: TensorRows) -> Tensor:

@@ -5,7 +5,7 @@ formats        block formats of packed weights: integers, with a scale and an of
 backends       matrix products with packed weights, by the kernel or by torch
 modules        packed linear layers, fused projections and embeddings
 rounded        8-bit matrices for drafting; rounded_layers: the layers that use them
-forwards       whole models in one native call (step), with transformers' caches (caches)
+forwards       whole models in one native call (step), with transformers' caches (caches); inputs: what they take
 fused          single decoder layers in one native call (layers, layer_parts, rows)
 weights        addresses of the weights; large_pages: their memory; angles: rotary embeddings
 draft          whole drafts of a head in one native call; ranking and growth: its parts

@@ -17,8 +17,9 @@ import hf_speculate
 from hf_speculate.errors import CheckpointError
 from hf_speculate.gguf import load_gguf, load_model
 from hf_speculate.gguf.matrices import TensorRows
-from hf_speculate.gguf.model import plain_frequencies, plan_model
+from hf_speculate.gguf.model import plan_model
 from hf_speculate.gguf.reading import read_header
+from hf_speculate.gguf.rope import plain_frequencies
 from hf_speculate.gguf.shards import find_file, part_names
 from hf_speculate.native.formats import DENSE_TYPES, FORMATS
 
