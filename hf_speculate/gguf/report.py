@@ -1,4 +1,4 @@
-"""How the weights of a model from a GGUF file lie in memory."""
+"""The bytes that the weights of a model from a GGUF file take in memory."""
 
 from __future__ import annotations
 
