@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import HypothesisProvider
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -442,8 +443,15 @@ def run(num_cases: int, tiny_model, prompt, part: int | None = None) -> Counter:
     return seen
 
 
+@pytest.fixture
+def cases_are_fixed(monkeypatch):
+    """Hypothesis draws some values from the constants in the modules that happen to be imported. Not here."""
+    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
+
+
 # Parts that are not one-sided.
-@pytest.mark.parametrize("part", quick((4, 6, 12, 3)))
+@pytest.mark.parametrize("part", quick((1, 2, 3, 5)))
+@pytest.mark.usefixtures("cases_are_fixed")
 def test_fifty_requests(tiny_model, prompt, part):
     assert run(50, tiny_model, prompt, part)["cases"] >= 50
 
