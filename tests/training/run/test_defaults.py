@@ -103,8 +103,11 @@ class TestNames:
         ):
             read_recipe("qwen2-0.5b")
 
-    def test_options_win_over_the_recipe_and_set_over_options(self, saved_target):
-        result = run("--config", "pycoder-eagle3", "--target", "./a: b", "--set", "data.train=c", "--data", "d")
+    def test_options_win_over_the_recipe_and_set_over_options(self, saved_target, tmp_path):
+        data = tmp_path / "data.jsonl"
+        data.write_text('{"text": "a"}')
+        sets = ("--set", f"data.train={data}", "--set", f"data.eval={data}")
+        result = run("--config", "pycoder-eagle3", "--target", "./a: b", *sets, "--data", "d")
         assert "cannot load the target './a: b'" in result.stderr
         result = run("--config", "pycoder-eagle3", "--target", saved_target, "--data", "./d", "--set", "data.train=./c")
         assert "cannot read the data './c'" in result.stderr
