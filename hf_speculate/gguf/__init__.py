@@ -26,6 +26,7 @@ from .matrices import interleaved as interleaved
 from .matrices import read_values as read_values
 from .metadata import Metadata as Metadata
 from .metadata import check_vocabulary as check_vocabulary
+from .model import LLAMA_LAYER as LLAMA_LAYER
 from .model import plan_model as plan_model
 from .reading import GgufFile as GgufFile
 from .reading import read_header as read_header

@@ -25,7 +25,8 @@ from ..errors import CheckpointError
 from .metadata import Metadata
 
 
-_BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+# Norms of a layer by their names in the file: those of Llama, and those around its parts as in Gemma.
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _AROUND = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -56,7 +57,7 @@ class Architecture:
     name: str
     config: type[PreTrainedConfig]
     model_class: str
-    norms: Mapping[str, str] = field(default_factory=lambda: _BEFORE)
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     has_head_norms: bool = False
     biased: tuple[str, ...] = ()
     permutes: bool = False

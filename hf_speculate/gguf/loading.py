@@ -51,12 +51,9 @@ from .report import packing_report
 from .rope import plain_frequencies
 from .shards import find_file, read_model_file
 from .tokenizer import read_tokenizer
-from .values import values_of
 
 
 logger = get_logger(__name__)
-
-_DENSE_CHUNK = 1 << 22  # weights that are dequantised at a time, in float32
 
 
 def load_gguf(
@@ -268,9 +265,7 @@ class _Builder:
         return linear
 
     def _dense(self, matrix: Matrix) -> Tensor:
-        weights = torch.empty(matrix.num_rows, matrix.num_columns, dtype=self.dtype, device=self.device)
-        for start, rows in matrix.chunks(_DENSE_CHUNK):
-            weights[start : start + len(rows)] = values_of(rows, matrix.type)
+        weights = matrix.values(self.dtype, self.device)
         if not weights.isfinite().all():
             raise CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some weights are not finite.")
         return weights

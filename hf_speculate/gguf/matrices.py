@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -15,7 +15,7 @@ from .reading import GgufFile, TensorEntry
 from .values import known_types, values_of
 
 
-_CHUNK = 1 << 22  # weights that are dequantised at a time
+_CHUNK = 1 << 22  # weights that are dequantised at a time, in float32
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,13 @@ class Matrix:
         for start in range(0, self.num_rows, step):
             yield start, self.read(start, min(start + step, self.num_rows))
 
+    def values(self, dtype: torch.dtype, device: torch.device | None = None) -> Float[Tensor, "R K"]:
+        """All values; of blocks, a part of them is dequantised at a time."""
+        values = torch.empty(self.num_rows, self.num_columns, dtype=dtype, device=device)
+        for start, rows in self.chunks(_CHUNK):
+            values[start : start + len(rows)] = values_of(rows, self.type)
+        return values
+
 
 def half_split_order(num_rows: int, num_heads: int) -> Int64[Tensor, " N"]:
     """Rows of llama.cpp's q and k (pairs that rotate together are neighbours) in transformers' order (halves)."""
@@ -117,10 +124,7 @@ def read_values(rows: TensorRows) -> Tensor:
         )
     if entry.type in DENSE_TYPES:
         return values_of(matrix.read(0, matrix.num_rows), entry.type).view(entry.shape)
-    values = torch.empty(matrix.num_rows, matrix.num_columns)
-    for start, blocks in matrix.chunks(_CHUNK):
-        values[start : start + len(blocks)] = values_of(blocks, entry.type)
-    return values.view(entry.shape)
+    return matrix.values(torch.float32).view(entry.shape)
 
 
 def interleaved(matrix: Tensor, num_heads: int) -> Tensor:

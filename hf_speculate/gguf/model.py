@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError
 from ..native import DENSE_TYPES
-from .architectures import Architecture, find_architecture
+from .architectures import PRE_NORMS, Architecture, find_architecture
 from .metadata import Metadata, check_vocabulary, end_tokens, token_id
 from .reading import GgufFile
 from .rope import ROPE_FACTORS, check_angles, name_factors, rope_factors, rope_parameters
@@ -25,6 +25,13 @@ from .values import known_types
 ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 HEAD_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
+
+# All modules of a layer of Llama.
+LLAMA_LAYER = {
+    **PRE_NORMS,
+    **{theirs: f"self_attn.{ours}" for theirs, ours in ATTENTION.items()},
+    **{theirs: f"mlp.{ours}" for theirs, ours in MLP.items()},
+}
 
 EMBEDDINGS, OUTPUT, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 

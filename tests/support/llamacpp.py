@@ -16,24 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_speculate.gguf import describe_vocabulary, interleaved, write_gguf
+from hf_speculate.gguf import LLAMA_LAYER, describe_vocabulary, interleaved, write_gguf
 from hf_speculate_plugins.checkpoints import LoadedTarget
 
 
 SERVER = os.environ.get("LLAMA_SERVER")
 """The program; None: there is none."""
 
-_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _SECONDS = 120
 
 
@@ -68,7 +57,7 @@ def write_target(path: str | os.PathLike[str], model: Any, tokenizer: Any, out_t
     if not config.tie_word_embeddings:
         tensors["output.weight"] = model.lm_head.weight
     for index, layer in enumerate(model.model.layers):
-        for theirs, ours in _NAMES.items():
+        for theirs, ours in LLAMA_LAYER.items():
             for part, values in layer.get_submodule(ours).named_parameters():
                 values = interleaved(values, heads[theirs]) if theirs in heads else values
                 tensors[f"blk.{index}.{theirs}.{part}"] = values

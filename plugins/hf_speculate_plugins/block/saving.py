@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import GGUF_ARCHITECTURE, GGUF_FILE, speculators_section, stated_sizes, vocabulary_tensors
+from ..checkpoints import GGUF_ARCHITECTURE, GGUF_FILE, GGUF_ROPE, speculators_section, stated_sizes, vocabulary_tensors
 from ..heads import Limit, Written
 from .head import BlockHead
 from .loading import BlockReading
@@ -80,7 +80,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
             lambda s: s.markov is not None and (s.output_multiplier, s.softcap) != (1, None),
         ),
         ("an activation other than SiLU", lambda spec: spec.hidden_act != "silu"),
-        ("RoPE scaling", lambda spec: spec.rope["rope_type"] not in ("default", "linear", "llama3")),
+        ("RoPE scaling", lambda spec: spec.rope["rope_type"] not in GGUF_ROPE),
     ),
 }
 

@@ -5,7 +5,7 @@ dropped or left at its initial value in silence. Nothing here knows a method; `l
 """
 
 from .accounting import KeyAccount, LoadReport, num_indexed
-from .config import GGUF_ARCHITECTURE, GGUF_FILE, ConfigValues, mask_token_of
+from .config import GGUF_ARCHITECTURE, GGUF_FILE, GGUF_ROPE, ConfigValues, mask_token_of
 from .decoder_config import (
     HeadSpec,
     Shapes,
@@ -45,6 +45,7 @@ from .target_files import LoadedTarget, TargetFiles
 __all__ = [
     "GGUF_ARCHITECTURE",
     "GGUF_FILE",
+    "GGUF_ROPE",
     "Checkpoint",
     "ConfigValues",
     "HeadSpec",

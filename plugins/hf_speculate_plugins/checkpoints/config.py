@@ -20,6 +20,8 @@ _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_tok
 
 # Key of a flat config that stands for the metadata of a GGUF file, and the name of such a file.
 GGUF_ARCHITECTURE, GGUF_FILE = "gguf_architecture", "draft.gguf"
+# `WRITTEN_ROPE` of GGUF files, whose room is slow to import.
+GGUF_ROPE = ("default", "linear", "llama3")
 
 
 class ConfigValues:

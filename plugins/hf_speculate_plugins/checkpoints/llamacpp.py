@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import replace_files
 from hf_speculate.gguf import (
+    LLAMA_LAYER,
     ROPE_FACTORS,
     GgufFile,
     Matrix,
@@ -52,19 +53,7 @@ _TOP = {
     **_weights({"fc": "fc", "output_norm": "norm", "output": "lm_head", "token_embd": "embed_tokens"}),
     "d2t": "d2t",
 }
-_OF_LAYERS = _weights(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
+_OF_LAYERS = _weights(LLAMA_LAYER)
 # Keys of every architecture -> keys of our config.
 _SIZES = {
     "embedding_length": "hidden_size",

@@ -13,6 +13,7 @@ from hf_speculate.errors import CheckpointError
 from ..checkpoints import (
     GGUF_ARCHITECTURE,
     GGUF_FILE,
+    GGUF_ROPE,
     OpenedHead,
     TargetFiles,
     speculators_section,
@@ -28,8 +29,6 @@ from .spec import EagleSpec
 # "compact" is SpecForge's without what the target has anyway: nobody else reads it; `convert` makes the others of it.
 # "llama.cpp" is a GGUF file, which also holds the target's tokenizer.
 _AS_SPECFORGE = ("specforge", "compact")
-
-_GGUF_ROPE = ("default", "linear", "llama3")  # types of RoPE that GGUF files are written with
 
 _NORMS_OF_HEADS: Limit = ("norms of queries and keys", lambda spec: spec.qk_norm)
 # One layer of Llama behind three features.
@@ -83,7 +82,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         ("a norm of every feature (fc_norm)", lambda spec: spec.fc_norm),
         ("logits without a norm", lambda spec: spec.version == 3 and not spec.norm_logits),
         ("an activation other than SiLU", lambda spec: spec.hidden_act != "silu"),
-        (f"RoPE other than {', '.join(_GGUF_ROPE)}", lambda spec: spec.rope["rope_type"] not in _GGUF_ROPE),
+        (f"RoPE other than {', '.join(GGUF_ROPE)}", lambda spec: spec.rope["rope_type"] not in GGUF_ROPE),
     ),
 }
 

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, SpeculateError
-from hf_speculate.gguf import TensorRows, read_header, read_values, write_gguf
+from hf_speculate.gguf import WRITTEN_ROPE, TensorRows, read_header, read_values, write_gguf
 from hf_speculate.hub import local_folder, repositories
 from hf_speculate.native import PackedLinear, has_kernel
 from hf_speculate_plugins.block import BlockFiles
-from hf_speculate_plugins.checkpoints import TargetFiles, read_checkpoint, tensor_shapes
+from hf_speculate_plugins.checkpoints import GGUF_ROPE, TargetFiles, read_checkpoint, tensor_shapes
 from hf_speculate_plugins.eagle import EagleDrafter, EagleFiles
 
 from ...support.block_heads import KINDS, random_block
@@ -208,7 +208,12 @@ _NO_BLOCK = {
     "another width": ("dflash", {"adapts_features": True}),
     "a Markov head on changed logits": ("dspark", {"output_multiplier": 0.5}),
     "no Markov codes": ("dspark", {"confidence_with_markov": False}),
+    "RoPE scaling": ("dflash", {"rope": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
 }
+
+
+def test_rope_is_allowed_if_it_is_written():
+    assert GGUF_ROPE == WRITTEN_ROPE
 
 
 @pytest.mark.parametrize("reason", _NO_BLOCK)
