@@ -8,8 +8,8 @@ DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-heads bench-schemas bench-tools bench-train
 
-.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests lint fix docs bench bench-quick \
-	$(BENCHMARKS) build clean
+.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests gpu lint fix docs bench \
+	bench-quick $(BENCHMARKS) build clean
 
 demo: $(DEMO) smollm2
 	$(BIN)/python examples/quickstart.py $(if $(TARGET),--target $(TARGET))
@@ -105,6 +105,10 @@ stock-tests: $(SETUP)
 	test -d $$sdist || $(BIN)/pip download -q --no-deps --no-binary transformers -d $(SDISTS) transformers==$$version; \
 	test -d $$sdist || tar -xzf $$sdist.tar.gz -C $(SDISTS); \
 	PYTHONPATH=$(SDISTS)/packages TRANSFORMERS_SDIST=$$sdist $(BIN)/python -m pytest -q tests/optional/test_transformers_suite.py
+
+# With a GPU: the tests marked `gpu`, then a report of what it does with this version. make gpu ARGS="--out FILE"
+gpu: $(SETUP)
+	$(BIN)/python -m tests.gpu.report $(ARGS)
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

@@ -29,3 +29,13 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
         return tensor
     is_staged = tensor.device.type == "cpu" and device.type in STAGED
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=is_staged)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source to its target, tensors of the same dtype in one launch."""
+    torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def copy_to_device(values: Sequence[Any], target: Tensor) -> Tensor:
+    """Writes numbers to a tensor that is there already."""
+    return target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=target.device.type in STAGED)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ..commands import spread, timed
-from ..compilation import Recorder
+from ..compilation import Recordings
 from ..errors import SpeculateError, first_line
 from ..messages import get_logger
 from ..models import GenerativeModel
@@ -220,7 +220,7 @@ def _warm_up(model: GenerativeModel, method: Method, requests: Sequence[Request]
 
 def _num_compiled() -> int:
     """Number of graphs that were compiled or recorded in this process so far."""
-    return counters["stats"]["unique_graphs"] + Recorder.num_recorded
+    return counters["stats"]["unique_graphs"] + Recordings.num_recorded
 
 
 def num_steps(num_methods: int, num_requests: int, repeats: int) -> int:

@@ -83,12 +83,15 @@ class TreeCache:
 
     Attributes:
         mover: function that moves entries in all layers at once; None moves them layer by layer.
+        has_moved: whether the last forward has already moved the entries of the paths that `keep` will get. It may have
+            moved those of longer paths that begin with them.
 
     Raises:
         CacheStateError: a layer cannot be indexed.
     """
 
     mover: Mover | None = None
+    has_moved: bool = False
 
     def __init__(self, cache: Cache, batch_size: int):
         if not self.accepts(cache):
@@ -151,7 +154,8 @@ class TreeCache:
         """
         base = self.append_index
         lengths = tuple(length + len(path) for length, path in zip(self.lengths, paths, strict=True))
-        self._move(base, [paths[row] for row in self.rows])
+        if not self.has_moved:
+            self._move(base, [paths[row] for row in self.rows])
         self.lengths, self._ended, self._before_prompt = lengths, ended, []
         self.restore()
 
@@ -200,6 +204,7 @@ class TreeCache:
 
     def restore(self) -> None:
         """Makes the layers agree with `lengths`, dropping entries of an interrupted forward."""
+        self.has_moved = False
         for layer, checkpoint in zip(self._sliding, self._before_prompt, strict=False):
             layer.revert(checkpoint)
         length = self.append_index

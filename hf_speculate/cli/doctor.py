@@ -47,7 +47,7 @@ from ..commands import (
 from ..errors import SpeculateError, UnsupportedRequestError
 from ..models import GenerativeModel
 from ..registry import SpeculatorSpec
-from ..scoring import supported_shape
+from ..scoring import backends_in_use, supported_shape
 from ..stats import SpeculationStats
 from .session import ChatTarget, default_target
 
@@ -127,7 +127,9 @@ def doctor(
     advice = advise(rows)
     result = {"target": name, "prompts": len(requests), "rows": rows, "advice": advice, "environment": environment(on)}
     asked = f"{len(requests)} built-in prompts, {_NEW_TOKENS} tokens each, greedy"
-    title = f"{name}, {torch.get_num_threads()} threads: {asked}"
+    backends = backends_in_use(on)
+    attention = f", attention: {backends}" if backends else ""
+    title = f"{name}, {torch.get_num_threads()} threads{attention}: {asked}"
     report(result, [Grid.of(title, rows, _COLUMNS, groups=("backend",)), advice], json_only=json_only)
 
 

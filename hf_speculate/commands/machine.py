@@ -15,6 +15,7 @@ import torch
 from ..errors import SpeculateError, first_line
 from ..policy import device_name
 from ..registry import installed_drafters
+from ..scoring import backends_in_use
 
 
 _PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")
@@ -39,8 +40,18 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "device": _device_name(device),
         "cuda": torch.version.cuda,
+        **_attention(device or find_device(None)),
         "drafters": sorted(installed_drafters()),
     }
+
+
+def _attention(device: torch.device) -> dict[str, Any]:
+    """Attention backends of our forwards, and whether other forwards may use cuDNN's; nothing where there is no
+    choice."""
+    backends = backends_in_use(device)
+    if not backends:
+        return {}
+    return {"attention": backends, "cudnn_in_plain_generate": torch.backends.cuda.cudnn_sdp_enabled()}
 
 
 def drafter_list() -> list[dict[str, str]]:

@@ -43,11 +43,13 @@ def padded_mask(mask: Tensor | None, like: Tensor, num_seen: int, width: int, ca
 
 
 MIN_CAPACITY = 512
-# Largest number of idle sets for one model; the one that was idle longest is freed. Long texts on large models take
-# gigabytes each.
-MAX_IDLE = 4
+# Limits of the idle sets of one model, their number and their memory. Those that were idle longest are freed. Long
+# texts on large models take gigabytes each.
+MAX_IDLE, MAX_IDLE_BYTES = 4, 2 << 30
 
 SetKey = tuple[int, int]  # batch size, capacity
+Stacks = tuple[Tensor, Tensor]
+"""Keys and values of all layers, each [L, B, heads, M, head_dim]."""
 
 
 def capacity_for(length: int) -> int:
@@ -91,12 +93,17 @@ class StaticLayer(CacheLayerMixin):
         return self._buffers[0].shape[2]
 
 
+def static_cache(stacks: Stacks, slots: Tensor) -> Cache:
+    """A cache of static layers over stacked buffers, for one forward."""
+    keys, values = stacks
+    return Cache(layers=[StaticLayer(keys[layer], values[layer], slots) for layer in range(len(keys))])
+
+
 class Buffers:
     """Tensors by name, made on first use."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
-        self._caches: dict[int, Cache] = {}
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._tensors.values())
@@ -109,19 +116,15 @@ class Buffers:
                 known = torch.zeros(*shape, dtype=dtype, device=device)
             torch._dynamo.mark_static_address(known, guard=False)  # another set of buffers must not cause a compilation
             self._tensors[name] = known
-            self._caches.clear()
         return known
 
     def filled(self, name: Hashable, values: Tensor) -> Tensor:
         """The tensor of this name, filled with a copy of `values`."""
         return self.tensor(name, values.shape, values.dtype, values.device).copy_(values)
 
-    def cache(self, layers: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> Cache:
-        """A cache of static layers over buffers of this set: always the same object for the same number of slots."""
-        width = slots.shape[0]
-        if width not in self._caches:
-            self._caches[width] = Cache(layers=[StaticLayer(keys, values, slots) for keys, values in layers])
-        return self._caches[width]
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self)
 
     def clear(self) -> None:
         """Sets everything to 0: unseen entries have the weight 0, but 0 x NaN would be NaN."""
@@ -150,6 +153,13 @@ class Pool:
         with self._lock:
             self._idle += sets.items()
             del self._idle[:-MAX_IDLE]
+            while len(self._idle) > 1 and self.num_bytes > MAX_IDLE_BYTES:
+                del self._idle[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the idle sets."""
+        return sum(buffers.num_bytes for _, buffers in self._idle)
 
 
 _pools: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()
@@ -170,7 +180,7 @@ class Lease:
 
     def __init__(self, cache: Cache, pool: Pool | None):
         self._sets: dict[SetKey, Buffers] = {}
-        self._pool = pool
+        self._pool, self._num_layers = pool, len(cache.layers)
         if pool is not None:
             weakref.finalize(cache, pool.put_back, self._sets).atexit = False
             for index, layer in enumerate(cache.layers):
@@ -183,29 +193,32 @@ class Lease:
             self._sets[key] = Buffers() if self._pool is None else self._pool.take(key)
         return self._sets[key]
 
-    def place(self, layers: Sequence[Any], capacity: int) -> list[tuple[Tensor, Tensor]]:
-        """Moves every layer into the buffers of this capacity; returns its keys and values there.
+    def place(self, layers: Sequence[Any], capacity: int) -> Stacks:
+        """Moves every layer into the buffers of this capacity; returns the stacks of keys and values.
 
         Args:
-            layers: `PreallocatedLayer`s that hold entries, all of the same batch size.
+            layers: `PreallocatedLayer`s that hold entries, all of the same batch size and the same shape.
         """
         for index, layer in enumerate(layers):
             for name, buffer in layer._buffers.items():
                 placed = self._allocate(index, name, buffer, capacity)
-                if placed is not buffer:
+                if placed.data_ptr() != buffer.data_ptr():
                     placed[:, :, : layer.length] = buffer[:, :, : layer.length]
                     layer._buffers[name] = placed
             layer._is_owned = True
+        batch_size = layers[0]._buffers["keys"].shape[0]
         if self._pool is None:  # sets that it has outgrown are not needed by any pool
-            batch_size = layers[0]._buffers["keys"].shape[0]
             self._sets = {(batch_size, capacity): self.buffers(batch_size, capacity)}
-        return [(layer._buffers["keys"], layer._buffers["values"]) for layer in layers]
+        return tuple(self._stack(name, layers[0]._buffers[name], capacity) for name in ("keys", "values"))  # type: ignore[return-value]
 
     def _allocate(self, layer_index: int, name: str, like: Tensor, num_entries: int) -> Tensor:
         """The `allocate` function of `PreallocatedLayer`."""
-        capacity = capacity_for(num_entries)
-        shape = (*like.shape[:2], capacity, like.shape[3])
-        return self.buffers(like.shape[0], capacity).tensor((layer_index, name), shape, like.dtype, like.device)
+        return self._stack(name, like, capacity_for(num_entries))[layer_index]
+
+    def _stack(self, name: str, like: Tensor, capacity: int) -> Tensor:
+        """The buffer of all layers [L, B, heads, M, head_dim], so that entries of all of them move at once."""
+        shape = (self._num_layers, *like.shape[:2], capacity, like.shape[3])
+        return self.buffers(like.shape[0], capacity).tensor((name, *like.shape[1::2]), shape, like.dtype, like.device)
 
 
 _leases: WeakKeyDictionary[Cache, Lease] = WeakKeyDictionary()

@@ -26,6 +26,7 @@ from .driver import Drafting as Drafting
 from .features import FeatureTaps as FeatureTaps
 from .features import check_taps as check_taps
 from .features import finite as finite
+from .features import last_layer as last_layer
 from .observations import Observation as Observation
 from .observations import joined as joined
 from .observations import new_tokens as new_tokens

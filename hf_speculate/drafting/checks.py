@@ -1,9 +1,9 @@
 """Checks of every tree that a drafter returns: it can be wrong only in speed.
 
 The loop sets node 0 itself and computes the plan from the parents. A tree on the host is checked before it is scored.
-Reading a tree from a device first would make the target wait. So its values are clamped there, to keep kernels from
-failing, and it is checked when the host reads it (`DraftTree.host`). That is usually after its forward, and always
-before any of its tokens is emitted.
+Reading a tree from a device first would make the target wait. So forwards run it with clamped values, to keep kernels
+from failing (`DraftTree.clamped`), and it is checked when the host reads it (`DraftTree.host`). That is usually after
+its forward, and always before any of its tokens is emitted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError
-from ..transfers import to_device
-from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostTree
+from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostTree, Unread
 
 
 # Largest number of nodes to score, root included. No published tree has more than about 100, and a mask has N x N
@@ -62,9 +61,11 @@ class DraftChecks:
                 raise self._error(f"drafted a tree of depth {depth} with max_depth={max_depth}")
             return _with_roots(host, roots)
 
-        clamped = _clamped(tree, roots, self._vocab_size, max_depth)
-        clamped.reading.through(tree.reading, checked)
-        return clamped
+        depth = min(max(max_depth, 0), tree.num_nodes - 1)
+        admitted = DraftTree(tree.token_ids, parents, depth, values=tree.values)
+        admitted.unread = Unread(roots, self._vocab_size)
+        admitted.reading.through(tree.reading, checked)
+        return admitted
 
     def _on_host(self, tree: DraftTree, roots: Sequence[int]) -> DraftTree:
         host = tree.host
@@ -161,15 +162,3 @@ def _with_roots(host: HostTree, roots: Sequence[int]) -> HostTree:
 def _is_on_host(tree: DraftTree) -> bool:
     parents = tree.parents
     return tree.token_ids.device.type == "cpu" and not (isinstance(parents, Tensor) and parents.device.type != "cpu")
-
-
-def _clamped(tree: DraftTree, roots: Sequence[int], vocab_size: int, depth: int) -> DraftTree:
-    """The tree on its device, with values clamped so that no kernel can fail. A valid tree stays the same."""
-    tokens = tree.token_ids
-    first = to_device(roots, tokens.device)[:, None]
-    tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)
-    parents = tree.parents
-    if isinstance(parents, Tensor):
-        before = torch.arange(parents.shape[1], device=parents.device) - 1
-        parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)
-    return DraftTree(tokens, parents, max_depth=min(max(depth, 0), tree.num_nodes - 1), values=tree.values)

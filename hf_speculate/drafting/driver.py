@@ -96,11 +96,19 @@ class Drafting:
         if prompt is not None:
             self._ask(lambda: self._session.observe(*prompt))
 
-    def observe(self, round: Round, hidden_states: Any) -> None:
-        """Stores a round, which the drafter gets before its next draft."""
+    def observe(self, round: Round, hidden_states: Any, along: Any = None) -> None:
+        """Stores a round and its forward's states, which the drafter gets before its next draft.
+
+        Args:
+            along: states along the accepted paths, if the forward has gathered them (`FeatureTaps.at`).
+        """
         if any(round.tokens):
             paths = [path[: len(emitted)] for path, emitted in zip(round.paths, round.tokens, strict=True)]
-            self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows))
+            self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows, along))
+
+    def note(self, output: Any) -> None:
+        """Takes from a forward's output what the taps did not see."""
+        self._taps.note(output)
 
     def sources(self, round: Round) -> Iterator[str]:
         """The names of those who had drafted each accepted token, if several drafters draft together."""

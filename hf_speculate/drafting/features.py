@@ -32,14 +32,14 @@ def finite(states: Tensor) -> Tensor:
 
 def check_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> None:
     """Raises `UnsupportedRequestError` if the states that the drafter needs cannot be tapped."""
-    if RAW_LAST in layers and _last_layer(target) is None:
+    if RAW_LAST in layers and last_layer(target) is None:
         raise UnsupportedRequestError(
             f"the drafter {drafter!r} reads the output of the last decoder layer, which is not to be found in "
             f"{type(target).__name__}."
         )
 
 
-def _last_layer(target: GenerativeModel) -> nn.Module | None:
+def last_layer(target: GenerativeModel) -> nn.Module | None:
     """The last decoder layer: that of `layers`, or of the only module list with the config's number of layers."""
     decoder, count = target.get_decoder(), target.config.get_text_config(decoder=True).num_hidden_layers
     lists = {name: child for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)}
@@ -99,16 +99,20 @@ class FeatureTaps:
         return {layer: self._states(hidden_states, layer)[:, -width:] for layer in self.layers}
 
     def at(
-        self, hidden_states: Any, paths: Sequence[Sequence[int]], rows: Sequence[int]
+        self, hidden_states: Any, paths: Sequence[Sequence[int]], rows: Sequence[int], along: Any = None
     ) -> Mapping[int, Float[Tensor, "B J H"]]:
         """The states at the nodes of one path for each row. Shorter paths are padded with node 0.
 
         Args:
+            along: states along these paths, or longer ones, by layer, if the forward has gathered them
+                (`tree_forward`). The next forward overwrites them.
             rows: indices of the batch rows that the forward ran. Other rows have empty paths and get states of another
                 row.
         """
         if not self.layers:
             return {}
+        if along is not None:
+            return self._copied(along, max(map(len, paths)))
         slots = None
         if len(rows) < len(paths):
             slot_of = {row: slot for slot, row in enumerate(rows)}
@@ -120,6 +124,18 @@ class FeatureTaps:
                 states = states.index_select(0, to_device(slots, states.device))
             features[layer] = states if states.shape[1] == 1 else _gathered(states, paths)
         return features
+
+    def _copied(self, along: Mapping[Any, Tensor], width: int) -> Mapping[int, Float[Tensor, "B J H"]]:
+        """Copies of the first `width` states, made at once."""
+        parts = [finite(along["last" if layer == RAW_LAST else layer][:, :width]) for layer in self.layers]
+        sizes = [part.shape[-1] for part in parts]
+        copies = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0].clone()
+        return dict(zip(self.layers, copies.split(sizes, dim=-1), strict=True))
+
+    def note(self, output: Any) -> None:
+        """Takes the last layer's output from a forward that has read it itself."""
+        if (last := getattr(output, "last", None)) is not None:
+            self._raw_last = last
 
     def close(self) -> None:
         if self._hook is not None:
@@ -133,7 +149,7 @@ class FeatureTaps:
             if self._listening and threading.get_ident() == thread:  # other threads may run the same model
                 self._raw_last = output[0] if isinstance(output, tuple) else output
 
-        layer = _last_layer(self._target)
+        layer = last_layer(self._target)
         assert layer is not None, "see check_taps"
         return layer.register_forward_hook(keep)
 

@@ -197,6 +197,20 @@ class DraftState:
         return levels[0][:, None] if len(levels) == 1 else torch.stack(levels, dim=1)
 
     @property
+    def num_columns(self) -> int:
+        """Number of columns of the noise of a request that samples."""
+        assert self._noise is not None
+        return self._noise.width
+
+    def fill_noise(self, out: Float[Tensor, "D B V"]) -> None:
+        """Writes the noise that chooses the children of nodes at the depths 0, 1, … of a request that samples, in one
+        copy."""
+        assert self._noise is not None
+        steps = ([n + depth for n in self.num_emitted] for depth in range(len(out)))
+        rows = [row for of_depth in steps for row in self._noise.rows_of(of_depth, self._rows)]
+        torch.stack(rows, out=out.view(len(rows), -1))
+
+    @property
     def samples(self) -> bool:
         """Whether the request samples."""
         return self._noise is not None

@@ -66,10 +66,30 @@ class Choosing:
     delivery: Delivery | None = None
     is_text_broken: bool = False
 
+    def verify_prompt(self, logits: Tensor, tree: DraftTree, rows: Rows, verdict: Verdict) -> None:
+        """Emits the first token of every row."""
+        self._walk(logits, tree, rows, verdict)
+
     def verify(
-        self, logits: Tensor, tree: DraftTree, rows: Rows, verdict: Verdict, *, may_be_tainted: bool = False
+        self, output: Any, tree: DraftTree, rows: Rows, verdict: Verdict, *, may_be_tainted: bool = False
     ) -> None:
-        """Walks the tree and emits what the sampler chooses; see `verification.verify`."""
+        """Walks the tree and emits what the sampler chooses; see `verification.verify`.
+
+        Args:
+            output: output of the forward over the tree. It may have chosen all tokens already (`tree_forward`).
+        """
+        table = getattr(output, "table", None)
+        self._walk(output.logits, tree, rows, verdict, may_be_tainted, table)
+
+    def _walk(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        rows: Rows,
+        verdict: Verdict,
+        may_be_tainted: bool = False,
+        table: Any = None,
+    ) -> None:
         verify(
             logits,
             tree,
@@ -81,6 +101,7 @@ class Choosing:
             may_be_tainted=may_be_tainted and not self.is_text_broken,
             after_step=self.delivery,
             verdict=verdict,
+            table=table,
         )
 
     def num_delivered(self, rows: Rows) -> list[int]:

@@ -39,7 +39,7 @@ def listeners(
     def observe(round: Round, output: Any) -> None:
         with stats.timed("drafter_seconds"):
             drafting.observe_choices(round, output.logits, sampler)
-            drafting.observe(round, output.hidden_states)
+            drafting.observe(round, output.hidden_states, getattr(output, "along", None))
 
     def learn(round: Round, _output: Any) -> None:
         if any(round.tokens):

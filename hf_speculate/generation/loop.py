@@ -93,7 +93,7 @@ class Decoding:
             roots = text[:, -1] if text.shape[1] else text.new_zeros(text.shape[0])
             tree = DraftTree.root_only(roots.cpu())
             verdict = Verdict.empty(sequences.batch_size)
-            self.choosing.verify(output.logits[:, -1:], tree, self.rows, verdict)
+            self.choosing.verify_prompt(output.logits[:, -1:], tree, self.rows, verdict)
         self._leave_to_streamer("prefill_seconds")
         round = self._round(tree, verdict, self.cache.lengths, self.cache.append_index, is_prefill=True)
         self.stats.add(round)
@@ -143,6 +143,7 @@ class Decoding:
         driver = self.drafts.driver
         with driver.listening():
             output = self.target.score(tree, self.rows.sequences)
+        driver.note(output)
         driver.skip(self.target.scorer.num_rerun)
         return output
 
@@ -156,12 +157,12 @@ class Decoding:
             self._broken_off = tree, verdict, output
             may_be_tainted = self.target.may_be_tainted(tree)
             try:
-                self.choosing.verify(output.logits, tree, self.rows, verdict, may_be_tainted=may_be_tainted)
+                self.choosing.verify(output, tree, self.rows, verdict, may_be_tainted=may_be_tainted)
             except TaintedScores:
                 tree = tree.first(0)
                 self._score_again(tree, output)
                 self._broken_off = tree, verdict, output
-                self.choosing.verify(output.logits, tree, self.rows, verdict)
+                self.choosing.verify(output, tree, self.rows, verdict)
         self._leave_to_streamer("target_seconds")
         if self.drafts.ahead is not None:
             with self.stats.timed("drafter_seconds"):
@@ -174,8 +175,10 @@ class Decoding:
         self.stats.fallbacks["scored again without the draft: it led to states that are not finite"] += 1
         self.drafts.depth = 0
         self.cache.clear_uncommitted()
-        for name, value in self._score(roots).items():
-            output[name] = value
+        again = self._score(roots)
+        output.table = output.along = None
+        for name, value in vars(again).items():
+            setattr(output, name, value)
         # If plain steps give NaN in every row, the text itself is not finite. With sliding windows it may leave the
         # window.
         is_broken = bool(are_tainted(output.logits).all()) and not self.target.scorer.has_windows
@@ -203,7 +206,8 @@ class Decoding:
     def _settle(self) -> None:
         if self._broken_off is not None:  # keep what an interrupted round has emitted
             tree, verdict, output = self._broken_off
-            self.drafts.driver.observe(self.keep(tree, verdict), output.hidden_states)
+            along = getattr(output, "along", None)
+            self.drafts.driver.observe(self.keep(tree, verdict), output.hidden_states, along)
         self.cache.bring_back()
         delivered = self.choosing.num_delivered(self.rows)
         if self.rows.prompt_lengths is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..cache import CACHE_NAME, TreeCache
-from ..compilation import Compiler
-from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text
+from ..compilation import Compiler, compiler_of
+from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text, last_layer
 from ..models import GenerativeModel
 from ..policy import PolicyRequest, PolicySession
 from ..scoring import (
@@ -24,16 +24,31 @@ from ..scoring import (
     Scorer,
     Shape,
     Sizes,
+    StaticUse,
     active_adapters,
+    backends_in_use,
     compiled,
     exact_scorer,
     has_native_layers,
+    input_device,
     prompt_learning,
     target_scorer,
 )
 from ..speculator import Speculator
 from ..stats import SpeculationStats
-from ..verification import LayerRecord, Noise, Records, Sampler, Sequences, StepRecord, Stopping, TypicalSampler
+from ..verification import (
+    NOISE_LEVELS,
+    BatchedChoice,
+    LayerRecord,
+    Noise,
+    Records,
+    Sampler,
+    Sequences,
+    StepRecord,
+    Stopping,
+    TypicalSampler,
+    fill_noise,
+)
 from .ahead import Ahead
 from .choosing import Choosing, Delivery
 from .drafts import DepthLimits, Drafts
@@ -128,22 +143,27 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     model, stats = call.model, speculator.new_stats()
     if call.reason:
         stats.fallbacks[call.reason] += 1
-    compiler = None if speculator.backend is None else Compiler(speculator.backend, stats.fallbacks)
+    compiler = _compiler(speculator, model, stats)
     pad = call.config._pad_token_tensor
     sequences = Sequences(call.input_ids, None if pad is None else int(pad))
     sampler, stopping = _sampler(speculator, call, stats), Stopping(call.criteria)
     request = _request(speculator, call, stopping, compiler)
     step = StockStep(model, sequences, call.model_kwargs)
-    scorer = _scorer(speculator, call, step, compiler)
+    scorer = _scorer(call, step)
     lockstep = ""
     if call.batch_size > 1:
         lockstep = lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
     # Whether something sees the whole batch, or every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
+    rows = Rows(sequences, stopping, lockstep_reason=lockstep, are_padded=are_padded, show_cache=call.shows_cache)
+    if not scorer.forward.keeps_backends and (backends := backends_in_use(scorer.device)):
+        stats.attention[backends] += 1
+    if compiler is not None:
+        scorer = compiled(scorer, compiler, _static_use(speculator, call, sampler, rows))
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, sampler, stats)
     return Decoding(
-        rows=Rows(sequences, stopping, lockstep_reason=lockstep, are_padded=are_padded, show_cache=call.shows_cache),
+        rows=rows,
         target=Target(
             model=model,
             prompt=Prefill(
@@ -219,18 +239,46 @@ def _policy(
     return speculator.policy.start(of_request), ahead
 
 
-def _scorer(speculator: Speculator, call: SampleCall, step: StockStep, compiler: Compiler | None) -> Scorer:
+def _compiler(speculator: Speculator, model: GenerativeModel, stats: SpeculationStats) -> Compiler | None:
+    compiler = compiler_of(speculator.options.compile, input_device(model), stats.fallbacks)
+    if compiler is not None and compiler.backend is None:
+        if speculator.options.exact:
+            return None
+        if speculator.options.ahead:
+            compiler.refuse("drafts are made ahead on another thread")
+            return None
+    return compiler
+
+
+def _static_use(speculator: Speculator, call: SampleCall, sampler: Sampler, rows: Rows) -> StaticUse:
+    """The use that the request makes of static forwards. On a CPU the host chooses tokens: it waits for nothing."""
+    on_host = sampler.tier(call.input_ids.device) == "walk"
+    choice, noise = None if on_host else BatchedChoice.of(sampler), sampler.noise
+    samples = choice is not None and noise is not None
+    return StaticUse(
+        choice=choice,
+        can_choose=lambda: not (rows.are_padded and any(rows.sequences.finished)),
+        noise_levels=NOISE_LEVELS if samples else 0,
+        fill_noise=partial(_fill_noise, sampler, rows.sequences) if samples else None,
+        num_columns=(lambda: noise.width) if samples else None,  # type: ignore[union-attr]
+        keeps_outputs=sampler.records.are_kept,
+        last_layer=last_layer(call.model) if RAW_LAST in speculator.drafter.feature_layers else None,
+        is_private=not call.shows_cache,
+    )
+
+
+def _fill_noise(sampler: Sampler, sequences: Sequences, count: int, out: Tensor) -> None:
+    fill_noise(sampler, sequences.num_emitted, count, out)
+
+
+def _scorer(call: SampleCall, step: StockStep) -> Scorer:
     """The scorer of the request. Make it before the prompt runs, as it replaces the cache's layers."""
     model, token_kwargs = call.model, _token_kwargs(call.model_kwargs)
     arguments = call.cache, call.batch_size, call.attention_mask, call.shape
     if call.sizes is not None and not has_native_layers(model):
         cache = TreeCache(call.cache, call.batch_size)
         return exact_scorer(model, cache, call.sizes, call.attention_mask, token_kwargs)
-    scorer = recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
-    if compiler is None:
-        return scorer
-    has_taps = RAW_LAST in speculator.drafter.feature_layers
-    return compiled(scorer, compiler, has_taps=has_taps, is_private=not call.shows_cache)
+    return recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
 
 
 def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from .attention import fold as fold
 from .attention import grouped_sdpa as grouped_sdpa
 from .attention import install_attention as install_attention
 from .attention import uninstall_attention as uninstall_attention
+from .backends import backends_in_use as backends_in_use
+from .backends import tree_backends as tree_backends
 from .devices import device_beside as device_beside
 from .devices import input_device as input_device
 from .devices import last_device as last_device
@@ -51,9 +53,12 @@ from .scoring import Forward as Forward
 from .scoring import Nodes as Nodes
 from .scoring import Scorer as Scorer
 from .static import NODE_BUCKETS as NODE_BUCKETS
+from .static import StaticUse as StaticUse
 from .static import compiled as compiled
 from .static import has_native_layers as has_native_layers
+from .static import problem_with_static as problem_with_static
 from .static import width_for as width_for
+from .static_forward import Along as Along
 from .support import Shape as Shape
 from .support import has_foreign_attention as has_foreign_attention
 from .support import supported_shape as supported_shape

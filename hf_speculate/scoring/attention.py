@@ -6,18 +6,24 @@ stacked as more query *rows* of that head. "folded" is the same kernel over `[B,
 mask repeated for the G heads of a group. A root alone needs no mask. Stock then lets the kernel share KV heads
 (`enable_gqa`), which on a CPU reads them once for each query head.
 
-The mask itself shows that it is folded: it is 4-D with G x N rows for N queries (`fold`), or has no columns if nothing
-is hidden. No other code makes such masks. `grouped_sdpa` is registered for "sdpa" in transformers' AttentionInterface
-and passes all other masks to stock unchanged. No config is changed. The plain reference is stock with the mask before
-`fold`.
+On GPUs a recorded forward passes no mask at all, but the place of the tree (`placed`), to a kernel that splits the keys
+(`tree_kernel`).
+
+The mask itself shows its form: folded ones are 4-D with G x N rows for N queries (`fold`), or have no columns if
+nothing is hidden; one without rows stands for a place. No other code makes such masks. `grouped_sdpa` is registered for
+"sdpa" in transformers' AttentionInterface and passes all other masks to stock unchanged. No config is changed. The
+plain reference is stock with the mask before it was folded.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,10 +35,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compatibility import incompatible
 from ..errors import SpeculateError
+from .tree_kernel import TreePlace, has_kernel, tree_attention
 from .walk import current_walk, is_walked
 
 
-MaskForm = Literal["stock", "folded"]
+MaskForm = Literal["stock", "folded", "kernel"]
 Mask = Tensor | dict[str, Tensor] | None
 
 # The form that was fastest at every context and tree (`hf-speculate bench costs`); others use stock.
@@ -66,7 +73,7 @@ def takes_tree_masks(model: PreTrainedModel) -> bool:
 class TreeAttention:
     """The form in which a model gets its tree masks.
 
-    The environment variable HF_SPECULATE_ATTENTION can choose the other form. A model that cannot take folded masks
+    The environment variable HF_SPECULATE_ATTENTION can choose another form. A model that cannot take folded masks
     keeps stock's: that needs "sdpa" and KV heads that stock would repeat.
 
     Args:
@@ -81,9 +88,22 @@ class TreeAttention:
         wanted = os.environ.get("HF_SPECULATE_ATTENTION") or _MEASURED.get(device.type, "stock")
         if wanted not in get_args(MaskForm):
             raise SpeculateError(f"HF_SPECULATE_ATTENTION is {wanted!r}; possible: {', '.join(get_args(MaskForm))}.")
-        self._device = device
-        self.groups = head_groups(model)
-        self.form = cast(MaskForm, wanted if self.groups > 1 else "stock")
+        self._device, self._wanted = device, wanted if "HF_SPECULATE_ATTENTION" in os.environ else "kernel"
+        self._is_known = head_groups(model) > 0
+        self.groups = max(head_groups(model), 1)
+        self.form: MaskForm = "folded" if wanted == "folded" and self.groups > 1 else "stock"
+
+    def static_form(self, dtype: torch.dtype) -> MaskForm:
+        """The form for forwards of static shape.
+
+        Args:
+            dtype: dtype of queries and keys. The kernel multiplies 16-bit numbers on tensor cores; for float32 others
+                are faster.
+        """
+        is_fit = self._is_known and dtype in (torch.bfloat16, torch.float16) and self._device.type in KERNEL_DEVICES
+        if self._wanted == "kernel" and is_fit and has_kernel():
+            return "kernel"
+        return self.form
 
     def arrange(self, mask: Mask, num_nodes: int, sees_prefix: bool) -> Mask:
         """The mask in the form for the model.
@@ -116,20 +136,24 @@ class TreeAttention:
         return fold(mask, self.groups)
 
 
+KERNEL_DEVICES = frozenset({"cuda"})
+"""Types of devices on which the kernel computes attention."""
+
 _known_groups: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 def head_groups(model: PreTrainedModel) -> int:
-    """G, the number of query heads for each KV head in every attention of `model`; 1 if it cannot use folded masks."""
+    """G, the number of query heads for each KV head in every attention of `model`; 0 if `grouped_sdpa` does not compute
+    all of them."""
     if model.config._attn_implementation != "sdpa" or ALL_ATTENTION_FUNCTIONS["sdpa"] is not grouped_sdpa:
-        return 1
+        return 0
     if model not in _known_groups:
         _known_groups[model] = _inspect(model)
     return _known_groups[model]
 
 
 def _inspect(model: PreTrainedModel) -> int:
-    """G of a model whose attentions all call "sdpa" in transformers' own way; else 1."""
+    """G of a model whose attentions all call "sdpa" in transformers' own way; else 0."""
     decoder: Any = model.get_decoder()
     attentions = [module for module in decoder.modules() if hasattr(module, "num_key_value_groups")]
     groups = {int(module.num_key_value_groups) for module in attentions}
@@ -138,7 +162,7 @@ def _inspect(model: PreTrainedModel) -> int:
     # A modeling file with its own interface (Doge) does more with a mask than add it.
     is_known = list(interfaces) == [id(ALL_ATTENTION_FUNCTIONS)] and model._supports_attention_backend
     is_known = is_known and len(attentions) == model.config.get_text_config(decoder=True).num_hidden_layers
-    return groups.pop() if is_known and len(groups) == 1 else 1
+    return groups.pop() if is_known and len(groups) == 1 else 0
 
 
 def fold(mask: Tensor, groups: int) -> Tensor:
@@ -159,12 +183,47 @@ def _unfold(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
     return functional.pad(mask[:, :, :num_queries], (num_keys - mask.shape[-1], 0))
 
 
+_place: ContextVar[tuple[TreePlace, Callable[[], Tensor]] | None] = ContextVar("_place", default=None)
+
+
+@contextmanager
+def placed(place: TreePlace, make_mask: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """A context for a forward over a tree at `place`; gives the mask that stands for it.
+
+    Args:
+        make_mask: function that makes the additive mask, for attentions with more than the kernel computes.
+    """
+    token = _place.set((place, make_mask))
+    try:
+        yield torch.empty(1, 1, 0, 0, device=place.ends.device)
+    finally:
+        _place.reset(token)
+
+
+def _attend_at_place(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    found = _place.get()
+    assert found is not None
+    place, make_mask = found
+    if _does_more(kwargs):
+        return sdpa_attention_forward(module, query, key, value, make_mask(), **kwargs)
+    return tree_attention(query, key, value, place, kwargs.get("scaling")), None
+
+
+def _does_more(kwargs: dict[str, Any]) -> bool:
+    """Whether an attention does more than scale, mask and mix."""
+    return bool(kwargs.get("dropout")) or any(
+        kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")
+    )
+
+
 def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Stock's `sdpa_attention_forward`, which also takes masks from `fold` and then repeats no KV heads.
 
-    A mask of an exact forward makes it compute node by node (`walk`).
+    A mask of an exact forward makes it compute node by node (`walk`), one from `placed` runs the kernel.
 
     Args:
         query: [B, heads, N, D]; key, value: [B, KV heads, S, D].
@@ -176,16 +235,14 @@ def grouped_sdpa(
     if is_walked(attention_mask):
         return current_walk().attend(sdpa_attention_forward, module, query, key, value, **kwargs)
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if attention_mask is not None and attention_mask.dim() == 4 and not attention_mask.shape[2]:
+        return _attend_at_place(module, query, key, value, **kwargs)
     if attention_mask is None or attention_mask.dim() != 4 or attention_mask.shape[2] <= num_queries:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     batch_size, num_heads, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
     rows = num_heads // num_kv_heads * num_queries
-    if (
-        attention_mask.shape[2] != rows
-        or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-        or kwargs.get("dropout")
-    ):
+    if attention_mask.shape[2] != rows or _does_more(kwargs):
         mask = _unfold(attention_mask, num_queries, num_keys)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     scale = kwargs.get("scaling")

@@ -39,6 +39,8 @@ class ExactForward(Forward):
         sizes: row counts that each weight's products can be trusted with (`Sizes`).
     """
 
+    keeps_backends = True
+
     def __init__(self, model: PreTrainedModel, prompt_mask: Tensor | None, sizes: Sizes):
         self._sizes = sizes
         whole = None if prompt_mask is None else prompt_mask.bool()

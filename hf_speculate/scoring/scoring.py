@@ -19,6 +19,7 @@ from ..cache import PreallocatedLayer, TreeCache, as_cache
 from ..transfers import to_device
 from ..tree import DraftTree, TreeMask, node_depths
 from .attention import Mask, TreeAttention, takes_tree_masks
+from .backends import tree_backends
 from .devices import input_device
 from .hooks import may_hold_rows
 from .masks import LayerType, layer_types_of, num_left_padding, visible_prefix
@@ -57,10 +58,14 @@ class Forward:
     Class attributes:
         can_leave_rows_out: whether the number of rows may change.
         needs_equal_rows: whether all rows must have the same length.
+        takes_unread: whether trees may come as they lie on the device (`DraftTree.unread`).
+        keeps_backends: whether attention must use the backends of plain `generate`, to get the same bits.
     """
 
     can_leave_rows_out = True
     needs_equal_rows = False
+    takes_unread = False
+    keeps_backends = False
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
         """The model's output (`Scorer.__call__`). The scorer's cache then holds the nodes."""
@@ -144,7 +149,12 @@ class Scorer:
             The model's output for these rows. `logits` is [R, N - num_cached, V]; `logits[r, i]` scores the token after
             node `num_cached + i`.
         """
-        return self.forward.run(self, Nodes(tree, root_positions, num_cached, forward_kwargs or {}))
+        tree = tree if self.forward.takes_unread else tree.clamped
+        nodes = Nodes(tree, root_positions, num_cached, forward_kwargs or {})
+        if self.forward.keeps_backends:
+            return self.forward.run(self, nodes)
+        with tree_backends(self.device):
+            return self.forward.run(self, nodes)
 
     def run_model(self, nodes: Nodes, mask: Mask | TreeMask) -> Any:
         """The model's output for nodes under a mask."""

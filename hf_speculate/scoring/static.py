@@ -1,28 +1,32 @@
-"""Scoring of trees with static shapes, so that `torch.compile` can capture the target's forward as one graph.
+"""Scoring of trees with static shapes, so that the target's forward can be recorded as a CUDA graph, or compiled.
 
 A graph is for one number of nodes, one cache capacity and one batch size. Trees are padded to the next of a few sizes,
-and cache buffers have a power of two of entries. What may not be part of a shape, such as row lengths and slots of
-nodes, comes in as tensors with fixed addresses (`buffers`). So texts may grow, and trees and requests may change,
-without another compilation. The plain reference is `Scorer`, which also runs what has no graph.
+and cache buffers have a power of two of entries. Everything else comes in as tensors with fixed addresses (`buffers`),
+most of it in one copy from the host, the *plan*. So texts may grow, and trees and requests may change, without another
+graph. The plain reference is `Forward`, which also runs what has no graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache import PreallocatedLayer, as_cache
-from ..compilation import Compiler, capacity_for, lease_of, padded, padded_mask, pool_of
-from ..transfers import to_device
+from ..compilation import Buffers, Compiler, capacity_for, is_recordable, lease_of, pool_of
+from ..models import num_embeddings
+from ..transfers import copy_all, copy_to_device, to_device
 from ..tree import DraftTree
-from .attention import fold
+from .attention import MaskForm
+from .hooks import has_foreign_hooks
+from .masks import num_left_padding
 from .positions import has_length_dependent_rope
 from .scoring import Forward, Nodes, Scorer
+from .static_forward import NODES, Choice, ScoredTable, tree_forward
 
 
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
@@ -34,32 +38,54 @@ def width_for(num_nodes: int) -> int:
 
 
 def _widths(num_nodes: int) -> list[int]:
-    """The smallest bucket for `num_nodes` nodes and the next one, which also works if it is already compiled."""
+    """The smallest bucket for `num_nodes` nodes and the next one, which also works if it is already there."""
     return [bucket for bucket in NODE_BUCKETS if bucket >= num_nodes][:2]
 
 
-def _forward(model: Any, cache: Cache, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
-    output = model(**inputs, **as_cache(cache), use_cache=True, return_dict=True, **options)
-    return output.logits, output.hidden_states
+@dataclass(frozen=True, kw_only=True)
+class StaticUse:
+    """What a request makes of its scored trees.
+
+    Attributes:
+        choice: choice of all tokens at once; None leaves it to the host.
+        noise_levels: number of levels for which noise can be passed in; 0 for greedy requests.
+        fill_noise: function (number of levels, [D, B, V]) that writes the noise of the coming steps.
+        num_columns: function that returns the width of the noise.
+        keeps_outputs: whether logits and states are kept beyond the round.
+        can_choose: function that returns whether the accepted paths are those of the chosen tokens. Padding of rows
+            that have ended is not chosen.
+        last_layer: layer whose output the drafter reads before the final norm; None if it does not.
+        is_private: whether only this request sees its cache, so that buffers of earlier requests can be used.
+    """
+
+    choice: Choice | None = None
+    can_choose: Callable[[], bool] = lambda: True
+    noise_levels: int = 0
+    fill_noise: Callable[[int, Tensor], None] | None = None
+    num_columns: Callable[[], int] | None = None
+    keeps_outputs: bool = False
+    last_layer: nn.Module | None = None
+    is_private: bool = False
 
 
-def compiled(scorer: Scorer, compiler: Compiler, *, has_taps: bool, is_private: bool) -> Scorer:
-    """The scorer, changed to compile its forwards where possible.
+def compiled(scorer: Scorer, compiler: Compiler, use: StaticUse) -> Scorer:
+    """The scorer, changed to record or compile its forwards where possible.
 
     Args:
         compiler: compiler of the request.
-        has_taps: whether the drafter reads a layer through a hook.
-        is_private: whether only this request sees its cache, so that buffers of earlier requests can be used.
+        use: what the request makes of scored trees.
     """
     if has_native_layers(scorer.model):
         return scorer
     problem = problem_with_static(scorer)
-    if has_taps:
+    if use.last_layer is not None and compiler.backend is not None:
         problem = "the drafter reads the last layer by a hook, which breaks the graph"
+    if is_recordable(scorer.device) and has_foreign_hooks(scorer.model):
+        problem = "hooks on the model, which a replay would not call"
     if problem:
         compiler.refuse(problem)
         return scorer
-    scorer.forward = StaticForward(scorer, compiler, is_private)
+    scorer.forward = StaticForward(scorer, compiler, use)
     return scorer
 
 
@@ -84,19 +110,23 @@ def problem_with_static(scorer: Scorer) -> str:
 
 
 class StaticForward(Forward):
-    """A compiled forward.
+    """A recorded or compiled forward.
 
     Args:
         scorer: scorer whose inputs it runs. `problem_with_static` must be "" for it.
         compiler: compiler of the request.
-        is_private: whether only this request sees the cache (`compiled`).
+        use: what the request makes of scored trees.
     """
 
     can_leave_rows_out = False  # another number of rows is another graph
+    takes_unread = True
 
-    def __init__(self, scorer: Scorer, compiler: Compiler, is_private: bool):
-        self._compiler = compiler
-        self._pool = pool_of(scorer.model) if is_private else None
+    def __init__(self, scorer: Scorer, compiler: Compiler, use: StaticUse):
+        self._compiler, self._use = compiler, use
+        self._pool = pool_of(scorer.model) if use.is_private else None
+        self._vocab_size = num_embeddings(scorer.model)
+        self._with_prompt: set[int] = set()  # buffers that have the mask of this request's prompt
+        self._starts: list[list[int]] | None = None  # `_prompt_starts` in a list; an empty one stands for None
         lease_of(scorer.cache.cache, self._pool)
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
@@ -104,37 +134,81 @@ class StaticForward(Forward):
         options = {**scorer.forward_kwargs, **nodes.forward_kwargs}
         if problem := self._problem(scorer, nodes, options):
             self._compiler.refuse(problem)
-            return super().run(scorer, nodes)
+            return self._plain(scorer, nodes)
         num_nodes, num_prefix = tree.num_nodes, cache.append_index
-        form = scorer.attention_dtype, scorer.attention.form, repr(options)
+        choice = self._choice(tree)
+        attention = self._attention(scorer)
+        form = *attention, repr(options), None if choice is None else choice.key
         reserved = max(layer.reserved for layer in _layers(scorer))
         keys = [
             (tree.batch_size, width, capacity_for(max(num_prefix + width, reserved)), *form)
             for width in _widths(num_nodes)
         ]
-        key: Any = self._compiler.choose(scorer.model, scorer.device, _forward, keys)
+        key: Any = self._compiler.choose(scorer.model, tree_forward, keys)
         _, width, capacity = key[:3]
 
         def inputs() -> tuple[Any, ...]:
-            return scorer.model, *self._inputs(scorer, nodes, width, capacity), options
+            more = options, choice, self._vocab_size, attention
+            return scorer.model, self._use.last_layer, *self._inputs(scorer, nodes, width, capacity), *more
 
         def plain() -> Any:
-            return Forward.run(self, scorer, nodes)
+            return self._plain(scorer, nodes)
 
-        output = self._compiler.run(scorer.model, scorer.device, key, _forward, inputs, plain)
-        if not isinstance(output, tuple):
-            return output
-        logits, states = output
+        result = self._compiler.run(scorer.model, scorer.device, key, tree_forward, inputs, plain)
+        if type(result) is not dict:  # that of the plain forward
+            return result
         for layer in _layers(scorer):
             layer.length = num_prefix + num_nodes
-        if states is not None:
-            states: Any = tuple(None if state is None else state[:, :num_nodes] for state in states)
-        return CausalLMOutputWithPast(logits=logits[:, :num_nodes], **as_cache(cache.cache), hidden_states=states)
+        cache.has_moved = choice is not None
+        return self._output(scorer, result, num_nodes, width)
+
+    def _plain(self, scorer: Scorer, nodes: Nodes) -> Any:
+        return super().run(scorer, replace(nodes, tree=nodes.tree.clamped))
+
+    def _output(self, scorer: Scorer, result: dict[str, Any], num_nodes: int, width: int) -> Any:
+        """The result in the form of the model's own output, with the attributes that only this forward has."""
+        keep = torch.clone if self._use.keeps_outputs else (lambda tensor: tensor)
+        states: Any = result["hidden_states"]
+        if states is not None and "words" not in result:  # else the states along the path are what is read
+            states = tuple(None if state is None else state[:, :num_nodes].clone() for state in states)
+        output: Any = CausalLMOutputWithPast(
+            logits=keep(result["logits"][:, :num_nodes]), **as_cache(scorer.cache.cache), hidden_states=states
+        )
+        if "words" in result:
+            output.table = ScoredTable(result["words"], width)
+            output.along = result["along"]
+        if result["last"] is not None:
+            output.last = result["last"][:, :num_nodes]
+        return output
 
     def settle(self, scorer: Scorer) -> None:
         """Releases the buffers: plain `generate` makes its own when the cache grows."""
         for layer in _layers(scorer):
             layer.allocate = None
+
+    def _attention(self, scorer: Scorer) -> tuple[MaskForm, int, torch.dtype]:
+        """Form of masks, query heads for each KV head, dtype of masks."""
+        form, dtype = scorer.attention.form, scorer.attention_dtype
+        if self._compiler.backend is None and self._prompt_starts(scorer) is not None:
+            form = scorer.attention.static_form(dtype)
+        return form, scorer.attention.groups, dtype
+
+    def _prompt_starts(self, scorer: Scorer) -> list[int] | None:
+        """Index of the first real entry of each row, found out once a request. None if the prompt has holes after
+        it."""
+        if self._starts is None:
+            self._starts, mask = [[0] * len(scorer.cache.rows)], scorer.prompt_mask
+            if mask is not None:
+                starts = num_left_padding(mask, mask.device)
+                is_plain = bool((mask.sum(-1, keepdim=True) + starts == mask.shape[1]).all())
+                self._starts = [starts[:, 0].tolist()] if is_plain else []
+        return self._starts[0] if self._starts else None
+
+    def _choice(self, tree: DraftTree) -> Choice | None:
+        """The choice, unless the tree is deeper than noise can be passed in for."""
+        use = self._use
+        is_too_deep = use.noise_levels and tree.max_depth >= use.noise_levels
+        return None if is_too_deep or not use.can_choose() else use.choice
 
     def _problem(self, scorer: Scorer, nodes: Nodes, options: Mapping[str, Any]) -> str:
         if scorer.token_kwargs:
@@ -146,37 +220,79 @@ class StaticForward(Forward):
         layers = _layers(scorer)
         if not all(type(layer) is PreallocatedLayer and layer.is_initialized for layer in layers):
             return "layers that hold nothing"
+        if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in layers}) > 1:
+            return "layers of several shapes"
         return "" if all(layer.device == scorer.device for layer in layers) else "a cache on several devices"
 
-    def _inputs(self, scorer: Scorer, nodes: Nodes, width: int, capacity: int) -> tuple[Cache, dict[str, Tensor]]:
-        """The inputs as tensors of static shape.
-
-        Padding nodes are copies of the root, so the entries that they write are finite if the root's is.
-        """
-        tree, device, attention = nodes.tree, scorer.device, scorer.attention
-        mask = _static_mask(scorer, tree, width, capacity)
+    def _inputs(self, scorer: Scorer, nodes: Nodes, width: int, capacity: int) -> tuple[Any, dict[str, Tensor]]:
+        """The stacks of the cache, and the inputs of `tree_forward`."""
+        tree, device = nodes.tree, scorer.device
         lease = lease_of(scorer.cache.cache, self._pool)
-        layers = lease.place(_layers(scorer), capacity)
+        stacks = lease.place(_layers(scorer), capacity)
         buffers = lease.buffers(tree.batch_size, capacity)
-        first = scorer.cache.append_index
-        slots = buffers.filled(("slots", width), torch.arange(first, first + width, device=device))
-        depths = padded(to_device(tree.plan.depths, device), width)
         inputs = {
-            "input_ids": padded(to_device(tree.token_ids, device), width),
-            "position_ids": to_device(nodes.root_positions, device)[:, None] + depths,
-            "attention_mask": mask if attention.form == "stock" else fold(mask, attention.groups),
+            "plan": _plan(buffers, scorer, nodes, width),
+            "prompt": self._prompt(buffers, scorer, tree.batch_size, capacity),
+            "starts": buffers.tensor("starts", (tree.batch_size,), torch.long, device),
         }
-        inputs = {name: buffers.filled((name, width), values) for name, values in inputs.items()}
-        return buffers.cache(layers, slots), inputs
+        if self._choice(tree) is not None:
+            inputs["values"] = values = buffers.tensor(
+                ("values", width), (tree.batch_size, width), torch.float32, device
+            )
+            if tree.values is not None and tree.unread is not None:
+                count = min(width, tree.num_nodes)
+                values[:, :count].copy_(tree.values[:, :count])
+            if self._use.fill_noise is not None and self._use.num_columns is not None:
+                levels = min(width, self._use.noise_levels)
+                shape = levels, tree.batch_size, self._use.num_columns()
+                inputs["noise"] = buffers.tensor(("noise", levels), shape, torch.float32, device)
+                self._use.fill_noise(tree.max_depth + 1, inputs["noise"])
+        return stacks, inputs
+
+    def _prompt(self, buffers: Buffers, scorer: Scorer, batch_size: int, capacity: int) -> Tensor:
+        """Whether entries are real [B, M], apart from where rows end."""
+        prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, scorer.device)
+        if id(buffers) not in self._with_prompt:
+            self._with_prompt.add(id(buffers))
+            prompt.fill_(True)
+            starts = buffers.tensor("starts", (batch_size,), torch.long, scorer.device)
+            copy_to_device(self._prompt_starts(scorer) or [0] * batch_size, starts)
+            if (mask := scorer.prompt_mask) is not None:
+                prompt[:, : mask.shape[1]] = to_device(mask, scorer.device)
+        return prompt
+
+
+def _plan(buffers: Buffers, scorer: Scorer, nodes: Nodes, width: int) -> Tensor:
+    """The plan of `StaticNodes`. A tree that is on the device is copied into it there, unread."""
+    tree, cache = nodes.tree, scorer.cache
+    rows, missing = [], [0] * (width - tree.num_nodes)
+    for row, length in enumerate(cache.present_lengths):
+        place = [length, nodes.root_positions[cache.rows[row]], tree.num_nodes]
+        if tree.unread is None:
+            tokens, parents = tree.host.token_ids[row], tree.host.parents[row]
+            rows.append([*place, *tokens, *missing, *parents, *missing])
+        else:
+            rows.append([*place, tree.unread.roots[row], *[0] * (width - 1), *[-1] * width])
+    shape = tree.batch_size, NODES + 2 * width
+    plan = buffers.tensor(("plan", width), shape, torch.long, scorer.device)
+    copy_to_device(rows, plan)
+    if tree.unread is not None:
+        _copy_tree(plan, tree, width)
+    return plan
+
+
+def _copy_tree(plan: Tensor, tree: DraftTree, width: int) -> None:
+    """Copies tokens and parents of an unread tree into a plan."""
+    count = tree.num_nodes
+    pairs = [(plan[:, NODES + 1 : NODES + count], tree.token_ids[:, 1:])]
+    first = plan[:, NODES + width :]
+    if isinstance(tree.parents, Tensor):
+        pairs.append((first[:, 1:count], tree.parents[:, 1:].expand(tree.batch_size, -1)))
+    else:
+        parents = to_device(list(tree.parents), plan.device)
+        pairs.append((first[:, 1:count], parents[:, 1:].expand(tree.batch_size, -1)))
+    copy_all([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _layers(scorer: Scorer) -> list[Any]:
     return scorer.cache.cache.layers
-
-
-def _static_mask(scorer: Scorer, tree: DraftTree, width: int, capacity: int) -> Tensor:
-    """The additive mask [B, 1, width, capacity]."""
-    found, num_seen = scorer.mask(tree), scorer.cache.append_index + tree.num_nodes
-    assert not isinstance(found, dict)
-    like = torch.empty(tree.batch_size, tree.num_nodes, dtype=scorer.attention_dtype, device=scorer.device)
-    return padded_mask(found, like, num_seen, width, capacity)

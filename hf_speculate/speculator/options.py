@@ -33,11 +33,12 @@ class EngineOptions:
         adaptive: False is short for `policy=Fixed()`: every round drafts what the drafter's options say. Then rounds,
             and with them 16-bit ties, do not depend on the clock. None means True, unless the environment variable
             HF_SPECULATE_ADAPTIVE is 0.
-        compile: whether forwards of the target over trees, and of heads, are compiled with `torch.compile` and static
-            shapes (`hf_speculate.compilation`), on GPUs as CUDA graphs. A string names a backend of `torch.compile`.
-            Each graph (at most 8 of a function) takes seconds to minutes when it is first needed. It is kept as long as
-            the model, as are buffers of up to 4 requests. Nobody may change the model during a call. What cannot be
-            compiled runs as usual, and `stats.fallbacks` says why.
+        compile: how forwards of the target over trees, and of heads, are run. None (default) records them as CUDA
+            graphs on a GPU, which takes tens of milliseconds for each of a few sizes; elsewhere it changes nothing.
+            False runs them as they are. True also compiles them with `torch.compile`, which takes seconds to minutes
+            for each graph; a string names another of its backends. Graphs are kept as long as the model, as are buffers
+            of up to 4 requests. Nobody may change the model during a call. What cannot be recorded or compiled runs as
+            it is, and `stats.fallbacks` says why.
         ahead: True makes the drafter draft the next round on a separate thread while the target verifies, from the most
             likely outcome. The text does not depend on it. It pays for requests of one row if the drafter has a device
             of its own. On a CPU it shares cores with the target and is slower. Of the built-in drafters only
@@ -59,7 +60,7 @@ class EngineOptions:
     posterior_alpha: float | None = None
     policy: DraftPolicy | None = None
     adaptive: bool | None = None
-    compile: bool | str = False
+    compile: bool | str | None = None
     ahead: bool = False
     exact: bool = False
     constraints: bool = True

@@ -94,6 +94,8 @@ def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
         yield "speed-up", _speedup(counts)
     if counts.drafts_ahead:
         yield "drafts ahead", _ahead(counts)
+    if counts.attention:
+        yield "attention", "; ".join(counts.attention)
     for reason, number in counts.fallbacks.most_common():
         yield "fallback", f"{reason} ({number}x)"
 

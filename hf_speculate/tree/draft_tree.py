@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,18 @@ from .reading import Reading
 
 
 _FEW = 128  # nodes of a batch, see `DraftTree.is_small`
+
+
+class Unread(NamedTuple):
+    """What the loop knows of a tree on a device that it has not read, and so not checked.
+
+    Attributes:
+        roots: token id of each row's node 0, whatever the tree has there.
+        vocab_size: number of token ids that the target has embeddings for.
+    """
+
+    roots: Sequence[int]
+    vocab_size: int
 
 
 class DraftTree:
@@ -37,7 +49,12 @@ class DraftTree:
         values: float [B, N] on the device of `token_ids`: log-probability, by the drafter's estimate, that the whole
             path to a node is right. It is 0 for the root and never rises along a path; padding may have any value. None
             means no estimate, and only the order of the nodes counts.
+
+    Attributes:
+        unread: set while the tensors may hold anything; forwards run the tree `clamped`.
     """
+
+    unread: Unread | None = None
 
     def __init__(
         self,
@@ -100,6 +117,26 @@ class DraftTree:
     def host(self) -> HostTree:
         """Tokens, parents and values as Python lists."""
         return self.reading.host
+
+    @property
+    def clamped(self) -> DraftTree:
+        """The tree on its device, with values on which no kernel can fail. A valid tree stays the same."""
+        return self if self.unread is None else self._clamped
+
+    @cached_property
+    def _clamped(self) -> DraftTree:
+        assert self.unread is not None
+        roots, vocab_size = self.unread
+        tokens, parents = self.token_ids, self.parents
+        first = to_device(roots, tokens.device)[:, None]
+        tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)
+        if isinstance(parents, Tensor):
+            before = torch.arange(parents.shape[1], device=parents.device) - 1
+            parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)
+        tree = DraftTree(tokens, parents, self._max_depth, values=self.values)
+        tree._slots = self._slots
+        tree.reading.through(self.reading, lambda host: host)
+        return tree
 
     def checked(self, token_ids: Int[Tensor, "B N"], max_depth: int, host: HostTree) -> DraftTree:
         """A copy of this tree with checked tokens and depth.
@@ -184,6 +221,8 @@ class DraftTree:
         values = None if self.values is None else self.values[index, :width]
         tree = DraftTree(self.token_ids[index, :width], parents, self._max_depth, values=values)
         tree.reading.through(self.reading, lambda host: host.part(rows, width))
+        if self.unread is not None:
+            tree.unread = self.unread._replace(roots=[self.unread.roots[row] for row in rows])
         return tree
 
     @property

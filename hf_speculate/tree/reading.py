@@ -67,6 +67,28 @@ class Reading:
         origin.host = origin._as_host(lists)
         return rows
 
+    def supply(self, lists: Sequence[list[list[Any]]]) -> None:
+        """Takes tokens, parents and values from another transfer, which may have had more nodes, or fewer."""
+        origin = self._origin
+        tokens, parents, values = lists
+        parts = [tokens, *([parents] if origin._parents is None else []), *([values] if origin._has_values else [])]
+        num_nodes = origin._tensors[0].shape[1]
+        found = origin._as_host(parts).part(range(len(tokens)), min(num_nodes, len(tokens[0])))
+        if len(tokens[0]) >= num_nodes:
+            origin.host = found
+        self.host = self._changed(found)
+
+    def _changed(self, host: HostTree) -> HostTree:
+        """The lists of this reading, from those of the reading that it comes from."""
+        if self._source is None:
+            return host
+        source, change = self._source
+        return change(source._changed(host))
+
+    @property
+    def _origin(self) -> Reading:
+        return self if self._source is None else self._source[0]._origin
+
     def _as_host(self, lists: Sequence[list[list[Any]]]) -> HostTree:
         """The tree from `lists`, the contents of `_tensors` as Python lists."""
         rest = list(lists)

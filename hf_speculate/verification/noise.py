@@ -79,9 +79,13 @@ class Noise:
 
         A finished row may ask for a step that was released. It gets the first step kept, as its tokens are ignored.
         """
-        chosen = range(len(steps)) if rows is None else rows
-        found = [self.row(max(step, self._first_step))[row] for row, step in zip(chosen, steps, strict=True)]
+        found = self.rows_of(steps, rows)
         return found[0][None] if len(found) == 1 else torch.stack(found)
+
+    def rows_of(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> list[Float[Tensor, " V"]]:
+        """The same rows, each a view of what was drawn."""
+        chosen = range(len(steps)) if rows is None else rows
+        return [self.row(max(step, self._first_step))[row] for row, step in zip(chosen, steps, strict=True)]
 
     def log_rows(
         self, steps: Sequence[int], rows: Sequence[int] | None = None, columns: Int[Tensor, " W"] | None = None

@@ -39,7 +39,7 @@ def are_tainted(logits: Float[Tensor, "R N V"]) -> Tensor:
     return logits[..., :: max(logits.shape[-1] // 3, 1)].isnan().all(-1)
 
 
-def _possible(tokens: list[int]) -> list[int]:
+def possible(tokens: list[int]) -> list[int]:
     if _IMPOSSIBLE in tokens:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")  # as `torch.multinomial`
     return tokens
@@ -105,14 +105,14 @@ class Sampler:
             return lambda rows, nodes: self._choose_now(logits, tree, rows, nodes, sequences)
         scores = self._all_scores(logits, tree, sequences, tier)
         noise = self._tree_noise(tree, sequences, scores.shape[-1])
-        picked = self._pick(scores.flatten(0, 1), noise).view(scores.shape[:2])
+        picked = self.pick(scores.flatten(0, 1), noise).view(scores.shape[:2])
         table = self._read(tree, picked, logits if may_be_tainted else None)
 
         def look_up(rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
             slots = [tree.slot(row) for row in rows]
             for row, slot, node in zip(rows, slots, nodes, strict=True):
                 self._record(sequences, row, logits[slot, node], scores[slot, node])
-            return _possible([table[slot][node] for slot, node in zip(slots, nodes, strict=True)])
+            return possible([table[slot][node] for slot, node in zip(slots, nodes, strict=True)])
 
         return look_up
 
@@ -142,7 +142,7 @@ class Sampler:
         if self.noise is not None:
             self.noise.fit(scores.shape[-1], step)
             noise = self.noise.rows([step] * len(rows), rows)
-        return _possible(self._pick(scores, noise).tolist())
+        return possible(self.pick(scores, noise).tolist())
 
     def _processed(self, logits: Tensor, rows: Sequence[int], step: int, sequences: Sequences) -> Tensor:
         """The processed scores of the whole batch or of one row.
@@ -166,7 +166,7 @@ class Sampler:
         return self._row_processors[row]
 
     @staticmethod
-    def _pick(scores: Float[Tensor, "R V"], noise: Float[Tensor, "R V"] | None) -> Tensor:
+    def pick(scores: Float[Tensor, "R V"], noise: Float[Tensor, "R V"] | None) -> Tensor:
         """The argmax when greedy; else what `torch.multinomial(softmax(scores), 1)` picks when it draws `noise`."""
         if noise is None:
             return scores.argmax(-1)

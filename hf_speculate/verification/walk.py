@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..tree import DraftTree, HostTree
+from .batched import Table, look_up
 from .sampler import Choose, Sampler
 from .sequences import Sequences
 from .stopping import Stopping
@@ -50,6 +51,7 @@ def verify(
     may_be_tainted: bool = False,
     after_step: Callable[[], bool] | None = None,
     verdict: Verdict | None = None,
+    table: Table | None = None,
 ) -> Verdict:
     """Walks the tree as the request's sampler decides, appending tokens to `sequences` until nothing drafted fits.
 
@@ -62,6 +64,7 @@ def verify(
         may_be_tainted: whether the forward had masked entries (`Sampler.chooser`).
         after_step: function called after every step in lock-step; False from it ends the round. None calls nothing.
         verdict: empty verdict to fill, for a caller that needs it after an interruption; None makes a new one.
+        table: tokens that the forward has chosen itself (`BatchedChoice`).
 
     Returns:
         The verdict. Rows that were finished before the call emit nothing.
@@ -70,7 +73,10 @@ def verify(
         TaintedScores: scores may be tainted; nothing was emitted.
     """
     verdict = verdict or Verdict.empty(sequences.batch_size)
-    choose = sampler.chooser(logits, tree, sequences, may_be_tainted=may_be_tainted)
+    if table is None:
+        choose = sampler.chooser(logits, tree.clamped, sequences, may_be_tainted=may_be_tainted)
+    else:
+        choose = look_up(table, tree, may_be_tainted=may_be_tainted)
     # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's own.
     host = tree.host if tree.num_nodes > 1 else None
     if lockstep:

@@ -15,8 +15,7 @@ from torch._dynamo.utils import counters
 import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.compilation import graphs
-from hf_speculate.compilation.capture import Recorder
+from hf_speculate.compilation import Recordings, graphs
 from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
@@ -233,9 +232,9 @@ def test_inductor(tiny_model, prompt, architecture):
 def test_on_a_gpu(tiny_model, prompt, backend):
     model = copy.deepcopy(tiny_model("llama", max_positions=2048, seed=1)).to("cuda")
     speculator = Speculator(FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile=backend)
-    before = Recorder.num_recorded
+    before = Recordings.num_recorded
     for length in (12, 30, 12, 30):  # compiled, recorded, replayed
         text = prompt(length).to("cuda")
         assert new_tokens(model, text, speculator) == new_tokens(model, text)
     assert not speculator.stats.fallbacks
-    assert before < Recorder.num_recorded <= before + num_graphs()
+    assert before < Recordings.num_recorded <= before + num_graphs()

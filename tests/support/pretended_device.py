@@ -10,17 +10,36 @@ the line that asked for it: values that are read back (`downloads`), and copies 
 `non_blocking`, at which CUDA waits, too; generators of another device than the tensor that they fill. Allowed as there:
 CPU tensors without dimensions in element-wise operations, CPU tensors as indices between brackets (an upload each).
 
+Counted: the kernels that would have been launched (`launches`). Every operation that computes or writes a tensor of the
+device is one launch, and so is a copy in either direction. Views, metadata and allocations are none.
+
+CUDA graphs, without a recording:
+
+    with device.capturing():  # raises CaptureError at everything that cannot be recorded
+        step(buffers)
+    with device.replaying():  # one replay, no launches
+        step(buffers)
+
+Both run the function. `CaptureError` names the operation and the line that copies between host and device, draws random
+numbers, touches the random state of the device or allocates pinned memory. It is also raised where CUDA would record a
+value of the host, the same for every replay: a CPU tensor without dimensions as an operand, or its `item()`. In both,
+`torch.cuda.is_current_stream_capturing()` is True.
+
 It has its own random numbers: where CUDA draws others than a CPU, this device draws a CPU's, so that the same seed
 gives the same text on both.
 
 Not emulated:
-- anything about time, memory, streams, events, CUDA graphs: nothing is late, so nothing is seen of a non-blocking copy
-  to the host that is read too early (it counts as a download);
+- anything about time, memory, streams, events: nothing is late, so nothing is seen of a non-blocking copy to the host
+  that is read too early (it counts as a download), and memory that is asked to be pinned is ordinary memory;
+- fixed addresses of CUDA graphs: a replay runs the function again. So it reads a new tensor where CUDA reads the
+  recorded one, and a changed Python number. A non-blocking copy into pinned memory, which CUDA can record, is refused;
+- kernels that CUDA fuses or splits: `scaled_dot_product_attention` counts as its parts (6 to 8), an assignment of a
+  number as 2, a sort as 1;
 - writing a single value through a mask, of which CUDA may make a fill without asking how many there are: counted;
 - kernels: arithmetic is a CPU's, for every dtype; an index out of range is an error at once; what only some kernels of
   CUDA refuse (dtypes, alignment, sizes) is taken. Which operations take CPU scalars is known by their tag only;
 - host waits that are inside a kernel of CUDA and not in its signature (checks of `torch.linalg`, `torch.multinomial`);
-- compilers: nothing can be traced, compiled or captured under it;
+- compilers: nothing can be traced or compiled under it;
 - autograd through a copy between devices, in-place changes of shape, tensors that share memory with NumPy, DLPack;
 - `torch.cuda`: code that asks for "cuda" by name takes its path for other devices.
 
@@ -36,10 +55,12 @@ import copy
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +74,24 @@ _ATEN = torch.ops.aten
 _INDEXING = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._unsafe_index, _ATEN._index_put_impl_}
 # Element-wise, in part: a scalar that is filled in may be the CPU's.
 _TAKE_SCALARS = {_ATEN.fill, _ATEN.fill_, _ATEN.masked_fill, _ATEN.masked_fill_, *_INDEXING}
+_COPIES = {_ATEN._to_copy, _ATEN.copy_}
+# Neither views nor kernels: allocations and metadata.
+_NO_KERNEL = {
+    *(_ATEN.empty, _ATEN.empty_like, _ATEN.empty_permuted, _ATEN.empty_strided),
+    *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.resize_, _ATEN.set_),
+    *(_ATEN._unsafe_view, _ATEN.unsafe_chunk, _ATEN.unsafe_split, _ATEN.unsafe_split_with_sizes),
+    *(_ATEN.lift, _ATEN.is_same_size, _ATEN.record_stream),
+}
+_STATE_METHODS = {"get_state", "set_state", "manual_seed", "seed", "initial_seed", "get_offset", "set_offset"}
+_RNG_STATE = "it reads or sets the random state of the device"
+_FROZEN = "the value of a host tensor would be frozen in the recording"
 _RealGenerator = torch.Generator
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+class CaptureError(RuntimeError):
+    """CUDA cannot record this operation in a graph, or would record a value that may change."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +138,9 @@ class PretendedTensor(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(f"{func}: a tensor of a pretended device outside its `with` block.")
 
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
     def tolist(self):
         return self.cpu().tolist()
 
@@ -120,6 +159,8 @@ class PretendedDevice(TorchDispatchMode):
     Attributes:
         downloads: what was read back, in order: the host has waited for each.
         uploads: what was copied to the device.
+        launches: number of kernels that would have been launched, outside `capturing` and `replaying`.
+        replays: number of `replaying` blocks.
     """
 
     name = f"{TYPE}:0"
@@ -128,6 +169,8 @@ class PretendedDevice(TorchDispatchMode):
         super().__init__()
         self.downloads: list[Transfer] = []
         self.uploads: list[Transfer] = []
+        self.launches = self.replays = 0
+        self._is_recording = False
         self._rng_state = _RealGenerator().manual_seed(0).get_state()
         self._generators: set[int] = set()
 
@@ -140,12 +183,37 @@ class PretendedDevice(TorchDispatchMode):
         """Counts anew."""
         self.downloads.clear()
         self.uploads.clear()
+        self.launches = self.replays = 0
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A recording of a CUDA graph: what it forbids raises. Launches are not counted.
+
+        Raises:
+            CaptureError: with the operation and the line that asked for it.
+        """
+        if self._is_recording:
+            raise CaptureError(f"capturing at {_caller()}: another graph is being recorded or replayed")
+        self._is_recording = True
+        try:  # transformers asks, and skips checks that would have the host wait
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+                yield
+        finally:
+            self._is_recording = False
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """A replay of what was recorded: the block runs it again. It counts once, and the same is forbidden."""
+        with self.capturing():
+            self.replays += 1
+            yield
 
     def place(self, module: Module) -> Module:
-        """A copy of a module on the device; not counted as transfers."""
-        num_uploads = len(self.uploads)
+        """A copy of a module on the device; not counted."""
+        num_uploads, launches = len(self.uploads), self.launches
         placed = copy.deepcopy(module).to(self.name)
         del self.uploads[num_uploads:]
+        self.launches = launches
         return placed
 
     def __enter__(self):
@@ -155,7 +223,7 @@ class PretendedDevice(TorchDispatchMode):
         sys.modules[f"torch.{TYPE}"] = _MODULE
         setattr(torch, TYPE, _MODULE)
         _MODULE.present = self
-        torch.Generator = _generator_class(self._generators)  # type: ignore[misc]
+        torch.Generator = _generator_class(self)  # type: ignore[misc]
         return super().__enter__()
 
     def __exit__(self, *exception) -> None:
@@ -168,10 +236,20 @@ class PretendedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled() and func._can_decompose():  # elsewhere only its parts arrive here
+            TorchDispatchMode.__enter__(self)
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
         tensors = list(_tensors((args, kwargs)))
         here = _common_device(func, tensors, args)
         there = _indexed(kwargs.pop("device", None)) or here
         self._count(func, args, kwargs, there)
+        if self._is_recording:
+            self._check_recording(func, tensors, kwargs, there)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         held_args, held_kwargs = _unwrapped(args), _unwrapped(kwargs)
         if _takes_device(func):
             held_kwargs["device"] = torch.device("cpu") if there.type == TYPE else there
@@ -200,28 +278,57 @@ class PretendedDevice(TorchDispatchMode):
 
     def _count(self, func, args, kwargs, there: torch.device) -> None:
         packet = func.overloadpacket
-        if packet in (_ATEN._to_copy, _ATEN.copy_):
+        if packet in _COPIES:
             source = args[1] if packet is _ATEN.copy_ else args[0]
-            if source.device.type == there.type:
-                return
-            if there.type == "cpu":
+            if source.device.type == TYPE and there.type == "cpu":
                 self._note(self.downloads, packet)
-            else:
+            elif source.device.type == "cpu" and there.type == TYPE:
                 is_blocking = not (args[2:3] == (True,) or kwargs.get("non_blocking"))
                 self._note(self.uploads, packet, is_blocking)
-        elif there.type != TYPE:
-            return
-        elif packet in _INDEXING:
-            for index in args[1]:
+            self._count_launches(TYPE in (source.device.type, there.type))
+        elif there.type == TYPE:
+            is_indexing = packet in _INDEXING
+            for index in args[1] if is_indexing else ():
                 if index is not None and index.device.type == "cpu":
                     self._note(self.uploads, packet)
-            if _asks_where(args):
+                    self._count_launches(1)
+            if _asks_where(args) if is_indexing else _depends_on_values(func, kwargs):
                 self._note(self.downloads, packet)
-        elif _depends_on_values(func, kwargs):
-            self._note(self.downloads, packet)
+            self._count_launches(_is_kernel(func))
+
+    def _count_launches(self, number: int) -> None:
+        self.launches += 0 if self._is_recording else number
 
     def _note(self, transfers: list[Transfer], packet, is_blocking: bool = True) -> None:
+        if transfers is self.downloads:
+            self.check_not_recording(packet.__name__, "the host would wait for values of the device")
+        else:
+            self.check_not_recording(packet.__name__, "it copies from the host")
         transfers.append(Transfer(packet.__name__, _caller(), is_blocking))
+
+    def _check_recording(self, func, tensors: list[Tensor], kwargs, there: torch.device) -> None:
+        """Raises CaptureError at what is no transfer and cannot be recorded either."""
+        packet = func.overloadpacket
+        name = packet.__name__
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.check_not_recording(name, "it draws random numbers")
+        if kwargs.get("pin_memory"):
+            self.check_not_recording(name, "it allocates pinned memory")
+        takes_values = there.type == TYPE or packet is _ATEN._local_scalar_dense
+        if takes_values and any(tensor.device.type == "cpu" and not tensor.dim() for tensor in tensors):
+            self.check_not_recording(name, _FROZEN)
+
+    def check_not_recording(self, operation: str, reason: str) -> None:
+        """
+        Args:
+            operation: name of the operation that is about to run.
+            reason: why it cannot be recorded.
+
+        Raises:
+            CaptureError: a graph is being recorded or replayed.
+        """
+        if self._is_recording:
+            raise CaptureError(f"{operation} at {_caller()} cannot be recorded in a CUDA graph: {reason}")
 
 
 def _common_device(func, tensors: list[Tensor], args) -> torch.device:
@@ -231,7 +338,7 @@ def _common_device(func, tensors: list[Tensor], args) -> torch.device:
         RuntimeError: its tensors are on several devices, and it is not one that may be.
     """
     packet = func.overloadpacket
-    if packet in (_ATEN._to_copy, _ATEN.copy_):
+    if packet in _COPIES:
         return args[0].device
     devices = {tensor.device for tensor in tensors}
     if len(devices) <= 1:
@@ -259,6 +366,13 @@ def _depends_on_values(func, kwargs) -> bool:
 def _asks_where(args) -> bool:
     """Whether indexing has to ask the device how many values of a mask are true."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+@cache
+def _is_kernel(func) -> bool:
+    """Whether an operation computes or writes something."""
+    is_metadata = func.is_view or torch.Tag.inplace_view in func.tags
+    return not is_metadata and func.overloadpacket not in _NO_KERNEL
 
 
 @cache
@@ -335,14 +449,19 @@ _kept: list[Any] = []
 def _device_module() -> Any:
     """As much of `torch.cuda` as is asked for of any accelerator; of the device that is `present`."""
 
+    def get_rng_state(_device: Any = None) -> Tensor:
+        module.present.check_not_recording("get_rng_state", _RNG_STATE)
+        return module.present._rng_state.clone()
+
     def set_rng_state(state: Tensor, _device: Any = None) -> None:
+        module.present.check_not_recording("set_rng_state", _RNG_STATE)
         module.present._rng_state = state.clone()
 
     def manual_seed_all(seed: int) -> None:
         set_rng_state(_RealGenerator().manual_seed(seed).get_state())
 
     functions: dict[str, Callable[..., Any]] = {
-        "get_rng_state": lambda _device=None: module.present._rng_state.clone(),
+        "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed_all": manual_seed_all,  # `torch.manual_seed` calls it
         "_is_in_bad_fork": lambda: False,
@@ -359,7 +478,7 @@ def _device_module() -> Any:
 _MODULE = _device_module()  # one for all: PyTorch remembers it
 
 
-def _generator_class(known: set[int]) -> Any:
+def _generator_class(device: PretendedDevice) -> Any:
     """`torch.Generator` that takes the device, too; notes which generators are its own."""
 
     class Kind(type):
@@ -370,8 +489,15 @@ def _generator_class(known: set[int]) -> Any:
         def __new__(cls, device: Any = "cpu") -> Any:
             if torch.device(device).type != TYPE:
                 return _RealGenerator(device)
-            generator = _RealGenerator()
-            known.add(generator._cdata)
+            generator = _DeviceGenerator()
+            present._generators.add(generator._cdata)
             return generator
 
+    class _DeviceGenerator(_RealGenerator):
+        def __getattribute__(self, name: str) -> Any:
+            if name in _STATE_METHODS:
+                present.check_not_recording(f"Generator.{name}", _RNG_STATE)
+            return super().__getattribute__(name)
+
+    present = device
     return Generator

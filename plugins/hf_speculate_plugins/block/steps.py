@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_speculate.compilation import StaticLayer, capacity_for, padded_mask
+from hf_speculate.compilation import Stacks, capacity_for, padded_mask, static_cache
 from hf_speculate.drafting import DraftState, Warpers
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
@@ -78,13 +78,15 @@ def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Ten
     head.read(head.fuse_joined(joined), positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
 
 
-def block_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tensor, masks: Any) -> None:
-    append_context(head, cache, joined, positions)
+def block_context(
+    head: BlockHead, stacks: Stacks, slots: Tensor, joined: Tensor, positions: Tensor, masks: Any
+) -> None:
+    append_context(head, static_cache(stacks, slots), joined, positions)
 
 
 def block_tree(
     head: BlockHead,
-    layers: Sequence[tuple[Tensor, Tensor]],
+    stacks: Stacks,
     inputs: dict[str, Tensor],
     masks: Sequence[Tensor],
     warpers: Warpers,
@@ -94,12 +96,12 @@ def block_tree(
     """Tokens, parents and values of the best tree of a block [B, n].
 
     Args:
-        layers: keys and values of each, `[B, heads, M, head_dim]`.
+        stacks: keys and values of all layers.
         inputs: `anchors` [B]; `positions` of the slots [B, S], and their places in the cache, `slots` [S]; `limit`,
             depth of the tree; `log_noise` [B, D, C] and `target_ids` [Vd], where there are any.
         masks: additive masks [B, 1, S, M], one a layer.
     """
-    cache = Cache(layers=[StaticLayer(keys, values, inputs["slots"]) for keys, values in layers])
+    cache = static_cache(stacks, inputs["slots"])
     token_ids = head.block_ids(inputs["anchors"])
     states = head(token_ids, inputs["positions"], CachedAttention(cache, masks))[:, head.spec.first_slot :]
     request = BlockRequest(inputs.get("target_ids"), width, inputs["anchors"], inputs.get("log_noise"), warpers)
@@ -131,7 +133,7 @@ class CompiledSteps(CompiledForwards):
         def arguments() -> tuple[Any, ...]:
             return self._arguments(state, depth, batch_size, capacity)
 
-        result = self._compiler.run(head, head.device, key, block_tree, arguments, plain)
+        result = self.run(key, block_tree, arguments, plain)
         if isinstance(result, DraftTree):
             return result
         tokens, parents, values = result
@@ -151,7 +153,7 @@ class CompiledSteps(CompiledForwards):
         }
         if request.log_noise is not None:
             inputs["log_noise"] = request.log_noise
-        layers, buffers = self.place(batch_size, capacity)
+        stacks, buffers = self.place(batch_size, capacity)
         inputs = {name: buffers.filled(f"block {name}", each) for name, each in inputs.items()}
         if request.target_ids is not None:
             inputs["target_ids"] = request.target_ids
@@ -161,4 +163,4 @@ class CompiledSteps(CompiledForwards):
             buffers.filled(f"block mask {layer}", padded_mask(mask, like, seen, spec.block_size, capacity))
             for layer, mask in enumerate(masks)
         ]
-        return head, layers, inputs, placed, tuple(request.warpers), self._options, request.width
+        return head, stacks, inputs, placed, tuple(request.warpers), self._options, request.width

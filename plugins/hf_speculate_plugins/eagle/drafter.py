@@ -143,7 +143,7 @@ class EagleSession(HeadSession[EagleHead]):
         return DraftTree.chain(chain.token_ids, chain.values)
 
     def _tree(self, state: DraftState, steps: Steps, size: TreeSize) -> DraftTree:
-        drawn = None if self._pending is None else steps.tree_behind(self._pending, state, size)
+        drawn = None if self._pending is None else steps.tree_behind(self._pending, self._root_hidden, state, size)
         if drawn is None:
             return steps.tree(self._root(), state, size)
         tree, self._root_hidden = drawn

@@ -200,13 +200,15 @@ class NativeSteps(PlainSteps):
         tree = self._native_tree(root.contiguous(), None, state, size)
         return super().tree(root, state, size) if tree is None else tree
 
-    def tree_behind(self, pending: Pending, state: DraftState, size: TreeSize) -> tuple[DraftTree, Tensor] | None:
+    def tree_behind(
+        self, pending: Pending, root: Tensor | None, state: DraftState, size: TreeSize
+    ) -> tuple[DraftTree, Tensor] | None:
         token_ids, features, lengths = pending
         has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
         if has_holes or not self._forward.is_one_call:
             return None
         head = self._loaded.head
-        root = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)
+        root = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)  # no row keeps its old one
         tree = self._native_tree(root, self._forward.unread(token_ids, features), state, size)
         if tree is None:
             return None

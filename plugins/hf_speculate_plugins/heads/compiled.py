@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_speculate.cache import PreallocatedLayer
-from hf_speculate.compilation import Buffers, Compiler, capacity_for, lease_of, padded, padded_mask, pool_of
+from hf_speculate.compilation import Buffers, Compiler, Stacks, capacity_for, lease_of, padded, padded_mask, pool_of
 from hf_speculate.drafting import DraftState
-from hf_speculate.scoring import NODE_BUCKETS, width_for
+from hf_speculate.scoring import NODE_BUCKETS, tree_backends, width_for
 from hf_speculate.transfers import to_device
-from hf_speculate.tree import additive
 
 from .head import LoadedHead, SharingHead
 from .reading import Reading
@@ -43,6 +42,7 @@ class CompiledForwards:
         self._cache = reading.cache.cache
         layers = self._cache.layers
         layers += [PreallocatedLayer() for _ in range(self._head.spec.num_layers - len(layers))]
+        self._with_prompt: set[int] = set()  # buffers that have the mask of this reading's prompt
         lease_of(self._cache, pool_of(self._head))
 
     @property
@@ -50,17 +50,20 @@ class CompiledForwards:
         """Number of entries in the cache."""
         return cast(PreallocatedLayer, self._cache.layers[0]).length
 
-    def place(self, batch_size: int, capacity: int) -> tuple[list[tuple[Tensor, Tensor]], Buffers]:
-        """Keys and values of each layer in buffers of this capacity, and the set of these buffers."""
+    def place(self, batch_size: int, capacity: int) -> tuple[Stacks, Buffers]:
+        """Keys and values of all layers in buffers of this capacity, and the set of these buffers."""
         lease = lease_of(self._cache, pool_of(self._head))
         return lease.place(self._cache.layers, capacity), lease.buffers(batch_size, capacity)
 
-    def committed_mask(self, batch_size: int, capacity: int) -> Tensor:
-        """The additive mask of committed entries [B, 1, 1, M]."""
-        visible = self._reading.visible()
-        seen = torch.zeros(batch_size, 1, 1, capacity, dtype=torch.bool, device=self._head.device)
-        seen[..., : self.end] = True if visible is None else visible[:, None, None]
-        return additive(seen, self._head.dtype)
+    def prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
+        """Whether entries are real [B, M], apart from where rows end."""
+        prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, self._head.device)
+        if id(buffers) not in self._with_prompt:
+            self._with_prompt.add(id(buffers))
+            prompt.fill_(True)
+            if (mask := self._reading.prompt_mask) is not None:
+                prompt[:, : mask.shape[1]] = mask
+        return prompt
 
     def append(
         self,
@@ -70,7 +73,7 @@ class CompiledForwards:
         masks: Sequence[Tensor | None],
         plain: Callable[[], Result],
     ) -> Any | Result:
-        """Runs `function(head, cache, *inputs, masks)` compiled, or else `plain()`; appends N entries.
+        """Runs `function(head, stacks, slots, *inputs, masks)` compiled, or else `plain()`; appends N entries.
 
         Args:
             width: number that N is padded to. A larger N takes the next of `NODE_BUCKETS`. Results are padded, too.
@@ -87,19 +90,26 @@ class CompiledForwards:
 
         def arguments() -> tuple[Any, ...]:
             # Padding entries are copies of the first: finite.
-            layers, buffers = self.place(batch_size, capacity)
+            stacks, buffers = self.place(batch_size, capacity)
             slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=head.device))
             whole = [padded(to_device(each, head.device), width) for each in inputs]
             placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole)]
             seen = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)
             placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(seen)]
-            return head, buffers.cache(layers, slots), *placed, placed_masks
+            return head, stacks, slots, *placed, placed_masks
 
         key = (batch_size, width, capacity, head.dtype)
-        result = self._compiler.run(head, head.device, key, function, arguments, plain)
+        result = self.run(key, function, arguments, plain)
         for layer in self._cache.layers:
             cast(PreallocatedLayer, layer).length = end + count
         return result
+
+    def run(
+        self, key: Any, function: Any, arguments: Callable[[], tuple[Any, ...]], plain: Callable[[], Result]
+    ) -> Any | Result:
+        """`Compiler.run` for this head, with the attention backends of our forwards."""
+        with tree_backends(self._head.device):
+            return self._compiler.run(self._head, self._head.device, key, function, arguments, plain)
 
 
 def form_of(state: DraftState) -> tuple[bool, str]:

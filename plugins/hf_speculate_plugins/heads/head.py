@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.scoring import unhooked
+from hf_speculate.scoring import tree_backends, unhooked
 from hf_speculate.transfers import to_device
 
 from ..checkpoints import HeadSpec, LoadReport, OpenedHead
@@ -48,14 +48,15 @@ class CachedAttention:
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.update(keys, values, layer)
         mask = None if self.masks is None else self.masks[layer]
-        return scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=self.is_causal,
-            enable_gqa=keys.shape[1] != queries.shape[1],
-        )
+        with tree_backends(queries.device):
+            return scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=self.is_causal,
+                enable_gqa=keys.shape[1] != queries.shape[1],
+            )
 
 
 class Attention(nn.Module):

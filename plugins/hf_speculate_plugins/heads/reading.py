@@ -38,6 +38,7 @@ class Reading:
         cache: entries of the text before the prompt that an earlier turn has read; all of them are real.
 
     Attributes:
+        prompt_mask: the argument on the head's device; None when all entries are real.
         prompt_positions: `positions` on the head's device.
     """
 
@@ -52,7 +53,7 @@ class Reading:
         self.cache = cache or TreeCache(DynamicCache(), positions.shape[0])
         self._layers = [LayerType("", layer, window) for layer, window in enumerate(head.windows)]
         device = head.device
-        self._prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
+        self.prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
         self.prompt_positions = positions.to(device)
         # Behind the prompt, position = index in the cache + shift.
         last_index = self.cache.append_index + positions.shape[1] - 1
@@ -103,10 +104,10 @@ class Reading:
             Without masks where causal attention over these entries alone is the same.
         """
         positions = self.prompt_positions[:, part]
-        if not self.cache.append_index and self._prompt_mask is None and not self.has_windows:
+        if not self.cache.append_index and self.prompt_mask is None and not self.has_windows:
             return positions, None
         size = positions.shape[1]
-        block = None if self._prompt_mask is None else self._prompt_mask[:, part]
+        block = None if self.prompt_mask is None else self.prompt_mask[:, part]
         return positions, self._masks(_causal(size), positions, block=block)
 
     def next_place(self, count: int) -> Place:
@@ -134,9 +135,9 @@ class Reading:
 
     def visible(self) -> Bool[Tensor, "B M"] | None:
         """Mask of the M committed entries that are real; None if all are."""
-        if self._prompt_mask is None and not self.cache.is_ragged:
+        if self.prompt_mask is None and not self.cache.is_ragged:
             return None
-        return visible_prefix(self.cache.lengths, self._prompt_mask, self.cache.append_index, self.head.device)
+        return visible_prefix(self.cache.lengths, self.prompt_mask, self.cache.append_index, self.head.device)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Commits the first `lengths[r]` entries of each row that were appended."""
@@ -153,7 +154,7 @@ class Reading:
     def resumed(self, num_entries: int, num_new: int) -> Reading | None:
         """The reading of the next turn's text, which goes on with `num_new` entries behind the first `num_entries` of
         this one; None where fewer have been read, or not from the start of the text. One row; this one ends."""
-        if self._shifts != [0] or self._prompt_mask is not None or self.cache.append_index < num_entries:
+        if self._shifts != [0] or self.prompt_mask is not None or self.cache.append_index < num_entries:
             return None
         self.cache.truncate([num_entries])
         return Reading(self.head, None, torch.arange(num_entries, num_entries + num_new)[None], self.cache)

@@ -14,6 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from hf_speculate.models import unwrap
+from hf_speculate.scoring import tree_backends
 
 from ..data import NO_DOCUMENT, Batch
 from .builder import TrainingRun
@@ -80,7 +81,8 @@ def _measured_step(run: TrainingRun, trainer: HeadTrainer, batch: Any) -> tuple[
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        cast(Tensor, trainer.compute_loss(model, batch)).backward()
+        with tree_backends(device):
+            cast(Tensor, trainer.compute_loss(model, batch)).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - started

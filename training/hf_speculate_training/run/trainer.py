@@ -19,7 +19,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import card_facts, push_folder, write_card
 from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
-from hf_speculate.scoring import adapter_fingerprints
+from hf_speculate.scoring import adapter_fingerprints, tree_backends
 
 from ..data import NO_DOCUMENT, Batch, Collator, DataOptions
 from ..methods import TrainingMethod, shared_size
@@ -152,14 +152,16 @@ class HeadTrainer(Trainer):
         return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        # With a mask, cuDNN's attention made gradients of NaN on an H100 (pytorch#196678).
+        with tree_backends(self.args.device):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
             raise DivergedError(diverged("the loss", float(loss), self.args, self.state))
         return loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
+        with torch.no_grad(), tree_backends(self.args.device):
             loss = cast(Tensor, self.compute_loss(model, inputs))
         return loss.detach(), None, None
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_speculate.drafting import FeatureTaps
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.scoring import tree_backends
 
 from ..data import Batch
 
@@ -61,7 +62,7 @@ class TargetReader:
         self.train_target = train_target
         self.mask = "positions"
         self._check_layers()
-        with torch.no_grad():
+        with torch.no_grad(), tree_backends(self.target.device):
             self._check_output_matrix()
             self._choose_mask()
 
@@ -81,7 +82,7 @@ class TargetReader:
         taps = FeatureTaps(self.target, self.feature_layers)
         try:
             decoder: Any = self.target.get_decoder()
-            with taps.listening():
+            with taps.listening(), tree_backends(device):
                 output = decoder(
                     input_ids=input_ids.to(device),
                     position_ids=position_ids.to(device),

@@ -1,0 +1,140 @@
+"""What is recorded, looked up and replayed, without a GPU: recordings are a stand-in that computes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from hf_speculate.compilation import recording
+from hf_speculate.compilation.graphs import Compiler, graphs_of
+from hf_speculate.compilation.recording import MAX_RECORDINGS, Recordings, is_recordable, state_of
+
+from ..support.replays import stand_in
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    return stand_in(monkeypatch)
+
+
+def twice(tensor):
+    return {"twice": tensor * 2}
+
+
+def run(recordings, tensor, kind="kind", function=twice):
+    return recordings.run(function, kind, (tensor,), CPU)
+
+
+def test_on_gpus_only():
+    assert is_recordable(torch.device("cuda"))
+    assert not is_recordable(CPU)
+
+
+def test_the_second_call_is_recorded_and_later_ones_replay_it(replays):
+    recordings, tensor = Recordings(), torch.ones(2)
+    results = []
+    for value in range(4):
+        tensor.fill_(value)
+        results.append(run(recordings, tensor)["twice"].tolist())
+    assert results == [[2.0 * value] * 2 for value in range(4)]
+    assert (replays.num_warm, len(replays.names), replays.num_replayed) == (1, 1, 3)
+
+
+def test_a_result_is_overwritten_by_the_next_replay(replays):
+    recordings, tensor = Recordings(), torch.ones(2)
+    run(recordings, tensor)
+    first = run(recordings, tensor)["twice"]
+    tensor.fill_(7)
+    run(recordings, tensor)
+    assert first.tolist() == [14.0, 14.0]
+
+
+def test_other_addresses_are_recorded_too_and_few_are_kept(replays):
+    recordings, tensors = Recordings(), [torch.full((2,), float(value)) for value in range(MAX_RECORDINGS + 2)]
+    run(recordings, tensors[0])
+    for tensor in [*tensors, *tensors]:
+        assert run(recordings, tensor)["twice"].tolist() == (2 * tensor).tolist()
+    assert len(recordings) == MAX_RECORDINGS
+    assert recordings.num_bytes == 8 * MAX_RECORDINGS
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(replays, monkeypatch, logged):
+    def fail(*_arguments):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recording, "record", fail)
+    fallbacks, module, tensor = Counter(), nn.Linear(1, 1), torch.full((1,), 3.0)
+
+    def call():
+        arguments = module, tensor
+        return Compiler(None, fallbacks).run(module, CPU, "key", doubled, lambda: arguments, pytest.fail)
+
+    assert [call().item() for _ in range(4)] == [6.0] * 4
+    assert fallbacks == {"not recorded: recording failed (a warning said why)": 2}
+    assert [line for line in logged() if "is not recorded" in line] == [
+        "doubled is not recorded: operation not permitted when stream is capturing"
+    ]
+
+
+def doubled(_module, tensor):
+    return tensor * 2
+
+
+CHANGES = {
+    "other weights": lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.clone())),
+    "a hook": lambda m: m[0].register_forward_hook(lambda *_: None),
+    "another mode": lambda m: m.train(),
+    "a flag": lambda m: setattr(m[0], "disable_adapters", True),
+    "the scale of an adapter": lambda m: m[0].scaling.update(default=0.5),
+    "a method in place of its own": lambda m: setattr(m[1], "forward", lambda inputs: inputs),
+    "another module": lambda m: m.append(nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_is_recorded_again(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    model[0].scaling = {"default": 1.0}
+    before = state_of([model])
+    assert state_of([model]) == before
+    kept = model[0].weight  # its address must stay taken
+    CHANGES[change](model)
+    assert state_of([model]) != before
+    del kept
+
+
+def test_our_own_hooks_and_changed_values_are_no_change():
+    model = nn.Linear(2, 2)
+    before = state_of([model])
+
+    def ours(*_arguments):
+        return None
+
+    ours.__module__ = "hf_speculate.drafting.features"
+    model.register_forward_hook(ours)
+    model.weight.data.mul_(2)
+    assert state_of([model]) == before
+
+
+def test_recordings_end_with_their_module(replays):
+    module, tensor = nn.Linear(1, 1), torch.ones(1)
+    compiler = Compiler(None, Counter())
+    for _ in range(3):
+        compiler.run(module, CPU, "key", twice_of, lambda: (tensor,), pytest.fail)
+    assert len(graphs_of(module, None).recordings) == 1
+    gone = weakref.ref(module)
+    del module, compiler
+    gc.collect()
+    assert gone() is None
+
+
+def twice_of(tensor):
+    return tensor * 2

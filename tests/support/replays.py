@@ -1,0 +1,78 @@
+"""CUDA graphs without a GPU: recordings that compute.
+
+    replays = stand_in(monkeypatch)                     # on the CPU
+    replays = stand_in(monkeypatch, pretended_device)   # there, where everything that CUDA forbids raises
+
+As on a GPU, recording computes nothing: arguments keep their contents, and results are poisoned until the first replay.
+A replay reads what the arguments hold, and overwrites the results of the replay before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hf_speculate.compilation import graphs, recording
+from hf_speculate.compilation.recording import Recording, tensors_in
+from hf_speculate.scoring import static
+from hf_speculate.verification import Sampler
+
+from .pretended_device import TYPE, PretendedDevice
+
+
+class Replays:
+    """The recordings of one test.
+
+    Args:
+        device: device that checks what is recorded; None is the CPU.
+
+    Attributes:
+        names: name of every function that was recorded, in order.
+        num_warm: number of calls that ran as they are.
+        num_replayed: number of replays.
+    """
+
+    def __init__(self, device: PretendedDevice | None):
+        self._device = device
+        self.names: list[str] = []
+        self.num_warm = self.num_replayed = 0
+
+    def warm_up(self, function: Callable[..., Any], arguments: Sequence[Any], _device: torch.device) -> Any:
+        self.num_warm += 1
+        return function(*arguments)
+
+    def record(self, function: Callable[..., Any], arguments: Sequence[Any], _device: torch.device) -> Recording:
+        self.names.append(getattr(function, "__name__", "?"))
+        contents = [tensor.clone() for tensor in tensors_in(arguments)]
+        with self._capturing():
+            outputs = function(*arguments)
+        for tensor, before in zip(tensors_in(arguments), contents, strict=True):
+            tensor.copy_(before)
+        for tensor in tensors_in(outputs):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -(1 << 30))
+        return Recording(lambda: self._replay(function, arguments, outputs), outputs)
+
+    def _replay(self, function: Callable[..., Any], arguments: Sequence[Any], outputs: Any) -> None:
+        self.num_replayed += 1
+        with nullcontext() if self._device is None else self._device.replaying():
+            found = function(*arguments)
+            for tensor, new in zip(tensors_in(outputs), tensors_in(found), strict=True):
+                tensor.copy_(new)
+
+    def _capturing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._device is None else self._device.capturing()
+
+
+def stand_in(monkeypatch: Any, device: PretendedDevice | None = None) -> Replays:
+    """Makes functions on the device recordable until the test ends; on a CPU tokens are then chosen as on a GPU."""
+    replays, wanted = Replays(device), "cpu" if device is None else TYPE
+    monkeypatch.setattr(recording, "warm_up", replays.warm_up)
+    monkeypatch.setattr(recording, "record", replays.record)
+    for module in (recording, graphs, static):
+        monkeypatch.setattr(module, "is_recordable", lambda found: found.type == wanted)
+    if device is None:
+        monkeypatch.setattr(Sampler, "tier", lambda self, _device: self.required_tier)
+    return replays
