@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_speculate.errors import DrafterError
-from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, TreePlan, TreeRow
+from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, RoundClock, TreePlan, TreeRow, Unread
+from hf_speculate.tree import round as round_module
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=80, database=None)
@@ -265,3 +266,85 @@ class TestRows:
         assert self.ROW._replace(values=None).best_path() == [0, 1, 3, 5], "the first child without values"
         assert TreeRow([9], [ROOT_PARENT]).best_path() == [0]
         assert TreeRow([9, 0], [ROOT_PARENT, PADDING_PARENT]).best_path() == [0]
+
+
+class Event:
+    """An event of a device that reaches it at a given second."""
+
+    def __init__(self, seconds, is_over=True):
+        self.seconds, self.is_over = seconds, is_over
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self.is_over
+
+    def elapsed_time(self, end_event):
+        return 1000 * (end_event.seconds - self.seconds)
+
+
+class TestRoundClock:
+    """A host that launches a draft in 0.1 seconds, and a round of 2 seconds."""
+
+    @pytest.fixture
+    def seconds(self, monkeypatch):
+        def seconds_of(events, drafts=True):
+            now = [0.0]
+            monkeypatch.setattr(round_module.time, "perf_counter", lambda: now[0])
+            clock = RoundClock(events)
+            clock.start()
+            now[0] = 0.1
+            if drafts:
+                clock.drafted()
+            now[0] = 2.0
+            return clock.stop()
+
+        return seconds_of
+
+    def test_a_draft_takes_as_long_as_the_device_needs(self, seconds):
+        found = seconds((Event(5.0), Event(5.7)))
+        assert (found.drafting, found.total) == (pytest.approx(0.7), 2.0)
+
+    def test_or_the_host(self, seconds):
+        assert seconds(None).drafting == pytest.approx(0.1)
+        assert seconds((Event(5.0), Event(5.01))).drafting == pytest.approx(0.1)
+
+    def test_no_longer_than_the_round_and_never_waited_for(self, seconds):
+        assert seconds((Event(5.0), Event(9.0))).drafting == 2.0
+        assert seconds((Event(5.0), Event(5.7, is_over=False))).drafting == pytest.approx(0.1)
+
+    def test_a_round_without_a_draft_asks_no_event(self, seconds):
+        assert seconds((Event(5.0), Event(5.7)), drafts=False).drafting == 0.0
+
+
+class TestUnread:
+    """Trees whose tensors may hold anything."""
+
+    @pytest.fixture
+    def tree(self):
+        tokens, parents = torch.tensor([[9, 5, -4, 99], [9, 1, 2, 3]]), torch.tensor([[-1, 0, 7, -9], [-1, 0, 1, 1]])
+        tree = DraftTree(tokens, parents, max_depth=2)
+        tree.unread = Unread([3, 4], vocab_size=10)
+        return tree
+
+    def test_values_that_a_kernel_could_fail_on_are_clamped(self, tree):
+        assert tree.clamped.token_ids.tolist() == [[3, 5, 0, 9], [4, 1, 2, 3]]
+        assert tree.clamped.parents.tolist() == [[-1, 0, 1, -2], [-1, 0, 1, 1]]
+        assert tree.clamped is tree.clamped
+        assert tree.clamped.clamped is tree.clamped
+
+    def test_a_part_of_it_is_unread_too(self, tree):
+        assert tree.first(1).unread == ([3, 4], 10)
+        assert tree.select([1]).clamped.token_ids.tolist() == [[4, 1, 2, 3]]
+
+    @pytest.mark.parametrize("width", [3, 4, 6])
+    def test_lists_from_another_transfer_are_taken_as_they_were_read(self, tree, width):
+        """They may have more nodes than the tree, or those of a part of it."""
+        cut = tree.first(2)
+        padded = [[[*row, *[7] * 9][:width] for row in each.tolist()] for each in (tree.token_ids, tree.parents)]
+        cut.reading.supply([*padded, [[0.0] * width] * 2])
+        assert cut.host.token_ids == tree.token_ids[:, :3].tolist()
+        assert cut.host.parents == tree.parents[:, :3].tolist()
+        assert ("host" in vars(tree.reading)) == (width >= 4)
+        assert tree.host.token_ids == tree.token_ids.tolist()

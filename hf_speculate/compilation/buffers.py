@@ -199,17 +199,19 @@ class Lease:
         Args:
             layers: `PreallocatedLayer`s that hold entries, all of the same batch size and the same shape.
         """
+        keys, values = (self._stack(name, layers[0]._buffers[name], capacity) for name in ("keys", "values"))
+        if all(_lies_in(layers[index], keys[index]) for index in (0, -1)):  # as after every round but the first
+            return keys, values
         for index, layer in enumerate(layers):
-            for name, buffer in layer._buffers.items():
-                placed = self._allocate(index, name, buffer, capacity)
-                if placed.data_ptr() != buffer.data_ptr():
-                    placed[:, :, : layer.length] = buffer[:, :, : layer.length]
-                    layer._buffers[name] = placed
+            for name, stack in (("keys", keys), ("values", values)):
+                if not _lies_in(layer, stack[index], name):
+                    stack[index][:, :, : layer.length] = layer._buffers[name][:, :, : layer.length]
+                    layer._buffers[name] = stack[index]
             layer._is_owned = True
-        batch_size = layers[0]._buffers["keys"].shape[0]
         if self._pool is None:  # sets that it has outgrown are not needed by any pool
+            batch_size = keys.shape[1]
             self._sets = {(batch_size, capacity): self.buffers(batch_size, capacity)}
-        return tuple(self._stack(name, layers[0]._buffers[name], capacity) for name in ("keys", "values"))  # type: ignore[return-value]
+        return keys, values
 
     def _allocate(self, layer_index: int, name: str, like: Tensor, num_entries: int) -> Tensor:
         """The `allocate` function of `PreallocatedLayer`."""
@@ -219,6 +221,11 @@ class Lease:
         """The buffer of all layers [L, B, heads, M, head_dim], so that entries of all of them move at once."""
         shape = (self._num_layers, *like.shape[:2], capacity, like.shape[3])
         return self.buffers(like.shape[0], capacity).tensor((name, *like.shape[1::2]), shape, like.dtype, like.device)
+
+
+def _lies_in(layer: Any, buffer: Tensor, name: str = "keys") -> bool:
+    """Whether a layer's entries are in this buffer."""
+    return layer._is_owned and layer._buffers[name].data_ptr() == buffer.data_ptr()
 
 
 _leases: WeakKeyDictionary[Cache, Lease] = WeakKeyDictionary()

@@ -23,7 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from ..errors import first_line
 from ..messages import get_logger
-from .recording import Recordings, is_recordable, modules_in, state_of
+from .recording import Recordings, is_recordable, modules_in, state_of, tensors_in
 
 
 logger = get_logger(__name__)
@@ -145,6 +145,13 @@ class Compiler:
         self.num_slow = 0
         self._fallbacks = fallbacks
         self._states: dict[int, int] = {}
+        self._seen: set[Hashable] = set()
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers and results of all recordings that the request has used."""
+        return sum(self._sizes.values())
 
     def refuse(self, problem: str) -> None:
         """Counts a function that runs as it is."""
@@ -192,12 +199,12 @@ class Compiler:
                 else f"more than {MAX_GRAPHS} graphs, or {MAX_BATCH_SIZES} batch sizes"
             )
             return plain()
-        num_recorded = Recordings.num_recorded
+        num_slow = Recordings.num_recorded + Recordings.num_warmed
         try:
             # A graph depends on the grad mode, so use one mode whatever the caller's is.
             with torch.inference_mode(False), torch.no_grad():
                 result = self._call(graphs, made, (name, key), inputs(), device)
-            self.num_slow += is_new or Recordings.num_recorded > num_recorded
+            self.num_slow += is_new or Recordings.num_recorded + Recordings.num_warmed > num_slow
             return result
         except (TorchDynamoException, _LimitHit) as error:
             graphs.by_key[name, key] = None
@@ -215,7 +222,11 @@ class Compiler:
         if graphs.recordings.is_unrecordable(kind):
             self.refuse("recording failed (a warning said why)")
         function = made if self.backend is None else _Guarded(made)
-        return graphs.recordings.run(function, kind, arguments, device)
+        result = graphs.recordings.run(function, kind, arguments, device)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            self._sizes |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors_in((arguments, result))}
+        return result
 
     def _state(self, module: nn.Module) -> int:
         """`state_of` a module, once a request."""

@@ -60,9 +60,11 @@ class Recordings:
 
     Class attributes:
         num_recorded: number of recordings made so far, of all modules.
+        num_warmed: number of calls so far that ran as they are, before a recording.
     """
 
     num_recorded: ClassVar[int] = 0
+    num_warmed: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
@@ -95,6 +97,7 @@ class Recordings:
                 self._warm[kind] = None
                 while len(self._warm) > 8 * MAX_RECORDINGS:
                     self._warm.popitem(last=False)
+                Recordings.num_warmed += 1
                 return warm_up(function, arguments, device)
             key = kind, tuple(tensor.data_ptr() for tensor in tensors_in(arguments))
             try:
@@ -177,6 +180,8 @@ def record(function: Function, arguments: Sequence[Any], device: torch.device) -
             except BaseException:
                 with suppress(RuntimeError):  # the capture is invalid already
                     graph.capture_end()
+                with suppress(Exception):  # then torch may not have told its allocator that the capture is over
+                    torch._C._cuda_endAllocateToPool(device.index or 0, pool)
                 raise
             graph.capture_end()
     return Recording(graph.replay, outputs)

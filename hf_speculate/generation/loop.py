@@ -57,6 +57,7 @@ class Decoding:
         choosing: sampler and streamer.
         stats: counters of this call.
         listeners: functions that are called after every round.
+        clock: measures the rounds.
     """
 
     rows: Rows
@@ -65,8 +66,8 @@ class Decoding:
     choosing: Choosing
     stats: SpeculationStats
     listeners: Sequence[Listener] = ()
+    clock: RoundClock = field(default_factory=RoundClock)
 
-    _clock: RoundClock = field(default_factory=RoundClock, init=False)
     _broken_off: tuple[DraftTree, Verdict, Any] | None = field(default=None, init=False)
 
     @property
@@ -82,7 +83,7 @@ class Decoding:
         driver, sequences = self.drafts.driver, self.rows.sequences
         if self.rows.lockstep_reason:
             self.stats.fallbacks[f"rows in lock-step: {self.rows.lockstep_reason}"] += 1
-        self._clock.start()
+        self.clock.start()
         with self.stats.timed("prefill_seconds"):
             driver.start()
             with driver.listening():
@@ -104,7 +105,7 @@ class Decoding:
     def choose(self) -> Budget:
         """The budget of the round."""
         self.target.begin_round(self.rows)
-        self._clock.start()
+        self.clock.start()
         with self.stats.timed("drafter_seconds"):
             self.choosing.sampler.release_noise(self.rows.sequences)
             return self.drafts.choose(self.rows, self.cache)
@@ -116,7 +117,7 @@ class Decoding:
         with self.stats.timed("drafter_seconds"):
             tree = self.drafts.tree(budget, self.rows, self.target, self.choosing.sampler)
             tree = self.rows.with_padding(tree).select(self.cache.rows)
-        self._clock.drafted()
+        self.clock.drafted()
         return tree
 
     def _read_prompt(self) -> None:
@@ -124,14 +125,14 @@ class Decoding:
         before = self.stats.drafter_prefill_seconds
         with self.stats.timed("drafter_prefill_seconds"):
             self.drafts.driver.read_prompt()
-        self._clock.leave_out(self.stats.drafter_prefill_seconds - before)
+        self.clock.leave_out(self.stats.drafter_prefill_seconds - before)
 
     def look_ahead(self, tree: DraftTree, budget: Budget) -> None:
         """Lets the drafter begin the next round's draft, if drafting ahead is on."""
         if self.drafts.ahead is not None and not budget.is_nothing:
             with self.stats.timed("drafter_seconds"):
                 self.drafts.begin_ahead(tree, budget, self.rows, self.target, self.choosing.sampler)
-            self._clock.drafted()
+            self.clock.drafted()
 
     def score(self, tree: DraftTree) -> Any:
         """The output of the target's forward over a tree."""
@@ -167,7 +168,7 @@ class Decoding:
         if self.drafts.ahead is not None:
             with self.stats.timed("drafter_seconds"):
                 waited = self.drafts.ahead.settle(verdict.tokens[0], is_over=not self.is_unfinished)
-                self._clock.put_off(waited)
+                self.clock.put_off(waited)
         return tree, verdict
 
     def _score_again(self, roots: DraftTree, output: Any) -> None:
@@ -195,7 +196,7 @@ class Decoding:
         """Passes the round to all listeners."""
         for listener in self.listeners:
             listener(round, output)
-        self._clock.told()
+        self.clock.told()
 
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered. It works after any interruption."""
@@ -208,6 +209,8 @@ class Decoding:
             tree, verdict, output = self._broken_off
             along = getattr(output, "along", None)
             self.drafts.driver.observe(self.keep(tree, verdict), output.hidden_states, along)
+        if self.target.compiler is not None and self.target.compiler.num_bytes:
+            self.stats.recorded_bytes.append(self.target.compiler.num_bytes)
         self.cache.bring_back()
         delivered = self.choosing.num_delivered(self.rows)
         if self.rows.prompt_lengths is not None:
@@ -231,7 +234,7 @@ class Decoding:
             lengths=lengths,
             context=context,
             depth=self.drafts.depth,
-            seconds=self._clock.stop(),
+            seconds=self.clock.stop(),
             is_prefill=is_prefill,
             is_warm_up=self.target.has_compiled,
             is_ahead=self.drafts.was_made_ahead,
@@ -241,4 +244,4 @@ class Decoding:
         """Subtracts the streamer's time from ours."""
         if seconds := self.choosing.take_seconds():
             self.stats.take_out(seconds, counter)
-            self._clock.leave_out(seconds)
+            self.clock.leave_out(seconds)

@@ -36,6 +36,7 @@ from ..scoring import (
 )
 from ..speculator import Speculator
 from ..stats import SpeculationStats
+from ..tree import RoundClock
 from ..verification import (
     NOISE_LEVELS,
     BatchedChoice,
@@ -161,7 +162,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     if compiler is not None:
         scorer = compiled(scorer, compiler, _static_use(speculator, call, sampler, rows))
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
-    policy, ahead = _policy(speculator, request, drafting, sampler, stats)
+    policy, ahead = _policy(speculator, request, drafting, scorer, sampler, stats)
     return Decoding(
         rows=rows,
         target=Target(
@@ -183,6 +184,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
             delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
         ),
         stats=stats,
+        clock=RoundClock(_events(scorer.device)),
         listeners=listeners(stats, sampler, sequences, scorer, drafting, policy),
     )
 
@@ -218,8 +220,20 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
     )
 
 
+def _events(device: torch.device) -> tuple[Any, Any] | None:
+    """Events that time drafts on a GPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
 def _policy(
-    speculator: Speculator, request: DraftRequest, drafting: Drafting, sampler: Sampler, stats: SpeculationStats
+    speculator: Speculator,
+    request: DraftRequest,
+    drafting: Drafting,
+    scorer: Scorer,
+    sampler: Sampler,
+    stats: SpeculationStats,
 ) -> tuple[PolicySession, Ahead | None]:
     """The policy of the request, and drafting ahead if it is on."""
     size = request.input_ids.shape[0]
@@ -234,6 +248,7 @@ def _policy(
         calibration=speculator.drafter.calibration,
         looks_ahead=looks_ahead,
         drafter=speculator.drafter.name,
+        widths=scorer.forward.widths,
     )
     ahead = Ahead(drafting, sampler.noise, stats) if looks_ahead else None
     return speculator.policy.start(of_request), ahead

@@ -12,7 +12,7 @@ drafts, and bad drafts become rare.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,10 +152,10 @@ class AdaptiveSession(PolicySession):
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
         taken = round.seconds.total - round.seconds.drafting
-        costs.rounds.record(drafted + 1, taken, context)
+        costs.rounds.record(costs.width(drafted), taken, context)
         seconds = charged = costs.verifying(drafted, context)
         if drafted:
-            charged = _charged(taken, seconds, costs.rounds.is_established(drafted + 1, context))
+            charged = _charged(taken, seconds, costs.rounds.is_established(costs.width(drafted), context))
         if self._deepening is not None:
             expected, is_known = self._learn_drafting(round)
             seconds += expected
@@ -209,7 +209,7 @@ class AdaptiveSession(PolicySession):
         Costs of another row count than the request's own are learnt for this request only.
         """
         if num_rows not in self._costs_by_size:
-            self._costs_by_size[num_rows] = RoundCosts(self._costs_by_size[self._batch_size])
+            self._costs_by_size[num_rows] = RoundCosts(self._costs_by_size[self._batch_size], self._costs.widths)
         self._costs = self._costs_by_size[num_rows]
 
     @property
@@ -238,12 +238,12 @@ class AdaptiveSession(PolicySession):
 
         `depth` is the number of levels that were drafted.
         """
-        seconds, context = self._costs.rounds.at, self._situation.context
+        seconds, context = self._costs.verifying, self._situation.context
         per_second, plain = 1 / self._seconds_of_token, self._plain
         worth, best, best_worth = 0.0, 0, 0.0
         for count, probability in enumerate(probabilities, start=1):
             worth += probability
-            net = worth - (seconds(count + 1, context) - plain) * per_second
+            net = worth - (seconds(count, context) - plain) * per_second
             if net > best_worth:
                 best, best_worth = count, net
         return _largest(best, lambda count: self._can_pay(depth, count))
@@ -300,7 +300,7 @@ class Adaptive(DraftPolicy):
     is_adaptive = True
 
     def __init__(self) -> None:
-        self._costs: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int, bool], KeptCosts]] = WeakKeyDictionary()
+        self._costs: WeakKeyDictionary[PreTrainedModel, dict[Hashable, KeptCosts]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Adaptive(DraftPolicy):
             known[kind] = Known(Acceptance(request.calibration.start(request.samples)))
 
         size, ahead = request.batch_size, request.looks_ahead
-        if (key := (request.adapters, size, ahead)) not in costs:
+        if (key := (request.adapters, size, ahead, tuple(request.widths))) not in costs:
             costs[key] = KeptCosts(request)
         of_size = costs[key]
 

@@ -61,6 +61,8 @@ class PolicyRequest:
         looks_ahead: whether the next round is drafted while the target verifies this one. Verifying may then take
             longer.
         drafter: name of the drafter; with "" costs are not written to disk.
+        widths: numbers of nodes, root included, to which forwards of the target are padded, ascending; empty if they
+            are not.
     """
 
     target: PreTrainedModel
@@ -70,6 +72,7 @@ class PolicyRequest:
     calibration: CalibrationTable = field(default_factory=CalibrationTable)
     looks_ahead: bool = False
     drafter: str = ""
+    widths: Sequence[int] = ()
 
 
 class PolicySession(ABC):

@@ -247,12 +247,19 @@ class RoundCosts:
 
     Args:
         like: costs at another batch size to begin with; None for none.
+        widths: numbers of nodes, root included, to which forwards are padded, ascending; empty if they are not. All
+            trees of one width cost the same.
     """
 
-    def __init__(self, like: RoundCosts | None = None):
+    def __init__(self, like: RoundCosts | None = None, widths: Sequence[int] = ()):
+        self.widths = widths
         self.rounds = Timings(lambda size: 1 + _PER_NODE * size, None if like is None else like.rounds)
         self.drafting = Timings(lambda depth: 1 + depth, None if like is None else like.drafting)
         self.asking = Timings(lambda _: 1.0, None if like is None else like.asking)
+
+    def width(self, num_nodes: int) -> int:
+        """Number of nodes that a round with `num_nodes` draft nodes runs."""
+        return next((width for width in self.widths if width > num_nodes), num_nodes + 1)
 
     def plain(self, context: int = 0) -> float:
         """Seconds of a round without a draft."""
@@ -260,7 +267,7 @@ class RoundCosts:
 
     def verifying(self, num_nodes: int, context: int = 0) -> float:
         """Seconds of a round with `num_nodes` draft nodes, without drafting."""
-        return self.rounds.at(num_nodes + 1, context)
+        return self.rounds.at(self.width(num_nodes), context)
 
     def loss_at_most(self, depth: int, num_nodes: int, context: int = 0, is_doubtful: bool = False) -> float:
         """The largest loss of a round whose draft is entirely wrong, in one-token forwards.
@@ -275,7 +282,7 @@ class RoundCosts:
             drafting = self.drafting.at_most(depth, dear, context)
         if self.asking and (self.asking.is_established(1, context) or not is_doubtful):
             drafting = max(drafting, self.asking.at(1, context))
-        return (drafting + self.rounds.at_most(num_nodes + 1, dear, context)) / plain - 1
+        return (drafting + self.rounds.at_most(self.width(num_nodes), dear, context)) / plain - 1
 
     def drafting_to(self, depth: int, context: int = 0) -> float:
         """Seconds to draft `depth` levels (at least 1)."""

@@ -42,7 +42,7 @@ class KeptCosts(RoundCosts):
         self._path = _path(request)
         self._next_write = 0.0
         known = None if self._path is None else _read(self._path)
-        super().__init__(known)
+        super().__init__(known, request.widths)
         self._num_known = 0 if known is None else sum(map(len, _observations(known).values()))
 
     def keep(self) -> None:
@@ -82,7 +82,7 @@ def _path(request: PolicyRequest) -> Path | None:
         (target.device.type, target.dtype, torch.__version__, torch.get_num_threads()),
         sorted({_kind(module) for module in target.modules()}),  # includes packed layers and adapters
         [getattr(config, field, None) for field in (*_SHAPE, "_attn_implementation")],
-        (request.adapters, request.batch_size, request.looks_ahead, request.drafter),
+        (request.adapters, request.batch_size, request.looks_ahead, request.drafter, *request.widths),
     )
     return Path(folder, "hf_speculate", f"costs-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json")
 

@@ -58,6 +58,7 @@ class Forward:
     Class attributes:
         can_leave_rows_out: whether the number of rows may change.
         needs_equal_rows: whether all rows must have the same length.
+        widths: numbers of nodes to which trees are padded, ascending; empty if they are not.
         takes_unread: whether trees may come as they lie on the device (`DraftTree.unread`).
         keeps_backends: whether attention must use the backends of plain `generate`, to get the same bits.
     """
@@ -65,6 +66,7 @@ class Forward:
     can_leave_rows_out = True
     needs_equal_rows = False
     takes_unread = False
+    widths: Sequence[int] = ()
     keeps_backends = False
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:

@@ -8,7 +8,7 @@ graph. The plain reference is `Forward`, which also runs what has no graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ def _widths(num_nodes: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticUse:
-    """What a request makes of its scored trees.
+    """A request's use of its scored trees.
 
     Attributes:
         choice: choice of all tokens at once; None leaves it to the host.
@@ -73,15 +73,15 @@ def compiled(scorer: Scorer, compiler: Compiler, use: StaticUse) -> Scorer:
 
     Args:
         compiler: compiler of the request.
-        use: what the request makes of scored trees.
+        use: the request's use of scored trees.
     """
     if has_native_layers(scorer.model):
         return scorer
     problem = problem_with_static(scorer)
     if use.last_layer is not None and compiler.backend is not None:
         problem = "the drafter reads the last layer by a hook, which breaks the graph"
-    if is_recordable(scorer.device) and has_foreign_hooks(scorer.model):
-        problem = "hooks on the model, which a replay would not call"
+    if is_recordable(scorer.device):
+        problem = problem or problem_with_recording(scorer.model)
     if problem:
         compiler.refuse(problem)
         return scorer
@@ -109,23 +109,32 @@ def problem_with_static(scorer: Scorer) -> str:
     return ""
 
 
+def problem_with_recording(model: Any) -> str:
+    """The reason why forwards of `model` would not be the same if they were replayed; "" if they are."""
+    if has_foreign_hooks(model):
+        return "hooks on the model, which a replay would not call"
+    return "the model is in training mode" if model.training else ""
+
+
 class StaticForward(Forward):
     """A recorded or compiled forward.
 
     Args:
         scorer: scorer whose inputs it runs. `problem_with_static` must be "" for it.
         compiler: compiler of the request.
-        use: what the request makes of scored trees.
+        use: the request's use of scored trees.
     """
 
     can_leave_rows_out = False  # another number of rows is another graph
     takes_unread = True
+    widths = NODE_BUCKETS
 
     def __init__(self, scorer: Scorer, compiler: Compiler, use: StaticUse):
         self._compiler, self._use = compiler, use
         self._pool = pool_of(scorer.model) if use.is_private else None
         self._vocab_size = num_embeddings(scorer.model)
         self._with_prompt: set[int] = set()  # buffers that have the mask of this request's prompt
+        self._problem_with_layers: str | None = None  # found out once the prompt has run
         self._starts: list[list[int]] | None = None  # `_prompt_starts` in a list; an empty one stands for None
         lease_of(scorer.cache.cache, self._pool)
 
@@ -217,12 +226,9 @@ class StaticForward(Forward):
             return f"a tree of more than {NODE_BUCKETS[-1]} nodes, or a part of one"
         if any(name != "output_hidden_states" or value is True for name, value in options.items()):
             return f"arguments {sorted(options)}"
-        layers = _layers(scorer)
-        if not all(type(layer) is PreallocatedLayer and layer.is_initialized for layer in layers):
-            return "layers that hold nothing"
-        if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in layers}) > 1:
-            return "layers of several shapes"
-        return "" if all(layer.device == scorer.device for layer in layers) else "a cache on several devices"
+        if self._problem_with_layers is None:
+            self._problem_with_layers = _problem_with(_layers(scorer), scorer.device)
+        return self._problem_with_layers
 
     def _inputs(self, scorer: Scorer, nodes: Nodes, width: int, capacity: int) -> tuple[Any, dict[str, Tensor]]:
         """The stacks of the cache, and the inputs of `tree_forward`."""
@@ -292,6 +298,15 @@ def _copy_tree(plan: Tensor, tree: DraftTree, width: int) -> None:
         parents = to_device(list(tree.parents), plan.device)
         pairs.append((first[:, 1:count], parents[:, 1:].expand(tree.batch_size, -1)))
     copy_all([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _problem_with(layers: Sequence[Any], device: torch.device) -> str:
+    """The reason why layers of a filled cache have no static form; "" if they have one."""
+    if not all(type(layer) is PreallocatedLayer and layer.is_initialized for layer in layers):
+        return "layers that hold nothing"
+    if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in layers}) > 1:
+        return "layers of several shapes"
+    return "" if all(layer.device == device for layer in layers) else "a cache on several devices"
 
 
 def _layers(scorer: Scorer) -> list[Any]:

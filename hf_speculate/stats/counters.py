@@ -49,6 +49,7 @@ class Counters:
         ahead_seconds_wasted: seconds of drafting for the wrong ones.
         accepted_by_source: drafter -> number of accepted tokens that it had drafted, if several draft together. "+"
             joins drafters of the same token.
+        recorded_bytes: memory of the recordings that each of the last calls used, and of their buffers.
         attention: backends that attention could use in our forwards on a GPU, as one text -> number of calls.
         fallbacks: reason -> number of times that something ran otherwise than a user may expect.
     """
@@ -80,6 +81,7 @@ class Counters:
     drafts_ahead_taken: int = 0
     ahead_seconds_saved: float = 0.0
     ahead_seconds_wasted: float = 0.0
+    recorded_bytes: list[int] = field(default_factory=list)
     attention: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
 

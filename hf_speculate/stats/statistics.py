@@ -96,6 +96,8 @@ def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
         yield "drafts ahead", _ahead(counts)
     if counts.attention:
         yield "attention", "; ".join(counts.attention)
+    if counts.recorded_bytes:
+        yield "recordings", f"{max(counts.recorded_bytes) / 1e6:.0f} MB with their buffers"
     for reason, number in counts.fallbacks.most_common():
         yield "fallback", f"{reason} ({number}x)"
 

@@ -21,7 +21,7 @@ _FEW = 128  # nodes of a batch, see `DraftTree.is_small`
 
 
 class Unread(NamedTuple):
-    """What the loop knows of a tree on a device that it has not read, and so not checked.
+    """The loop's knowledge of a tree on a device that it has not read, and so not checked.
 
     Attributes:
         roots: token id of each row's node 0, whatever the tree has there.

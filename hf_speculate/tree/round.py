@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .draft_tree import DraftTree
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """Wall-clock seconds of a round, measured on the host.
+    """Wall-clock seconds of a round.
 
     Attributes:
-        drafting: time to choose the budget and draft.
+        drafting: time to choose the budget and draft. On a GPU the device's time counts if it is longer.
         total: time of the whole round, without the time that consumers take between rounds.
     """
 
@@ -127,22 +127,40 @@ class _Picture:
                 yield from self.lines(child, indent + ("  " if is_last else "│ "))
 
 
+class DeviceEvent(Protocol):
+    """An event of `torch.cuda`, with timing."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
 class RoundClock:
     """Measures the rounds of one request.
 
     The time of consumers is left out. The time that listeners take counts for the next round.
+
+    Args:
+        events: two events of the device on which drafts are made; None if the host waits for drafts anyway. The host
+            only launches a draft, and waits for it together with the target's forward. The events tell the two apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: tuple[DeviceEvent, DeviceEvent] | None = None) -> None:
         self._start = self._published = 0.0
         self._drafting = self._carried = self._put_off = 0.0
+        self._events, self._is_timed = events, False
 
     def start(self) -> None:
-        self._start = time.perf_counter() - self._carried
+        self._start, self._is_timed = time.perf_counter() - self._carried, False
+        if self._events is not None:
+            self._events[0].record()
 
     def drafted(self) -> None:
         """Ends the drafting time."""
         self._drafting = time.perf_counter() - self._start
+        if self._events is not None:
+            self._events[1].record()
+            self._is_timed = True
 
     def leave_out(self, seconds: float) -> None:
         """Subtracts time within the round that others took."""
@@ -156,7 +174,14 @@ class RoundClock:
     def stop(self) -> RoundSeconds:
         """Ends the round; from here on its listeners are called."""
         self._published = time.perf_counter()
-        return RoundSeconds(drafting=self._drafting, total=self._published - self._start)
+        total = self._published - self._start
+        return RoundSeconds(drafting=min(max(self._drafting, self._seconds_on_device()), total), total=total)
+
+    def _seconds_on_device(self) -> float:
+        """Seconds until the device had made the draft. By now the host has waited for it."""
+        if self._events is None or not self._is_timed or not self._events[1].query():
+            return 0.0
+        return self._carried + self._events[0].elapsed_time(self._events[1]) / 1000
 
     def told(self) -> None:
         """Ends the time of the listeners."""

@@ -81,7 +81,7 @@ def test_names_of_the_gpu_page_are_those_of_the_code():
     defined = set(re.findall(r"^\s*(?:class|def) (\w+)", sources, re.MULTILINE))
     defined |= set(re.findall(r"^\s+(\w+): ", sources, re.MULTILINE))  # fields
     named = re.compile(r"^(?:[A-Z]\w*[a-z]\w*(?:\.\w+)?|[a-z]+(?:_[a-z]+)+)$")
-    names = [span for span in spans(REPOSITORY / "docs" / "not-run-on-a-gpu.md") if named.match(span)]
+    names = [span for span in spans(REPOSITORY / "docs" / "gpu.md") if named.match(span)]
     missing = sorted(name for name in names if not defined.issuperset(name.split(".")))
     assert len(names) > 20
     assert not missing, f"not in the code: {missing}"

@@ -20,7 +20,7 @@ from hf_speculate_plugins import block, eagle
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads_head
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
-from hf_speculate_plugins.medusa.head import CompiledForward
+from hf_speculate_plugins.medusa.steps import CompiledSteps
 from hf_speculate_plugins.trees import dynamic
 
 from ..support.block_heads import random_block
@@ -41,7 +41,7 @@ from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
 CHECKED = (
-    *(eagle.head, eagle.steps, block.head, block.steps, block.scores),
+    *(eagle.head, eagle.steps, eagle.recorded, block.head, block.steps, block.scores),
     *(heads_head, dynamic, ranking, tree),
 )
 # Shape checks are decorators that dynamo cannot trace.
@@ -214,7 +214,7 @@ def test_what_inductor_would_slow_down_is_left_as_it_is(prompt, outputs, backend
     fallbacks = Counter()
     request = DraftRequest(target=target(), input_ids=prompt(4), compiler=Compiler(backend, fallbacks))
     session = medusa(outputs).start(request)
-    assert isinstance(session._forward, CompiledForward) == bool(is_compiled)
+    assert isinstance(session._steps, CompiledSteps) == bool(is_compiled)
     assert bool(fallbacks) != bool(is_compiled)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_speculate.policy.costs import Timings, interpolate
+from hf_speculate.policy.costs import RoundCosts, Timings, interpolate
 
 
 def timings_of(slope, *observed, repeats=3):
@@ -110,3 +110,15 @@ class TestTimings:
 )
 def test_interpolation_and_its_ends(points, values, point, found):
     assert interpolate(points, values, point) == found
+
+
+def test_trees_of_one_width_cost_the_same():
+    costs, plain = RoundCosts(widths=(1, 8, 16)), RoundCosts()
+    assert [costs.width(nodes) for nodes in (0, 1, 7, 8, 15, 16)] == [1, 8, 8, 16, 16, 17]
+    assert [plain.width(nodes) for nodes in (0, 1, 7)] == [1, 2, 8]
+    for size, seconds in ((1, 1.0), (8, 1.2)):
+        for _ in range(3):
+            costs.rounds.record(size, seconds)
+    assert costs.plain() == pytest.approx(1.0)
+    assert costs.verifying(1) == costs.verifying(7) == pytest.approx(1.2)
+    assert costs.loss_at_most(1, 1) == costs.loss_at_most(1, 7)

@@ -17,13 +17,17 @@ from hf_speculate.tree import DraftTree, TreePlan
 from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
 from ..trees import best_tree, slot_scores, slot_shares, trimmed
 from .head import EagleHead
+from .recorded import CompiledSteps
 from .saving import EagleFiles
 from .spec import EagleConventions, EagleOptions, TreeSize
-from .steps import CompiledSteps, Pending, PlainSteps, Steps, read_prompt
+from .steps import Pending, PlainSteps, read_prompt
 
 
 if TYPE_CHECKING:
     from .native import NativeForward
+
+
+Steps = PlainSteps | CompiledSteps
 
 
 class EagleSession(HeadSession[EagleHead]):
@@ -143,7 +147,7 @@ class EagleSession(HeadSession[EagleHead]):
         return DraftTree.chain(chain.token_ids, chain.values)
 
     def _tree(self, state: DraftState, steps: Steps, size: TreeSize) -> DraftTree:
-        drawn = None if self._pending is None else steps.tree_behind(self._pending, self._root_hidden, state, size)
+        drawn = None if self._pending is None else steps.tree_behind(self._pending, state, size, self._root_hidden)
         if drawn is None:
             return steps.tree(self._root(), state, size)
         tree, self._root_hidden = drawn

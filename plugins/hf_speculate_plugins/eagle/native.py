@@ -201,19 +201,19 @@ class NativeSteps(PlainSteps):
         return super().tree(root, state, size) if tree is None else tree
 
     def tree_behind(
-        self, pending: Pending, root: Tensor | None, state: DraftState, size: TreeSize
+        self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         token_ids, features, lengths = pending
         has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
         if has_holes or not self._forward.is_one_call:
             return None
         head = self._loaded.head
-        root = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)  # no row keeps its old one
-        tree = self._native_tree(root, self._forward.unread(token_ids, features), state, size)
+        states = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)  # no row keeps its `root`
+        tree = self._native_tree(states, self._forward.unread(token_ids, features), state, size)
         if tree is None:
             return None
         self._reading.keep(lengths)
-        return tree, root
+        return tree, states
 
     @torch.no_grad()
     def _native_tree(self, root: Tensor, unread: Unread | None, state: DraftState, size: TreeSize) -> DraftTree | None:

@@ -1,33 +1,25 @@
-"""Forwards of an EAGLE session behind one reading, plain and compiled: read entries, run a level, grow a tree.
+"""Forwards of an EAGLE session after one reading: read entries, run a level, grow a tree.
 
-Forwards append entries; the session tells the reading which of them stay.
-
-A compiled dynamic tree is one graph: every level of a small head launches some hundred tiny kernels, and the host takes
-longer between them than they do. Its depth is one of few; for a tree that is to be less deep, the graph computes the
-other levels for nothing.
+Forwards append entries; the session tells the reading which of them stay. They are the reference for those of
+`recorded` and `native`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
-from hf_speculate.drafting import DraftState, Warpers, rank_children
-from hf_speculate.scoring import Along
-from hf_speculate.transfers import copy_all, copy_to_device, to_device
-from hf_speculate.tree import DraftTree, TreePlan, additive
+from hf_speculate.drafting import DraftState
+from hf_speculate.tree import DraftTree, TreePlan
 
-from ..heads import CachedAttention, CompiledForwards, LoadedHead, Reading, form_of
-from ..trees import Frontier, grow_tree, num_candidates
+from ..heads import CachedAttention, LoadedHead, Reading
+from ..trees import Frontier, grow_tree
 from .head import EagleHead
-from .spec import EagleOptions, TreeSize
+from .spec import TreeSize
 
 
 Pending = tuple[Tensor, Sequence[Tensor], list[int]]
@@ -80,7 +72,7 @@ class PlainSteps:
         return tree_of_levels(self._loaded, self.level, root, state, size)
 
     def tree_behind(
-        self, pending: Pending, root: Tensor | None, state: DraftState, size: TreeSize
+        self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         """Commits pending entries and draws a dynamic tree behind them; returns it with the states of the last entry.
 
@@ -162,261 +154,3 @@ def tree_of_levels(
 def parent_states(states: Float[Tensor, "B P Hd"], index: Int[Tensor, "B F"]) -> Float[Tensor, "B F Hd"]:
     """`states[b, index[b, f]]`."""
     return states.gather(1, index.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
-
-
-# Levels of compiled trees; the compiler unrolls them.
-_DEPTHS = (2, 4, 8)
-
-
-def eagle_entries(
-    head: EagleHead,
-    stacks: Stacks,
-    slots: Tensor,
-    states: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    masks: Sequence[Tensor],
-) -> Tensor:
-    return head(token_ids, states, positions, CachedAttention(static_cache(stacks, slots), masks))
-
-
-def eagle_level(
-    head: EagleHead,
-    stacks: Stacks,
-    slots: Tensor,
-    states: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    masks: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    return head.read(eagle_entries(head, stacks, slots, states, token_ids, positions, masks))
-
-
-# Columns of a draft's plan: entries of the head's text, position of the next one, number of entries to read, root id,
-# depth of the tree; then the tokens of the entries.
-_LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _TOKENS = range(6)
-
-
-def eagle_draft(
-    head: EagleHead,
-    stacks: Stacks,
-    inputs: dict[str, Any],
-    warpers: Warpers,
-    depth: int,
-    top_k: int,
-    max_nodes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads the entries of a round, and grows a dynamic tree behind the last one: tokens, parents and values [B, n].
-
-    Args:
-        stacks: keys and values of all layers.
-        inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `root` [B, Hd], states that rank
-            the root's children, written where a row has entries to read. `features`, one [B, J, Ht] for each that the
-            head takes, if any are read; `noise` [D, B, V] of a sampled request; `target_ids` [Vd], where there are any.
-    """
-    plan, root = inputs["plan"], inputs["root"]
-    lengths, positions = plan[:, _LENGTH], plan[:, _POSITION]
-    if inputs["features"]:
-        states = _read_entries(head, stacks, inputs)
-        counts = plan[:, _COUNT]
-        last = states[torch.arange(len(plan), device=plan.device), (counts - 1).clamp(min=0)]
-        root.copy_(torch.where(counts[:, None] > 0, last, root))
-        lengths, positions = lengths + counts, positions + counts
-    levels = _Levels(head, stacks, inputs, warpers, lengths, positions, depth)
-    tree = grow_tree(
-        plan[:, _ROOT],
-        levels.scores(root[:, None], 0)[:, 0],
-        levels.expand,
-        depth=depth,
-        top_k=top_k,
-        max_nodes=max_nodes,
-        token_ids=inputs.get("target_ids"),
-        limit=plan[:1, _LIMIT],
-    )
-    assert isinstance(tree.parents, Tensor)
-    assert tree.values is not None
-    return tree.token_ids, tree.parents, tree.values
-
-
-def _read_entries(head: EagleHead, stacks: Stacks, inputs: dict[str, Any]) -> Float[Tensor, "B J Hd"]:
-    """Appends the entries of a round, in each row at the end of its text; returns their states."""
-    plan = inputs["plan"]
-    lengths, tokens = plan[:, _LENGTH], plan[:, _TOKENS:]
-    steps = torch.arange(tokens.shape[1], device=plan.device)
-    slots = lengths.max() + steps
-    causal = (steps[:, None] >= steps).expand(len(plan), -1, -1)
-    prefix = _prefix(inputs["prompt"], lengths)[:, None].expand(-1, len(steps), -1)
-    mask = additive(prefix.index_copy(2, slots, causal)[:, None], head.dtype)
-    attend = CachedAttention(static_cache(stacks, slots), [mask] * len(stacks[0]))
-    hidden = head(tokens, head.fuse(inputs["features"]), plan[:, _POSITION, None] + steps, attend)
-    if len(plan) > 1:  # one row has them at their place already
-        along = Along(steps.expand_as(tokens), plan[:, _COUNT])
-        along.move(stacks, slots[0], lengths)
-    return hidden
-
-
-def _prefix(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Bool[Tensor, "B M"]:
-    """Whether entries of the text are real."""
-    return (torch.arange(prompt.shape[1], device=prompt.device) < lengths[:, None]) & prompt
-
-
-class _Levels:
-    """The levels of the tree of `eagle_draft`, which has the same arguments.
-
-    Args:
-        lengths: entries of each row's text, [B].
-        positions: position of the next one, [B].
-        depth: levels of the tree.
-    """
-
-    def __init__(
-        self,
-        head: EagleHead,
-        stacks: Stacks,
-        inputs: dict[str, Any],
-        warpers: Warpers,
-        lengths: Tensor,
-        positions: Tensor,
-        depth: int,
-    ):
-        self._head, self._stacks, self._warpers, self._positions = head, stacks, warpers, positions
-        prefix = _prefix(inputs["prompt"], lengths)
-        self._first, self._mask = lengths.max(), additive(prefix[:, None, None], head.dtype)
-        self._log_noise = None
-        if (noise := inputs.get("noise")) is not None:
-            target_ids, width = inputs.get("target_ids"), head.spec.draft_vocab_size
-            columns = noise[:depth] if target_ids is None else noise[:depth, :, target_ids]
-            self._log_noise = columns[..., :width].log()
-
-    def scores(self, hidden: Tensor, depth: int) -> Tensor:
-        """Scores of the children of nodes at `depth` [B, N, C]; keeps the states that these take."""
-        logits, self._fed_back = self._head.read(hidden)
-        return rank_children(logits, None if self._log_noise is None else self._log_noise[depth], self._warpers)
-
-    def expand(self, frontier: Frontier) -> Tensor:
-        first, forest = frontier.num_cached, frontier.forest
-        tokens = forest.token_ids[:, first:]
-        slots = self._first + torch.arange(forest.num_nodes, device=tokens.device)
-        nodes = additive(forest.plan.ancestors[:, None, first:], self._mask.dtype)
-        mask = self._mask.expand(-1, -1, nodes.shape[2], -1).index_copy(3, slots, nodes)
-        attend = CachedAttention(static_cache(self._stacks, slots[first:]), [mask] * len(self._stacks[0]))
-        positions = (self._positions[:, None] + frontier.depth - 1).expand(tokens.shape)
-        states = parent_states(self._fed_back, frontier.previous_index)
-        return self.scores(self._head(tokens, states, positions, attend), frontier.depth)
-
-
-class CompiledSteps(CompiledForwards):
-    """The same forwards with fixed shapes, compiled; they have the options' depth and width, or the next bucket."""
-
-    _plain: PlainSteps
-    _options: EagleOptions
-
-    def entries(self, token_ids: Tensor, states: Tensor) -> Tensor:
-        count = token_ids.shape[1]
-        positions, masks = self._reading.next_place(count)
-        plain = partial(self._plain.entries, token_ids, states)
-        inputs, width = (states, token_ids, positions), self._options.depth + 1
-        return self.append(eagle_entries, width, inputs, masks, plain)[:, :count]
-
-    def level(self, token_ids: Tensor, states: Tensor, plan: TreePlan) -> tuple[Tensor, Tensor]:
-        count = token_ids.shape[1]
-        positions, masks = self._reading.node_place(plan, count)
-        plain = partial(self._plain.level, token_ids, states, plan)
-        inputs = states, token_ids, positions
-        width = self._options.depth - 1 if self._head.spec.parallel else self._options.width(samples=True)
-        logits, fed_back = self.append(eagle_level, width, inputs, masks, plain)
-        return logits[:, :count], fed_back[:, :count]
-
-    def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
-        """A dynamic tree in one graph; for heads with windows, one graph a level."""
-        if self._reading.has_windows:
-            return tree_of_levels(self._loaded, self.level, root, state, size)
-        return self._drawn(None, root, state, size) or self._plain.tree(root, state, size)
-
-    def tree_behind(
-        self, pending: Pending, root: Tensor | None, state: DraftState, size: TreeSize
-    ) -> tuple[DraftTree, Tensor] | None:
-        """The entries and the tree in one graph."""
-        if self._reading.has_windows or pending[0].shape[1] > self._num_entries or root is None:
-            return None
-        tree = self._drawn(pending, root, state, size)
-        return None if tree is None else (tree, self._root)
-
-    @property
-    def _num_entries(self) -> int:
-        """Number of entries that a graph reads: those of a whole accepted path."""
-        return self._options.depth + 1
-
-    def _drawn(self, pending: Pending | None, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree | None:
-        """A tree from `eagle_draft`; None, and nothing done, where there is no graph."""
-        head = self._head
-        keys = self._draft_keys(pending, len(root), state, size)
-        key: Any = self._compiler.choose(head, eagle_draft, keys)
-
-        def arguments() -> tuple[Any, ...]:
-            return self._arguments(key, pending, root, state, size.depth)
-
-        result = self.run(key, eagle_draft, arguments, lambda: None)
-        if result is None:
-            return None
-        if pending is not None:
-            self._reading.cache.has_moved = True
-            self._reading.keep(pending[2])
-        count = 1 + num_candidates(size.depth, min(size.width, head.spec.draft_vocab_size))
-        tokens, parents, values = (each[:, :count] for each in result)
-        return DraftTree(tokens, parents, max_depth=size.depth, values=values)
-
-    def _draft_keys(self, pending: Pending | None, batch_size: int, state: DraftState, size: TreeSize) -> list[Any]:
-        """Keys of the graphs that can grow a tree of this size, the least deep first."""
-        deepest, num_read = self._options.depth, 0 if pending is None else self._num_entries
-        form = num_read, self._head.dtype, *form_of(state)
-
-        def key_of(levels: int) -> tuple[Any, ...]:
-            num_run = max(levels - 1, 1) * min(size.width, self._head.spec.draft_vocab_size)
-            shape = levels, size.width, size.max_nodes
-            return batch_size, capacity_for(self.end + num_read + num_run), shape, *form
-
-        return [key_of(min(levels, deepest)) for levels in (*_DEPTHS, deepest) if levels >= size.depth]
-
-    def _arguments(
-        self, key: tuple[Any, ...], pending: Pending | None, root: Tensor, state: DraftState, depth: int
-    ) -> tuple[Any, ...]:
-        """The arguments of `eagle_draft`, its inputs in buffers."""
-        (batch_size, capacity, shape, num_read), head, reading = key[:4], self._head, self._reading
-        stacks, buffers = self.place(batch_size, capacity)
-        tokens, features, counts = pending or (torch.zeros(batch_size, 0), (), [0] * batch_size)
-        missing = [0] * (num_read - tokens.shape[1])
-        of_rows = zip(reading.cache.lengths, reading.next_positions(), counts, state.root_ids.tolist(), strict=True)
-        rows = [[*of_row, depth, *entries, *missing] for of_row, entries in zip(of_rows, tokens.tolist(), strict=True)]
-        plan = buffers.tensor(("plan", num_read), (batch_size, _TOKENS + num_read), torch.long, head.device)
-        self._root = buffers.tensor("root", root.shape, root.dtype, head.device)
-        if self._root.data_ptr() != root.data_ptr():
-            self._root.copy_(root)
-        inputs = {
-            "plan": copy_to_device(rows, plan),
-            "prompt": self.prompt(buffers, batch_size, capacity),
-            "root": self._root,
-            "features": self._placed(buffers, features, num_read),
-        }
-        if state.samples:
-            shape_of_noise = shape[0], batch_size, state.num_columns
-            inputs["noise"] = buffers.tensor(("noise", shape[0]), shape_of_noise, torch.float32, head.device)
-            state.fill_noise(inputs["noise"])
-        if self._loaded.target_ids is not None:
-            inputs["target_ids"] = self._loaded.target_ids
-        return head, stacks, inputs, tuple(state.warpers), *shape
-
-    def _placed(self, buffers: Buffers, features: Sequence[Tensor], num_read: int) -> list[Tensor]:
-        """The features in buffers for `num_read` entries. What follows the real ones is left from earlier rounds."""
-        placed = []
-        for index, each in enumerate(features):
-            shape = each.shape[0], num_read, each.shape[2]
-            placed.append(buffers.tensor(("features", index, num_read), shape, each.dtype, self._head.device))
-        if placed:
-            count = features[0].shape[1]
-            sources = [to_device(each, self._head.device) for each in features]
-            copy_all([each[:, :count] for each in placed], sources)
-        return placed
-
-
-Steps = PlainSteps | CompiledSteps

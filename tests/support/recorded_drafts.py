@@ -1,0 +1,97 @@
+"""Drafts of whole requests, to compare recorded ones with plain ones round by round."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_speculate import Speculator, transfers
+from hf_speculate.tree import PADDING_PARENT
+
+from .pretended_device import TYPE, PretendedDevice
+from .replays import Replays, stand_in
+
+
+class Place(NamedTuple):
+    """Where requests are recorded.
+
+    Attributes:
+        name: name of the device.
+        put: function that places a copy of a module there.
+        replays: what was recorded.
+    """
+
+    name: str
+    put: Any
+    replays: Replays
+
+
+@contextmanager
+def place_of(kind: str, monkeypatch: Any):
+    """The CPU, or the pretended device, where everything that CUDA forbids raises."""
+    if kind == "cpu":
+        yield Place("cpu", copy.deepcopy, stand_in(monkeypatch))
+        return
+    monkeypatch.setattr(transfers, "STAGED", transfers.STAGED | {TYPE})
+    with PretendedDevice() as device:
+        yield Place(device.name, device.place, stand_in(monkeypatch, device))
+
+
+class Drafts(NamedTuple):
+    """A request's text, and its drafts.
+
+    Attributes:
+        text: token ids of every row.
+        rounds: (path, value) of the possible nodes of every unfinished row, in order, for each draft.
+        stats: statistics of the request.
+    """
+
+    text: list[list[int]]
+    rounds: list[list[list[tuple[tuple[int, ...], float]]]]
+    stats: Any
+
+
+def drafts_of(session: type, model: Any, drafter: Any, batch: Any, request: Any, compile: Any = None) -> Drafts:
+    """Runs a request.
+
+    Args:
+        session: class of the drafter's sessions.
+    """
+    rounds: list[Any] = []
+
+    def draft(self, state, original=session.draft):
+        tree = original(self, state)
+        rounds.append([_nodes(tree, row) for row, is_active in enumerate(state.active) if is_active])
+        return tree
+
+    speculator = Speculator(drafter, adaptive=False, compile=compile)
+    with mock.patch.object(session, "draft", draft):
+        torch.manual_seed(5)
+        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        text = model.generate(**batch, **request, speculator=speculator)
+    return Drafts(text.tolist(), rounds, speculator.stats)
+
+
+def _nodes(tree: Any, row: int) -> list[tuple[tuple[int, ...], float]]:
+    host, paths = tree.host, [()]
+    for token, parent in list(zip(host.token_ids[row], host.parents[row], strict=True))[1:]:
+        paths.append((*paths[parent], token) if parent != PADDING_PARENT else None)
+    return [each for each in zip(paths, host.values[row], strict=True) if each[0] and each[1] > -math.inf]
+
+
+def assert_alike(found: Drafts, expected: Drafts) -> None:
+    """The same text from the same drafts, of which some were accepted."""
+    assert found.text == expected.text
+    assert len(found.rounds) == len(expected.rounds) > 2
+    for number, (ours, theirs) in enumerate(zip(found.rounds, expected.rounds, strict=True)):
+        for row, (nodes, wanted) in enumerate(zip(ours, theirs, strict=True)):
+            assert [path for path, _ in nodes] == [path for path, _ in wanted], (number, row)
+            assert [value for _, value in nodes] == pytest.approx([value for _, value in wanted], rel=1e-4, abs=1e-4)
+    assert sum(count for number, count in expected.stats.accepted_histogram.items() if number)
+    assert not found.stats.fallbacks
