@@ -153,6 +153,11 @@ class Compiler:
         """Memory of the buffers and results of all recordings that the request has used."""
         return sum(self._sizes.values())
 
+    @staticmethod
+    def records(device: torch.device) -> bool:
+        """Whether functions on `device` are recorded."""
+        return is_recordable(device)
+
     def refuse(self, problem: str) -> None:
         """Counts a function that runs as it is."""
         done = "recorded" if self.backend is None else "compiled"

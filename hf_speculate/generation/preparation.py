@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ from ..speculator import Speculator
 from ..stats import SpeculationStats
 from ..tree import RoundClock
 from ..verification import (
-    NOISE_LEVELS,
     BatchedChoice,
+    ChoiceInputs,
     LayerRecord,
     Noise,
     Records,
@@ -48,7 +48,7 @@ from ..verification import (
     StepRecord,
     Stopping,
     TypicalSampler,
-    fill_noise,
+    reason_for_host,
 )
 from .ahead import Ahead
 from .choosing import Choosing, Delivery
@@ -160,7 +160,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     if not scorer.forward.keeps_backends and (backends := backends_in_use(scorer.device)):
         stats.attention[backends] += 1
     if compiler is not None:
-        scorer = compiled(scorer, compiler, _static_use(speculator, call, sampler, rows))
+        scorer = compiled(scorer, compiler, _static_use(speculator, call, sampler, rows, stats))
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, scorer, sampler, stats)
     return Decoding(
@@ -265,25 +265,24 @@ def _compiler(speculator: Speculator, model: GenerativeModel, stats: Speculation
     return compiler
 
 
-def _static_use(speculator: Speculator, call: SampleCall, sampler: Sampler, rows: Rows) -> StaticUse:
-    """The use that the request makes of static forwards. On a CPU the host chooses tokens: it waits for nothing."""
-    on_host = sampler.tier(call.input_ids.device) == "walk"
-    choice, noise = None if on_host else BatchedChoice.of(sampler), sampler.noise
-    samples = choice is not None and noise is not None
+def _static_use(
+    speculator: Speculator, call: SampleCall, sampler: Sampler, rows: Rows, stats: SpeculationStats
+) -> StaticUse:
+    """The request's use of static forwards. On a CPU the host chooses tokens: it waits for nothing."""
+    choice = None
+    if Compiler.records(call.input_ids.device):
+        reason = reason_for_host(sampler)
+        choice = None if reason else BatchedChoice(sampler.processors, sampler.noise is not None)
+        if reason:
+            stats.fallbacks[f"tokens are chosen on the host: {reason}"] += 1
     return StaticUse(
         choice=choice,
         can_choose=lambda: not (rows.are_padded and any(rows.sequences.finished)),
-        noise_levels=NOISE_LEVELS if samples else 0,
-        fill_noise=partial(_fill_noise, sampler, rows.sequences) if samples else None,
-        num_columns=(lambda: noise.width) if samples else None,  # type: ignore[union-attr]
+        choice_inputs=None if choice is None else ChoiceInputs(choice, sampler, rows.sequences),
         keeps_outputs=sampler.records.are_kept,
         last_layer=last_layer(call.model) if RAW_LAST in speculator.drafter.feature_layers else None,
         is_private=not call.shows_cache,
     )
-
-
-def _fill_noise(sampler: Sampler, sequences: Sequences, count: int, out: Tensor) -> None:
-    fill_noise(sampler, sequences.num_emitted, count, out)
 
 
 def _scorer(call: SampleCall, step: StockStep) -> Scorer:

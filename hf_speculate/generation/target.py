@@ -46,6 +46,7 @@ class Prefill:
             PromptError: the model continues this prompt in a way that trees cannot follow.
         """
         output = self.forward(**forward_kwargs)
+        scorer.num_columns = output.logits.shape[-1]
         if cache_of(output) is not scorer.cache.cache:  # prefix tuning brings its own cache
             scorer.cache = TreeCache(cache_of(output), len(scorer.cache.lengths))
         # Masks, positions and paths address entries by index, so each token must have exactly one.

@@ -56,6 +56,7 @@ from .static import NODE_BUCKETS as NODE_BUCKETS
 from .static import StaticUse as StaticUse
 from .static import compiled as compiled
 from .static import has_native_layers as has_native_layers
+from .static import problem_with_recording as problem_with_recording
 from .static import problem_with_static as problem_with_static
 from .static import width_for as width_for
 from .static_forward import Along as Along

@@ -106,6 +106,7 @@ class Scorer:
     Attributes:
         has_windows: whether some layers do not see the whole text.
         sums_masked: whether the last forward may have added masked entries, with the weight 0.
+        num_columns: width of the model's logits, once the prompt has run.
         num_rerun: number of committed tokens that the last forward ran again before the nodes.
         whole_output: states and attentions of the last forward if it ran the whole text; else None.
     """
@@ -122,7 +123,7 @@ class Scorer:
     ):
         self.model = model
         self.forward = forward
-        self.sums_masked, self.num_rerun, self.whole_output = True, 0, None
+        self.sums_masked, self.num_columns, self.num_rerun, self.whole_output = True, 0, 0, None
         self.cache = cache
         self.cache.mover = getattr(vars(model).get("forward"), "move_entries", None)
         self.shape = shape

@@ -8,9 +8,9 @@ graph. The plain reference is `Forward`, which also runs what has no graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,31 @@ def _widths(num_nodes: int) -> list[int]:
     return [bucket for bucket in NODE_BUCKETS if bucket >= num_nodes][:2]
 
 
+class ChoiceInputs(Protocol):
+    """Inputs of a choice that change from round to round."""
+
+    def fit(self, tree: DraftTree) -> bool:
+        """Whether the inputs can be made for a tree."""
+        ...
+
+    def fill(
+        self,
+        make: Callable[[Hashable, Sequence[int], torch.dtype], Tensor],
+        tree: DraftTree,
+        width: int,
+        num_columns: int,
+    ) -> dict[str, Tensor]:
+        """The inputs in buffers that `make` gives, for `width` nodes and `num_columns` scores each."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class StaticUse:
     """A request's use of its scored trees.
 
     Attributes:
         choice: choice of all tokens at once; None leaves it to the host.
-        noise_levels: number of levels for which noise can be passed in; 0 for greedy requests.
-        fill_noise: function (number of levels, [D, B, V]) that writes the noise of the coming steps.
-        num_columns: function that returns the width of the noise.
+        choice_inputs: inputs of the choice; None without one.
         keeps_outputs: whether logits and states are kept beyond the round.
         can_choose: function that returns whether the accepted paths are those of the chosen tokens. Padding of rows
             that have ended is not chosen.
@@ -60,9 +76,7 @@ class StaticUse:
 
     choice: Choice | None = None
     can_choose: Callable[[], bool] = lambda: True
-    noise_levels: int = 0
-    fill_noise: Callable[[int, Tensor], None] | None = None
-    num_columns: Callable[[], int] | None = None
+    choice_inputs: ChoiceInputs | None = None
     keeps_outputs: bool = False
     last_layer: nn.Module | None = None
     is_private: bool = False
@@ -214,10 +228,10 @@ class StaticForward(Forward):
         return self._starts[0] if self._starts else None
 
     def _choice(self, tree: DraftTree) -> Choice | None:
-        """The choice, unless the tree is deeper than noise can be passed in for."""
+        """The choice, if it can be made for this tree."""
         use = self._use
-        is_too_deep = use.noise_levels and tree.max_depth >= use.noise_levels
-        return None if is_too_deep or not use.can_choose() else use.choice
+        is_fit = use.choice_inputs is not None and use.choice_inputs.fit(tree) and use.can_choose()
+        return use.choice if is_fit else None
 
     def _problem(self, scorer: Scorer, nodes: Nodes, options: Mapping[str, Any]) -> str:
         if scorer.token_kwargs:
@@ -248,11 +262,10 @@ class StaticForward(Forward):
             if tree.values is not None and tree.unread is not None:
                 count = min(width, tree.num_nodes)
                 values[:, :count].copy_(tree.values[:, :count])
-            if self._use.fill_noise is not None and self._use.num_columns is not None:
-                levels = min(width, self._use.noise_levels)
-                shape = levels, tree.batch_size, self._use.num_columns()
-                inputs["noise"] = buffers.tensor(("noise", levels), shape, torch.float32, device)
-                self._use.fill_noise(tree.max_depth + 1, inputs["noise"])
+            assert self._use.choice_inputs is not None
+            inputs |= self._use.choice_inputs.fill(
+                lambda name, shape, dtype: buffers.tensor(name, shape, dtype, device), tree, width, scorer.num_columns
+            )
         return stacks, inputs
 
     def _prompt(self, buffers: Buffers, scorer: Scorer, batch_size: int, capacity: int) -> Tensor:

@@ -40,7 +40,11 @@ class Choice(Protocol):
     key: Hashable
 
     def __call__(
-        self, logits: Float[Tensor, "B N V"], depths: Int[Tensor, "B N"], noise: Float[Tensor, "D B V"] | None
+        self,
+        logits: Float[Tensor, "B N V"],
+        tokens: Int[Tensor, "B N"],
+        tree: TreePlan,
+        inputs: Mapping[str, Tensor],
     ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " B"]]:
         """The chosen tokens, and whether the scores of a row cannot be trusted."""
         ...
@@ -169,8 +173,7 @@ def tree_forward(
     Args:
         last_layer: layer whose output is wanted before the final norm; None if it is not.
         inputs: `plan` [B, NODES + 2 W] and `prompt` [B, M] (`StaticNodes`); `starts` [B], the number of padding entries
-            of each row, for the kernel; `values` [B, W] of the nodes and `noise` [D, B, V] of their depths, where there
-            are any.
+            of each row, for the kernel; with a choice `values` [B, W] of the nodes, and its own inputs.
         options: further arguments of the forward.
         choice: choice of the tokens; None leaves it to the host.
         vocab_size: number of token ids that the model has embeddings for.
@@ -194,7 +197,7 @@ def tree_forward(
         )
     result = {"logits": output.logits, "hidden_states": output.hidden_states, "last": last[0] if last else None}
     if choice is not None:
-        chosen, are_tainted = choice(output.logits, nodes.tree.depths, inputs.get("noise"))
+        chosen, are_tainted = choice(output.logits, nodes.tokens, nodes.tree, inputs)
         along = Along.of(nodes.tokens, nodes.parents, nodes.tree, chosen)
         along.move(stacks, nodes.slots[0], nodes.lengths)
         bits = inputs["values"].view(torch.int32).long()

@@ -4,9 +4,9 @@ The sampler chooses a token at every node that the walk visits, with the noise t
 the text is stock's by construction. This room also keeps the text so far, its records, and when each row ends.
 """
 
-from .batched import NOISE_LEVELS as NOISE_LEVELS
 from .batched import BatchedChoice as BatchedChoice
-from .batched import fill_noise as fill_noise
+from .batched import ChoiceInputs as ChoiceInputs
+from .batched import reason_for_host as reason_for_host
 from .natively import most_probable as most_probable
 from .natively import stand_in as stand_in
 from .noise import Noise as Noise

@@ -30,7 +30,7 @@ def twice(tensor):
 
 
 def run(recordings, tensor, kind="kind", function=twice):
-    return recordings.run(function, kind, (tensor,), CPU)
+    return recordings.run(function, kind, (tensor,), tensor.device)
 
 
 def test_on_gpus_only():
@@ -138,3 +138,47 @@ def test_recordings_end_with_their_module(replays):
 
 def twice_of(tensor):
     return tensor * 2
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    """Real CUDA graphs."""
+
+    def test_replays_read_what_the_arguments_hold(self):
+        recordings, tensor = Recordings(), torch.ones(4, 4, device="cuda")
+        weight = torch.randn(4, 4, device="cuda")
+
+        def product(inputs, matrix):
+            return {"product": inputs @ matrix, "sum": inputs.sum()}
+
+        for value in range(6):
+            tensor.fill_(value)
+            found = recordings.run(product, "kind", (tensor, weight), tensor.device)
+            torch.testing.assert_close(found["product"], tensor @ weight)
+            assert found["sum"].item() == 16 * value
+        assert len(recordings) == 1
+
+    def test_several_share_a_pool_and_keep_their_results(self):
+        recordings = [Recordings() for _ in range(5)]
+        tensors = [torch.full((1000,), float(value), device="cuda") for value in range(5)]
+        found = [
+            [run(each, tensor)["twice"] for _ in range(3)][-1] for each, tensor in zip(recordings, tensors, strict=True)
+        ]
+        for value, result in enumerate(found):
+            assert (result == 2.0 * value).all()
+        del recordings[:3]
+        gc.collect()
+        assert (run(recordings[0], tensors[3])["twice"] == 6).all()
+
+    def test_a_capture_that_fails_leaves_everything_usable(self):
+        recordings, tensor = Recordings(), torch.ones(3, device="cuda")
+
+        def asks(inputs):
+            return {"twice": inputs * float(inputs.sum())}
+
+        for _ in range(3):
+            assert run(recordings, tensor, function=asks)["twice"].tolist() == [3.0] * 3
+        assert recordings.is_unrecordable("kind")
+        for _ in range(3):
+            assert run(recordings, tensor, kind="other")["twice"].tolist() == [2.0] * 3
+        assert len(recordings) == 1

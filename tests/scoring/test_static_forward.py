@@ -17,7 +17,6 @@ from hf_speculate.scoring.masks import visible_prefix
 from hf_speculate.scoring.static_forward import NODES, ScoredTable, StaticNodes, tree_forward
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, TreePlan, additive
 from hf_speculate.verification import BatchedChoice
-from hf_speculate.verification.processors import KnownProcessors
 
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick
@@ -147,7 +146,7 @@ def random_caches(model, lengths, poison):
 def scored(model, round, stacks, form, groups):
     inputs = {"plan": round.plan, "prompt": round.prompt, "starts": torch.tensor(round.padding)}
     inputs["values"] = torch.zeros(round.num_rows, WIDTH)
-    choice = BatchedChoice(KnownProcessors(), samples=False)
+    choice = BatchedChoice((), samples=False)
     options = {"output_hidden_states": [1]}
     with torch.no_grad():
         return tree_forward(model, None, stacks, inputs, options, choice, VOCAB_SIZE, (form, groups, torch.float32))
