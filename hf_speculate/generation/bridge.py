@@ -63,6 +63,8 @@ class _Note:
 
 
 _note: ContextVar[_Note | None] = ContextVar("hf_speculate_note", default=None)
+# Whether a request that stepped aside is running: what stock calls below it (assistants, early exit) is plain, too.
+_is_aside: ContextVar[bool] = ContextVar("hf_speculate_is_aside", default=False)
 _originals: dict[str, Callable] = {}
 
 
@@ -102,13 +104,13 @@ def _wrap_generate(original: Callable) -> Callable:
     @functools.wraps(original)
     def generate(self, *args, speculator=_NOT_GIVEN, **kwargs):
         explicit = speculator is not _NOT_GIVEN
-        chosen = speculator if explicit else attached_to(self)
+        chosen = speculator if explicit else None if _is_aside.get() else attached_to(self)
         note = None
         if chosen is not None:
             has_cache = any(kwargs.get(name) is not None for name in (CACHE_NAME, OLD_CACHE_NAME))
             note = _Note(self, resolve(chosen, self), explicit, streamed.get(), has_cache)
         # Set it even to None: a `generate` call within another one (token healing) must not take the outer note.
-        tokens = _note.set(note), streamed.set(None)
+        tokens = _note.set(note), streamed.set(None), _is_aside.set(_is_aside.get())
         try:
             if note is not None:
                 with _stepping_aside(note, UnsupportedRequestError, TargetMismatchError):
@@ -119,6 +121,7 @@ def _wrap_generate(original: Callable) -> Callable:
         finally:
             _note.reset(tokens[0])
             streamed.reset(tokens[1])
+            _is_aside.reset(tokens[2])
             if note is not None:
                 keep_saveable(self)
 
@@ -219,3 +222,4 @@ def _stepping_aside(note: _Note, *errors: type[SpeculateError]) -> Iterator[None
         note.speculator.stats.fallbacks[str(error)] += 1
         logger.warning_once(f"{error} Running without the attached speculator.")
         _note.set(None)
+        _is_aside.set(True)

@@ -78,8 +78,9 @@ class FusedForward:
 
     @property
     def is_native(self) -> bool:
-        """Whether the layer is as loaded, so that the kernel can compute it."""
-        return self._loaded is not None and self._loaded.is_untouched()
+        """Whether the kernel computes the layer: it is as loaded, and its attention is stock's."""
+        loaded = self._loaded
+        return loaded is not None and loaded.is_untouched() and is_stock_attention(self.layer.self_attn.config)
 
     def _computed(self, arguments: _Arguments) -> Tensor | None:
         if self._loaded is None and parts_of(self.layer) is not None:

@@ -55,12 +55,12 @@ from .scoring import Scorer as Scorer
 from .static import NODE_BUCKETS as NODE_BUCKETS
 from .static import StaticUse as StaticUse
 from .static import compiled as compiled
-from .static import has_native_layers as has_native_layers
 from .static import problem_with_recording as problem_with_recording
 from .static import problem_with_static as problem_with_static
 from .static import width_for as width_for
 from .static_forward import Along as Along
 from .support import Shape as Shape
 from .support import has_foreign_attention as has_foreign_attention
+from .support import has_native_layers as has_native_layers
 from .support import supported_shape as supported_shape
 from .walk import Sizes as Sizes

@@ -20,13 +20,12 @@ from ..tree import DraftTree
 from .adapters import prompt_learning
 from .devices import input_device
 from .filler import filler_cache
-from .hooks import without_foreign_hooks
+from .hooks import foreign_hooks
 from .identity import structure_key, unvouched_modules
 from .masks import layer_types, layer_windows
 from .positions import has_length_dependent_rope, num_positions
 from .scoring import Forward, Nodes, Scorer
-from .static import has_native_layers
-from .support import counts_along_cache
+from .support import counts_along_cache, has_native_layers, outside_kernel
 from .walk import Sizes, Walk, depth_first, no_mask, walking
 
 
@@ -99,7 +98,8 @@ _found: WeakKeyDictionary[GenerativeModel, dict[tuple[Any, ...], Sizes | str]] =
 def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded: bool) -> Sizes | str:
     """Row counts that `ExactForward` can trust, or the reason why a model cannot be exact.
 
-    No counts are needed if a kernel of ours computes the layers.
+    No counts are needed if a kernel of ours computes the layers. The test runs what the request will run: the user's
+    hooks are called in it, too.
 
     Args:
         cache: KV cache of the request.
@@ -108,12 +108,11 @@ def exact_sizes(model: GenerativeModel, cache: Cache, batch_size: int, is_padded
     if problem := _problem(model, cache):
         return problem
     known = _found.setdefault(model, {})
-    key = batch_size, is_padded, structure_key(model)
+    key = batch_size, is_padded, structure_key(model), tuple(map(id, foreign_hooks(model)))
     if key not in known:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(without_foreign_hooks(model))
             torch.manual_seed(0)
             known[key] = _tried(model, batch_size, is_padded)
     return known[key]
@@ -130,6 +129,8 @@ def _problem(model: GenerativeModel, cache: Cache) -> str:
         return "RoPE depends on the longest position"
     if prompt_learning(model):
         return "a prompt-learning adapter is in effect"
+    if reason := outside_kernel(model):
+        return reason
     if torch.is_autocast_enabled(input_device(model).type):
         return "autocast is on"
     if attention not in ("sdpa", "eager") and not has_native_layers(model):

@@ -31,8 +31,13 @@ def has_foreign_hooks(model: nn.Module) -> bool:
     Any hook may, except known ones: those of torch, transformers and accelerate, our own, those whose function has
     `row_wise = True`, and PEFT's without bound values. (PEFT binds an adapter for each row.)
     """
+    return next(foreign_hooks(model), None) is not None
+
+
+def foreign_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The hooks that `has_foreign_hooks` looks for."""
     everywhere = chain(_global_forward_hooks.values(), _global_forward_pre_hooks.values())
-    return any(map(_is_foreign, chain(everywhere, *map(_hooks, model.modules()))))
+    return filter(_is_foreign, chain(everywhere, *map(_hooks, model.modules())))
 
 
 def may_hold_rows(model: nn.Module, forward_kwargs: Mapping[str, Any]) -> bool:

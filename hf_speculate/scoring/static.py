@@ -27,6 +27,7 @@ from .masks import num_left_padding
 from .positions import has_length_dependent_rope
 from .scoring import Forward, Nodes, Scorer
 from .static_forward import NODES, Choice, ScoredTable, tree_forward
+from .support import has_native_layers
 
 
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
@@ -101,12 +102,6 @@ def compiled(scorer: Scorer, compiler: Compiler, use: StaticUse) -> Scorer:
         return scorer
     scorer.forward = StaticForward(scorer, compiler, use)
     return scorer
-
-
-def has_native_layers(model: Any) -> bool:
-    """Whether a kernel computes the layers (`native.fused`). Modules in a graph are slower and round differently."""
-    layers = getattr(model.get_decoder(), "layers", ())
-    return any(getattr(layer.__dict__.get("forward"), "is_native", False) for layer in layers)
 
 
 def problem_with_static(scorer: Scorer) -> str:
